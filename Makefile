@@ -1,0 +1,80 @@
+# One command each for whoever tries, develops or checks evener. Every target installs what it needs first.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# pip's own progress on a terminal, silence in a log.
+QUIET := $(shell test -t 2 || echo --quiet --quiet)
+PIP := $(PY) -m pip install --disable-pip-version-check $(QUIET) --constraint constraints.txt
+STAMP := $(VENV)/.installed
+
+# Every folder with a distribution in it; a new backend is found without an edit here.
+PROJECTS := $(wildcard core/pyproject.toml models/pyproject.toml server/pyproject.toml backends/*/pyproject.toml)
+DISTRIBUTIONS := $(PROJECTS:/pyproject.toml=)
+
+PROMPT ?= What is the capital of France?
+PORT ?= 8000
+ARGS ?=
+DIST ?= dist
+
+.PHONY: help install models model run serve test test-all check wheels wheelhouse bench clean
+
+help:  ## what can be made
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
+
+install: $(STAMP)  ## make .venv with every distribution editable
+
+# torch comes first and alone, at the version of constraints.txt: whatever follows finds it there and leaves it as it is.
+$(STAMP): $(PROJECTS) constraints.txt scripts/dev-requirements.txt
+	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@echo "installing what development needs"
+	@$(PIP) --requirement scripts/dev-requirements.txt
+	@echo "installing $(DISTRIBUTIONS)"
+	@$(PIP) --no-build-isolation $(DISTRIBUTIONS:%=--editable ./%)
+	@touch $(STAMP)
+
+models: install  ## put the three real models into $EVENER_MODELS (ONLY=smollm2: that one)
+	@$(PY) scripts/fetch_models.py $(ONLY:%=--only %)
+
+model: install
+	@$(PY) scripts/fetch_models.py --only smollm2
+
+run: model  ## ask a real model one question over HTTP (PROMPT="...")
+	@$(PY) scripts/demo.py --prompt $(call quoted,$(value PROMPT)) -- $(ARGS)
+
+serve: model  ## serve a real model until Ctrl-C (PORT=8000, ARGS="key=value ...")
+	@exec $(PY) scripts/demo.py --serve --port $(PORT) -- $(ARGS)
+
+test: model  ## the tests, under ten minutes
+	@$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: models  ## the slow tests too
+	@$(PY) -m pytest -m "not gpu" $(ARGS)
+
+check: install  ## ruff, mypy and the architecture tests
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) -m pytest tests/test_architecture.py
+
+wheels: install  ## a wheel of every distribution in dist/
+	@$(PY) scripts/build_wheels.py --out $(DIST) $(DISTRIBUTIONS)
+
+wheelhouse: install  ## the same and their dependencies' wheels in wheelhouse/, without torch
+	@$(PY) scripts/build_wheels.py --out wheelhouse --with-dependencies $(DISTRIBUTIONS)
+
+bench: model  ## tokens per second, against transformers
+	@$(PY) benchmarks/offline.py --engine transformers $(ARGS)
+	@$(PY) benchmarks/offline.py --engine evener $(ARGS)
+
+clean:  ## remove everything that was made here (models stay in the cache)
+	rm -rf $(VENV) dist wheelhouse build outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One shell word, whatever is in it: a prompt may hold quotes.
+quoted = '$(subst ','\'',$(1))'

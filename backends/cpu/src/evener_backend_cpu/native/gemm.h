@@ -1,0 +1,63 @@
+// y = x wᵀ over a plain row-major weight [rows, columns]: nothing is packed, so one matrix in memory serves every token count, and a
+// tied embedding is stored once. A tile is 4 weight rows by up to 4 tokens; each of its sums runs along the columns.
+#pragma once
+#include "simd.h"
+
+template <class T, int MR>
+INLINE void tile(const T* const w[4], const T* x, long ldx, long K, v4* out) {
+  constexpr int S = Lanes<T>::step;
+  v16 a[4][MR];
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < MR; j++) a[i][j] = splat(0.f);
+  long k = 0;
+  for (; k + S <= K; k += S) {
+    v16 w0 = Lanes<T>::raw(w[0] + k), w1 = Lanes<T>::raw(w[1] + k), w2 = Lanes<T>::raw(w[2] + k), w3 = Lanes<T>::raw(w[3] + k);
+#pragma GCC unroll 4
+    for (int j = 0; j < MR; j++) {
+      v16 y = Lanes<T>::raw(x + j * ldx + k);
+      Lanes<T>::dot(a[0][j], w0, y);
+      Lanes<T>::dot(a[1][j], w1, y);
+      Lanes<T>::dot(a[2][j], w2, y);
+      Lanes<T>::dot(a[3][j], w3, y);
+    }
+  }
+  if (k < K) {
+    T tail[4 + MR][S];
+    memset((void*)tail, 0, sizeof tail);
+    for (int i = 0; i < 4; i++) memcpy((void*)tail[i], w[i] + k, (K - k) * sizeof(T));
+    for (int j = 0; j < MR; j++) memcpy((void*)tail[4 + j], x + j * ldx + k, (K - k) * sizeof(T));
+    for (int i = 0; i < 4; i++)
+      for (int j = 0; j < MR; j++) Lanes<T>::dot(a[i][j], Lanes<T>::raw(tail[i]), Lanes<T>::raw(tail[4 + j]));
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < MR; j++) out[j] = sums(a[0][j], a[1][j], a[2][j], a[3][j]);
+}
+
+template <class T, class O, int MR>
+INLINE void put_tile(const T* const w[4], const T* x, long ldx, long K, const T* bias, O* y, long ldy, int count) {
+  v4 out[MR];
+  tile<T, MR>(w, x, ldx, K, out);
+  for (int j = 0; j < MR; j++)
+    for (int i = 0; i < count; i++) put(y + j * ldy + i, bias ? out[j][i] + wide(bias[i]) : out[j][i]);
+}
+
+// y[m, n - n0] for weight rows n0 <= n < n1; ``w`` and ``bias`` point to row 0, ``y`` to column n0.
+template <class T, class O>
+__attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, long n0, long n1, long K, const T* bias, O* y, long ldy) {
+  long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
+  if (panel < 32) panel = 32;
+  for (long m0 = 0; m0 < M; m0 += panel) {
+    long m1 = m0 + panel < M ? m0 + panel : M;
+    for (long n = n0; n < n1; n += 4) {
+      int count = n1 - n < 4 ? (int)(n1 - n) : 4;
+      const T* rows[4];
+      for (int i = 0; i < 4; i++) rows[i] = w + (n + (i < count ? i : count - 1)) * K;
+      const T* b = bias ? bias + n : nullptr;
+      long m = m0;
+      for (; m + 4 <= m1; m += 4) put_tile<T, O, 4>(rows, x + m * ldx, ldx, K, b, y + m * ldy + n - n0, ldy, count);
+      if (m1 - m == 3) put_tile<T, O, 3>(rows, x + m * ldx, ldx, K, b, y + m * ldy + n - n0, ldy, count);
+      if (m1 - m == 2) put_tile<T, O, 2>(rows, x + m * ldx, ldx, K, b, y + m * ldy + n - n0, ldy, count);
+      if (m1 - m == 1) put_tile<T, O, 1>(rows, x + m * ldx, ldx, K, b, y + m * ldy + n - n0, ldy, count);
+    }
+  }
+}

@@ -1,0 +1,146 @@
+// What Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Functions that need memory return 0, or 1 if
+// there was none.
+#include <sys/mman.h>
+
+#include "layer.h"
+
+static Scratch& scratch() {
+  static thread_local Scratch s;
+  return s;
+}
+
+template <class T>
+static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, void* stream, void* out, const void* positions,
+                     int64_t positions64, int64_t flags, int64_t threads) {
+  Sizes s = Sizes::of<T>(*l, tokens, step ? step->parts : 0, threads);
+  char* base = scratch().want(s.total);
+  if (!base) return 1;
+  Run<T> run{*l, step, tokens, (T*)x, (T*)stream, (T*)out, positions, positions64, flags, {}, {}, {}, {}, {}};
+  run(base, s);
+  return 0;
+}
+
+template <class T>
+static void linear(const T* x, int64_t M, const T* w, const T* bias, int64_t N, int64_t K, T* y, int64_t threads) {
+  Share share;
+#pragma omp parallel num_threads((int)threads)
+  gemm_share<T, T>(share, omp_get_num_threads(), x, M, w, bias, N, K, y);
+}
+
+template <class T>
+static int attend(const Geometry* g, const Step* step, const T* q, const T* sinks, T* out, int64_t threads) {
+  Layer l{};
+  l.g = *g;
+  Sizes s = Sizes::of<T>(l, 0, step->parts, threads);
+  char* base = scratch().want(s.total);
+  if (!base) return 1;
+  Run<T> run{l, step, step->tokens, nullptr, nullptr, nullptr, nullptr, 0, 0, {}, {}, {}, {}, {}};
+#pragma omp parallel num_threads((int)threads)
+  run.attend(*step, q, sinks, out, (float*)(base + s.parts),
+             (float*)(base + s.priv + omp_get_thread_num() * s.priv_bytes + Sizes::up(2 * MLP_PANEL * 16 * 4)));
+  return 0;
+}
+
+template <class T>
+static void write(const Geometry* g, const Step* s, const T* k, int64_t ldk, const T* v, int64_t ldv, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (s->tokens > 64)
+  for (long t = 0; t < s->tokens; t++) {
+    long slot = index_at(s->slots, t, s->slots64);
+    for (long h = 0; h < g->kv_heads; h++) {
+      write_key<T>(*g, slot, h, k + t * ldk + h * g->d);
+      write_value<T>(*g, slot, h, v + t * ldv + h * g->dv);
+    }
+  }
+}
+
+// With ``residual``: sum = x + residual first; sum may be residual.
+template <class T>
+static void norm(const T* x, int64_t ldx, const T* residual, const T* w, T* y, T* sum, int64_t rows, int64_t n, float eps, float offset,
+                 int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (rows * n > 65536)
+  for (long r = 0; r < rows; r++) {
+    const T* in = x + r * ldx;
+    if (residual) {
+      add_row<T>(in, residual + r * n, sum + r * n, n);
+      in = sum + r * n;
+    }
+    norm_row<T>(in, w, y + r * n, n, eps, offset);
+  }
+}
+
+template <class T>
+static void rotary(const void* positions, int64_t is64, T* q, int64_t ldq, int64_t heads, T* k, int64_t ldk, int64_t kv_heads, int64_t tokens,
+                   int64_t d, int64_t dim, int64_t interleaved, const float* cos_sin, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (tokens * (heads + kv_heads) * d > 65536)
+  for (long t = 0; t < tokens; t++) {
+    const float* at = cos_sin + index_at(positions, t, is64) * dim;
+    for (long h = 0; h < heads; h++) rotate_row<T>(q + t * ldq + h * d, q + t * ldq + h * d, at, dim, d, interleaved);
+    for (long h = 0; h < kv_heads; h++) rotate_row<T>(k + t * ldk + h * d, k + t * ldk + h * d, at, dim, d, interleaved);
+  }
+}
+
+template <class T> static void act(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (rows * inner > 32768)
+  for (long r = 0; r < rows; r++) act_row<T, T>(x + r * 2 * inner, x + r * 2 * inner + inner, y + r * inner, inner, (int)kind);
+}
+
+template <class T> static void greedy(const T* x, int64_t rows, int64_t n, int32_t* ids) {
+  for (long r = 0; r < rows; r++) {
+    const T* row = x + r * n;
+    v16 best = splat(-INFINITY);
+    long i = 0;
+    for (; i + 16 <= n; i += 16) best = vmax(load(row + i), best);
+    float top = max16(best);
+    for (; i < n; i++) top = wide(row[i]) > top ? wide(row[i]) : top;
+    long at = 0;
+    while (at < n && !(wide(row[at]) == top)) at++;
+    ids[r] = at < n ? (int32_t)at : 0;
+  }
+}
+
+extern "C" {
+#define EXPORT(T, S)                                                                                                                   \
+  int evener_layer_##S(const Layer* l, const Step* s, int64_t n, void* x, void* stream, void* out, const void* pos, int64_t p64,        \
+                       int64_t flags, int64_t threads) {                                                                               \
+    return run_layer<T>(l, s, n, x, stream, out, pos, p64, flags, threads);                                                            \
+  }                                                                                                                                    \
+  int64_t evener_scratch_##S(const Layer* l, int64_t tokens, int64_t parts, int64_t threads) {                                         \
+    return Sizes::of<T>(*l, tokens, parts, threads).total;                                                                             \
+  }                                                                                                                                    \
+  void evener_linear_##S(const T* x, int64_t M, const T* w, const T* b, int64_t N, int64_t K, T* y, int64_t threads) {                 \
+    linear<T>(x, M, w, b, N, K, y, threads);                                                                                           \
+  }                                                                                                                                    \
+  int evener_attend_##S(const Geometry* g, const Step* s, const T* q, const T* sinks, T* out, int64_t threads) {                       \
+    return attend<T>(g, s, q, sinks, out, threads);                                                                                    \
+  }                                                                                                                                    \
+  void evener_write_##S(const Geometry* g, const Step* s, const T* k, int64_t ldk, const T* v, int64_t ldv, int64_t threads) {         \
+    write<T>(g, s, k, ldk, v, ldv, threads);                                                                                           \
+  }                                                                                                                                    \
+  void evener_norm_##S(const T* x, int64_t ldx, const T* res, const T* w, T* y, T* sum, int64_t rows, int64_t n, float eps,            \
+                       float offset, int64_t threads) {                                                                                \
+    norm<T>(x, ldx, res, w, y, sum, rows, n, eps, offset, threads);                                                                    \
+  }                                                                                                                                    \
+  void evener_rotary_##S(const void* pos, int64_t p64, T* q, int64_t ldq, int64_t heads, T* k, int64_t ldk, int64_t kv, int64_t n,     \
+                         int64_t d, int64_t dim, int64_t inter, const float* table, int64_t threads) {                                 \
+    rotary<T>(pos, p64, q, ldq, heads, k, ldk, kv, n, d, dim, inter, table, threads);                                                  \
+  }                                                                                                                                    \
+  void evener_act_##S(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {                                  \
+    act<T>(x, y, rows, inner, kind, threads);                                                                                          \
+  }                                                                                                                                    \
+  void evener_greedy_##S(const T* x, int64_t rows, int64_t n, int32_t* ids) { greedy<T>(x, rows, n, ids); }
+EXPORT(float, f32)
+EXPORT(bf16, bf16)
+
+int64_t evener_plan(const Geometry* g, const int32_t* query_start, const int32_t* kv_lens, int64_t requests, Item* plan, int64_t* parts) {
+  return make_plan(*g, query_start, kv_lens, requests, plan, parts);
+}
+
+// Asks for huge pages under a weight, now where the kernel can (Linux 6.1). Contents do not change; failure costs only speed.
+int evener_collapse(void* p, int64_t n) {
+  const uintptr_t huge = 2 << 20;
+  uintptr_t from = ((uintptr_t)p + huge - 1) & ~(huge - 1), to = ((uintptr_t)p + n) & ~(huge - 1);
+  if (to <= from) return 1;
+  madvise((void*)from, to - from, 14);         // MADV_HUGEPAGE
+  return madvise((void*)from, to - from, 25);  // MADV_COLLAPSE
+}
+}

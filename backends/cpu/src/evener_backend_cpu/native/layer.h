@@ -1,0 +1,241 @@
+// A decoder layer, or a part of it, as one parallel region: threads share rows of weights and meet at barriers.
+#pragma once
+#include <omp.h>
+
+#include <atomic>
+#include <cstdlib>
+
+#include "attention.h"
+#include "gemm.h"
+#include "rows.h"
+
+enum Part { ENTER = 1, ATTEND = 2, MLP = 4 };
+
+struct Layer {
+  Geometry g;
+  int64_t hidden, rotary, interleaved, inner, activation;
+  float eps, offset, mlp_eps, mlp_offset;
+  const void *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *cos_sin, *o, *o_bias, *sinks, *post_norm;
+  const void *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias, *mlp_post_norm;
+};
+
+struct Scratch {
+  char* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { free(data); }
+  char* want(size_t n) {
+    if (n > size) {
+      free(data);
+      data = (char*)aligned_alloc(64, (n + 63) / 64 * 64);
+      size = data ? n : 0;
+    }
+    return data;
+  }
+};
+
+// A range of ``total`` handed out in pieces; the last thread to come finds nothing.
+struct Share {
+  std::atomic<long> next{0};
+  bool take(long total, long piece, long* from, long* to) {
+    long at = next.fetch_add(piece, std::memory_order_relaxed);
+    if (at >= total) return false;
+    *from = at;
+    *to = at + piece < total ? at + piece : total;
+    return true;
+  }
+  void reset() { next.store(0, std::memory_order_relaxed); }
+};
+
+INLINE long piece_of(long total, long threads, long unit) {
+  if (threads == 1) return total;
+  long p = (total / (threads * 6) + unit - 1) / unit * unit;
+  return p > unit ? p : unit;
+}
+
+template <class T, class O>
+INLINE void gemm_share(Share& share, long threads, const T* x, long M, const void* w, const void* bias, long N, long K, O* y) {
+  long piece = piece_of(N, threads, 16), n0, n1;
+  while (share.take(N, piece, &n0, &n1)) gemm<T, O>(x, K, M, (const T*)w, n0, n1, K, (const T*)bias, y + n0, N);
+}
+
+static const long FEW = 4, MLP_PANEL = 256;
+
+struct Sizes {
+  long threads, tokens, xn, qkv, q, attn, ao, h, priv, total;
+  static long up(long n) { return (n + 63) / 64 * 64; }
+  template <class T> static Sizes of(const Layer& l, long tokens, long parts, long threads) {
+    const Geometry& g = l.g;
+    Sizes s;
+    long panel = tokens < MLP_PANEL ? tokens : MLP_PANEL, at = 0;
+    auto add = [&](long bytes) {
+      long was = at;
+      at += up(bytes);
+      return was;
+    };
+    s.threads = threads, s.tokens = tokens;
+    s.xn = add(tokens * l.hidden * sizeof(T));
+    s.qkv = add(tokens * (g.heads * g.d + g.kv_heads * (g.d + g.dv)) * sizeof(T));
+    s.q = add(tokens * g.heads * g.d * sizeof(T));
+    s.attn = add(tokens * g.heads * g.dv * sizeof(T));
+    s.ao = add(tokens * l.hidden * sizeof(T));
+    s.h = add(panel * l.inner * sizeof(T));
+    long part = add(parts * g.kv_heads * partial_floats(g.kv_heads ? g.heads / g.kv_heads : 0, g.dv) * 4);
+    s.parts = part;
+    s.priv_bytes = up((g.kv_heads ? attention_floats(g) : 0) * 4) + up(2 * FEW * l.hidden * sizeof(T)) + up(2 * MLP_PANEL * 16 * 4);
+    s.priv = add(s.priv_bytes * threads);
+    s.total = at;
+    return s;
+  }
+  long parts, priv_bytes;
+};
+
+// x, stream: [T, hidden]; ``x`` is null where stream alone enters. ``out`` gets the layer's x, the query with ENTER alone.
+template <class T> struct Run {
+  const Layer& l;
+  const Step* step;
+  long tokens;
+  T *x, *stream, *out;
+  const void* positions;
+  long positions64, flags;
+  Share qkv_share, attend_share, o_share, up_share, down_share;
+
+  T* norms(T* add, const void* post, const void* weight, float eps, float offset, T* xn, T* priv, long tid, long threads, T** sum) {
+    long H = l.hidden;
+    bool few = tokens <= FEW;
+    T* y = few ? priv + FEW * H : xn;
+    *sum = few && add ? priv : nullptr;
+    long from = few ? 0 : tokens * tid / threads, to = few ? tokens : tokens * (tid + 1) / threads;
+    for (long t = from; t < to; t++) {
+      const T* in = stream + t * H;
+      if (add) {
+        T* s = few ? priv + t * H : stream + t * H;
+        const T* more = add + t * H;
+        if (post) {
+          norm_row<T>(more, (const T*)post, y + t * H, H, l.eps, l.offset);
+          more = y + t * H;
+        }
+        add_row<T>(in, more, s, H);
+        in = s;
+      }
+      norm_row<T>(in, (const T*)weight, y + t * H, H, eps, offset);
+    }
+    if (!few) {
+#pragma omp barrier
+    }
+    return y;
+  }
+
+  void keep(T* sum, long tid) {
+    if (sum && tid == 0) memcpy((void*)stream, sum, tokens * l.hidden * sizeof(T));
+  }
+
+  void heads(const T* qkv, T* q, long tid, long threads) {
+    const Geometry& g = l.g;
+    long width = g.heads * g.d + g.kv_heads * (g.d + g.dv), all = g.heads + 2 * g.kv_heads, work = tokens * all;
+    T row[1024];
+    for (long i = work * tid / threads; i < work * (tid + 1) / threads; i++) {
+      long t = i / all, h = i % all;
+      const T* in = qkv + t * width + h * g.d;
+      if (h >= g.heads + g.kv_heads) {
+        long v = h - g.heads - g.kv_heads;
+        in = qkv + t * width + (g.heads + g.kv_heads) * g.d + v * g.dv;
+        write_value<T>(g, index_at(step->slots, t, step->slots64), v, in);
+        continue;
+      }
+      bool is_q = h < g.heads;
+      const T* norm = (const T*)(is_q ? l.q_norm : l.k_norm);
+      T* to = is_q ? q + (t * g.heads + h) * g.d : row;
+      if (norm) {
+        norm_row<T>(in, norm, to, g.d, l.eps, l.offset);
+        in = to;
+      }
+      rotate_row<T>(in, to, (const float*)l.cos_sin + index_at(positions, t, positions64) * l.rotary, l.rotary, g.d, l.interleaved);
+      if (!is_q) write_key<T>(g, index_at(step->slots, t, step->slots64), h - g.heads, row);
+    }
+  }
+
+  void operator()(char* base, const Sizes& s) {
+    const Geometry& g = l.g;
+    long H = l.hidden, width = g.heads * g.d + g.kv_heads * (g.d + g.dv);
+    T *xn = (T*)(base + s.xn), *qkv = (T*)(base + s.qkv), *attn = (T*)(base + s.attn), *h = (T*)(base + s.h);
+    T* q = flags == ENTER ? out : (T*)(base + s.q);
+    T* ao = flags & MLP ? (T*)(base + s.ao) : out;
+    float* parts = (float*)(base + s.parts);
+#pragma omp parallel num_threads((int)s.threads)
+    {
+      long tid = omp_get_thread_num(), threads = omp_get_num_threads();
+      char* mine = base + s.priv + tid * s.priv_bytes;
+      T* priv = (T*)mine;
+      float* temp = (float*)(mine + Sizes::up(2 * FEW * H * sizeof(T)));
+      float* scratch = (float*)((char*)temp + Sizes::up(2 * MLP_PANEL * 16 * 4));
+      T* sum = nullptr;
+      if (flags & ENTER) {
+        T* y = norms(x, nullptr, l.norm, l.eps, l.offset, xn, priv, tid, threads, &sum);
+        gemm_share<T, T>(qkv_share, threads, y, tokens, l.qkv, l.qkv_bias, width, H, qkv);
+#pragma omp barrier
+        keep(sum, tid);
+        heads(qkv, q, tid, threads);
+      }
+      if (flags & ATTEND) {
+#pragma omp barrier
+        attend(*step, q, (const T*)l.sinks, attn, parts, scratch);
+        gemm_share<T, T>(o_share, threads, attn, tokens, l.o, l.o_bias, H, g.heads * g.dv, ao);
+        if (l.post_norm && !(flags & MLP)) {
+#pragma omp barrier
+          for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
+            norm_row<T>(ao + t * H, (const T*)l.post_norm, ao + t * H, H, l.eps, l.offset);
+        }
+      }
+      if (flags & MLP) mlp(flags & ATTEND ? ao : x, xn, h, priv, temp, tid, threads);
+    }
+  }
+
+  void attend(const Step& st, const T* q, const T* sinks, T* attn, float* parts, float* scratch) {
+    const Geometry& g = l.g;
+    long n0, n1;
+    while (attend_share.take(st.items * g.kv_heads, 1, &n0, &n1))
+      attend_item<T>(g, st, st.plan[n0 / g.kv_heads], n0 % g.kv_heads, q, sinks, attn, parts, scratch);
+    long covered = st.query_start[st.requests];
+#pragma omp single
+    if (covered < tokens) memset((void*)(attn + covered * g.heads * g.dv), 0, (tokens - covered) * g.heads * g.dv * sizeof(T));
+    if (st.parts) {
+#pragma omp for schedule(static)
+      for (long i = 0; i < st.items * g.kv_heads; i++) {
+        const Item& item = st.plan[i / g.kv_heads];
+        if (item.spans > 1 && (i / g.kv_heads == 0 || st.plan[i / g.kv_heads - 1].request != item.request))
+          merge_item<T>(g, st, item, i % g.kv_heads, q, sinks, attn, parts);
+      }
+    }
+  }
+
+  void mlp(T* add, T* xn, T* h, T* priv, float* temp, long tid, long threads) {
+    long H = l.hidden, I = l.inner;
+    const T *gu = (const T*)l.gate_up, *bias = (const T*)l.gate_up_bias;
+    T* sum;
+    if (flags & ATTEND) {
+#pragma omp barrier
+    }
+    T* y = norms(add, flags & ATTEND ? l.post_norm : nullptr, l.mlp_norm, l.mlp_eps, l.mlp_offset, xn, priv, tid, threads, &sum);
+    for (long p = 0; p < tokens; p += MLP_PANEL) {
+      long M = tokens - p < MLP_PANEL ? tokens - p : MLP_PANEL, i0, i1;
+      long piece = piece_of(I, threads, 16);
+      while (up_share.take(I, piece, &i0, &i1))
+        for (long i = i0; i < i1; i += 16) {
+          long n = i1 - i < 16 ? i1 - i : 16;
+          float *gate = temp, *up = temp + MLP_PANEL * 16;
+          gemm<T, float>(y + p * H, H, M, gu, i, i + n, H, bias, gate, 16);
+          gemm<T, float>(y + p * H, H, M, gu, I + i, I + i + n, H, bias, up, 16);
+          for (long m = 0; m < M; m++) act_row<float, T>(gate + m * 16, up + m * 16, h + m * I + i, n, l.activation);
+        }
+#pragma omp barrier
+      if (tid == 0) up_share.reset();
+      if (p == 0) keep(sum, tid);
+      gemm_share<T, T>(down_share, threads, h, M, l.down, l.down_bias, H, I, out + p * H);
+#pragma omp barrier
+      if (tid == 0) down_share.reset();
+    }
+    if (l.mlp_post_norm)
+      for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
+        norm_row<T>(out + t * H, (const T*)l.mlp_post_norm, out + t * H, H, l.mlp_eps, l.mlp_offset);
+  }
+};

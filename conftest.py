@@ -1,0 +1,34 @@
+"""Fixtures for the tests of every distribution: the real models' folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from model_sources import SOURCES, models_root, problem
+
+
+def _folder(key: str) -> Path:
+    """The folder of a real model. A missing one fails: a skipped test would look as if it had passed."""
+    source, root = SOURCES[key], models_root()
+    if (why := problem(source, root)) is not None:
+        pytest.fail(f"{root / source.name}: {why}; run 'make models'", pytrace=False)
+    return root / source.name
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct: the one real model that the quick tests may use."""
+    return _folder("smollm2")
+
+
+@pytest.fixture(scope="session")
+def qwen_dir() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct; for tests marked ``slow``."""
+    return _folder("qwen2.5")
+
+
+@pytest.fixture(scope="session")
+def gemma_dir() -> Path:
+    """Gemma 3 270M (base, no chat template); for tests marked ``slow``."""
+    return _folder("gemma3")

@@ -1,0 +1,175 @@
+"""``evener run``: answer one prompt, as it comes, and stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from evener.cli.command import Command, read_config
+from evener.config.schema import Config
+from evener.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from evener.async_llm import AsyncLLM
+    from evener.frontend.stream import RequestStream
+    from evener.sampling_params import SamplingParams
+
+
+def main(argv: list[str]) -> int:
+    """Run it; the answer goes to standard output, one line of figures to standard error."""
+    arguments, config = read_config(_command(), argv)
+    length = config.request.prompt_tokens_len
+    if (arguments.prompt is None) == (length is None):
+        raise ConfigError(
+            "evener run needs --prompt TEXT, or request.prompt_tokens_len=N for made-up tokens; one of them"
+        )
+    if arguments.prompt == "-":
+        arguments.prompt = sys.stdin.read()
+    answer = asyncio.run(_answer(config, arguments))
+    if arguments.json:
+        print(json.dumps(answer.to_json(), indent=2))
+    else:
+        sys.stdout.write("" if answer.text.endswith("\n") else "\n")
+        print(answer.line(), file=sys.stderr)
+    return 0
+
+
+@dataclass
+class _Answer:
+    """What came, and how fast."""
+
+    backend: str
+    reason: str
+    started: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    ended: float = 0.0
+    text: str = ""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    finish_reason: str | None = None
+
+    def rate(self) -> float | None:
+        """Tokens a second after the first; None for fewer than two tokens."""
+        seconds = 0.0 if self.first is None else self.ended - self.first
+        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else None
+
+    def line(self) -> str:
+        """The figures in one line."""
+        rate, first = self.rate(), None if self.first is None else self.first - self.started
+        parts = [f"{self.backend} ({self.reason})", f"{self.prompt_tokens} + {self.tokens} tokens"]
+        parts += [] if first is None else [f"first after {first:.2f} s"]
+        parts += [] if rate is None else [f"{rate:.1f} tokens/s"]
+        return "; ".join([*parts, f"ended: {self.finish_reason}"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for programs; times in seconds."""
+        return {
+            "text": self.text, "finish_reason": self.finish_reason, "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.tokens, "backend": self.backend, "backend_reason": self.reason,
+            "seconds_to_first_token": None if self.first is None else self.first - self.started,
+            "tokens_per_second": self.rate(),
+        }  # fmt: skip
+
+
+def _command() -> Command:
+    command = Command("run", "Answer one prompt and stop.")
+    command.option("--prompt", metavar="TEXT", help="what to ask; - reads standard input")
+    command.option("--system", metavar="TEXT", help="a system message before it")
+    command.option("--chat", dest="chat", action="store_true", default=None, help="through the model's chat template "
+                   "(the default where it has one)")  # fmt: skip
+    command.option("--raw", dest="chat", action="store_false", help="complete the text as it stands")
+    command.option("--max-tokens", type=int, metavar="N", help="at most this many new tokens")
+    command.option("--temperature", type=float, metavar="X", help="0 is greedy")
+    command.option("--top-p", type=float, metavar="X", help="keep the likeliest tokens that add up to this")
+    command.option("--top-k", type=int, metavar="N", help="keep this many of the likeliest tokens")
+    command.option("--min-p", type=float, metavar="X", help="drop tokens less likely than this times the likeliest")
+    command.option("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
+    command.option("--ignore-eos", action="store_true", help="go on after the model's end token")
+    command.option("--json", action="store_true", help="the answer and its figures for programs, at the end")
+    return command
+
+
+def sampling_of(arguments: argparse.Namespace, config: Config, has_tokenizer: bool) -> SamplingParams:
+    """What was asked for, with ``request.*`` and ``infer.stop_with_eos`` where nothing was.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    from evener.sampling_params import SamplingParams
+
+    return SamplingParams(
+        max_tokens=arguments.max_tokens or config.request.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        stop=arguments.stop,
+        ignore_eos=arguments.ignore_eos or not config.infer.stop_with_eos,
+        detokenize=has_tokenizer,
+    )
+
+
+async def _answer(config: Config, arguments: argparse.Namespace) -> _Answer:
+    from evener.async_llm import AsyncLLM
+
+    llm = await AsyncLLM.start(config, "process" if config.executor == "process" else "thread")
+    try:
+        params = sampling_of(arguments, config, llm.tokenizer is not None)
+        answer = _Answer(str(llm.info["backend"]), str(llm.info["backend_reason"]))
+        async with await _submit(llm, config, arguments, params) as stream:
+            answer.prompt_tokens = len(stream.prompt_token_ids)
+            await _read(stream, answer, show=not arguments.json)
+    finally:
+        await llm.close()
+    return answer
+
+
+async def _submit(
+    llm: AsyncLLM, config: Config, arguments: argparse.Namespace, params: SamplingParams
+) -> RequestStream:
+    if arguments.prompt is None:
+        vocabulary = llm.info["vocab_size"]
+        assert isinstance(vocabulary, int), "Ready.info has the vocabulary's size"
+        drawn = random.Random(config.seed)
+        return await llm.submit(
+            [drawn.randrange(vocabulary) for _ in range(config.request.prompt_tokens_len or 0)], params
+        )
+    if _chats(config, arguments):
+        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        return await llm.submit_chat([*system, {"role": "user", "content": arguments.prompt}], params)
+    if arguments.system is not None:
+        raise ConfigError(
+            "--system needs a chat template, and this model has none or --raw was given; put the text into --prompt"
+        )
+    return await llm.submit(arguments.prompt, params)
+
+
+def _chats(config: Config, arguments: argparse.Namespace) -> bool:
+    if arguments.chat is not None:
+        return bool(arguments.chat)
+    from pathlib import Path
+
+    from evener.frontend.chat import Chat
+
+    return Chat.from_folder(Path(config.tokenizer or config.model), None).available
+
+
+async def _read(stream: RequestStream, answer: _Answer, show: bool) -> None:
+    async for delta in stream:
+        if delta.error is not None:
+            raise EngineError(f"the request failed: {delta.error}")
+        if delta.token_ids and answer.first is None:
+            answer.first = time.perf_counter()
+        answer.tokens += len(delta.token_ids)
+        answer.text += delta.text
+        answer.finish_reason = delta.finish_reason
+        if show:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    answer.ended = time.perf_counter()

@@ -1,0 +1,42 @@
+"""``evener version``: versions of what is installed, for bug reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+from evener.cli.command import Command
+from evener.errors import ConfigError
+
+
+def main(argv: list[str]) -> int:
+    """Print the versions."""
+    command = Command("version", "Show versions of evener, its packages, Python and torch.", False)
+    command.option("--json", action="store_true", help="for programs")
+    arguments, words = command.parse(argv)
+    if words:
+        raise ConfigError(f"evener version: unexpected argument {words[0]!r}")
+    found = versions()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(f"{name} {version}" for name, version in found.items()))
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """``{distribution: version}``: evener's own, those of installed packages, torch's and Python's. Imports none of
+    them."""
+    from importlib_metadata import PackageNotFoundError, version
+
+    from evener.plugins.discover import discover
+
+    catalog = discover()
+    found = {"evener": version("evener")}
+    for origin in (*catalog.packages, *catalog.problems, *catalog.disabled):
+        found[origin.distribution] = origin.version
+    try:
+        found["torch"] = version("torch")
+    except PackageNotFoundError:
+        found["torch"] = "not installed"
+    return {**found, "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}

@@ -1,0 +1,141 @@
+"""From overrides to a ``Config``: old spellings, aliases and unknown keys first, then values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evener.config.checkpoint import read_model_facts
+from evener.config.keys import Override, flatten, spec_of
+from evener.config.packages import Packages
+from evener.config.schema import SECTIONS, Config, key_specs
+from evener.config.seeds import as_text, check_family, rewrite
+from evener.config.spec import check, parse
+from evener.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """Overrides whose every key exists; ``notes`` for a person; ``claimed`` names came with ``models=``."""
+
+    overrides: tuple[Override, ...]
+    notes: tuple[str, ...] = ()
+    claimed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Built:
+    """A ``Config`` and what to tell the person who asked for it."""
+
+    config: Config
+    notes: tuple[str, ...] = ()
+
+
+def overrides_of(tree: Mapping[str, Any]) -> tuple[Override, ...]:
+    """Overrides from a mapping: dotted keys, nested mappings, or both."""
+    return tuple(Override(key, value, f"{key}={value}") for key, value in flatten(tree))
+
+
+def normalize(overrides: Iterable[Override], packages: Packages) -> Normalized:
+    """Rewrite old spellings and claimed ones, and check that every key exists.
+
+    Raises:
+        ConfigError: an unknown key, or an old spelling without an equivalent.
+    """
+    rewritten = rewrite(overrides)
+    done: list[Override] = []
+    notes = list(rewritten.notes)
+    for override in rewritten.overrides:
+        claim = packages.alias(override.key, as_text(override.value)) if _may_be_claimed(override) else None
+        if claim is not None:
+            new_key, new_value, package = claim
+            notes.append(f"{override.shown} means {new_key}={new_value} here: package {package!r} claims it")
+            override = override.to(new_key, new_value)
+        key, _ = spec_of(override, packages)
+        done.append(override.to(key, override.value))
+    return Normalized(tuple(done), tuple(notes), rewritten.claimed)
+
+
+def _may_be_claimed(override: Override) -> bool:
+    """A key or value that is not the core's own: packages are asked, and only then."""
+    spec = key_specs().get(override.key)
+    return spec is None or (spec.claimable and override.value not in spec.choices)
+
+
+def construct(flat: Mapping[str, Any], packages: Packages, claimed: Iterable[str] = ()) -> Config:
+    """Build a ``Config`` of dotted keys that exist (see ``normalize``).
+
+    Args:
+        claimed: names from ``models=`` that the checkpoint must fit.
+
+    Raises:
+        ConfigError: no model, a value that cannot be used, or a claimed name of another family.
+    """
+    top: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    ops: dict[str, str] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for given, raw in flat.items():
+        key, spec = spec_of(Override(given, raw, f"{given}={raw}"), packages)
+        value = parse(key, spec, raw)
+        section, _, name = key.rpartition(".")
+        if not section:
+            top[name] = value
+        elif section in sections:
+            sections[section][name] = value
+        elif section == "ops":
+            check(key, spec, value)
+            ops[name] = value
+        else:
+            check(key, spec, value)
+            options.setdefault(section, {})[name] = value
+    if not top.get("model"):
+        raise ConfigError(
+            "no model is given: name its folder first, as in `evener serve /path/to/model`, or model=/path/to/model"
+        )
+    built: dict[str, Any] = {name: SECTIONS[name](**values) for name, values in sections.items()}
+    config = Config(**top, **built, ops=ops, options=options)
+    _check_claimed(config, claimed)
+    return config
+
+
+def _check_claimed(config: Config, claimed: Iterable[str]) -> None:
+    names = list(claimed)
+    # A folder that is not there is the loader's to report, with more to say.
+    if not names or not os.path.isdir(config.model):
+        return
+    facts = read_model_facts(config.model)
+    for name in names:
+        check_family(name, config.model, facts.model_type)
+
+
+def with_model(overrides: Iterable[Override], model: str | os.PathLike[str] | None) -> tuple[Override, ...]:
+    """Put a model that was named by itself in front.
+
+    Raises:
+        ConfigError: a key names another one.
+    """
+    given = tuple(overrides)
+    if model is None:
+        return given
+    path = os.fspath(model)
+    for override in given:
+        if override.key in ("model", "models.ckpt_dir") and os.fspath(override.value) != path:
+            raise ConfigError(f"the model is given twice: {path!r} and {override.shown!r}; keep one")
+    return (Override("model", path, path), *given)
+
+
+def from_overrides(
+    model: str | os.PathLike[str] | None, overrides: Mapping[str, Any], packages: Packages | None = None
+) -> Built:
+    """A ``Config`` from Python values: dotted keys (``{"infer.max_reqs": 8}``), nested mappings, or both.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be used, or no model.
+    """
+    packages = packages or Packages()
+    normal = normalize(with_model(overrides_of(overrides), model), packages)
+    flat = {override.key: override.value for override in normal.overrides}
+    return Built(construct(flat, packages, normal.claimed), normal.notes)

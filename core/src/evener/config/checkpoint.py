@@ -1,0 +1,71 @@
+"""What a configuration needs to know of a checkpoint, read from its ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evener.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts of one checkpoint.
+
+    Attributes:
+        path: its folder.
+        model_type: the family, e.g. "qwen2"; "" if the file does not say.
+        architectures: class names that it asks for.
+        dtype: the type its weights were saved in, torch's name; None if the file does not say.
+        max_positions: the longest sequence that it was made for; None if the file does not say.
+    """
+
+    path: str
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
+    dtype: str | None = None
+    max_positions: int | None = None
+
+
+def read_model_facts(model: str) -> ModelFacts:
+    """Read ``config.json`` in the folder ``model``.
+
+    Raises:
+        CheckpointError: there is no such folder or file, or it is not JSON.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"model {model!r} {what}; give the folder that holds config.json and the weights")
+    path = folder / "config.json"
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no config.json; give the folder that holds it and the weights") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch the checkpoint again") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path} is not a JSON object; fetch the checkpoint again")
+    return facts_of(model, table)
+
+
+def facts_of(model: str, table: Mapping[str, Any]) -> ModelFacts:
+    """The facts in a parsed ``config.json``. A multi-modal one keeps its language model's under ``text_config``."""
+    inner = table.get("text_config")
+    layers = [table, inner] if isinstance(inner, dict) else [table]
+    dtype = _first(layers, "dtype", "torch_dtype")
+    positions = _first(layers, "max_position_embeddings")
+    return ModelFacts(
+        path=model,
+        model_type=str(_first(layers, "model_type") or ""),
+        architectures=tuple(table.get("architectures") or ()),
+        dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
+        max_positions=positions if isinstance(positions, int) else None,
+    )
+
+
+def _first(layers: list[Mapping[str, Any]], *names: str) -> Any:
+    return next((layer[name] for layer in layers for name in names if layer.get(name) is not None), None)

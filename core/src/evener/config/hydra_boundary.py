@@ -1,0 +1,141 @@
+"""Hydra, at the command line and nowhere else: whole files (``CONFIG_NAME``, ``--config``) and the grammar of values.
+
+Old spellings are rewritten and keys are checked before Hydra sees anything, because its own message for an unknown
+key misleads. A plain value is quoted, so that paths with ``=``, ``,`` or spaces work; ``[a,b]``, ``{a: 1}`` and
+quoted text are Hydra's to read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from evener.config.build import Built, construct, normalize, overrides_of, with_model
+from evener.config.keys import Override, flatten, spec_of
+from evener.config.packages import Packages
+from evener.errors import ConfigError
+
+_BASE = "evener_base"
+
+
+def from_command_line(
+    model: str | os.PathLike[str] | None,
+    overrides: Sequence[Override],
+    file: str | None = None,
+    packages: Packages | None = None,
+) -> Built:
+    """A ``Config`` from what was typed: ``file`` first, then ``overrides`` over it.
+
+    Args:
+        model: folder that was named by itself, if any.
+        file: a YAML file: an absolute or relative path, or a name (see ``find_file``).
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be used, an unreadable file, or no model.
+    """
+    packages = packages or Packages()
+    base = normalize(overrides_of(read_file(find_file(file))) if file else (), packages)
+    typed = normalize(with_model(overrides, model), packages)
+    flat = compose_flat(base.overrides, typed.overrides, packages)
+    # A name typed here replaces one from the file, as every other key does.
+    return Built(construct(flat, packages, typed.claimed or base.claimed), base.notes + typed.notes)
+
+
+def find_file(name: str, folder: Path | None = None) -> Path:
+    """The file that ``CONFIG_NAME`` or ``--config`` means: a path, or a name with or without ``.yaml`` here or in
+    ``config/``.
+
+    Raises:
+        ConfigError: there is none; names the places.
+    """
+    folder = Path.cwd() if folder is None else folder
+    path = Path(name).expanduser()
+    names = [path] if path.suffix == ".yaml" else [path, path.with_name(path.name + ".yaml")]
+    tried = [base / candidate for candidate in names for base in (folder, folder / "config")]
+    found = next((candidate for candidate in dict.fromkeys(tried) if candidate.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"config file {name!r} is not there; looked for {', '.join(str(each) for each in dict.fromkeys(tried))}"
+        )
+    if found.suffix != ".yaml":
+        raise ConfigError(f"config file {str(found)!r} must end in .yaml; rename it")
+    return found
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """Compose the YAML file ``path``: its ``defaults`` list and interpolations are resolved, relative to its folder.
+
+    Raises:
+        ConfigError: Hydra or YAML refuses the file.
+    """
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(path.parent.resolve())):
+            tree = OmegaConf.to_container(compose(config_name=path.stem), resolve=True, throw_on_missing=True)
+    except Exception as error:  # Hydra lets errors of YAML, OmegaConf and its own grammar through
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {_first_line(error)}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config file {str(path)!r} is not a mapping of keys to values")
+    return {str(key): value for key, value in tree.items()}
+
+
+def compose_flat(base: Iterable[Override], typed: Iterable[Override], packages: Packages) -> dict[str, Any]:
+    """Dotted keys to values: those of ``base`` with ``typed`` over them, read with Hydra's grammar.
+
+    Raises:
+        ConfigError: a value that Hydra cannot read.
+    """
+    tree: dict[str, Any] = {}
+    for override in base:
+        section, _, name = override.key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = override.value
+    ConfigStore.instance().store(name=_BASE, node=OmegaConf.create(tree))
+    expressions = {override: _expression(override, packages) for override in typed}
+    with initialize(version_base="1.3", config_path=None):
+        try:
+            return _compose(list(expressions.values()))
+        except (HydraException, OmegaConfBaseException):
+            for override, expression in expressions.items():
+                _compose_one(override, expression)
+            raise
+
+
+def _compose(expressions: list[str]) -> dict[str, Any]:
+    tree = OmegaConf.to_container(compose(_BASE, expressions), resolve=True)
+    return dict(flatten(cast("dict[str, Any]", tree)))
+
+
+def _compose_one(override: Override, expression: str) -> None:
+    try:
+        _compose([expression])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{override.shown!r} cannot be read: {_first_line(error)}") from error
+
+
+def _expression(override: Override, packages: Packages) -> str:
+    if not isinstance(override.value, str):
+        return f"++{override.key}={override.value}"
+    _, spec = spec_of(override, packages)
+    structured = override.value.startswith(("[", "{")) and spec.kind == "names"
+    quoted = len(override.value) > 1 and override.value[0] in "'\"" and override.value[-1] == override.value[0]
+    return f"++{override.key}={override.value if structured or quoted else quote(override.value)}"
+
+
+def quote(value: str) -> str:
+    """``value`` as quoted text of Hydra's grammar: it comes back letter by letter."""
+    # Backslashes count only where a quote follows them, at the end too.
+    escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)
+    return "'" + re.sub(r"(\\+)$", lambda match: match[1] * 2, escaped) + "'"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

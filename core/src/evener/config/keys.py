@@ -1,0 +1,136 @@
+"""Keys as they are typed: ``key=value``, ``--flag value`` and ``--flag=value`` are the same; an unknown key is an
+error that helps."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evener.config.packages import Packages
+from evener.config.schema import key_specs
+from evener.config.spec import KeySpec
+from evener.errors import ConfigError, UnknownNameError
+
+# No "/" in a key, so a path with "=" in it is not taken for one.
+_ASSIGNMENT = re.compile(r"(\+{0,2})(\w[\w.-]*)=(.*)", re.DOTALL)
+_BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "auto"})
+
+
+@dataclass(frozen=True)
+class Override:
+    """One key that somebody set.
+
+    Attributes:
+        key: dotted, as typed (flags have their dashes turned into underscores).
+        value: text as typed, or a typed value from YAML or Python.
+        shown: how it was typed, for messages.
+    """
+
+    key: str
+    value: Any
+    shown: str
+
+    def to(self, key: str, value: Any) -> Override:
+        """The same request, spelt another way."""
+        return Override(key, value, self.shown)
+
+
+class UnknownKeyError(UnknownNameError):
+    """A key that nobody knows; says which one was meant, or where the list is."""
+
+    def __init__(self, shown: str, key: str, known: Collection[str]) -> None:
+        self.what, self.name, self.known = "option", key, sorted(known)
+        leaf = key.rpartition(".")[2]
+        same_leaf = [name for name in self.known if name.rpartition(".")[2] == leaf]
+        near = same_leaf or difflib.get_close_matches(key, self.known, n=1, cutoff=0.6)
+        near = near or [
+            name for name in self.known if difflib.get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)
+        ]
+        meant = f"; did you mean {' or '.join(repr(name) for name in near[:3])}?" if near else "."
+        where = f" (in {shown!r})" if shown != key else ""
+        ConfigError.__init__(self, f"unknown option {key!r}{where}{meant} `evener config --keys` lists every option")
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command line, split: what stands alone, and the keys."""
+
+    positionals: tuple[str, ...]
+    overrides: tuple[Override, ...]
+
+
+def split_command_line(argv: Sequence[str], bool_flags: Collection[str] | None = None) -> Typed:
+    """Split ``argv`` into positionals and overrides.
+
+    A bare ``--flag`` means true where the key is a switch, and takes the next word otherwise. ``bool_flags``: keys
+    that are switches, beside the fixed ones (an option of a package needs ``--package.switch=true``).
+
+    Raises:
+        ConfigError: a flag without its value, or a short option that does not exist.
+    """
+    switches = {key for key, spec in key_specs().items() if spec.kind == "bool"} | set(bool_flags or ())
+    positionals: list[str] = []
+    overrides: list[Override] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            positionals += rest
+            break
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            if not equals:
+                value = _flag_value(word, key in switches, rest)
+            overrides.append(Override(key, value, word if equals else f"{word} {value}"))
+        elif match := _ASSIGNMENT.fullmatch(word):
+            overrides.append(Override(match[2], match[3], word))
+        elif word.startswith("-") and len(word) > 1:
+            raise ConfigError(f"unknown option {word!r}; options are written --name value or name=value "
+                              "(`evener config --keys` lists them)")  # fmt: skip
+        else:
+            positionals.append(word)
+    return Typed(tuple(positionals), tuple(overrides))
+
+
+def _flag_value(word: str, switch: bool, rest: list[str]) -> str:
+    if switch:
+        return rest.pop(0) if rest and rest[0].lower() in _BOOL_WORDS else "true"
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"{word} needs a value: {word} VALUE, or {word[2:].replace('-', '_')}=VALUE")
+    return rest.pop(0)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested mappings as dotted keys: ``{"infer": {"depth": 1}}`` gives ``("infer.depth", 1)``. Empty
+    mappings vanish."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def spec_of(override: Override, packages: Packages) -> tuple[str, KeySpec]:
+    """The key as it is written in lists, and what it takes.
+
+    Raises:
+        UnknownKeyError: nobody has such a key.
+    """
+    fixed = key_specs()
+    if override.key in fixed:
+        return override.key, fixed[override.key]
+    section, _, name = override.key.partition(".")
+    if section == "ops":
+        if name not in packages.ops:
+            raise UnknownKeyError(override.shown, override.key, [f"ops.{op}" for op in packages.ops])
+        return override.key, KeySpec(help=f"Who computes {name}.", kind="str", default=None)
+    # Flags turn "-" into "_", and a package's name may hold either.
+    spelt = {key.replace("-", "_"): key for key in packages.options}
+    found = spelt.get(override.key.replace("-", "_"))
+    if found is None:
+        raise UnknownKeyError(override.shown, override.key, [*fixed, *packages.options])
+    return found, packages.options[found]

@@ -1,0 +1,89 @@
+"""What installed packages add to the keys: their options, their ops and the spellings that they claim.
+
+Descriptors are read only when a key or value is not the core's own, so ``LLM`` with plain keys reads none here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from evener.config.spec import KeySpec, Kind
+from evener.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evener.contracts.descriptor import Descriptor, Option
+
+#: Call sites that are chosen like ops but served by state providers.
+STATE_OPS = ("attention",)
+
+
+def installed() -> Iterable[Descriptor]:
+    """The descriptors of every installed package, read now."""
+    from evener.plugins.discover import discover
+
+    return [package.descriptor for package in discover().packages]
+
+
+class Packages:
+    """Keys that installed packages add. ``read`` gives their descriptors; it is called once, at the first use."""
+
+    def __init__(self, read: Callable[[], Iterable[Descriptor]] = installed) -> None:
+        self._read = read
+
+    @cached_property
+    def descriptors(self) -> tuple[Descriptor, ...]:
+        """The installed packages."""
+        return tuple(self._read())
+
+    @cached_property
+    def options(self) -> dict[str, KeySpec]:
+        """``{"<package>.<option>": spec}``."""
+        return {
+            f"{descriptor.name}.{name}": _spec(option)
+            for descriptor in self.descriptors
+            for name, option in descriptor.options.items()
+        }
+
+    @cached_property
+    def ops(self) -> frozenset[str]:
+        """Names that may follow ``ops.``: the core's ops, those that packages add, and ``attention``."""
+        from evener.ops.schemas import BUILTIN
+
+        core = {schema.name for schema in BUILTIN}
+        return frozenset(
+            core | set(STATE_OPS) | {op for descriptor in self.descriptors for op in descriptor.op_schemas}
+        )
+
+    def alias(self, key: str, value: str) -> tuple[str, str, str] | None:
+        """Who claims ``key=value``: (key to set, value to set, package), or None.
+
+        Raises:
+            ConfigError: two packages claim the spelling for different things, or the claim is no ``key=value``.
+        """
+        text = f"{key}={value}"
+        claims = {d.aliases[text]: d.name for d in self.descriptors if text in d.aliases}
+        if not claims:
+            return None
+        if len(claims) > 1:
+            raise ConfigError(f"{text} is claimed by {' and '.join(sorted(claims.values()))} for different things; "
+                              f"type one of: {', '.join(sorted(claims))}")  # fmt: skip
+        ((target, package),) = claims.items()
+        new_key, equals, new_value = target.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"package {package!r} claims {text} for {target!r}, which is no key=value; report it to its author"
+            )
+        return new_key, new_value, package
+
+
+def _spec(option: Option) -> KeySpec:
+    kinds: dict[type, Kind] = {int: "int", float: "float", str: "str", bool: "bool"}
+    return KeySpec(
+        help=option.help,
+        kind=kinds[option.type],
+        default=option.default,
+        none=option.default is None,
+        choices=option.choices,
+    )

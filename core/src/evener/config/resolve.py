@@ -1,0 +1,259 @@
+"""From ``auto`` to values: a new frozen object, with the reason for each value.
+
+Nothing is written back into ``Config``. What only the engine can know (the block size, state memory that is left
+after warm-up) it adds with ``ResolvedConfig.with_value``, which again gives a new object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from evener.config.checkpoint import ModelFacts
+from evener.config.host import usable_cores
+from evener.config.schema import Auto, Config, key_specs, to_flat
+from evener.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evener.contracts.device import Device
+
+GIB = 2**30
+#: Requests at the same time, and the longest request, when nobody says: (host memory, device memory).
+_MAX_REQS = (64, 256)
+_MAX_SEQ_LEN = (32_768, 131_072)
+_STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """Facts of the device that was chosen.
+
+    Attributes:
+        backend: name of its backend.
+        name: what a person calls it.
+        dtypes: compute types with native kernels.
+        emulated: compute types that give right results slowly.
+        host_memory: tensors live in host memory.
+        graphs: steps can be captured.
+        free: bytes that can still be allocated.
+    """
+
+    backend: str
+    name: str
+    dtypes: frozenset[str]
+    emulated: frozenset[str] = frozenset()
+    host_memory: bool = False
+    graphs: bool = False
+    free: int = 0
+
+    @classmethod
+    def of(cls, device: Device, backend: str) -> DeviceFacts:
+        """The facts of an opened device."""
+        can = device.capabilities
+        return cls(
+            backend=backend, name=device.name, dtypes=can.dtypes, emulated=can.emulated, host_memory=can.host_memory,
+            graphs=can.graphs, free=device.memory().free,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """What this run uses.
+
+    Attributes:
+        config: what was asked for; keys that have no field below are used as they stand there.
+        dtype: torch's name of the compute type.
+        max_reqs: requests that run at the same time.
+        max_seq_len: tokens of one request.
+        step_tokens: tokens in one step.
+        block_size: tokens in one block; "auto" until the engine has asked the state providers.
+        kv_memory: bytes for state; None until the engine has measured what is left.
+        use_cuda_graph: capture steps.
+        threads: host threads that compute.
+        executor: where the worker runs.
+        backend: name of the chosen backend.
+        served_model_name: the model's name in the API.
+        reasons: why, by key.
+    """
+
+    config: Config
+    dtype: str
+    max_reqs: int
+    max_seq_len: int
+    step_tokens: int
+    block_size: int | Auto
+    kv_memory: int | None
+    use_cuda_graph: bool
+    threads: int
+    executor: Literal["inline", "process"]
+    backend: str
+    served_model_name: str
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def with_value(self, key: str, value: Any, reason: str) -> ResolvedConfig:
+        """A copy in which ``key`` (``"infer.block_size"``) is ``value``, for ``reason``."""
+        name = key.rpartition(".")[2]
+        changes: dict[str, Any] = {name: value, "reasons": {**self.reasons, key: reason}}
+        return dataclasses.replace(self, **changes)
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """Every key with its value and why it has it, in the order of the documents."""
+        specs, own = key_specs(), {f.name for f in dataclasses.fields(self)} - {"config", "reasons"}
+        rows: list[tuple[str, Any, str]] = []
+        for key, asked in to_flat(self.config).items():
+            name = key.rpartition(".")[2]
+            default = specs[key].default if key in specs else None
+            reason = self.reasons.get(key) or ("the default" if asked == default else "as asked")
+            rows.append((key, getattr(self, name) if name in own and key in specs else asked, reason))
+        return rows
+
+    def text(self) -> str:
+        """The rows as aligned lines for a person."""
+        cells = [(key, _shown(value), reason) for key, value, reason in self.rows()]
+        wide = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
+        return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {reason}".rstrip() for key, value, reason in cells)
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """``{key: {"value": …, "reason": …}}``, plain data."""
+        return {
+            key: {"value": list(value) if isinstance(value, tuple) else value, "reason": reason}
+            for key, value, reason in self.rows()
+        }
+
+
+def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, serving: bool = False) -> ResolvedConfig:
+    """Turn every ``auto`` of ``config`` into a value for this checkpoint on this device.
+
+    Args:
+        serving: the run is a server, whose worker gets a process of its own.
+
+    Raises:
+        ConfigError: an asked value that this checkpoint or device cannot serve; names the number and what to change.
+    """
+    infer, reasons = config.infer, {}
+    dtype, reasons["dtype"] = _dtype(config.dtype, model, device)
+    max_seq_len, reasons["infer.max_seq_len"] = _max_seq_len(infer.max_seq_len, model, device)
+    graph, reasons["infer.use_cuda_graph"] = _graph(infer.use_cuda_graph, device)
+    kv_memory, reasons["infer.kv_memory"] = _kv_memory(infer.kv_memory, device)
+    cores, why = usable_cores() if infer.threads == "auto" else (infer.threads, "as asked")
+    reasons["infer.threads"] = why
+    where = "host memory" if device.host_memory else "device memory"
+    max_reqs = _pick(_MAX_REQS, device) if infer.max_reqs == "auto" else infer.max_reqs
+    reasons["infer.max_reqs"] = f"for {where}" if infer.max_reqs == "auto" else "as asked"
+    step_tokens = _STEP_TOKENS if infer.step_tokens == "auto" else infer.step_tokens
+    if infer.block_size == "auto":
+        reasons["infer.block_size"] = "the engine takes one that every state provider offers"
+    reasons["backend"] = "as asked" if config.backend else f"chosen: {device.name}"
+    if config.executor == "auto":
+        reasons["executor"] = (
+            "a server's worker gets a process of its own" if serving else "one device needs one process"
+        )
+    served = config.serve.served_model_name
+    if served is None:
+        reasons["serve.served_model_name"] = "the folder's name"
+    return ResolvedConfig(
+        config=config,
+        dtype=dtype,
+        max_reqs=max_reqs,
+        max_seq_len=max_seq_len,
+        step_tokens=step_tokens,
+        block_size=infer.block_size,
+        kv_memory=kv_memory,
+        use_cuda_graph=graph,
+        threads=cores,
+        executor=_executor(config.executor, serving),
+        backend=device.backend,
+        served_model_name=served or os.path.basename(os.path.abspath(config.model)),
+        reasons=reasons,
+    )
+
+
+def forced_ops(config: Config, ops: Iterable[str]) -> dict[str, str]:
+    """``{op: provider}`` as the resolver takes it: ``infer.attn_type`` and ``infer.op_impl`` spread over the ops that
+    they mean, then ``ops.<op>``, which is more exact and wins.
+
+    Args:
+        ops: names of every op that a provider may be forced for, without "attention".
+    """
+    forced = dict.fromkeys(ops, "reference") if config.infer.op_impl == "ref" else {}
+    if config.infer.attn_type == "ref":
+        forced["attention"] = "reference"
+    return {**forced, **config.ops}
+
+
+def _pick(pair: tuple[int, int], device: DeviceFacts) -> int:
+    return pair[0] if device.host_memory else pair[1]
+
+
+def _executor(asked: str, serving: bool) -> Literal["inline", "process"]:
+    return "process" if asked == "process" or (asked == "auto" and serving) else "inline"
+
+
+def _dtype(asked: str, model: ModelFacts, device: DeviceFacts) -> tuple[str, str]:
+    usable = device.dtypes | device.emulated
+    if asked != "auto":
+        if asked not in usable:
+            raise ConfigError(
+                f"dtype={asked} cannot be computed on {device.name}; it has {', '.join(sorted(usable))}: "
+                "leave dtype out, or set one of these"
+            )
+        return asked, "as asked" + (", emulated on this device" if asked in device.emulated else "")
+    wanted = model.dtype or "float32"
+    origin = "the checkpoint's own" if model.dtype else "the checkpoint does not say, which means float32"
+    if wanted in usable:
+        return wanted, origin + (", emulated on this device" if wanted in device.emulated else "")
+    # float32 loses nothing; the 16-bit types lose range or precision to each other.
+    instead = next((name for name in ("float32", "bfloat16", "float16") if name in usable), None)
+    if instead is None:
+        raise ConfigError(
+            f"{device.name} computes none of float32, bfloat16 and float16; choose another backend with --backend"
+        )
+    return instead, f"the checkpoint is {wanted}, which this device cannot compute"
+
+
+def _max_seq_len(asked: int | Auto, model: ModelFacts, device: DeviceFacts) -> tuple[int, str]:
+    positions = model.max_positions
+    if asked != "auto":
+        if positions is not None and asked > positions:
+            raise ConfigError(
+                f"infer.max_seq_len={asked} is more than the {positions} positions that the checkpoint was made for "
+                f"(max_position_embeddings in its config.json); set at most {positions}"
+            )
+        return asked, "as asked"
+    if positions is None:
+        raise ConfigError(f"{model.path}/config.json has no max_position_embeddings; set infer.max_seq_len=TOKENS")
+    cap = _pick(_MAX_SEQ_LEN, device)
+    if positions > cap:
+        return cap, f"the checkpoint allows {positions}; capped for memory, infer.max_seq_len={positions} takes all"
+    return positions, "max_position_embeddings of the checkpoint"
+
+
+def _graph(asked: bool | Auto, device: DeviceFacts) -> tuple[bool, str]:
+    if asked is True and not device.graphs:
+        raise ConfigError(f"infer.use_cuda_graph=true, but {device.name} cannot capture steps; leave it out")
+    if asked == "auto":
+        return device.graphs, "the device can" if device.graphs else "the device cannot"
+    return asked, "as asked"
+
+
+def _kv_memory(asked: int | float | Auto, device: DeviceFacts) -> tuple[int | None, str]:
+    free = f"{device.free / GIB:.1f} GiB that are free"
+    if isinstance(asked, float):
+        return int(asked * device.free), f"{asked:g} of the {free}"
+    if asked != "auto":
+        return asked, "as asked"
+    if not device.host_memory:
+        return None, "what is left after warm-up"
+    share = int(0.4 * device.free)
+    return (share, f"40 % of the {free}") if share < 4 * GIB else (4 * GIB, f"4 GiB, less than 40 % of the {free}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

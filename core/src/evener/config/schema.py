@@ -1,0 +1,285 @@
+"""The configuration as it was asked for: frozen dataclasses, one field a key.
+
+A key is a field's dotted name: ``dtype``, ``infer.max_reqs``, ``serve.port``. ``auto`` stays ``"auto"`` here;
+``resolve`` gives a new object. Every field says in its metadata what it takes and what it is for; the command line,
+``LLM``, Hydra, ``evener config`` and the documents read that and nothing else. A value that this version cannot
+honour is an error when the object is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from evener.config.spec import KeySpec, Kind, check
+
+Auto = Literal["auto"]
+
+#: Short spellings of compute types.
+DTYPE_WORDS = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+}
+
+
+def key(kind: Kind, help: str, **limits: Any) -> dict[str, KeySpec]:
+    """Metadata of a field that is a key; ``limits`` are fields of ``KeySpec``."""
+    return {"spec": KeySpec(help=help, kind=kind, **limits)}
+
+
+class Section:
+    """Checks every field when the object is built."""
+
+    prefix: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, spec in specs(type(self)).items():
+            check(self.prefix + name, spec, getattr(self, name))
+
+
+def specs(section: type[Section]) -> dict[str, KeySpec]:
+    """The keys of one section by field name; sections and open mappings are left out."""
+    fields = dataclasses.fields(section)  # type: ignore[arg-type]  # every Section is a dataclass
+    return {f.name: dataclasses.replace(f.metadata["spec"], default=f.default) for f in fields if "spec" in f.metadata}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(Section):
+    """How the model is computed."""
+
+    prefix: ClassVar[str] = "infer."
+
+    tp_size: int = field(
+        default=1,
+        metadata=key("int", "Tensor-parallel ranks.", minimum=1, supported=(1,), missing="tensor parallelism is"),
+    )
+    pp_size: int = field(
+        default=1, metadata=key("int", "Pipeline stages.", minimum=1, supported=(1,), missing="pipeline parallelism is")
+    )
+    dp_size: int = field(
+        default=1,
+        metadata=key(
+            "int", "Data-parallel copies of attention.", minimum=1, supported=(1,), missing="data parallelism is"
+        ),
+    )
+    ep_size: int = field(
+        default=1,
+        metadata=key(
+            "int", "Ranks that share a model's experts.", minimum=1, supported=(1,), missing="expert parallelism is"
+        ),
+    )
+    max_reqs: int | Auto = field(
+        default="auto", metadata=key("int", "Requests that run at the same time.", auto=True, minimum=1)
+    )
+    max_seq_len: int | Auto = field(
+        default="auto", metadata=key("int", "Tokens of one request, prompt and answer together.", auto=True, minimum=2)
+    )
+    attn_type: str = field(
+        default="auto",
+        metadata=key(
+            "str",
+            "Who computes attention: the best that fits, or the plain reference.",
+            choices=("auto", "ref"),
+            claimable=True,
+        ),
+    )
+    op_impl: str = field(
+        default="auto",
+        metadata=key(
+            "str",
+            "Who computes the other ops: the best that fits, or the plain reference.",
+            choices=("auto", "ref"),
+            claimable=True,
+        ),
+    )
+    use_cuda_graph: bool | Auto = field(
+        default="auto", metadata=key("bool", "Capture steps and replay them, where the device can.", auto=True)
+    )
+    cache_type: str = field(
+        default="auto", metadata=key("str", "How state is kept: in pages.", choices=("auto", "paged"))
+    )
+    mla_absorb: str = field(
+        default="auto",
+        metadata=key(
+            "str",
+            "How latent attention folds its up-projections.",
+            choices=("auto", "none", "absorb-without-precomp", "absorb"),
+            supported=("auto",),
+            missing="latent attention is",
+        ),
+    )
+    block_size: int | Auto = field(
+        default="auto", metadata=key("int", "Tokens in one block of state.", auto=True, minimum=1)
+    )
+    kv_memory: int | float | Auto = field(
+        default="auto",
+        metadata=key("size", "Memory for state: bytes, or a fraction of what is free at start.", auto=True),
+    )
+    step_tokens: int | Auto = field(
+        default="auto", metadata=key("int", "Tokens computed in one step, over all requests.", auto=True, minimum=1)
+    )
+    depth: int = field(
+        default=2,
+        metadata=key(
+            "int", "Plans in flight: 1 for debugging; tokens are the same for every depth.", minimum=1, maximum=16
+        ),
+    )
+    prefix_cache: bool = field(default=True, metadata=key("bool", "Reuse the state of prompts that begin alike."))
+    threads: int | Auto = field(default="auto", metadata=key("int", "Host threads that compute.", auto=True, minimum=1))
+    stop_with_eos: bool = field(
+        default=True, metadata=key("bool", "End an answer at the model's end token, for requests that do not say.")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Section):
+    """The HTTP server."""
+
+    prefix: ClassVar[str] = "serve."
+
+    host: str = field(default="127.0.0.1", metadata=key("str", "Address to listen on; 0.0.0.0 for every interface."))
+    port: int = field(
+        default=21002, metadata=key("int", "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
+    )
+    api_keys: tuple[str, ...] = field(
+        default=(), metadata=key("names", "Keys that requests must carry.", supported=((),), missing="API keys are")
+    )
+    served_model_name: str | None = field(
+        default=None, metadata=key("str", "The model's name in the API; none: the folder's name.", none=True)
+    )
+    max_queue: int = field(
+        default=1024, metadata=key("int", "Requests that may wait; more are refused with 429.", minimum=0)
+    )
+    log_level: str = field(
+        default="info", metadata=key("str", "How much the server says.", choices=("debug", "info", "warning", "error"))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestConfig(Section):
+    """What a request asks for when it does not say."""
+
+    prefix: ClassVar[str] = "request."
+
+    prompt_tokens_len: int | None = field(
+        default=None,
+        metadata=key(
+            "int", "`evener run` makes a prompt of exactly this many tokens (speed tests).", none=True, minimum=1
+        ),
+    )
+    max_new_tokens: int | None = field(
+        default=None,
+        metadata=key(
+            "int",
+            "New tokens of requests that do not say; none: chat takes the rest of the context, completions 16.",
+            none=True,
+            minimum=1,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """Everything a person may set.
+
+    Attributes:
+        ops: who computes an op, ``{"attention": "name of a package"}``; typed as ``ops.<op>=<package>``.
+        options: options of packages, ``{package: {option: value}}``; typed as ``<package>.<option>=<value>``. Only
+            those that were set.
+    """
+
+    model: str = field(metadata=key("path", "Folder of the checkpoint."))
+    dtype: str = field(
+        default="auto",
+        metadata=key(
+            "str",
+            "Type that is computed in; auto: the checkpoint's own.",
+            choices=("auto", "bfloat16", "float16", "float32"),
+            words=DTYPE_WORDS,
+        ),
+    )
+    load: str = field(
+        default="auto",
+        metadata=key(
+            "str", "Where weights come from: the checkpoint, or random numbers (dummy).", choices=("auto", "dummy")
+        ),
+    )
+    quant: str = field(
+        default="auto",
+        metadata=key(
+            "str", "Quantization; auto: as the checkpoint says.", supported=("auto", "none"), missing="quantization is"
+        ),
+    )
+    backend: str | None = field(
+        default=None,
+        metadata=key("str", "The backend to run on; none: the best that is installed and fits.", none=True),
+    )
+    max_fallback: str = field(
+        default="any",
+        metadata=key(
+            "str",
+            "What may run on the plain reference: anything, anything with a line for each at start, or nothing.",
+            choices=("any", "listed", "none"),
+        ),
+    )
+    seed: int = field(
+        default=0,
+        metadata=key("int", "Seed of random weights and of requests that bring none.", minimum=0, maximum=2**31 - 1),
+    )
+    trust_model_code: bool = field(
+        default=False,
+        metadata=key(
+            "bool",
+            "Run Python code from the model's folder.",
+            supported=(False,),
+            missing="code from a model's folder is",
+        ),
+    )
+    tokenizer: str | None = field(
+        default=None, metadata=key("path", "Folder of the tokenizer; none: the checkpoint's.", none=True)
+    )
+    executor: str = field(
+        default="auto",
+        metadata=key(
+            "str",
+            "Where the worker runs: inside this process, or in one of its own.",
+            choices=("auto", "inline", "process"),
+        ),
+    )
+    infer: InferConfig = field(default_factory=InferConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    request: RequestConfig = field(default_factory=RequestConfig)
+    ops: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+#: The sections of ``Config`` by their names in keys.
+SECTIONS: Mapping[str, type[Section]] = {"infer": InferConfig, "serve": ServeConfig, "request": RequestConfig}
+
+
+def key_specs() -> dict[str, KeySpec]:
+    """Every fixed key, in the order of the documents; ``ops.<op>`` and ``<package>.<option>`` come from what is
+    installed."""
+    keys = specs(Config)
+    for name, section in SECTIONS.items():
+        keys.update({f"{name}.{key}": spec for key, spec in specs(section).items()})
+    return keys
+
+
+def to_flat(config: Config) -> dict[str, Any]:
+    """``config`` as dotted keys, all of them; ``from_overrides`` of it gives an equal ``Config``."""
+    flat: dict[str, Any] = {}
+    for key in key_specs():
+        section, _, name = key.rpartition(".")
+        flat[key] = getattr(getattr(config, section) if section else config, name)
+    flat.update({f"ops.{op}": provider for op, provider in config.ops.items()})
+    for package, options in config.options.items():
+        flat.update({f"{package}.{key}": value for key, value in options.items()})
+    return flat

@@ -1,0 +1,66 @@
+"""The architecture contract: a model family as a thin file over ``evener.layers``.
+
+An architecture is *declared* from the checkpoint's own ``config.json`` through a ``Builder``: which weights, which ops, which state. Declaring
+imports no torch, so ``evener config`` and the memory estimate work before a weight is read. Register it lazily in a descriptor::
+
+    Descriptor(name="my-models", architectures={"MyForCausalLM": "my_models.mine:MyForCausalLM"}, …)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from evener.layers.builder import Builder
+
+
+class Step(Protocol):
+    """What a forward pass sees of a step.
+
+    Attributes:
+        bucket: index into every call site's table.
+        token_ids: int32 [T]; positions: int32 or int64 [T].
+        metas: for each state group its provider's metadata.
+    """
+
+    bucket: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    metas: tuple[Any, ...]
+
+
+class Architecture(ABC):
+    """One model family. Construct declares; ``forward`` runs a step.
+
+    Attributes:
+        vocab_size: width of the logits.
+        max_positions: longest context that its position encoding was made for.
+    """
+
+    vocab_size: int
+    max_positions: int
+
+    @abstractmethod
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        """Declare everything from ``config`` (the parsed ``config.json``).
+
+        Raises:
+            ArchitectureError: the config asks for a variant that the class does not implement; says which key.
+        """
+
+    @abstractmethod
+    def forward(self, step: Step) -> torch.Tensor:
+        """Hidden states [T, hidden] of the step's tokens, before the head's norm."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """Logits [R, vocab_size] for the rows ``hidden`` [R, hidden] that were picked from ``forward``'s result."""
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        """(optional) A small random config for tests and ``evener models``. Default: none, an empty dict."""
+        return {}

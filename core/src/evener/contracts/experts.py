@@ -1,0 +1,65 @@
+"""The experts contract: routing gives logical ids, a device-side map gives physical slots.
+
+Expert parallelism, spare copies, CPU residence and an LRU of resident experts change the map and the store, never the model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from evener.contracts.quant import PackedWeight
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """Logical expert ids to physical slots.
+
+    Attributes:
+        slots: int32 [logical experts, copies]; -1 where there is no such copy on this rank.
+        copies: int32 [logical experts], how many copies each has (0 = not resident).
+    """
+
+    slots: torch.Tensor
+    copies: torch.Tensor
+
+    def __call__(self, logical: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
+        """Physical slots for logical ids [T, k]; ``salt`` int [T] spreads tokens over copies. -1 = not resident."""
+        counts = self.copies[logical]
+        pick = (salt[:, None] % counts.clamp(min=1)).to(logical.dtype)
+        return self.slots[logical, pick]
+
+
+class ExpertStore(ABC):
+    """Holds the weights of physical slots."""
+
+    @abstractmethod
+    def map(self) -> ExpertMap:
+        """The map as of now; a new object when it changes, at the same addresses while a graph is in use."""
+
+    @abstractmethod
+    def weights(self, name: str) -> PackedWeight:
+        """The stacked weights [slots, out, in] of one projection ("gate_up", "down")."""
+
+
+class ResidentStore(ExpertStore):
+    """Every logical expert has one slot on this device."""
+
+    def __init__(self, weights: dict[str, PackedWeight], experts: int, device: torch.device) -> None:
+        import torch
+
+        self._weights = weights
+        self._map = ExpertMap(
+            torch.arange(experts, dtype=torch.int32, device=device)[:, None],
+            torch.ones(experts, dtype=torch.int32, device=device),
+        )
+
+    def map(self) -> ExpertMap:
+        return self._map
+
+    def weights(self, name: str) -> PackedWeight:
+        return self._weights[name]

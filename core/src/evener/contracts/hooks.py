@@ -1,0 +1,79 @@
+"""The hooks: functions that a package's ``module`` implements, marked with ``hookimpl``.
+
+Hooks run at start-up only, never per layer, token or op. Each returns objects; the hot path calls the objects. A
+function takes every argument of its hook, by name, without defaults; wrappers and ordering marks are refused, as no
+hook sees what another package returned. Implement those that your descriptor announces::
+
+    from evener.contracts.hooks import hookimpl
+
+    @hookimpl
+    def evener_device(index, options):
+        return MyDevice(index)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from evener.contracts.communicator import CommunicatorFactory
+    from evener.contracts.device import Device
+    from evener.contracts.graph import GraphCapture
+    from evener.contracts.ops import Kernel, OpSchema
+    from evener.contracts.quant import QuantScheme
+    from evener.contracts.state import StateKind, StateProvider
+
+PROJECT = "evener"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec(firstresult=True)
+def evener_device(index: int, options: Mapping[str, Any]) -> Device:
+    """(backends, required) Open device ``index`` of this backend. ``options`` are the package's own, checked."""
+    raise NotImplementedError
+
+
+@hookspec
+def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
+    """Kernels for ops: at least one for each name in ``Descriptor.ops`` and for no other."""
+    raise NotImplementedError
+
+
+@hookspec
+def evener_op_schemas() -> Sequence[OpSchema]:
+    """Ops that this package adds, one for each name in ``Descriptor.op_schemas``."""
+    raise NotImplementedError
+
+
+@hookspec
+def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
+    """State providers, one for each name in ``Descriptor.states``."""
+    raise NotImplementedError
+
+
+@hookspec
+def evener_state_kinds() -> Sequence[StateKind]:
+    """State kinds that this package adds, one for each name in ``Descriptor.state_kinds``."""
+    raise NotImplementedError
+
+
+@hookspec
+def evener_quant_schemes() -> Sequence[QuantScheme]:
+    """Quantization schemes, one for each name in ``Descriptor.formats``."""
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def evener_communicator(options: Mapping[str, Any]) -> CommunicatorFactory:
+    """(collectives, or a backend) How ranks of this backend talk. Default: ``torch.distributed``."""
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture:
+    """(graphs, or a backend) How a step is captured and replayed. Default: eager."""
+    raise NotImplementedError

@@ -1,0 +1,167 @@
+"""The op contract: what an op means, who can compute it, and for which sizes.
+
+An ``OpSchema`` gives an op its meaning: a reference in plain torch (a *primitive*), or an expansion into other ops (a
+*composite*). A ``Kernel`` computes an op for some static parameters and some token counts; ``supports`` says for which, or why not.
+Resolution gives every call site one plain callable a token bucket, before the first step; nothing is chosen at run time.
+
+Ops are functional. An input that the schema marks *donated* may be overwritten and returned.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from evener.contracts.device import DeviceCapabilities
+
+if TYPE_CHECKING:
+    import torch
+
+    from evener.contracts.quant import Packing
+
+#: A resolved op: takes the schema's inputs in order.
+OpFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A range of token counts, both ends inclusive, that one callable must serve."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}..{self.high}"
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call site at one bucket: what a kernel judges.
+
+    Attributes:
+        op: the op's name.
+        static: sizes, dtypes, formats and flags that are fixed when the model is built.
+        bucket: the token counts to serve; ``supports`` must hold for all of them.
+        device: the device's capabilities.
+        layouts: for each weight input by name, the ``PackedWeight.layout`` that was chosen for it.
+        state_layout: for ops that touch state, the layout of the provider that owns it.
+    """
+
+    op: str
+    static: Mapping[str, Any]
+    bucket: Bucket
+    device: DeviceCapabilities
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    state_layout: str | None = None
+
+
+class Use(Protocol):
+    """Given to a reference: returns the callable that resolution chose for another op at the same bucket."""
+
+    def __call__(self, op: str, /, **static: Any) -> OpFunction: ...
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output of an op.
+
+    Attributes:
+        name: as the reference names it.
+        shape: dimension names or numbers; a name that ``static`` holds is static, ``T`` is the token count, others are dynamic.
+        dtype: a dtype name, ``*`` for the site's ``dtype``, or ``packed`` for a ``PackedWeight``.
+        donated: the op may overwrite it and return it.
+        optional: may be None.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    dtype: str = "*"
+    donated: bool = False
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One generated test case: static parameters and inputs that fit the schema."""
+
+    static: Mapping[str, Any]
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSchema:
+    """What an op means.
+
+    Attributes:
+        name: lower case, unique.
+        doc: the meaning in a sentence or a formula.
+        static: the static parameters by name, each with a sentence.
+        inputs: in the order in which the callable takes them.
+        outputs: in the order in which it returns them; one output is returned bare.
+        reference: ``"module:function"``; the function takes ``(static, use)`` and returns the callable. A composite builds it
+            from ``use(...)``.
+        composite: whether the reference is an expansion.
+        weights: names of inputs that are ``PackedWeight``.
+        state: whether the op reads or writes state; its static then holds ``state``.
+        cases: ``"module:function"``; the function takes ``(dtype, generator)`` and yields ``OpCase``; "" for ops whose cases need a
+            whole model.
+        tolerance: ``{dtype: (relative, absolute)}`` against the reference computed in float32.
+        deterministic: equal inputs give equal bits on one device.
+    """
+
+    name: str
+    doc: str
+    static: Mapping[str, str]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    reference: str
+    composite: bool = False
+    weights: tuple[str, ...] = ()
+    state: bool = False
+    cases: str = ""
+    tolerance: Mapping[str, tuple[float, float]] = field(
+        default_factory=lambda: {"float32": (1e-5, 1e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (2e-3, 2e-3)}
+    )
+    deterministic: bool = True
+
+
+CaseGenerator = Callable[[str, "torch.Generator"], Iterable[OpCase]]
+
+
+class Kernel(ABC):
+    """One implementation of one op.
+
+    Attributes:
+        op: the op it computes.
+        name: unique inside the package, e.g. "fused_rms_norm".
+        priority: the highest that supports a call wins; the reference has -1000. Ties: the name that sorts first.
+        capturable: it may run while a graph is being captured.
+        deterministic: equal inputs give equal bits.
+        batch_invariant: a token's result does not depend on the other tokens of the step.
+        packings: for ops with weights, the packings whose ``PackedWeight`` it accepts, best first.
+        state_layout: for ops that touch state, the layout it was written for; a candidate only where that unit won.
+    """
+
+    op: str
+    name: str
+    priority: int = 0
+    capturable: bool = False
+    deterministic: bool = True
+    batch_invariant: bool = False
+    packings: tuple[Packing, ...] = ()
+    state_layout: str | None = None
+
+    @abstractmethod
+    def supports(self, call: OpCall) -> str | None:
+        """None when the whole bucket of ``call`` is served; otherwise the reason, in words for ``explain``."""
+
+    @abstractmethod
+    def build(self, call: OpCall) -> OpFunction:
+        """The callable for this site and bucket. Called once, after ``supports`` returned None."""
+
+    def workspace(self, call: OpCall) -> int:
+        """(optional) Bytes of scratch memory it holds at the bucket's upper end. Default 0."""
+        del call
+        return 0

@@ -1,0 +1,148 @@
+"""The quantization contract: scheme and kernel meet at ``QuantFormat``.
+
+A *scheme* knows a checkpoint's tensors and says which ``QuantFormat`` each tensor part has; it knows no device. A *kernel* knows
+formats; it knows no checkpoint. Between them stands ``PackedWeight``: what ``Packing.pack`` of the kernel's package made of one or more
+parts. A merged layer (QKV, gate/up) holds one part a source tensor, and parts may have different formats. Unquantized is one format.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of one element of the dtypes that formats and state use.
+DTYPE_BYTES: dict[str, float] = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int4": 0.5,
+    "uint4": 0.5, "int32": 4, "int64": 8, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """How the numbers of one tensor part are stored.
+
+    Attributes:
+        storage: element type ("bfloat16", "int8", "int4", "float8_e4m3fn", or a block type such as "q4_k").
+        group: elements along the in-features that share a scale; 0 = the whole row, -1 = the whole tensor.
+        group_out: rows that share a scale (128 for block-scaled FP8).
+        scale: element type of the scales; None = no scales.
+        zero: "none", "symmetric" or the element type of zero points.
+        order: "row" or the name of a permutation along in-features (act-order).
+        activation: element type that activations are quantized to; None = computed in the activations' own type.
+        bits: stored bits an element, scales and zeros included.
+    """
+
+    storage: str
+    group: int = 0
+    group_out: int = 1
+    scale: str | None = None
+    zero: str = "none"
+    order: str = "row"
+    activation: str | None = None
+    bits: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Unquantized: the storage type is the element type and nothing else is stored."""
+        return self.scale is None and self.storage in ("float32", "float16", "bfloat16")
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of a ``rows`` x ``columns`` part as stored."""
+        bits = self.bits or DTYPE_BYTES[self.storage] * 8
+        return int(rows * columns * bits) // 8
+
+
+def plain(dtype: str) -> QuantFormat:
+    """The format of unquantized weights of ``dtype``."""
+    return QuantFormat(storage=dtype)
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """One source tensor of a linear weight: ``tensors`` as the scheme names them ("weight", "scale", …), shape [rows, columns]."""
+
+    name: str
+    rows: int
+    columns: int
+    format: QuantFormat
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A linear weight, packed for the kernels that will run it.
+
+    Attributes:
+        layout: the name of the packing; kernels name the layouts that they accept.
+        shape: (out features, in features), of all parts together.
+        data: what the packing made; only its kernels look inside.
+        nbytes: bytes that ``data`` holds on the device.
+        formats: the parts' formats, in order.
+    """
+
+    layout: str
+    shape: tuple[int, int]
+    data: Any
+    nbytes: int
+    formats: tuple[QuantFormat, ...] = ()
+
+
+class Packing(ABC):
+    """How a provider wants weights of some formats laid out.
+
+    Attributes:
+        layout: unique name, e.g. "plain" or "cpu.blocked_bf16".
+        copies: False if it keeps the parts' own storage (so memory-mapped weights stay mapped).
+    """
+
+    layout: str
+    copies: bool = True
+
+    @abstractmethod
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        """None when these parts (their ``tensors`` may be empty) can be packed for compute in ``dtype``; else the reason."""
+
+    @abstractmethod
+    def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
+        """Bytes that ``pack`` will hold on the device; needs no tensors."""
+
+    @abstractmethod
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        """Pack the parts, stacked along out-features in the given order."""
+
+
+class QuantScheme(ABC):
+    """How a kind of checkpoint stores linear weights.
+
+    Attributes:
+        name: what ``quant=`` takes.
+    """
+
+    name: str
+
+    @abstractmethod
+    def detect(self, config: Mapping[str, Any]) -> bool:
+        """True if a checkpoint with this ``config.json`` is stored in this scheme."""
+
+    @abstractmethod
+    def part(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightPart | None:
+        """The part stored under weight ``name``, read from file headers ``{tensor: (dtype, shape)}``; None if there is none."""
+
+    @abstractmethod
+    def tensors(self, name: str) -> Mapping[str, str]:
+        """``{role: checkpoint tensor name}`` of that part, e.g. ``{"weight": "….weight", "scale": "….weight_scale_inv"}``."""
+
+    @abstractmethod
+    def cut(
+        self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int
+    ) -> WeightPart:
+        """The piece of ``part`` between two indices along out- or in-features, without dequantizing.
+
+        Raises:
+            CheckpointError: the cut falls inside a group; the message names the sizes that fit.
+        """

@@ -1,0 +1,33 @@
+"""The request-plugin contract: touch a request before it runs and a response before it is sent.
+
+A failure in a plugin fails the request, with the plugin's name in the error.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener.frontend.outputs import Delta, RequestOutput
+
+
+class RequestPlugin(ABC):
+    """Runs in the front end. One object a model; its methods may be called from several threads."""
+
+    @abstractmethod
+    def prepare(self, model_dir: str, options: Mapping[str, Any]) -> None:
+        """Called once, before the first request."""
+
+    def preprocess(self, request: dict[str, Any]) -> dict[str, Any]:
+        """(optional) The request as the API received it, to be returned as it shall be run. Default: unchanged."""
+        return request
+
+    def postprocess(self, response: RequestOutput) -> RequestOutput:
+        """(optional) The whole response. Default: unchanged."""
+        return response
+
+    def postprocess_chunk(self, chunk: Delta) -> Delta:
+        """(optional) One streamed piece. Default: unchanged."""
+        return chunk

@@ -1,0 +1,130 @@
+"""Assembly: from a configuration to a model that is declared and resolved, before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evener.config.checkpoint import facts_of
+from evener.config.resolve import DeviceFacts, ResolvedConfig, resolve_config
+from evener.config.schema import Config
+from evener.contracts.architecture import Architecture
+from evener.contracts.device import Device
+from evener.contracts.quant import QuantScheme
+from evener.contracts.state import StateKind
+from evener.engine.geometry import Geometry, plan_geometry
+from evener.engine.kinds import BUILTIN_KINDS
+from evener.engine.sampler import Sampler
+from evener.errors import ArchitectureError, ConfigError, did_you_mean
+from evener.layers.builder import Builder
+from evener.layers.declared import LinearWeight
+from evener.loading.checkpoint import Checkpoint
+from evener.loading.scheme import Unquantized, pick_scheme
+from evener.ops.schemas import BUILTIN
+from evener.plugins.choose import choose
+from evener.plugins.discover import discover
+from evener.plugins.load import Loaded, load
+from evener.resolution.buckets import token_buckets
+from evener.resolution.resolver import Market, Offer, Resolver
+
+if TYPE_CHECKING:
+    from evener.plugins.hub import Provided
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A declared and resolved model on an opened device."""
+
+    config: ResolvedConfig
+    loaded: Loaded
+    device: Device
+    checkpoint: Checkpoint
+    scheme: QuantScheme
+    build: Builder
+    model: Architecture
+    sampler: Sampler
+    resolver: Resolver
+    geometry: Geometry
+    kinds: Mapping[str, StateKind]
+
+
+def assemble(config: Config, serving: bool = False) -> Assembly:
+    """Find and choose the backend, open its device, declare the model and resolve it.
+
+    Raises:
+        EvenerError: what was asked for cannot be had; see the tree in ``evener.errors``.
+    """
+    catalog = discover()
+    checkpoint = Checkpoint.open(config.model, weights=config.load != "dummy")
+    loaded = load(choose(catalog, config.backend), config.options)
+    device = loaded.open_device()
+    device.select()
+    facts = facts_of(config.model, checkpoint.config)
+    resolved = resolve_config(config, facts, DeviceFacts.of(device, loaded.backend.name), serving=serving)
+    device.limit_threads(resolved.threads)
+    schemes = [Unquantized(), *(p.value for p in loaded.quant_schemes())]
+    scheme = pick_scheme(checkpoint.config, schemes, config.quant)
+    build = Builder(
+        resolved.dtype, resolved.max_seq_len, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint.entries else None
+    )
+    model = _architecture(loaded, checkpoint)(checkpoint.config, build)
+    sampler = Sampler(build, model.vocab_size)
+    resolver = _resolver(resolved, loaded, device)
+    resolver.states(build.slots)
+    resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
+    resolver.sites(build.sites)
+    size = None if resolved.block_size == "auto" else resolved.block_size
+    geometry = plan_geometry(build.slots, device.capabilities.alignment, size)
+    resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
+    kinds = {k.name: k for k in (*BUILTIN_KINDS, *(p.value for p in loaded.state_kinds()))}
+    return Assembly(
+        resolved, loaded, device, checkpoint, scheme, build, model, sampler, resolver, geometry, kinds
+    )
+
+
+def _architecture(loaded: Loaded, checkpoint: Checkpoint) -> type[Architecture]:
+    name = checkpoint.architecture
+    target = loaded.architectures.get(name)
+    if target is None:
+        raise ArchitectureError(
+            f"{checkpoint.folder} asks for architecture {name!r}, which no installed package registers"
+            f"{did_you_mean(name, loaded.architectures)} Type `evener models` for what is installed, and "
+            "pip install evener-models or the package of the model's author"
+        )
+    cls: type[Architecture] = target.load()
+    return cls
+
+
+def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device) -> Resolver:
+    from evener.ops.reference.linear import PLAIN
+    from evener.ops.reference.state import ReferenceState
+
+    added = {p.value.name: p.value for p in loaded.op_schemas()}
+    schemas = {schema.name: schema for schema in BUILTIN}
+    clash = sorted(schemas.keys() & added.keys())
+    if clash:
+        raise ConfigError(f"an installed package adds the op {clash[0]!r}, which core has already; it must choose another name")
+    market = Market(
+        schemas={**schemas, **added},
+        kernels=_offers(loaded.kernels(device), config.config.infer.op_impl == "ref"),
+        states=_offers(loaded.state_providers(device), config.config.infer.attn_type == "ref"),
+        reference_state=ReferenceState(),
+        reference_packing=PLAIN,
+        device=device.capabilities,
+        buckets=token_buckets(max(config.step_tokens, config.max_reqs)),
+        forced=config.config.ops,
+        max_fallback=config.config.max_fallback,
+        version=_core_version(),
+    )
+    return Resolver(market)
+
+
+def _offers(provided: tuple[Provided[Any], ...], reference_only: bool) -> list[Offer]:
+    return [] if reference_only else [Offer(p.value, p.package, p.version) for p in provided]
+
+
+def _core_version() -> str:
+    from importlib_metadata import version
+
+    return version("evener")

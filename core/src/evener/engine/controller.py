@@ -1,0 +1,82 @@
+"""The controller: takes messages, keeps the executor busy with plans, and says what happened. It alone ends requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from evener.engine.executor import Executor
+from evener.engine.messages import Abort, Dead, Finish, FromController, NewRequest, Shutdown, ToController
+from evener.engine.scheduler import Scheduler
+from evener.errors import EngineError
+
+
+class Controller:
+    """One engine: a scheduler and an executor, without a thread of its own.
+
+    Args:
+        depth: plans in flight; 1 reads every result before the next plan is made.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int) -> None:
+        self.scheduler, self.executor, self.depth = scheduler, executor, depth
+        self.stopping = False
+        self.dead: str | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is open and nothing is in flight."""
+        return self.scheduler.open == 0 and self.scheduler.in_flight == 0
+
+    def handle(self, messages: Iterable[ToController]) -> list[FromController]:
+        """Take messages in, in order."""
+        events: list[FromController] = []
+        for message in messages:
+            events.extend(self._handle(message))
+        return events
+
+    def _handle(self, message: ToController) -> list[FromController]:
+        match message:
+            case NewRequest():
+                events = self.scheduler.add(message)
+                if self.dead or self.stopping:
+                    events += self.scheduler.end(message.id, "error", self.dead or "the engine is shutting down")
+                return events
+            case Abort():
+                return self.scheduler.end(message.id, "abort")
+            case Finish():
+                return self.scheduler.end(message.id, "stop")
+            case Shutdown():
+                self.stopping = True
+                return [] if message.drain else self.scheduler.end_all("abort")
+
+    def step(self) -> list[FromController]:
+        """Fill the executor up to ``depth`` plans, then read the oldest result. Does nothing when there is nothing to do.
+
+        A dead worker ends every request with its reason and gives ``Dead`` as the last event.
+        """
+        if self.dead:
+            return []
+        try:
+            while self.scheduler.in_flight < self.depth:
+                plan = self.scheduler.schedule()
+                if plan is None:
+                    break
+                self.executor.submit(plan)
+            return self.scheduler.retire(self.executor.read()) if self.scheduler.in_flight else []
+        except EngineError as error:
+            return self.die(str(error))
+
+    def check(self) -> list[FromController]:
+        """While nothing is under way: look whether the worker still lives; as ``step`` if it does not."""
+        if self.dead:
+            return []
+        try:
+            self.executor.check()
+        except EngineError as error:
+            return self.die(str(error))
+        return []
+
+    def die(self, reason: str) -> list[FromController]:
+        """The engine cannot go on: every open request ends with the reason."""
+        self.dead = reason
+        return [*self.scheduler.end_all("error", reason), Dead(reason)]

@@ -1,0 +1,105 @@
+"""State groups and page geometry: which layers share a block table, and how the pool is cut.
+
+Layers with equal spec and attention form a group. A group is cut into sub-groups of at most ``layer_slots`` layers, so that every sub-group can
+use every block: the pool is ``[layer_slots, blocks, page_bytes]``, and a block id means the same row in each layer slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
+from evener.errors import ConfigError
+from evener.layers.declared import StateSlot
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share one block table."""
+
+    spec: StateSpec
+    attention: AttentionSpec
+    provider: StateProvider
+    slots: tuple[StateSlot, ...]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the pool is cut. ``page_bytes`` is one block of one layer slot, aligned."""
+
+    groups: tuple[Group, ...]
+    layer_slots: int
+    block_size: int
+    page_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layer slots, memory that providers own themselves included."""
+        owned = max((len(g.slots) * g.provider.bytes_per_block(g.spec, self.block_size)
+                     for g in self.groups if g.provider.owns_memory), default=0)  # fmt: skip
+        return self.layer_slots * self.page_bytes + owned
+
+    def bind(self, blocks: int, device: torch.device) -> torch.Tensor:
+        """Allocate the pool and give every slot its views. Returns the storage, uint8 [layer_slots, blocks, page_bytes].
+
+        It starts as zeros: unread garbage must not be NaN, because a masked score of zero times NaN is NaN.
+        """
+        import torch
+
+        storage = torch.zeros(self.layer_slots, blocks, self.page_bytes, dtype=torch.uint8, device=device)
+        for group in self.groups:
+            for layer, slot in enumerate(group.slots):
+                slot.views = group.provider.bind(storage[layer], group.spec, self.block_size)
+        return storage
+
+
+def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | None = None) -> Geometry:
+    """Group the resolved slots, number their groups and pick the block size.
+
+    Raises:
+        ConfigError: ``block_size`` is not offered by every provider, or the providers offer no common size.
+    """
+    layers: dict[tuple[StateSpec, AttentionSpec], list[StateSlot]] = {}
+    for slot in slots:
+        layers.setdefault((slot.spec, slot.attention), []).append(slot)
+    layer_slots = _layer_slots([len(group) for group in layers.values()])
+    groups = []
+    for (spec, attention), members in layers.items():
+        provider = members[0].provider
+        assert provider is not None, "state units are resolved before the geometry"
+        for start in range(0, len(members), layer_slots):
+            part = tuple(members[start : start + layer_slots])
+            for slot in part:
+                slot.group = len(groups)
+            groups.append(Group(spec, attention, provider, part))
+    size = _block_size(groups, block_size)
+    pooled = [g.provider.bytes_per_block(g.spec, size) for g in groups if not g.provider.owns_memory]
+    page = -(-max(pooled, default=0) // alignment) * alignment
+    return Geometry(tuple(groups), layer_slots if pooled else 0, size, page)
+
+
+def _layer_slots(counts: Sequence[int]) -> int:
+    """The number that wastes the fewest layer slots; among equals the one with the fewest block tables."""
+    def cost(slots: int) -> tuple[float, int]:
+        tables = [-(-count // slots) for count in counts]
+        return (sum(tables) * slots + 0.25 * sum(tables), sum(tables))
+
+    return min(sorted(set(counts)), key=cost, default=0)
+
+
+def _block_size(groups: Sequence[Group], wanted: int | None) -> int:
+    offers = [list(g.provider.block_sizes(g.spec)) for g in groups]
+    common = [size for size in offers[0] if all(size in offer for offer in offers)] if offers else [16]
+    names = ", ".join(sorted({g.provider.name for g in groups}))
+    if wanted is not None:
+        if wanted not in common:
+            raise ConfigError(f"infer.block_size={wanted} is not offered by {names}; they offer {sorted(common)}")
+        return wanted
+    if not common:
+        raise ConfigError(f"the state providers {names} offer no common block size; force one with ops.attention=<provider>")
+    return common[0]

@@ -1,0 +1,105 @@
+"""The memory plan: an estimate before weights are read, a measurement after warm-up. Bytes are those that providers count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evener.contracts.device import MemoryInfo
+from evener.contracts.quant import DTYPE_BYTES
+from evener.engine.geometry import Geometry
+from evener.errors import MemoryPlanError
+from evener.layers.builder import Builder
+from evener.layers.declared import LinearWeight
+from evener.loading.estimate import WeightEstimate
+
+GIB = 1 << 30
+#: Tensors of hidden width that a forward pass of plain ops holds at once, and of the MLP's width.
+_HIDDEN_COPIES, _INNER_COPIES = 6, 3
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one device.
+
+    Attributes:
+        weights: what is held of them, second copies included; copies: those (a tied head that is packed differently).
+        mapped: weights that stay pages of their files and do not count.
+        tables: position tables and the engine's rows of requests.
+        workspace: activations and scratch of the largest step.
+        state: the state pool; blocks: its blocks, block_bytes: bytes of one.
+        free: what the device had before anything was allocated.
+    """
+
+    weights: int
+    copies: int
+    mapped: int
+    tables: int
+    workspace: int
+    state: int
+    blocks: int
+    block_bytes: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.weights + self.tables + self.workspace + self.state
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        rows = {"weights": self.weights, "  second copies in it": self.copies, "tables": self.tables, "workspace": self.workspace,
+                f"state ({self.blocks} blocks)": self.state, "total": self.total, "free": self.free,
+                "mapped from files": self.mapped}  # fmt: skip
+        return [f"{name:<24}{value / GIB:8.2f} GiB" for name, value in rows.items() if value or name in ("total", "free")]
+
+    def to_json(self) -> dict[str, int]:
+        """Plain data."""
+        return {"weights": self.weights, "copies": self.copies, "mapped": self.mapped, "tables": self.tables, "workspace": self.workspace,
+                "state": self.state, "blocks": self.blocks, "block_bytes": self.block_bytes, "total": self.total}  # fmt: skip
+
+
+def activation_bytes(build: Builder, step_tokens: int, rows: int, vocab: int) -> int:
+    """Scratch of the largest step with plain ops: a few tensors of each width, and the logits in float32 beside their own."""
+    element = int(DTYPE_BYTES[build.dtype])
+    linears = [w for w in build.weights if isinstance(w, LinearWeight) and w.rows != vocab]
+    hidden = max((w.columns for w in linears), default=0)
+    inner = max((w.rows for w in linears), default=0)
+    return step_tokens * (_HIDDEN_COPIES * hidden + _INNER_COPIES * inner) * element + rows * vocab * (element + 4)
+
+
+def plan_memory(
+    *, weights: WeightEstimate, rows_bytes: int, workspace: int, geometry: Geometry, memory: MemoryInfo,
+    kv_bytes: int | None, useful_blocks: int, least_blocks: int, max_seq_len: int,
+) -> MemoryPlan:  # fmt: skip
+    """Divide the memory; state gets ``kv_bytes``, or what is left when None, but no more than ``useful_blocks``.
+
+    Args:
+        rows_bytes: the engine's device tables.
+        useful_blocks: blocks that all slots can hold at once.
+        least_blocks: blocks that one request of ``max_seq_len`` needs.
+
+    Raises:
+        MemoryPlanError: it does not fit; with the numbers and what to change.
+    """
+    fixed = weights.counted + rows_bytes + workspace
+    left = memory.free - fixed
+    block_bytes = max(1, geometry.block_bytes)
+    budget = left if kv_bytes is None else kv_bytes
+    blocks = min(max(0, budget) // block_bytes, useful_blocks + 1)
+    state = blocks * block_bytes
+    copies = sum(second.nbytes for second in weights.second_copies)
+    plan = MemoryPlan(
+        weights.counted, copies, weights.mapped, rows_bytes, workspace, state, blocks, block_bytes, memory.free
+    )
+    if blocks < least_blocks + 1 or state > left:
+        need = (least_blocks + 1) * block_bytes
+        smaller = max(1, max_seq_len // 2)
+        raise MemoryPlanError(
+            f"the model does not fit: {fixed / GIB:.2f} GiB for weights, tables and workspace and {need / GIB:.2f} GiB for one "
+            f"request of infer.max_seq_len={max_seq_len}, but {memory.free / GIB:.2f} GiB are free"
+            + (f" and infer.kv_memory allows {kv_bytes / GIB:.2f} GiB for state" if kv_bytes is not None else "")
+            + f"; lower infer.max_seq_len (try infer.max_seq_len={smaller}), infer.max_reqs or infer.step_tokens, or raise "
+            "infer.kv_memory\n" + "\n".join(plan.lines())
+        )
+    return plan
+

@@ -1,0 +1,102 @@
+"""What the three roles say to each other: plain msgspec structs, the same in memory and between processes.
+
+Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``Shutdown``. Controller to front end: ``Tokens``, ``Finished``,
+``Ready``, ``Dead``. Controller to worker and back: see ``plan``. Every request that was accepted ends in exactly one ``Finished``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Union
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What the sampler needs of a request. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    #: Number of the likeliest tokens whose raw log-probabilities are wanted beside the sampled one's; None: no log-probabilities.
+    logprobs: int | None = None
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
+    """One sequence to generate. ``n`` samples of a prompt are ``n`` of these, which share the prompt's blocks.
+
+    ``max_tokens`` is already limited to the context. ``stop_token_ids`` ends with reason ``stop``; the token itself is reported.
+    ``cache_salt`` separates prefix caches (adapter, image hash, tenant).
+    """
+
+    id: str
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_token_ids: list[int] = []
+    cache_salt: str = ""
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The client has gone, or asked to stop: end the request with reason ``abort``. Unknown ids are ignored."""
+
+    id: str
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The front end found a stop string: end the request with reason ``stop``. Unknown ids are ignored."""
+
+    id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop. With ``drain`` running requests are finished first; otherwise they end with reason ``abort``."""
+
+    drain: bool = True
+
+
+ToController = Union[NewRequest, Abort, Finish, Shutdown]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Raw log-probabilities at one output position: the sampled token's, then the likeliest, ids and values alike."""
+
+    ids: list[int]
+    values: list[float]
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+    """New tokens of one request, in order. ``cached`` = prompt tokens that were taken from the prefix cache."""
+
+    id: str
+    ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    cached: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """The one terminal event of a request. ``error`` says why when the reason is ``error``; ``status`` is its HTTP status."""
+
+    id: str
+    reason: FinishReason
+    error: str | None = None
+    status: int = 500
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine takes requests. ``info`` is the run's manifest in brief (backend, why, versions, memory)."""
+
+    info: dict[str, object]
+
+
+class Dead(msgspec.Struct, frozen=True, tag="dead"):
+    """The engine has stopped for the reason given; every open request was ended before."""
+
+    reason: str
+
+
+FromController = Union[Tokens, Finished, Ready, Dead]

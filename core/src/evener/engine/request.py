@@ -1,0 +1,56 @@
+"""One request as the scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from evener.engine.messages import FinishReason, NewRequest
+from evener.engine.state import BlockTable
+
+
+@dataclass(eq=False)
+class Request:
+    """A sequence on its way.
+
+    Attributes:
+        message: what was asked.
+        order: position in the order of arrival.
+        tokens: known ids, the prompt's and those that were read.
+        unread: tokens that submitted plans sample and that nobody has read yet.
+        planned: tokens whose state submitted plans compute.
+        last_plan: id of the last plan that names this request; -1 before the first.
+        slot, table: held while running.
+        finish: set once; the request is over and its terminal event was emitted.
+    """
+
+    message: NewRequest
+    order: int
+    tokens: list[int] = field(default_factory=list)
+    unread: int = 0
+    planned: int = 0
+    cached: int = 0
+    preemptions: int = 0
+    last_plan: int = -1
+    slot: int = -1
+    table: BlockTable | None = None
+    finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.message.prompt)
+        self.prompt_length = len(self.tokens)
+        self.limit = self.prompt_length + self.message.max_tokens
+        self.stop_ids = frozenset(self.message.stop_token_ids)
+
+    @property
+    def id(self) -> str:
+        return self.message.id
+
+    @property
+    def length(self) -> int:
+        """Tokens that exist: known ones and unread ones."""
+        return len(self.tokens) + self.unread
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens that the next plan may compute. A token that reaches the limit is never computed on."""
+        return 0 if self.length >= self.limit else self.length - self.planned

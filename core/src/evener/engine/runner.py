@@ -1,0 +1,173 @@
+"""The runner: one plan in, one step on the device. Two segments over device-resident tables: forward (ids to logits) and sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.contracts.architecture import Architecture
+from evener.contracts.device import Device, Readback
+from evener.contracts.state import StateStep
+from evener.engine.device_tables import DeviceTables
+from evener.engine.geometry import Geometry
+from evener.engine.messages import TokenLogprobs
+from evener.engine.plan import Plan, StepResult
+from evener.engine.sampler import LogprobTensors, Sampler
+from evener.resolution.buckets import bucket_index
+
+
+@dataclass
+class ForwardStep:
+    """What a model sees of a step; see ``evener.contracts.architecture.Step``."""
+
+    bucket: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    metas: tuple[Any, ...]
+
+
+class PendingStep:
+    """A submitted step; its ids are on their way to the host."""
+
+    def __init__(self, plan: Plan, ids: Readback | None, logprobs: Sequence[Readback] = ()) -> None:
+        self._plan, self._ids, self._logprobs = plan, ids, logprobs
+
+    def ready(self) -> bool:
+        """True once ``wait`` would not block."""
+        return (self._ids is None or self._ids.ready()) and all(r.ready() for r in self._logprobs)
+
+    def wait(self) -> StepResult:
+        """Block until the step is done."""
+        if self._ids is None:
+            return StepResult(plan=self._plan.id)
+        ids: list[int] = self._ids.wait().tolist()
+        if not self._logprobs:
+            return StepResult(plan=self._plan.id, ids=ids)
+        picked = [ids[i] for i in self._plan.logprobs]
+        chosen, values, top = (r.wait() for r in self._logprobs)
+        rows = Sampler.unpack(chosen, values, top, picked)
+        return StepResult(plan=self._plan.id, ids=ids, logprobs=[TokenLogprobs(*row) for row in rows])
+
+
+class _Layout:
+    """One upload a step: int32 arrays joined on the host, sliced on the device."""
+
+    def __init__(self, plan: Plan) -> None:
+        starts, counts = np.array(plan.starts, dtype=np.int32), np.array(plan.counts, dtype=np.int32)
+        slots = np.array(plan.slots, dtype=np.int32)
+        ends = starts + counts
+        self.tokens = int(counts.sum())
+        self.requests = len(plan.slots)
+        self.max_query, self.max_kv = int(counts.max()), int(ends.max())
+        self.counts, self.lengths = plan.counts, ends.tolist()
+        query_start = np.zeros(self.requests + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        if self.max_query == 1:
+            positions, token_slots = starts, slots
+        else:
+            inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
+            positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
+        picked = np.array(plan.samples, dtype=np.int32)
+        self._parts = {
+            "positions": positions,
+            "token_slots": token_slots,
+            "query_start": query_start,
+            "kv_lens": ends,
+            "slots": slots,
+            "last": query_start[1:][picked] - 1,
+            "sample_slots": slots[picked],
+            "sample_positions": ends[picked],
+            "random": np.array(plan.random, dtype=np.int32),
+            "logprobs": np.array(plan.logprobs, dtype=np.int32),
+        }
+
+    def upload(self, device: Device) -> dict[str, torch.Tensor]:
+        """The arrays on the device, as slices of one tensor."""
+        whole = device.upload(np.concatenate(list(self._parts.values())))
+        return dict(zip(self._parts, whole.split([len(p) for p in self._parts.values()]), strict=True))
+
+
+class Runner:
+    """Runs plans for one model on one device.
+
+    Args:
+        tables: device-resident rows of requests.
+        geometry: state groups and block size; its slots are bound.
+    """
+
+    def __init__(
+        self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry
+    ) -> None:
+        self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
+
+    def execute(self, plan: Plan) -> PendingStep:
+        """Submit a step; returns before the device has finished it, where the device allows."""
+        with torch.inference_mode():
+            self._apply(plan)
+            layout = _Layout(plan)
+            parts = layout.upload(self.device)
+            logits = self._forward(layout, parts)
+            return PendingStep(plan, None) if logits is None else self._sample(plan, parts, logits)
+
+    def _apply(self, plan: Plan) -> None:
+        if plan.admissions:
+            self.tables.admit(plan.admissions)
+        if plan.updates:
+            self.tables.update(plan.updates)
+        for index, group in enumerate(self.geometry.groups):
+            pairs = [(source, target) for g, source, target in plan.copies if g == index]
+            if pairs:
+                both = self.device.upload(np.array(pairs, dtype=np.int64).T.copy())
+                for slot in group.slots:
+                    group.provider.copy_blocks(slot.views, both[0], both[1])
+
+    def _forward(self, layout: _Layout, parts: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        positions, token_slots = parts["positions"], parts["token_slots"]
+        token_ids = self.tables.tokens[token_slots, positions]
+        step = ForwardStep(bucket_index(layout.tokens), token_ids, positions, self._metas(layout, parts))
+        hidden = self.model.forward(step)
+        last = parts["last"]
+        if not last.shape[0]:
+            return None
+        step.bucket = bucket_index(last.shape[0])
+        return self.model.logits(hidden.index_select(0, last), step)
+
+    def _metas(self, layout: _Layout, parts: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+        size = self.geometry.block_size
+        positions = parts["positions"]
+        column = torch.div(positions, size, rounding_mode="floor")
+        offset = positions - column * size
+        columns = -(-layout.max_kv // size)
+        metas = []
+        for table, group in zip(self.tables.blocks, self.geometry.groups, strict=True):
+            step = StateStep(
+                tokens=layout.tokens,
+                requests=layout.requests,
+                max_query=layout.max_query,
+                max_kv=layout.max_kv,
+                query_start=parts["query_start"],
+                kv_lens=parts["kv_lens"],
+                positions=positions,
+                slot_mapping=table[parts["token_slots"], column] * size + offset,
+                block_table=table[:, :columns].index_select(0, parts["slots"]),
+                host_query_lens=layout.counts,
+                host_kv_lens=layout.lengths,
+            )
+            metas.append(group.provider.prepare(step, group.spec, group.attention, size))
+        return tuple(metas)
+
+    def _sample(self, plan: Plan, parts: dict[str, torch.Tensor], logits: torch.Tensor) -> PendingStep:
+        slots, positions = parts["sample_slots"], parts["sample_positions"]
+        floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
+        random = parts["random"] if plan.random else None
+        ids = self.sampler.ids(logits, floats, ints, positions, random)
+        self.tables.tokens[slots, positions] = ids
+        if not plan.logprobs:
+            return PendingStep(plan, self.device.readback(ids))
+        found: LogprobTensors = self.sampler.logprobs(logits, ids, parts["logprobs"], plan.top_logprobs)
+        copies = [self.device.readback(t) for t in (found.chosen, found.values, found.ids)]
+        return PendingStep(plan, self.device.readback(ids), copies)

@@ -1,0 +1,281 @@
+"""The scheduler.
+
+There is no prefill phase and no decode phase. Every request has tokens that exist and tokens whose state is computed; each step hands out a
+token budget to close that difference. A request that closes it samples one more token, which opens it again. Chunked prefill is a difference
+larger than the budget; a prefix hit is a difference that starts smaller; preemption sets the computed tokens back to zero. Several plans
+may be in flight: a plan may compute on a token that nobody has read yet, because its id lives on the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from evener.engine.messages import Finished, FinishReason, FromController, NewRequest, Tokens
+from evener.engine.plan import Admission, Plan, StepResult, TableUpdate
+from evener.engine.request import Request
+from evener.engine.state import StateManager
+
+#: Orders waiting requests; the smallest goes first. Ties keep the order of arrival.
+Policy = Callable[[Request], tuple[int, ...]]
+
+
+def first_come(request: Request) -> tuple[int, ...]:
+    """Higher priority first, then the order of arrival."""
+    return (-request.message.priority, request.order)
+
+
+@dataclass
+class Stats:
+    """Counters since the start."""
+
+    steps: int = 0
+    mixed_steps: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    finished: int = 0
+
+
+@dataclass
+class _Draft:
+    """A plan in the making."""
+
+    plan_id: int
+    budget: int
+    rows: list[tuple[Request, int, int, bool]] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    updates: list[TableUpdate] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decides what each step computes; owns every request from arrival to its terminal event.
+
+    Args:
+        state: hands out blocks.
+        max_requests: requests that run at once (slots).
+        step_tokens: token budget of a step.
+        policy: order of waiting requests.
+    """
+
+    def __init__(self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = first_come) -> None:
+        self.state, self.step_tokens, self.policy = state, step_tokens, policy
+        self.stats = Stats()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._slots = list(range(max_requests - 1, -1, -1))
+        self._in_flight: deque[tuple[Plan, list[tuple[Request, int, int, bool]]]] = deque()
+        self._leaving: list[Request] = []
+        self._blocked: tuple[str, int] | None = None
+        self._next_plan = 0
+        self._arrivals = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Plans that were handed out and not retired."""
+        return len(self._in_flight)
+
+    @property
+    def open(self) -> int:
+        """Requests without a terminal event."""
+        return len(self._requests)
+
+    def add(self, message: NewRequest) -> list[FromController]:
+        """Take a request in; one that can never run ends at once with reason ``error``."""
+        problem = self._refusal(message)
+        if problem is not None:
+            return [Finished(id=message.id, reason="error", error=problem, status=400)]
+        request = Request(message, self._arrivals)
+        self._arrivals += 1
+        self._requests[request.id] = request
+        self.waiting.append(request)
+        return []
+
+    def _refusal(self, message: NewRequest) -> str | None:
+        if message.id in self._requests:
+            return f"request id {message.id!r} is already in use; send another id"
+        if not message.prompt or message.max_tokens < 1:
+            return "a request needs at least one prompt token and max_tokens of at least 1"
+        needed = self.state.blocks_for(len(message.prompt) + message.max_tokens, self.step_tokens)
+        if needed > self.state.pool.count - 1:
+            return (
+                f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.pool.count - 1}; "
+                "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory"
+            )
+        return None
+
+    def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[FromController]:
+        """End a request now (abort, stop string, failure). Unknown ids are ignored: it may just have finished."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [self._finish(request, reason, error)]
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> list[FromController]:
+        """End every open request."""
+        return [self._finish(request, reason, error) for request in list(self._requests.values())]
+
+    def schedule(self) -> Plan | None:
+        """The next plan; None when nothing can be computed before a result is read (or nothing is left to do)."""
+        draft = _Draft(self._next_plan, self.step_tokens)
+        if self._continue_running(draft):
+            self._admit_waiting(draft)
+        if not draft.rows:
+            return None
+        return self._hand_out(draft)
+
+    def _continue_running(self, draft: _Draft) -> bool:
+        """Rows of running requests; True if there was room for all of them, so that others may come in."""
+        preempted = False
+        for request in list(self.running):
+            if request.slot < 0 or not request.to_compute:
+                continue
+            if draft.budget == 0:
+                return False
+            count = min(request.to_compute, draft.budget)
+            while not self._plan_row(draft, request, count):
+                # A request with an unread token is read before it is preempted: wait for the plans in flight.
+                if self._in_flight:
+                    return False
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    return False
+        return not preempted
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        self.waiting.sort(key=self.policy)
+        while self.waiting and self._slots and draft.budget:
+            request = self.waiting[0]
+            if self._blocked == (request.id, self.state.pool.free):
+                return  # nothing has changed since it did not fit
+            table, cached = self.state.open(request.tokens, request.message.cache_salt)
+            request.table, request.planned = table, cached
+            request.slot = self._slots.pop()
+            if not self._plan_row(draft, request, min(request.to_compute, draft.budget), admit=True):
+                self._give_back(request)
+                self._blocked = (request.id, self.state.pool.free)
+                return
+            self.waiting.pop(0)
+            self.running.append(request)
+            if cached:
+                self.stats.prefix_hits += 1
+                self.stats.cached_tokens += cached
+            if not request.preemptions:
+                request.cached = cached
+
+    def _plan_row(self, draft: _Draft, request: Request, count: int, admit: bool = False) -> bool:
+        assert request.table is not None, "a running request has a table"
+        growth = self.state.grow(request.table, request.planned + count)
+        if growth is None:
+            return False
+        if admit:
+            draft.admissions.append(Admission(request.slot, list(request.tokens), request.message.sampling))
+            draft.updates.append(TableUpdate(request.slot, 0, [list(b) for b in request.table.blocks]))
+        elif growth.blocks:
+            draft.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
+        draft.rows.append((request, request.planned, count, request.planned + count == request.length))
+        draft.budget -= count
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Give everything back; the request starts over with all its tokens known."""
+        assert request.unread == 0, "a request with an unread token is not preempted"
+        self.running.remove(request)
+        self._give_back(request)
+        request.preemptions += 1
+        self.stats.preemptions += 1
+        self.waiting.append(request)
+
+    def _give_back(self, request: Request) -> None:
+        assert request.table is not None
+        self.state.close(request.table)
+        self._slots.append(request.slot)
+        request.table, request.slot, request.planned = None, -1, 0
+
+    def _hand_out(self, draft: _Draft) -> Plan:
+        samples, random, logprobs, top = [], [], [], 0
+        for index, (request, start, count, sampled) in enumerate(draft.rows):
+            request.planned = start + count
+            request.last_plan = draft.plan_id
+            if sampled:
+                sampling = request.message.sampling
+                if sampling.temperature > 0:
+                    random.append(len(samples))
+                if sampling.logprobs is not None:
+                    logprobs.append(len(samples))
+                    top = max(top, sampling.logprobs)
+                samples.append(index)
+                request.unread += 1
+        plan = Plan(
+            id=draft.plan_id, admissions=draft.admissions, updates=draft.updates,
+            slots=[r.slot for r, *_ in draft.rows], starts=[s for _, s, *_ in draft.rows],
+            counts=[c for _, _, c, _ in draft.rows], samples=samples, random=random, logprobs=logprobs, top_logprobs=top,
+        )  # fmt: skip
+        self._next_plan += 1
+        self._in_flight.append((plan, draft.rows))
+        self._count(draft)
+        return plan
+
+    def _count(self, draft: _Draft) -> None:
+        self.stats.steps += 1
+        self.stats.computed_tokens += self.step_tokens - draft.budget
+        prefilling = any(start < request.prompt_length for request, start, _, _ in draft.rows)
+        decoding = any(start >= request.prompt_length for request, start, _, _ in draft.rows)
+        self.stats.mixed_steps += prefilling and decoding
+
+    def retire(self, result: StepResult) -> list[FromController]:
+        """Read the oldest plan's result: tokens become known, blocks findable, and what was waiting for it is given back."""
+        plan, rows = self._in_flight.popleft()
+        assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
+        ids = iter(result.ids)
+        logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
+        events: list[FromController] = []
+        sampled = 0
+        for request, start, count, samples in rows:
+            token = next(ids) if samples else None
+            if request.finish is None:
+                assert request.table is not None
+                self.state.commit(request.table, request.tokens, start + count)
+                if token is not None:
+                    chosen = logprobs.get(sampled)
+                    events.extend(self._read(request, token, Tokens(
+                        id=request.id, ids=[token], logprobs=None if chosen is None else [chosen], cached=request.cached
+                    )))  # fmt: skip
+            sampled += samples
+        self._release_leaving(plan.id)
+        return events
+
+    def _read(self, request: Request, token: int, event: Tokens) -> Iterator[FromController]:
+        request.tokens.append(token)
+        request.unread -= 1
+        yield event
+        if token in request.stop_ids:
+            yield self._finish(request, "stop")
+        elif len(request.tokens) >= request.limit:
+            yield self._finish(request, "length")
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Finished:
+        request.finish = reason
+        del self._requests[request.id]
+        self.stats.finished += 1
+        if request.slot < 0:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            self._leaving.append(request)
+            if not self._in_flight or request.last_plan < self._in_flight[0][0].id:
+                self._release_leaving(request.last_plan)
+        return Finished(id=request.id, reason=reason, error=error)
+
+    def _release_leaving(self, retired: int) -> None:
+        """Blocks and slots of finished requests return when the last plan that names them is retired."""
+        staying = []
+        for request in self._leaving:
+            if request.last_plan <= retired:
+                self._give_back(request)
+            else:
+                staying.append(request)
+        self._leaving = staying

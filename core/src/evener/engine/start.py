@@ -1,0 +1,68 @@
+"""Starting an engine: inline, in a thread, or in processes of its own. The same controller and worker in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from evener.config.schema import Config
+from evener.contracts.state import StateKind
+from evener.engine.client import EngineClient
+from evener.engine.controller import Controller
+from evener.engine.executor import Executor, InlineExecutor
+from evener.engine.kinds import BUILTIN_KINDS
+from evener.engine.messages import Ready
+from evener.engine.scheduler import Scheduler
+from evener.engine.state import StateManager
+from evener.engine.worker_facts import WorkerFacts
+
+
+def start_engine(config: Config, mode: Literal["inline", "thread", "process"]) -> EngineClient:
+    """Start an engine and return the front end's end of its channel.
+
+    Raises:
+        EvenerError: what was asked for cannot be had. In mode "process" the first ``receive`` raises it.
+    """
+    from evener.engine.clients import InlineClient, ThreadClient
+
+    if mode == "process":
+        from evener.engine.process_client import ProcessClient
+
+        return ProcessClient(config)
+    controller, ready = build_controller(config)
+    return InlineClient(controller, ready) if mode == "inline" else ThreadClient(controller, ready)
+
+
+def build_controller(config: Config, serving: bool = False) -> tuple[Controller, Ready]:
+    """A controller over a worker in this process or, for a server, in one of its own."""
+    executor, facts = _executor(config, serving)
+    state = StateManager(
+        facts.specs, _kinds(facts, config), facts.block_size, facts.blocks, prefix_cache=config.infer.prefix_cache
+    )
+    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens)
+    return Controller(scheduler, executor, config.infer.depth), Ready(info=facts.info)
+
+
+def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
+    if config.executor == "process" or (config.executor == "auto" and serving):
+        from evener.engine.process_client import ProcessExecutor
+
+        process = ProcessExecutor(config)
+        return process, process.facts
+    from evener.engine.worker import Worker
+
+    worker = Worker(config, serving)
+    return InlineExecutor(worker), worker.facts
+
+
+def _kinds(facts: WorkerFacts, config: Config) -> Mapping[str, StateKind]:
+    """The built-in kinds; packages are loaded here only if the model uses a kind of theirs."""
+    kinds = {kind.name: kind for kind in BUILTIN_KINDS}
+    if all(spec.kind in kinds for spec in facts.specs):
+        return kinds
+    from evener.plugins.choose import choose
+    from evener.plugins.discover import discover
+    from evener.plugins.load import load
+
+    loaded = load(choose(discover(), config.backend), config.options)
+    return {**kinds, **{p.value.name: p.value for p in loaded.state_kinds()}}

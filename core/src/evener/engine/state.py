@@ -1,0 +1,177 @@
+"""The state manager: block tables of requests over all state groups, prefix reuse and dead blocks. It never looks inside a block.
+
+Groups differ only in which blocks are still needed (``StateKind``). A prefix of n blocks can be reused if every group still has the blocks
+that the next token can read; what a group has passed is given back as soon as the step that passed it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from evener.contracts.state import StateKind, StateSpec
+from evener.engine.blocks import BlockPool
+from evener.engine.kinds import longest_prefix
+from evener.errors import UnknownNameError
+
+
+@dataclass
+class BlockTable:
+    """One request's blocks: for each group a list of block ids, 0 where a block is dead or was never needed."""
+
+    salt: bytes
+    blocks: list[list[int]]
+    dead: list[int]
+    digests: list[bytes] = field(default_factory=list)
+    named: int = 0
+
+    def columns(self) -> int:
+        """Blocks that the table covers."""
+        return len(self.blocks[0]) if self.blocks else 0
+
+
+@dataclass(frozen=True)
+class Growth:
+    """New entries of a table: from column ``start`` on, ids for each group."""
+
+    start: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+class StateManager:
+    """Hands out blocks of one pool to the tables of requests.
+
+    Args:
+        specs: one a group.
+        kinds: registered kinds by name.
+        block_size: tokens a block.
+        blocks: blocks in the pool, the null block included.
+        prefix_cache: whether computed blocks can be found again.
+    """
+
+    def __init__(
+        self, specs: Sequence[StateSpec], kinds: Mapping[str, StateKind], block_size: int, blocks: int, prefix_cache: bool = True
+    ) -> None:
+        for spec in specs:
+            if spec.kind not in kinds:
+                raise UnknownNameError("state kind", spec.kind, kinds, "Install the package that registers it.")
+        self.specs = tuple(specs)
+        self.block_size = block_size
+        self.pool = BlockPool(blocks)
+        self.prefix_cache = prefix_cache
+        self._kinds = tuple(kinds[spec.kind] for spec in specs)
+
+    def blocks_for(self, tokens: int, step_tokens: int) -> int:
+        """Blocks that one request of ``tokens`` tokens can hold at most, when a step adds at most ``step_tokens``."""
+        total = 0
+        columns = -(-tokens // self.block_size)
+        for spec, kind in zip(self.specs, self._kinds, strict=True):
+            first = kind.first_live_block(spec, max(0, tokens - step_tokens), self.block_size)
+            total += columns - first
+        return total
+
+    def open(self, tokens: Sequence[int], salt: str) -> tuple[BlockTable, int]:
+        """A table for a request whose known tokens are ``tokens``, with the longest cached prefix held in it.
+
+        Returns the table and how many tokens of state it has; always fewer than ``len(tokens)``, so that something is computed.
+        """
+        table = BlockTable(hashlib.sha256(salt.encode()).digest(), [[] for _ in self.specs], [0] * len(self.specs))
+        if not self.prefix_cache:
+            return table, 0
+        columns = (len(tokens) - 1) // self.block_size
+        self._extend_digests(table, tokens, columns)
+        hit = self._longest_hit(table.digests, columns)
+        del table.digests[hit:]
+        for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
+            first = kind.first_live_block(spec, hit * self.block_size, self.block_size)
+            for column in range(hit):
+                block = self.pool.find((group, table.digests[column])) if column >= first else 0
+                assert block is not None, "a hit covers every live block"
+                if block:
+                    self.pool.hold(block)
+                table.blocks[group].append(block)
+            table.dead[group] = first
+        table.named = hit
+        return table, hit * self.block_size
+
+    def _longest_hit(self, digests: Sequence[bytes], columns: int) -> int:
+        hit, before = columns, -1
+        while hit != before:
+            before = hit
+            for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
+                hit = longest_prefix(
+                    kind, spec, lambda i, g=group: self.pool.find((g, digests[i])) is not None, hit, self.block_size
+                )
+        return hit
+
+    def grow(self, table: BlockTable, tokens: int) -> Growth | None:
+        """Make room for state of ``tokens`` tokens in all groups; None (and nothing changed) when the pool cannot."""
+        start = table.columns()
+        count = -(-tokens // self.block_size) - start
+        if count <= 0:
+            return Growth(start, ())
+        taken = self.pool.take(count * len(self.specs))
+        if taken is None:
+            return None
+        parts = tuple(tuple(taken[g * count : (g + 1) * count]) for g in range(len(self.specs)))
+        for blocks, new in zip(table.blocks, parts, strict=True):
+            blocks.extend(new)
+        return Growth(start, parts)
+
+    def fork(self, table: BlockTable, computed: int) -> tuple[BlockTable, list[tuple[int, int, int]]] | None:
+        """A second table over the same state of ``computed`` tokens: full blocks are shared, a partial last one is to be copied.
+
+        Returns the table and the copies ``(group, source, target)`` that the next plan must make; None when the pool cannot.
+        """
+        full, rest = divmod(computed, self.block_size)
+        fresh = self.pool.take(len(self.specs) if rest else 0)
+        if fresh is None:
+            return None
+        copy = BlockTable(table.salt, [], list(table.dead), table.digests[:full], min(table.named, full))
+        copies = []
+        for group, blocks in enumerate(table.blocks):
+            shared = blocks[:full]
+            for block in shared:
+                if block:
+                    self.pool.hold(block)
+            if rest:
+                copies.append((group, blocks[full], fresh[group]))
+                shared = [*shared, fresh[group]]
+            copy.blocks.append(shared)
+        return copy, copies
+
+    def commit(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
+        """State of the first ``computed`` tokens was computed by a step that has been read, and their ids are known.
+
+        Full blocks become findable; blocks that no later token reads are given back.
+        """
+        if self.prefix_cache and computed // self.block_size > table.named:
+            columns = computed // self.block_size
+            self._extend_digests(table, tokens, columns)
+            for group, blocks in enumerate(table.blocks):
+                for column in range(table.named, columns):
+                    if blocks[column]:
+                        self.pool.name(blocks[column], (group, table.digests[column]))
+            table.named = columns
+        for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
+            first = kind.first_live_block(spec, computed, self.block_size)
+            if first > table.dead[group]:
+                blocks = table.blocks[group]
+                self.pool.release(blocks[table.dead[group] : first])
+                blocks[table.dead[group] : first] = [0] * (first - table.dead[group])
+                table.dead[group] = first
+
+    def close(self, table: BlockTable) -> None:
+        """Give back everything. Later blocks first, so that a prefix's beginning is evicted last."""
+        for blocks in table.blocks:
+            self.pool.release(reversed(blocks))
+            blocks.clear()
+
+    def _extend_digests(self, table: BlockTable, tokens: Sequence[int], columns: int) -> None:
+        size = self.block_size
+        for column in range(len(table.digests), columns):
+            parent = table.digests[-1] if table.digests else table.salt
+            ids = array("i", tokens[column * size : (column + 1) * size]).tobytes()
+            table.digests.append(hashlib.sha256(parent + ids).digest())

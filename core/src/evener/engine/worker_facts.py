@@ -1,0 +1,28 @@
+"""What a controller must know of a worker; plain data, so that it crosses processes. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from evener.contracts.state import StateSpec
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """The worker's state and limits.
+
+    Attributes:
+        specs: one a state group.
+        blocks: in the pool, the null block included; block_size: tokens a block.
+        max_reqs, max_seq_len, step_tokens: as resolved.
+        info: the run's manifest in brief.
+    """
+
+    specs: list[StateSpec]
+    blocks: int
+    block_size: int
+    max_reqs: int
+    max_seq_len: int
+    step_tokens: int
+    info: dict[str, Any]

@@ -1,0 +1,197 @@
+"""A conversation to the text that the model reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from evener.errors import CheckpointError, RequestError, TemplateError
+from evener.frontend.defaults import read_json
+from evener.frontend.render import Renderer
+from evener.frontend.tokenizer import Tokenizer
+
+ROLES = ("developer", "system", "user", "assistant", "tool")
+#: Fields of a message that templates read; any other with a value in it is refused, not ignored.
+FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_DEFAULT, _TOOLS = "default", "tool_use"
+
+
+class Chat:
+    """The chat templates of a model.
+
+    Args:
+        templates: source by name; ``tool_use`` is taken when there are tools, else ``default``. Empty: the model has
+            none.
+        special_tokens: variables for the template.
+        renderer: renders them.
+    """
+
+    def __init__(
+        self,
+        templates: dict[str, str],
+        special_tokens: dict[str, str | list[str]] | None = None,
+        renderer: Renderer | None = None,
+    ) -> None:
+        self._templates, self._special_tokens = templates, dict(special_tokens or {})
+        self._renderer = renderer or Renderer()
+
+    @classmethod
+    def from_folder(cls, model_dir: Path, tokenizer: Tokenizer | None) -> Chat:
+        """Templates of a model folder: ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else
+        ``chat_template.json``, else ``tokenizer_config.json`` (one, or a list of named ones).
+
+        Raises:
+            CheckpointError: a file is malformed.
+        """
+        return cls(_find_templates(Path(model_dir)), None if tokenizer is None else tokenizer.special_tokens)
+
+    @property
+    def available(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self._templates)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation, special tokens spelt out: encode it with ``add_special_tokens=False``.
+
+        Args:
+            messages: role and content each, as OpenAI has them. Content is a string or a list of text parts, which
+                are joined by line ends. Arguments of tool calls may be JSON text.
+            tools: function schemas, as OpenAI has them.
+            add_generation_prompt: end with the beginning of the assistant's message.
+            continue_final_message: end within the last message instead, for the model to go on.
+            template_kwargs: further variables for the template (``enable_thinking=False``).
+
+        Raises:
+            RequestError: a message that cannot be used; ``param`` is its place.
+            TemplateError: there is no template, or it refused the messages or took too long.
+        """
+        template = self._choose(bool(tools))
+        plain = normalize(messages, knows_developer="developer" in template)
+        if continue_final_message:
+            add_generation_prompt = False
+            if not isinstance(plain[-1].get("content"), str):
+                raise RequestError("continue_final_message needs a last message with text", "messages")
+        variables = {
+            **self._special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **(template_kwargs or {}),
+        }
+        if "messages" in variables:
+            raise RequestError("template_kwargs must not have 'messages'", "template_kwargs")
+        return self._renderer.render(template, plain, continue_final_message, variables)
+
+    def close(self) -> None:
+        """End the render process, if one was started."""
+        self._renderer.close()
+
+    def _choose(self, with_tools: bool) -> str:
+        if not self._templates:
+            raise TemplateError("this model has no chat template: send a prompt to completions instead", "messages")
+        if with_tools and _TOOLS in self._templates:
+            return self._templates[_TOOLS]
+        if _DEFAULT not in self._templates:
+            names = ", ".join(sorted(self._templates))
+            raise TemplateError(f"this model's chat templates ({names}) have none named 'default'", "messages")
+        return self._templates[_DEFAULT]
+
+
+def normalize(messages: object, knows_developer: bool = False) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content as a string, ``developer`` as ``system`` where the template does not
+    know it, tool arguments as objects, fields that are None left out (but ``content``).
+
+    Raises:
+        RequestError: something that cannot be used; ``param`` is its place (``messages[2].content[0]``).
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list with at least one message", "messages")
+    return [_message(message, f"messages[{i}]", knows_developer) for i, message in enumerate(messages)]
+
+
+def _message(message: object, place: str, knows_developer: bool) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RequestError(f"{place} must be an object with role and content", place)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{place}.role")
+    for name, value in message.items():
+        if name not in FIELDS and value not in (None, [], {}):
+            raise RequestError(
+                f"{place}.{name} is not supported by this server", f"{place}.{name}", "unsupported_parameter"
+            )
+    plain = {name: message[name] for name in FIELDS if message.get(name) is not None}
+    plain["role"] = "system" if role == "developer" and not knows_developer else role
+    plain["content"] = _content(message.get("content"), f"{place}.content", optional="tool_calls" in plain)
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{place}.tool_calls")
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    # Templates read it under the first or the second name, clients send it under any.
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _content(content: object, place: str, optional: bool) -> str | None:
+    if isinstance(content, str) or (content is None and optional):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{place} must be a string or a list of parts", place)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise RequestError(
+                f"{place}[{i}] is of type {kind!r}; this model takes parts of type 'text' only", f"{place}[{i}].type"
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{place}[{i}].text must be a string", f"{place}[{i}].text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestError(f"{place} must be a list", place)
+    plain = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{place}[{i}] must have a function with a name", f"{place}[{i}].function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            # OpenAI sends them as JSON text; templates walk through an object.
+            try:
+                arguments = json.loads(arguments or "{}")
+            except json.JSONDecodeError as error:
+                where = f"{place}[{i}].function.arguments"
+                raise RequestError(f"{where} is not valid JSON: {error}", where) from error
+        plain.append({**call, "function": {**function, "arguments": arguments}})
+    return plain
+
+
+def _find_templates(model_dir: Path) -> dict[str, str]:
+    main = model_dir / "chat_template.jinja"
+    if main.exists():
+        more = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
+        return {path.stem: path.read_text("utf-8") for path in more} | {_DEFAULT: main.read_text("utf-8")}
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = read_json(model_dir / name).get("chat_template")
+        if isinstance(found, str):
+            return {_DEFAULT: found}
+        if isinstance(found, list):
+            try:
+                return {entry["name"]: entry["template"] for entry in found}
+            except (TypeError, KeyError) as error:
+                raise CheckpointError(
+                    f"{model_dir / name}: every chat template must have a name and a template"
+                ) from error
+    return {}

@@ -1,0 +1,275 @@
+"""Requests in, engine messages out; engine events in, deltas out. No I/O and no threads: ``LLM`` and ``AsyncLLM``
+drive it.
+
+The controller alone ends a request. A stop string found here is a ``Finish`` message to it; the sample's last delta
+comes when its ``Finished`` arrives, and tokens that arrive in between are dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from evener.engine.messages import (
+    Abort,
+    Dead,
+    Finish,
+    Finished,
+    FromController,
+    NewRequest,
+    Sampling,
+    ToController,
+    TokenLogprobs,
+    Tokens,
+)
+from evener.errors import ContextLengthError, RequestError
+from evener.frontend.defaults import GenerationDefaults
+from evener.frontend.detokenize import Detokenizer
+from evener.frontend.outputs import Delta
+from evener.frontend.stops import StopStrings
+from evener.frontend.tokenizer import Tokenizer
+from evener.sampling_params import SamplingParams
+
+Kind = Literal["chat", "completion"]
+#: New tokens of a completion that does not say how many, as OpenAI has it.
+COMPLETION_MAX_TOKENS = 16
+_SEED_BITS = 31
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sample on its way. ``stopped`` once its text is complete and only the controller's word is missing."""
+
+    request_id: str
+    index: int
+    detokenizer: Detokenizer | None
+    stops: StopStrings
+    silent_ids: frozenset[int]
+    stopped: bool = False
+    stop_reason: str | None = None
+
+
+class Frontend:
+    """The front end of one engine.
+
+    Args:
+        max_model_len: tokens that prompt and output may have together.
+        vocab_size: ids must be below it.
+        tokenizer: None: ids only.
+        defaults: the model's own sampling defaults and EOS ids.
+        default_max_tokens: new tokens of requests that do not say; None: chat takes the rest of the
+            context, completions 16.
+        rng: draws the seeds of requests that bring none.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        defaults: GenerationDefaults | None = None,
+        default_max_tokens: int | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.tokenizer, self.defaults = tokenizer, defaults or GenerationDefaults()
+        self._default_max_tokens = default_max_tokens
+        self._rng = rng or random.SystemRandom()
+        self._samples: dict[str, _Sample] = {}
+        self._requests: dict[str, set[str]] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Samples that were submitted and have not ended."""
+        return len(self._samples)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a sample of the request has not ended."""
+        return request_id in self._requests
+
+    def submit(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str, kind: Kind = "completion"
+    ) -> list[NewRequest]:
+        """Check a request and turn it into messages, one for each of its ``n`` samples, to be sent in order.
+
+        A chat's prompt is the rendered template, whose special tokens are not added again. With ``n`` > 1 sample i
+        has the id ``<request_id>-<i>`` and a seed of its own.
+
+        Raises:
+            RequestError: empty prompt, an id outside the vocabulary, text without a tokenizer, an id that is in use.
+            ContextLengthError: the prompt, or prompt + ``max_tokens``, does not fit.
+        """
+        ids = self.encode(prompt, params, kind)
+        max_tokens = self._max_tokens(len(ids), params, kind)
+        names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
+        if request_id in self._requests or any(name in self._samples for name in names):
+            raise RequestError(f"request id {request_id!r} is in use by a running request", "request_id")
+        stop_ids = frozenset() if params.ignore_eos else frozenset(self.defaults.eos_ids)
+        seed = self._rng.getrandbits(_SEED_BITS) if params.seed is None else params.seed
+        messages = []
+        for index, name in enumerate(names):
+            self._samples[name] = _Sample(
+                request_id,
+                index,
+                self.tokenizer.detokenizer(params.skip_special_tokens)
+                if self.tokenizer is not None and params.detokenize
+                else None,
+                StopStrings(params.stop_strings, params.include_stop_str_in_output),
+                stop_ids,
+            )
+            sampling = self._sampling(params, sample_seed(seed, index))
+            messages.append(
+                NewRequest(
+                    id=name, prompt=ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=sorted(stop_ids)
+                )
+            )
+        self._requests[request_id] = set(names)
+        return messages
+
+    def encode(self, prompt: str | list[int], params: SamplingParams, kind: Kind = "completion") -> list[int]:
+        """The prompt's ids, checked against vocabulary and context; nothing is submitted. Safe in another thread.
+
+        Raises:
+            RequestError, ContextLengthError: as ``submit``.
+        """
+        param = "messages" if kind == "chat" else "prompt"
+        if self.tokenizer is None and (isinstance(prompt, str) or params.detokenize):
+            what = "the prompt is text" if isinstance(prompt, str) else "text was asked for"
+            raise RequestError(
+                f"{what}, but the model folder has no tokenizer: give token ids and SamplingParams(detokenize=False)",
+                param if isinstance(prompt, str) else "detokenize",
+            )
+        if isinstance(prompt, str):
+            assert self.tokenizer is not None, "checked above"
+            if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
+                raise RequestError("the prompt has half of a surrogate pair, which is no character: remove it", param)
+            ids = self.tokenizer.encode(prompt, add_special_tokens=kind != "chat")
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise RequestError("the prompt is empty: give at least one token", param)
+        bad = next(
+            (i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < self.vocab_size), None
+        )
+        if bad is not None:
+            raise RequestError(
+                f"the prompt has {ids[bad]!r} at position {bad}: ids are integers from 0 to {self.vocab_size - 1}",
+                param,
+            )
+        self._max_tokens(len(ids), params, kind)
+        return ids
+
+    def abort(self, request_id: str) -> list[ToController]:
+        """Messages that end what still runs of a request; its last deltas come with the controller's answer."""
+        return [Abort(name) for name in sorted(self._requests.get(request_id, ()))]
+
+    def handle(self, event: FromController) -> tuple[list[Delta], list[ToController]]:
+        """Take one event in: what callers should see, and what the controller should be told.
+
+        After ``Dead`` every open sample has had its last delta. Events of unknown requests are ignored.
+        """
+        if isinstance(event, Tokens):
+            return self._tokens(event)
+        if isinstance(event, Finished):
+            return self._finished(event), []
+        if isinstance(event, Dead):
+            error = f"the engine has stopped: {event.reason}"
+            ends = [Finished(id=name, reason="error", error=error, status=503) for name in list(self._samples)]
+            return [delta for end in ends for delta in self._finished(end)], []
+        return [], []
+
+    def _tokens(self, event: Tokens) -> tuple[list[Delta], list[ToController]]:
+        sample = self._samples.get(event.id)
+        if sample is None or sample.stopped:
+            return [], []
+        text, count = self._read(sample, event.ids)
+        logprobs = None if event.logprobs is None else [as_dict(entry) for entry in event.logprobs[:count]]
+        delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
+        delta.num_cached_tokens = event.cached
+        return [delta], [Finish(event.id)] if sample.stopped else []
+
+    def _read(self, sample: _Sample, ids: list[int]) -> tuple[str, int]:
+        """Text that may be shown, and how many of ``ids`` belong to the sample: a stop string may cut them."""
+        if sample.detokenizer is None:
+            return "", len(ids)
+        pieces = []
+        for count, token in enumerate(ids, 1):
+            if token in sample.silent_ids:
+                continue
+            match = sample.stops.push(sample.detokenizer.push(token))
+            pieces.append(match.text)
+            if match.stop is not None:
+                sample.stopped, sample.stop_reason = True, match.stop
+                return "".join(pieces), count
+        return "".join(pieces), len(ids)
+
+    def _finished(self, event: Finished) -> list[Delta]:
+        sample = self._samples.pop(event.id, None)
+        if sample is None:
+            return []
+        siblings = self._requests[sample.request_id]
+        siblings.discard(event.id)
+        if not siblings:
+            del self._requests[sample.request_id]
+        delta = Delta(sample.request_id, sample.index)
+        if sample.detokenizer is not None and not sample.stopped:
+            match = sample.stops.push(sample.detokenizer.finish())
+            sample.stop_reason = match.stop
+            delta.text = match.text if match.stop is not None else match.text + sample.stops.finish()
+        if sample.stop_reason is not None:
+            # The text is complete, whatever became of the request while Finish was under way.
+            delta.finish_reason, delta.stop_reason = "stop", sample.stop_reason
+        else:
+            delta.finish_reason, delta.error, delta.status = event.reason, event.error, event.status
+            if event.reason == "error" and delta.error is None:
+                delta.error = "the engine gave no reason"
+        return [delta]
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams, kind: Kind) -> int:
+        rest = self.max_model_len - prompt_len
+        param = "messages" if kind == "chat" else "prompt"
+        if rest < 1:
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens, but the model's context is {self.max_model_len} tokens, of which "
+                "at least one is for the answer: shorten the prompt",
+                param,
+            )
+        if params.max_tokens is None:
+            wanted = self._default_max_tokens or (rest if kind == "chat" else COMPLETION_MAX_TOKENS)
+            return min(wanted, rest)
+        if params.max_tokens > rest:
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}: together "
+                f"{prompt_len + params.max_tokens}, but the model's context is {self.max_model_len} tokens: shorten "
+                f"the prompt or ask for at most {rest} tokens",
+                param,
+            )
+        return params.max_tokens
+
+    def _sampling(self, params: SamplingParams, seed: int) -> Sampling:
+        defaults = self.defaults
+        top_k = defaults.top_k if params.top_k is None else params.top_k
+        return Sampling(
+            temperature=float(defaults.temperature if params.temperature is None else params.temperature),
+            top_k=max(top_k, 0),
+            top_p=float(defaults.top_p if params.top_p is None else params.top_p),
+            min_p=float(defaults.min_p if params.min_p is None else params.min_p),
+            seed=seed,
+            logprobs=params.logprobs,
+        )
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample ``index``, in 31 bits. Sample 0 keeps a seed that fits."""
+    if index == 0 and 0 <= seed < 1 << _SEED_BITS:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> (32 - _SEED_BITS)
+
+
+def as_dict(entry: TokenLogprobs) -> dict[int, float]:
+    """Id to log-probability, the sampled token first."""
+    return dict(zip(entry.ids, entry.values, strict=True))

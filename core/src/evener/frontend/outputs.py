@@ -1,0 +1,118 @@
+"""What a caller gets back: ``Delta`` as it streams, ``RequestOutput`` when put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from evener.engine.messages import FinishReason
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's ``n`` samples.
+
+    Attributes:
+        index: which sample, from 0.
+        text: the text; empty with ``detokenize=False``. Without the EOS token, and without the stop string unless
+            asked for.
+        token_ids: every sampled id, the EOS token and the tokens of a stop string included.
+        logprobs: one dict a token, id to raw log-probability (natural log): the sampled token first, then the
+            likeliest; None unless asked for.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it runs.
+        stop_reason: the stop string that was found; None for EOS and every other reason.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with all of its samples. ``num_cached_tokens`` = prompt tokens taken from the prefix cache; ``error``
+    says why a sample ended with reason ``error``; ``prompt`` is None when ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one sample. ``finish_reason`` is set in the last one of each sample and only there.
+
+    ``text`` and ``token_ids`` need not match: text is held back while it may be part of a character or of a stop
+    string. ``request_id`` is the caller's, not the sample's. ``status`` is the HTTP status that fits ``error``.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    error: str | None = None
+    status: int = 500
+    num_cached_tokens: int = 0
+
+    def merge(self, later: Delta) -> None:
+        """Append ``later``, the next delta of the same sample."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error, self.status = later.error, later.status
+        self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+
+
+class OutputBuilder:
+    """Puts the deltas of one request together."""
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], n: int) -> None:
+        self._output = RequestOutput(request_id, prompt, prompt_token_ids, [CompletionOutput(i) for i in range(n)])
+        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._open = n
+
+    def add(self, delta: Delta) -> None:
+        """Take the next delta in."""
+        sample = self._output.outputs[delta.index]
+        self._texts[delta.index].append(delta.text)
+        sample.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            sample.logprobs = sample.logprobs or []
+            sample.logprobs += delta.logprobs
+        self._output.num_cached_tokens = max(self._output.num_cached_tokens, delta.num_cached_tokens)
+        self._output.error = self._output.error or delta.error
+        if delta.finish_reason is not None:
+            sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+            self._open -= 1
+            self._output.finished = self._open == 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return self._output.finished
+
+    def snapshot(self) -> RequestOutput:
+        """The request so far; later deltas do not change what was returned."""
+        out = self._output
+        samples = []
+        for sample, pieces in zip(out.outputs, self._texts, strict=True):
+            pieces[:] = ["".join(pieces)]
+            logprobs = None if sample.logprobs is None else list(sample.logprobs)
+            ids = list(sample.token_ids)
+            samples.append(
+                CompletionOutput(sample.index, pieces[0], ids, logprobs, sample.finish_reason, sample.stop_reason)
+            )
+        return RequestOutput(
+            out.request_id, out.prompt, out.prompt_token_ids, samples, out.finished, out.num_cached_tokens, out.error
+        )

@@ -1,0 +1,138 @@
+"""Rendering with limits on time and memory.
+
+Nothing inside a Python process can stop a C call that runs for ever, so templates are rendered in a child process
+that imports only jinja2. It starts with the first chat, stays, limits its own memory, and is killed when it takes too
+long; the next chat starts a new one. It ends by itself when its parent does, because its input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from evener.errors import TemplateError
+
+#: The path of the parent is the child's, so that it imports the same packages and nothing from the working directory.
+_START = "import sys; sys.path[:] = {path!r}; from evener.frontend.render_worker import main; main({memory}, {alarm})"
+#: Starting Python and importing jinja2 on a loaded machine; not part of a template's time.
+_START_LIMIT_S = 60.0
+_ALARM_LATER_S = 5
+
+
+class Renderer:
+    """One render process, started when needed. Safe to use from several threads, which take turns.
+
+    Args:
+        time_limit: seconds that one template may take.
+        memory_limit: bytes that rendering may use.
+    """
+
+    def __init__(self, time_limit: float = 5.0, memory_limit: int = 512 << 20) -> None:
+        self._time_limit, self._memory_limit = time_limit, memory_limit
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(
+        self, template: str, messages: list[dict[str, Any]], continue_final_message: bool, variables: dict[str, Any]
+    ) -> str:
+        """The rendered text.
+
+        Raises:
+            TemplateError: the template refused the messages, took too long, or needs too much memory.
+        """
+        request = {
+            "template": template,
+            "messages": messages,
+            "continue_final_message": continue_final_message,
+            "variables": variables,
+        }
+        with self._lock:
+            answer = self._ask(json.dumps(request).encode() + b"\n")
+        if "error" in answer:
+            raise TemplateError(f"the model's chat template refused the messages: {answer['error']}", "messages")
+        return answer["text"]
+
+    def close(self) -> None:
+        """End the process; a later ``render`` starts another."""
+        with self._lock:
+            self._stop()
+
+    def _ask(self, line: bytes) -> dict[str, str]:
+        process = self._started()
+        assert process.stdin is not None, "made with a pipe"
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = self._answer(process, self._time_limit)
+        except (BrokenPipeError, EOFError):
+            self._stop()
+            return {"error": "rendering it ended the render process (out of memory?)"}
+        except TimeoutError:
+            self._stop()
+            return {"error": f"rendering took longer than {self._time_limit:g} s and was stopped"}
+        except BaseException:
+            # An answer that is still to come must not be taken for the next request's.
+            self._stop()
+            raise
+        answered: dict[str, str] = json.loads(answer)
+        return answered
+
+    def _answer(self, process: subprocess.Popen[bytes], limit: float) -> bytes:
+        """One line.
+
+        Raises:
+            TimeoutError: it did not come in time.
+            EOFError: the process is gone.
+        """
+        assert process.stdout is not None, "made with a pipe"
+        deadline = time.monotonic() + limit
+        pieces: list[bytes] = []
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not (pieces and pieces[-1].endswith(b"\n")):
+                if not selector.select(max(deadline - time.monotonic(), 0)):
+                    raise TimeoutError
+                piece = os.read(process.stdout.fileno(), 1 << 16)
+                if not piece:
+                    raise EOFError
+                pieces.append(piece)
+        return b"".join(pieces)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        alarm = math.ceil(self._time_limit) + _ALARM_LATER_S
+        program = _START.format(path=sys.path, memory=self._memory_limit, alarm=alarm)
+        # A session of its own: Ctrl-C is for the parent, which then closes the pipe.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            self._answer(self._process, _START_LIMIT_S)
+        except (EOFError, TimeoutError) as error:
+            self._stop()
+            raise TemplateError(
+                f"the process that renders chat templates did not start: {error!r}", "messages"
+            ) from error
+        return self._process
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None, "made with pipes"
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue  # what was not yet written was for a process that is gone

@@ -1,0 +1,64 @@
+"""The render process: reads a request, renders, answers, until its input ends. Started by ``render``.
+
+One message is a line of JSON. The process limits its own memory. Its parent limits the time; should the parent die
+meanwhile, an alarm ends the process a little later.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+import jinja2
+
+from evener.frontend.template import compile_template, render
+
+
+def main(extra_bytes: int, alarm_s: int) -> None:
+    """Serve requests from stdin on stdout.
+
+    Args:
+        extra_bytes: memory that rendering may use beyond what the process has now.
+        alarm_s: seconds after which a rendering ends the process.
+    """
+    _limit_memory(extra_bytes)
+    answers = sys.stdout.buffer
+    answers.write(b"ready\n")
+    answers.flush()
+    serve(sys.stdin.buffer, answers, alarm_s)
+
+
+def serve(requests: BinaryIO, answers: BinaryIO, alarm_s: int) -> None:
+    """Answer each line with ``{"text": …}`` or ``{"error": …}``."""
+    templates: dict[str, jinja2.Template] = {}
+    for line in requests:
+        signal.alarm(alarm_s)
+        answers.write(json.dumps(_answer(json.loads(line), templates)).encode() + b"\n")
+        answers.flush()
+        signal.alarm(0)
+
+
+def _answer(request: dict[str, Any], templates: dict[str, jinja2.Template]) -> dict[str, str]:
+    try:
+        source = request["template"]
+        if source not in templates:
+            templates[source] = compile_template(source)
+        text = render(templates[source], request["messages"], request["continue_final_message"], request["variables"])
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except jinja2.TemplateError as error:
+        return {"error": str(error.message or type(error).__name__)}
+    except Exception as error:  # an expression in a template may raise anything
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"text": text}
+
+
+def _limit_memory(extra_bytes: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    limit = pages * resource.getpagesize() + extra_bytes
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

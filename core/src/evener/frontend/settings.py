@@ -1,0 +1,62 @@
+"""What a front end is built from, beside the engine's own word."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evener.frontend.chat import Chat
+from evener.frontend.defaults import GenerationDefaults
+from evener.frontend.frontend import Frontend
+from evener.frontend.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from evener.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendSettings:
+    """Where the front end's files are, and what requests get that do not say.
+
+    Attributes:
+        model_dir: the model folder; None: what ``Ready.info["model"]`` says.
+        tokenizer_dir: folder of tokenizer and template; None: the model folder.
+        seed: fixes the seeds of requests that bring none; None draws them.
+        max_tokens: new tokens of requests that do not say; None: chat takes the rest of the context, completions 16.
+    """
+
+    model_dir: Path | None = None
+    tokenizer_dir: Path | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Config) -> FrontendSettings:
+        """As the config says."""
+        return cls(
+            model_dir=Path(config.model),
+            tokenizer_dir=None if config.tokenizer is None else Path(config.tokenizer),
+            seed=config.seed,
+            max_tokens=config.request.max_new_tokens,
+        )
+
+    def build(self, info: dict[str, object]) -> tuple[Frontend, Chat]:
+        """The front end and the chat template for an engine whose ``Ready.info`` is ``info``. May take a second.
+
+        Raises:
+            CheckpointError: a tokenizer, template or generation file cannot be used.
+        """
+        model_dir = self.model_dir or Path(str(info["model"]))
+        tokenizer_dir = self.tokenizer_dir or model_dir
+        tokenizer = Tokenizer.from_folder(tokenizer_dir)
+        frontend = Frontend(
+            max_model_len=int(info["max_model_len"]),  # type: ignore[call-overload]
+            vocab_size=int(info["vocab_size"]),  # type: ignore[call-overload]
+            tokenizer=tokenizer,
+            defaults=GenerationDefaults.from_folder(model_dir, None if tokenizer is None else tokenizer.eos_id),
+            default_max_tokens=self.max_tokens,
+            rng=None if self.seed is None else random.Random(self.seed),
+        )
+        return frontend, Chat.from_folder(tokenizer_dir, tokenizer)

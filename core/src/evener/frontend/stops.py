@@ -1,0 +1,65 @@
+"""Stop strings that may lie across tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """What a piece of text led to: the text that may be shown, and the stop string if one was found."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopStrings:
+    """Watches one sample's text for stop strings.
+
+    Text that may be the beginning of a stop string is held back until that is decided, so what was shown never has to
+    be taken back. The match that is complete first wins; of two that are complete with the same character, the one
+    that began earlier.
+
+    Args:
+        stops: strings, none empty.
+        include: leave the stop string in the text.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+        self._stops, self._include = stops, include
+        self._held = ""
+
+    def push(self, text: str) -> StopMatch:
+        """Take the next piece in. After a match nothing may be pushed."""
+        buffer = self._held + text
+        found = self._find(buffer)
+        if found is not None:
+            begin, stop = found
+            self._held = ""
+            return StopMatch(buffer[: begin + len(stop)] if self._include else buffer[:begin], stop)
+        keep = self._undecided(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return StopMatch(buffer[: len(buffer) - keep])
+
+    def finish(self) -> str:
+        """The text that was held back: no stop string came of it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, buffer: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            begin = buffer.find(stop)
+            if begin >= 0 and (best is None or (begin + len(stop), begin) < best[:2]):
+                best = (begin + len(stop), begin, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _undecided(self, buffer: str) -> int:
+        """Length of the longest end of ``buffer`` that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(buffer)), longest, -1):
+                if buffer.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

@@ -1,0 +1,76 @@
+"""Which bytes a token stands for, read off the decoder of a ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRule:
+    """A decoder under which each token has bytes of its own.
+
+    Attributes:
+        to_bytes: a token's spelling in the vocabulary to its bytes.
+        strip_first_space: the decoder leaves out one space at the very beginning.
+    """
+
+    to_bytes: Callable[[str], bytes]
+    strip_first_space: bool = False
+
+
+def byte_rule(decoder: str) -> ByteRule | None:
+    """The rule of a decoder, given as its JSON; None when its tokens have no bytes of their own.
+
+    Two families: ``ByteLevel`` (every byte has a printable stand-in), and ``Replace… ByteFallback? Fuse Strip?`` (a
+    marker stands for the space, ``<0xE2>`` for a byte).
+    """
+    spec = json.loads(decoder)
+    if spec.get("type") == "ByteLevel":
+        table = byte_level_table()
+        return ByteRule(lambda token: _from_byte_level(token, table))
+    if spec.get("type") != "Sequence":
+        return None
+    steps = list(spec["decoders"])
+    replacements = []
+    while steps and steps[0]["type"] == "Replace" and set(steps[0]["pattern"]) == {"String"}:
+        step = steps.pop(0)
+        replacements.append((step["pattern"]["String"], step["content"]))
+    fallback = bool(steps) and steps[0]["type"] == "ByteFallback"
+    rest = steps[1:] if fallback else steps
+    if not rest or rest[0]["type"] != "Fuse" or not all(_strips_one_space(step) for step in rest[1:]) or len(rest) > 2:
+        return None
+    return ByteRule(lambda token: _from_marked(token, replacements, fallback), strip_first_space=len(rest) == 2)
+
+
+def byte_level_table() -> dict[str, int]:
+    """The stand-in character of every byte, as GPT-2 chose them: printable bytes are themselves, the others begin at
+    U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in table.values()]
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _from_byte_level(token: str, table: dict[str, int]) -> bytes:
+    try:
+        return bytes([table[char] for char in token])
+    except KeyError:
+        # An added token is spelt as it is.
+        return token.encode("utf-8")
+
+
+def _from_marked(token: str, replacements: list[tuple[str, str]], fallback: bool) -> bytes:
+    for old, new in replacements:
+        token = token.replace(old, new)
+    match = _BYTE_TOKEN.fullmatch(token) if fallback else None
+    return token.encode("utf-8") if match is None else bytes([int(match[1], 16)])
+
+
+def _strips_one_space(step: dict[str, Any]) -> bool:
+    return step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0)

@@ -1,0 +1,271 @@
+"""Text to ids and back, on the ``tokenizers`` library. A folder without ``tokenizer.json`` needs transformers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from evener.errors import CheckpointError
+from evener.frontend.defaults import read_json
+from evener.frontend.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from evener.frontend.token_bytes import ByteRule, byte_rule
+
+#: Names under which ``tokenizer_config.json`` and ``special_tokens_map.json`` spell single special tokens; templates
+#: get them.
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+class Vocabulary(ABC):
+    """What ``Tokenizer`` needs of the library beneath. Safe to use from several threads."""
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of ``text``, with BOS and the like where the model has them if ``add_special_tokens``."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, special tokens included."""
+
+    @abstractmethod
+    def token(self, token_id: int) -> str | None:
+        """The token's spelling; None for an id that has none."""
+
+    @abstractmethod
+    def id(self, token: str) -> int | None:
+        """The id of a spelling; None if there is none."""
+
+    @abstractmethod
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are no text."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Number of tokens, added ones included."""
+
+    @abstractmethod
+    def byte_rule(self) -> ByteRule | None:
+        """The bytes of a token, where tokens have bytes of their own."""
+
+
+class FastVocabulary(Vocabulary):
+    """A ``tokenizers.Tokenizer``. Its truncation and padding are switched off."""
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._library.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library.decode(list(ids), skip_special_tokens=False))
+
+    def token(self, token_id: int) -> str | None:
+        spelling: str | None = self._library.id_to_token(token_id)
+        return spelling
+
+    def id(self, token: str) -> int | None:
+        found: int | None = self._library.token_to_id(token)
+        return found
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self._library.get_added_tokens_decoder().items() if token.special)
+
+    def size(self) -> int:
+        return int(self._library.get_vocab_size(with_added_tokens=True))
+
+    def byte_rule(self) -> ByteRule | None:
+        decoder = self._library.decoder
+        return None if decoder is None else byte_rule(decoder.__getstate__().decode("utf-8"))
+
+
+class SlowVocabulary(Vocabulary):
+    """A transformers tokenizer that has no fast form."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._library.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def token(self, token_id: int) -> str | None:
+        return self._library.convert_ids_to_tokens(token_id) if 0 <= token_id < self.size() else None
+
+    def id(self, token: str) -> int | None:
+        found: int | None = self._library.get_vocab().get(token)
+        return found
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._library.all_special_ids)
+
+    def size(self) -> int:
+        return len(self._library)
+
+    def byte_rule(self) -> ByteRule | None:
+        return None
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to use from several threads.
+
+    Args:
+        vocabulary: the library beneath.
+        special_tokens: ``bos_token`` and the like with their spelling, and ``additional_special_tokens`` with a list,
+            for templates.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, special_tokens: dict[str, str | list[str]]) -> None:
+        self.special_tokens = special_tokens
+        self._vocabulary = vocabulary
+        self._special_ids = vocabulary.special_ids()
+        self._rule = vocabulary.byte_rule()
+        self._bytes: dict[int, bytes] = {}
+        self._shown_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_folder(cls, model_dir: Path) -> Tokenizer | None:
+        """The tokenizer of a model folder; None when it has none, as a folder with only ``config.json``.
+
+        Raises:
+            CheckpointError: its files cannot be used, or need the extra ``evener[slow-tokenizers]``.
+        """
+        model_dir = Path(model_dir)
+        config = read_json(model_dir / "tokenizer_config.json")
+        special = _special_tokens(config, read_json(model_dir / "special_tokens_map.json"))
+        path = model_dir / "tokenizer.json"
+        if path.exists():
+            try:
+                library = tokenizers.Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises a bare Exception
+                raise CheckpointError(f"{path} cannot be used ({error}); fetch the file again") from error
+            _add_missing(library, config)
+            return cls(FastVocabulary(library), special)
+        if any((model_dir / name).exists() for name in _SLOW_FILES) or any(model_dir.glob("*.tiktoken")):
+            return cls(_through_transformers(model_dir), special)
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the model's own vocabulary may be larger."""
+        return self._vocabulary.size()
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of ``eos_token``; None when the tokenizer names none."""
+        token = self.special_tokens.get("eos_token")
+        return self._vocabulary.id(token) if isinstance(token, str) else None
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that ``skip_special_tokens`` leaves out."""
+        return self._special_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``; ``add_special_tokens`` adds BOS and the like as ``tokenizer.json`` says. Special tokens
+        that are spelt out in ``text`` become their ids either way."""
+        return self._vocabulary.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``, just as a detokenizer streams it."""
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return "".join([*(detokenizer.push(i) for i in ids), detokenizer.finish()])
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new detokenizer for one sample."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        if self._rule is None:
+            return WindowDetokenizer(self._vocabulary.decode, lambda i: i not in skipped)
+        lookup = self._text_bytes if skip_special_tokens else self.token_bytes
+        return ByteDetokenizer(lookup, self._rule.strip_first_space)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, special or not; empty for an id that the tokenizer does not have. May be part of a
+        character."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            spelling = self._vocabulary.token(token_id)
+            if spelling is None:
+                found = b""
+            elif self._rule is None:
+                found = self._vocabulary.decode([token_id]).encode("utf-8")
+            else:
+                found = self._rule.to_bytes(spelling)
+            self._bytes[token_id] = found
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """``token_bytes`` as text, U+FFFD where they are part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _text_bytes(self, token_id: int) -> bytes:
+        found = self._shown_bytes.get(token_id)
+        if found is None:
+            found = b"" if token_id in self._special_ids else self.token_bytes(token_id)
+            self._shown_bytes[token_id] = found
+        return found
+
+
+def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str | list[str]]:
+    """Special tokens by name; ``tokenizer_config.json`` wins over the older ``special_tokens_map.json``."""
+    found: dict[str, str | list[str]] = {}
+    for name in SPECIAL_NAMES:
+        for source in (config, token_map):
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found.setdefault(name, text)
+    for source in (config, token_map):
+        more = source.get("additional_special_tokens") or source.get("extra_special_tokens")
+        if isinstance(more, list):
+            texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in more]
+            found.setdefault("additional_special_tokens", [text for text in texts if isinstance(text, str)])
+        elif isinstance(more, dict):
+            # Newer folders name further tokens of their own ("image_token": "<image>").
+            found.update({name: text for name, text in more.items() if isinstance(text, str)})
+    return found
+
+
+def _add_missing(library: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Add what ``added_tokens_decoder`` has and ``tokenizer.json`` lacks, in the order of ids.
+
+    Raises:
+        CheckpointError: the library would give a token another id than the folder says.
+    """
+    known = library.get_added_tokens_decoder()
+    listed = config.get("added_tokens_decoder")
+    for key, entry in sorted((listed if isinstance(listed, dict) else {}).items(), key=lambda item: int(item[0])):
+        token_id, special = int(key), bool(entry.get("special"))
+        if token_id in known and known[token_id].content == entry["content"] and known[token_id].special == special:
+            continue
+        flags = {name: bool(entry[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in entry}
+        token = tokenizers.AddedToken(entry["content"], special=special, **flags)
+        (library.add_special_tokens if special else library.add_tokens)([token])
+        got = library.token_to_id(entry["content"])
+        if got != token_id:
+            raise CheckpointError(
+                f"tokenizer_config.json gives {entry['content']!r} id {token_id}, but tokenizer.json makes it {got}: "
+                "the two files are of different models: fetch both again"
+            )
+
+
+def _through_transformers(model_dir: Path) -> Vocabulary:
+    asked = f"{model_dir} has no tokenizer.json, and its other tokenizer files need transformers"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise CheckpointError(f"{asked}: pip install 'evener[slow-tokenizers]'") from error
+    try:
+        library = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # it raises whatever its converters raise
+        raise CheckpointError(f"{asked}, which cannot read them: {error}") from error
+    backend = getattr(library, "backend_tokenizer", None)
+    return SlowVocabulary(library) if backend is None else FastVocabulary(backend)

@@ -1,0 +1,77 @@
+"""The model that most families are: embedding, decoder layers, norm, head. A family says what its layers are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from evener.contracts.architecture import Architecture, Step
+from evener.layers.builder import Builder
+from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MLPConfig
+from evener.layers.embedding import Embedding, LMHead
+from evener.layers.settings import need, refuse
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CausalLM(Architecture):
+    """Weights are named ``model.embed_tokens``, ``model.layers.<i>``, ``model.norm`` and ``lm_head``.
+
+    Attributes:
+        tied: what ``tie_word_embeddings`` is when ``config.json`` does not say.
+        norm_offset: added to the weights of all norms.
+    """
+
+    tied = False
+    norm_offset = 0.0
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        self.vocab_size, self.max_positions = int(need(config, "vocab_size")), int(need(config, "max_position_embeddings"))
+        hidden, eps = int(need(config, "hidden_size")), float(need(config, "rms_norm_eps"))
+        heads, kv_heads = need(config, "num_attention_heads"), config.get("num_key_value_heads")
+        if kv_heads and heads % kv_heads:
+            raise refuse(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
+        mlp = self.mlp(config)
+        self.embedding = Embedding(
+            build, "model.embed_tokens.weight", self.vocab_size, hidden, self.embedding_scale(config)
+        )
+        self.stack = DecoderStack([
+            DecoderLayer(build, f"model.layers.{i}", hidden, attention, mlp, eps, self.norm_offset)
+            for i, attention in enumerate(self.attention(config))
+        ])
+        self.head = self._declare_head(config, build, hidden, eps)
+
+    def _declare_head(self, config: Mapping[str, Any], build: Builder, hidden: int, eps: float) -> LMHead:
+        name = "lm_head.weight"
+        if config.get("tie_word_embeddings", self.tied):
+            build.tie(name, "model.embed_tokens.weight")
+            name = "model.embed_tokens.weight"
+        return LMHead(
+            build, name, "model.norm.weight", self.vocab_size, hidden, eps, self.norm_offset, self.logit_cap(config)
+        )
+
+    @abstractmethod
+    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
+        """The attention of each layer, ``num_hidden_layers`` of them."""
+
+    @abstractmethod
+    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
+        """The MLP of every layer."""
+
+    def embedding_scale(self, config: Mapping[str, Any]) -> float:
+        """(optional) Factor on embedding rows. Default 1."""
+        del config
+        return 1.0
+
+    def logit_cap(self, config: Mapping[str, Any]) -> float | None:
+        """(optional) Soft cap on the logits. Default: none."""
+        del config
+        return None
+
+    def forward(self, step: Step) -> torch.Tensor:
+        return self.stack(self.embedding(step), step)
+
+    def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.head(hidden, step)

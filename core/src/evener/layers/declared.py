@@ -1,0 +1,91 @@
+"""What a model declares before anything is loaded: weights, tables, call sites and state slots. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from evener.contracts.ops import OpFunction
+from evener.contracts.quant import PackedWeight, WeightPart
+from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class Weight:
+    """A tensor that ops take as it is: a norm, a bias, an embedding table.
+
+    ``sources`` are the checkpoint's names, joined along the first axis. ``value`` is filled by the loader.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sources: tuple[str, ...]
+    #: Whether ``load=dummy`` fills it with ones (norms), zeros (biases) or noise.
+    dummy: str = "noise"
+    value: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class LinearWeight:
+    """A linear weight of one or more parts, stacked along out-features. ``layout`` is chosen by resolution, ``value`` filled by the loader."""
+
+    name: str
+    parts: tuple[WeightPart, ...]
+    rows: int
+    columns: int
+    dtype: str
+    layout: str = ""
+    value: PackedWeight | None = None
+
+
+@dataclass(eq=False)
+class Table:
+    """A tensor computed once on the device (rotary angles). ``make`` takes the device; equal keys share one tensor."""
+
+    key: tuple[Any, ...]
+    nbytes: int
+    make: Callable[[torch.device], torch.Tensor]
+    value: torch.Tensor | None = None
+
+
+Declared = Weight | LinearWeight | Table
+
+
+@dataclass(eq=False)
+class StateSlot:
+    """One layer's state. The engine fills ``group`` (index into a step's metas), ``provider`` and ``views``."""
+
+    name: str
+    spec: StateSpec
+    attention: AttentionSpec
+    group: int = -1
+    provider: StateProvider | None = None
+    views: Any = None
+
+
+@dataclass(eq=False)
+class CallSite:
+    """One place where a model calls an op. Resolution fills ``table``: one plain callable a token bucket."""
+
+    path: str
+    op: str
+    static: Mapping[str, Any]
+    table: tuple[OpFunction, ...] = ()
+
+
+@dataclass(eq=False)
+class WeightGroup:
+    """Declared weights that one op takes as a tuple. ``values`` is that tuple once they are loaded."""
+
+    kind: type[tuple[Any, ...]]
+    fields: Mapping[str, Declared | None]
+    values: Any = field(default=None)
+
+    def bind(self) -> None:
+        """Read the loaded values."""
+        self.values = self.kind(**{k: None if w is None else w.value for k, w in self.fields.items()})  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""The decoder layer that most families share, and a stack of them. A family sets sizes, flags and weight names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evener.contracts.architecture import Step
+from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
+from evener.layers.builder import Builder
+from evener.layers.declared import WeightGroup
+from evener.layers.rotary import RotaryConfig
+from evener.ops.composites import AttentionWeights, MLPWeights
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention of one layer; ``prefix`` names refer to the checkpoint, relative to the layer.
+
+    Attributes:
+        heads, kv_heads, head_dim: GQA sizes.
+        rotary: the layer's angles.
+        window: sliding window in tokens, or None.
+        scale: factor on scores; None is ``head_dim ** -0.5``.
+        qkv_bias, o_bias: whether the projections have biases.
+        qk_norm: whether query and key heads are normalised (``self_attn.q_norm`` and ``k_norm``).
+        softcap: soft cap on scores, or None.
+        post_norm: name of a norm after the output projection, or None.
+        norm: name of the norm before.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: RotaryConfig
+    window: int | None = None
+    scale: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    softcap: float | None = None
+    post_norm: str | None = None
+    norm: str = "input_layernorm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Gated MLP of one layer."""
+
+    inner: int
+    activation: str = "silu"
+    bias: bool = False
+    post_norm: str | None = None
+    norm: str = "post_attention_layernorm"
+
+
+class DecoderLayer:
+    """Norm, attention, norm, MLP with residual connections: one call of the ``decoder_layer`` composite.
+
+    Args:
+        build: where it declares itself.
+        prefix: the checkpoint's prefix, e.g. "model.layers.3".
+        hidden: width of the stream; eps, norm_offset: of all its norms.
+    """
+
+    def __init__(
+        self, build: Builder, prefix: str, hidden: int, attention: AttentionConfig, mlp: MLPConfig, eps: float,
+        norm_offset: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._build, self._prefix, self._hidden = build, prefix, hidden
+        self._common = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": norm_offset}
+        self.attention, attention_static = self._declare_attention(attention)
+        self.mlp, mlp_static = self._declare_mlp(mlp)
+        self.site = build.op(
+            "decoder_layer", prefix, attention=attention_static, mlp=mlp_static, hidden=hidden, dtype=build.dtype
+        )
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream is ``x + residual``; returns the next pair, each [T, hidden]."""
+        slot = self.slot
+        return self.site.table[step.bucket](  # type: ignore[no-any-return]
+            x, residual, step.positions, self.attention.values, self.mlp.values, slot.views, step.metas[slot.group]
+        )
+
+    def _norm_weight(self, name: str | None, size: int) -> Any:
+        dummy = "zeros" if self._common["offset"] else "ones"
+        return None if name is None else self._build.weight(f"{self._prefix}.{name}.weight", size, dummy=dummy)
+
+    def _declare_attention(self, a: AttentionConfig) -> tuple[WeightGroup, dict[str, Any]]:
+        build, at = self._build, f"{self._prefix}.self_attn"
+        qkv_parts = {
+            f"{at}.q_proj.weight": a.heads * a.head_dim,
+            f"{at}.k_proj.weight": a.kv_heads * a.head_dim,
+            f"{at}.v_proj.weight": a.kv_heads * a.head_dim,
+        }
+        o_parts = {f"{at}.o_proj.weight": self._hidden}
+        qkv = build.linear(f"{at}.qkv_proj", qkv_parts, self._hidden)
+        o = build.linear(f"{at}.o_proj", o_parts, a.heads * a.head_dim)
+        shape = (a.kv_heads, a.head_dim)
+        spec = StateSpec(
+            "window" if a.window else "full",
+            (StateTensor("key", shape, build.dtype), StateTensor("value", shape, build.dtype)),
+            window=a.window,
+        )
+        scale = a.head_dim**-0.5 if a.scale is None else a.scale
+        self.slot = build.state(at, spec, AttentionSpec(a.heads, a.head_dim, scale, a.softcap, dtype=build.dtype))
+        weights = build.group(
+            AttentionWeights,
+            norm=self._norm_weight(a.norm, self._hidden),
+            qkv=qkv,
+            o=o,
+            cos_sin=a.rotary.table(build),
+            qkv_bias=build.biases(qkv_parts, f"{at}.qkv_bias") if a.qkv_bias else None,
+            o_bias=build.biases(o_parts, f"{at}.o_bias") if a.o_bias else None,
+            q_norm=self._norm_weight("self_attn.q_norm", a.head_dim) if a.qk_norm else None,
+            k_norm=self._norm_weight("self_attn.k_norm", a.head_dim) if a.qk_norm else None,
+            post_norm=self._norm_weight(a.post_norm, self._hidden),
+        )
+        static = {
+            **self._common, "heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim, "value_dim": a.head_dim,
+            "rotary_dim": a.rotary.dim, "interleaved": a.rotary.interleaved, "qk_norm": a.qk_norm, "state": self.slot,
+            "qkv": qkv, "o": o, "post_norm": a.post_norm is not None,
+        }  # fmt: skip
+        return weights, static
+
+    def _declare_mlp(self, m: MLPConfig) -> tuple[WeightGroup, dict[str, Any]]:
+        build, at = self._build, f"{self._prefix}.mlp"
+        rise_parts = {f"{at}.gate_proj.weight": m.inner, f"{at}.up_proj.weight": m.inner}
+        fall_parts = {f"{at}.down_proj.weight": self._hidden}
+        gate_up = build.linear(f"{at}.gate_up_proj", rise_parts, self._hidden)
+        down = build.linear(f"{at}.down_proj", fall_parts, m.inner)
+        weights = build.group(
+            MLPWeights,
+            norm=self._norm_weight(m.norm, self._hidden),
+            gate_up=gate_up,
+            down=down,
+            gate_up_bias=build.biases(rise_parts, f"{at}.gate_up_bias") if m.bias else None,
+            down_bias=build.biases(fall_parts, f"{at}.down_bias") if m.bias else None,
+            post_norm=self._norm_weight(m.post_norm, self._hidden),
+        )
+        static = {
+            **self._common, "inner": m.inner, "activation": m.activation, "gate_up": gate_up, "down": down,
+            "post_norm": m.post_norm is not None,
+        }  # fmt: skip
+        return weights, static
+
+
+class DecoderStack:
+    """Layers one after another."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self.layers = tuple(layers)
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, hidden] in, the whole stream [T, hidden] out."""
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, step)
+        return x if residual is None else x + residual

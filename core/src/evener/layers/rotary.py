@@ -1,0 +1,134 @@
+"""Rotary position tables, from either spelling of the settings in ``config.json``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evener.errors import ArchitectureError
+from evener.layers.declared import Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from evener.layers.builder import Builder
+
+#: Scalings and the numbers that they cannot do without.
+_SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def has_entries(rope_parameters: Mapping[str, Any] | None) -> bool:
+    """Whether ``rope_parameters`` has one entry a layer type."""
+    return any(isinstance(value, Mapping) for value in (rope_parameters or {}).values())
+
+
+def _settings(config: Mapping[str, Any], layer_type: str | None, default_base: float | None) -> Mapping[str, Any]:
+    """Theta and scaling as one mapping, whichever spelling holds them."""
+    new = config.get("rope_parameters")
+    if new:
+        if has_entries(new):  # a top-level theta would not say whose it is
+            return new.get(layer_type or "") or {}
+        return new if new.get("rope_theta") is not None else {**new, "rope_theta": config.get("rope_theta")}
+    return {"rope_theta": config.get("rope_theta", default_base), **(config.get("rope_scaling") or {})}
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Angles of one kind of layer.
+
+    Attributes:
+        dim: the rotated part of a head; base: theta.
+        scaling: "default", "linear" or "llama3".
+        factor: how much longer the context was made.
+        low, high, original: Llama 3's frequency bounds and its pre-training context.
+        interleaved: pairs (2i, 2i+1) instead of halves.
+    """
+
+    dim: int
+    base: float = 10000.0
+    scaling: str = "default"
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+    interleaved: bool = False
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], dim: int, layer_type: str | None = None, default_base: float | None = None
+    ) -> RotaryConfig:
+        """Read ``rope_parameters`` (transformers 5; flat, or one entry a layer type) or ``rope_theta`` + ``rope_scaling`` (4).
+
+        Args:
+            config: the model's.
+            dim: size of a head.
+            layer_type: whose entry to read when there is one a layer type.
+            default_base: theta of families whose early configs had neither spelling; others must say it.
+
+        Raises:
+            ArchitectureError: theta is missing, or the scaling or one of its numbers is missing or not implemented.
+        """
+        settings = _settings(config, layer_type, default_base)
+        base = settings.get("rope_theta")
+        if base is None:
+            raise ArchitectureError(
+                "config.json has neither rope_theta nor rope_parameters.rope_theta"
+                + (f" for {layer_type} layers" if layer_type else "")
+                + '; add the model\'s value, e.g. "rope_theta": 10000.0'
+            )
+        scaling = settings.get("rope_type", settings.get("type", "default"))
+        if scaling not in _SCALINGS:
+            raise ArchitectureError(
+                f"config.json asks for rope_type {scaling!r}, which is not implemented; implemented are: {', '.join(_SCALINGS)}"
+            )
+        lacking = [key for key in _SCALINGS[scaling] if settings.get(key) is None]
+        if lacking:
+            raise ArchitectureError(
+                f"config.json asks for rope_type {scaling!r} but does not give {', '.join(lacking)}; add the model's values"
+            )
+        partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+        if scaling == "default":  # numbers that do not matter must not make equal angles two tables
+            return cls(int(dim * float(partial or 1.0)), float(base))
+        return cls(
+            int(dim * float(partial or 1.0)),
+            float(base),
+            scaling,
+            factor=float(settings["factor"]),
+            low=float(settings.get("low_freq_factor") or 1.0),
+            high=float(settings.get("high_freq_factor") or 4.0),
+            original=int(original or config.get("max_position_embeddings") or 8192),
+        )
+
+    def table(self, build: Builder) -> Table:
+        """float32 [max_positions, dim]: cosines, then sines, of dim / 2 angles each."""
+        length = build.max_positions
+        return build.table(("rotary", self, length), length * self.dim * 4, lambda device: self._angles(length, device))
+
+    def _angles(self, length: int, device: torch.device) -> torch.Tensor:
+        import torch
+
+        inverse = 1.0 / (self.base ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim))
+        if self.scaling == "linear":
+            inverse = inverse / self.factor
+        elif self.scaling == "llama3":
+            inverse = self._llama3(inverse)
+        angles = torch.outer(torch.arange(length).float(), inverse)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+
+    def _llama3(self, inverse: torch.Tensor) -> torch.Tensor:
+        """Llama 3.1's scaling: long wavelengths are stretched, short ones kept, those between are mixed."""
+        import torch
+
+        wavelength = 2 * math.pi / inverse
+        stretched = torch.where(wavelength > self.original / self.low, inverse / self.factor, inverse)
+        smooth = (self.original / wavelength - self.low) / (self.high - self.low)
+        mixed = (1 - smooth) * stretched / self.factor + smooth * stretched
+        between = (wavelength >= self.original / self.high) & (wavelength <= self.original / self.low)
+        return torch.where(between, mixed, stretched)

@@ -1,0 +1,87 @@
+"""Reading ``config.json``: a missing or unknown value is an error that names its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evener.errors import ArchitectureError
+
+#: ``hidden_act`` as transformers spells it: our activation.
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def need(config: Mapping[str, Any], key: str) -> Any:
+    """The value of ``key``.
+
+    Raises:
+        ArchitectureError: there is none, or it is null.
+    """
+    if config.get(key) is None:
+        raise ArchitectureError(f"config.json of this {kind(config)} model has no {key!r}; add the model's value")
+    return config[key]
+
+
+def refuse(config: Mapping[str, Any], key: str, allowed: str) -> ArchitectureError:
+    """The error for a value that a class does not implement; ``allowed`` says what it does, as a phrase."""
+    return ArchitectureError(
+        f"config.json of this {kind(config)} model has {key} = {config.get(key)!r}, which is not implemented; {allowed}"
+    )
+
+
+def kind(config: Mapping[str, Any]) -> str:
+    """What to call the model in messages."""
+    return str(config.get("model_type", "nameless"))
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """``head_dim``, or the hidden size over the heads.
+
+    Raises:
+        ArchitectureError: there is no ``head_dim`` and the division leaves a rest.
+    """
+    if config.get("head_dim") is not None:
+        return int(config["head_dim"])
+    hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    if hidden % heads:
+        raise refuse(config, "num_attention_heads", f"without head_dim it must divide hidden_size = {hidden}")
+    return int(hidden // heads)
+
+
+def activation(config: Mapping[str, Any], key: str = "hidden_act") -> str:
+    """The activation of the MLP.
+
+    Raises:
+        ArchitectureError: it is missing or unknown.
+    """
+    if need(config, key) not in ACTIVATIONS:
+        raise refuse(config, key, f"implemented are: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[config[key]]
+
+
+def layer_windows(config: Mapping[str, Any], default: str) -> list[int | None]:
+    """The sliding window of each layer (None: full attention), from ``layer_types`` and ``sliding_window``.
+
+    Args:
+        config: the model's.
+        default: the type of every layer when there is no ``layer_types``, or "" to require it.
+
+    Raises:
+        ArchitectureError: a type is unknown, the list has the wrong length, or a sliding layer has no window.
+    """
+    count = need(config, "num_hidden_layers")
+    types = config.get("layer_types") or ([default] * count if default else need(config, "layer_types"))
+    if len(types) != count:
+        raise refuse(config, "layer_types", f"it must have num_hidden_layers = {count} entries")
+    windows: list[int | None] = []
+    for name in types:
+        if name not in ("full_attention", "sliding_attention"):
+            raise refuse(config, "layer_types", "implemented are: full_attention, sliding_attention")
+        windows.append(None if name == "full_attention" else int(need(config, "sliding_window")))
+    return windows

@@ -1,0 +1,244 @@
+"""``LLM``: one engine for one synchronous caller."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from evener.engine.client import EngineClient
+from evener.engine.messages import Dead, NewRequest, Ready
+from evener.errors import EngineDeadError, EngineError, RequestError
+from evener.frontend.frontend import Kind
+from evener.frontend.outputs import OutputBuilder, RequestOutput
+from evener.frontend.settings import FrontendSettings
+from evener.frontend.tokenizer import Tokenizer
+from evener.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from evener.config import Config
+
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """A model that is ready to generate. Several can live in one process; one serves one call at a time.
+
+    On one device everything runs in this process; with more ranks the engine gets processes of its own.
+
+    Args:
+        model: the model folder.
+        overrides: config keys with dots: ``LLM(folder, dtype="bfloat16", **{"infer.tp_size": 2})``.
+
+    Raises:
+        EvenerError: whatever stands in the way of starting (config, backend, checkpoint, memory).
+    """
+
+    def __init__(self, model: str | Path, **overrides: object) -> None:
+        from evener.config import from_overrides
+        from evener.engine.start import start_engine
+
+        config = from_overrides(str(model), overrides)
+        self._start(start_engine(config, _mode(config)), FrontendSettings.from_config(config))
+
+    @classmethod
+    def from_client(
+        cls, client: EngineClient, model_dir: Path | None = None, settings: FrontendSettings | None = None
+    ) -> LLM:
+        """On an engine that was started elsewhere, or a fake one. ``model_dir`` has tokenizer and template; None: as
+        ``Ready.info["model"]`` says. ``settings`` stands for ``model_dir`` and more."""
+        llm = cls.__new__(cls)
+        llm._start(client, settings or FrontendSettings(model_dir=model_dir))
+        return llm
+
+    def _start(self, client: EngineClient, settings: FrontendSettings) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._dead_reason: str | None = None
+        self._closed = False
+        try:
+            self.info = self._wait_ready()
+            self._frontend, self._chat = settings.build(self.info)
+        except BaseException:
+            client.close()
+            raise
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None when its folder has none."""
+        return self._frontend.tokenizer
+
+    def generate(
+        self,
+        prompts: str | list[int] | Sequence[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raise_on_error: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the outputs are in their order.
+
+        Args:
+            prompts: text, ids (a flat list of int is one prompt), or a list of either.
+            sampling_params: for all prompts, or a list with one for each.
+            raise_on_error: False returns a request that failed with ``error`` set and ``finish_reason`` ``error``.
+
+        Raises:
+            RequestError: a prompt or its parameters are invalid; nothing was submitted then.
+            EngineError: a request failed in the engine; raised after all others have ended.
+            EngineDeadError: the engine is gone.
+        """
+        return self._run(_as_prompts(prompts), sampling_params, "completion", raise_on_error)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+        raise_on_error: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        Raises:
+            RequestError, TemplateError: a conversation cannot be used; nothing was submitted then.
+            EngineError, EngineDeadError: as ``generate``.
+        """
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise RequestError(
+                "messages must be a conversation or a list of conversations, with something in it", "messages"
+            )
+        conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
+        texts = [
+            self._chat.render(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._run(texts, sampling_params, "chat", raise_on_error)
+
+    def close(self) -> None:
+        """Stop the engine and free what it holds. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.close()
+        self._chat.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        kind: Kind,
+        raise_on_error: bool,
+    ) -> list[RequestOutput]:
+        params = self._each(sampling_params, len(prompts))
+        with self._lock:
+            if self._closed:
+                raise EngineDeadError("this LLM was closed: make another")
+            if self._dead_reason is not None:
+                raise EngineDeadError(f"the engine has stopped: {self._dead_reason}")
+            encoded = [self._frontend.encode(p, s, kind) for p, s in zip(prompts, params, strict=True)]
+            builders: dict[str, OutputBuilder] = {}
+            try:
+                for prompt, ids, wanted in zip(prompts, encoded, params, strict=True):
+                    request_id = str(next(self._numbers))
+                    requests = self._frontend.submit(ids, wanted, request_id, kind)
+                    text = prompt if isinstance(prompt, str) else None
+                    builders[request_id] = OutputBuilder(request_id, text, ids, wanted.n)
+                    self._send(requests)
+                self._collect(builders)
+            except BaseException:
+                # Also at Ctrl-C: what still runs would take the next call's place.
+                for request_id in builders:
+                    for message in self._frontend.abort(request_id):
+                        self._client.send(message)
+                raise
+        outputs = [builder.snapshot() for builder in builders.values()]
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is not None and raise_on_error:
+            error = EngineError if self._dead_reason is None else EngineDeadError
+            raise error(f"prompt {outputs.index(failed)} failed: {failed.error}")
+        return outputs
+
+    def _send(self, requests: list[NewRequest]) -> None:
+        for request in requests:
+            self._client.send(request)
+
+    def _collect(self, builders: dict[str, OutputBuilder]) -> None:
+        unfinished = set(builders)
+        while unfinished:
+            for event in self._client.receive(None):
+                if isinstance(event, Dead):
+                    self._dead_reason = event.reason
+                deltas, replies = self._frontend.handle(event)
+                for reply in replies:
+                    self._client.send(reply)
+                for delta in deltas:
+                    builder = builders.get(delta.request_id)
+                    if builder is None:
+                        continue  # of a call that was interrupted
+                    builder.add(delta)
+                    if builder.finished:
+                        unfinished.discard(delta.request_id)
+
+    def _each(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        if given is None:
+            given = SamplingParams(detokenize=self._frontend.tokenizer is not None)
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(
+                f"there are {count} prompts and {len(given)} SamplingParams: give one for all, or one each",
+                "sampling_params",
+            )
+        return given
+
+    def _wait_ready(self) -> dict[str, object]:
+        while True:
+            for event in self._client.receive(None):
+                if isinstance(event, Ready):
+                    return event.info
+                if isinstance(event, Dead):
+                    raise EngineDeadError(f"the engine did not start: {event.reason}")
+
+
+def _mode(config: Config) -> Any:
+    if config.executor != "auto":
+        return config.executor
+    infer = config.infer
+    return "inline" if infer.tp_size * infer.pp_size * infer.dp_size == 1 else "process"
+
+
+def _as_prompts(prompts: object) -> Sequence[str | list[int]]:
+    """A list of prompts.
+
+    Raises:
+        RequestError: it is neither a prompt nor a list of them.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (list, tuple)):
+        if prompts and all(isinstance(item, int) for item in prompts):
+            return [list(prompts)]
+        if all(isinstance(item, (str, list, tuple)) for item in prompts):
+            return [item if isinstance(item, str) else list(item) for item in prompts]
+    raise RequestError("prompts must be a string, a list of token ids, or a list of those", "prompts")

@@ -1,0 +1,1 @@
+"""Reading model folders: checkpoints, quantization schemes, the loader and its estimate."""

@@ -1,0 +1,93 @@
+"""``load=dummy``: random weights of the right scale, for speed tests and for folders that have only a ``config.json``."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from evener.contracts.quant import Packing, WeightPart
+from evener.errors import CheckpointError
+from evener.layers.declared import Declared, LinearWeight, Weight
+from evener.loading.loader import Ledger, WeightBytes, fill_table, pack
+from evener.loading.match import shared_names
+from evener.loading.scheme import Unquantized
+
+STD = 0.02
+#: A prime, so that rows of any power-of-two width differ although the noise repeats.
+PERIOD = 1_048_573
+
+
+def load_dummy(
+    declared: Sequence[Declared], packings: Mapping[str, Packing], device: torch.device, seed: int = 0
+) -> WeightBytes:
+    """Fill ``value`` of every declared weight with noise (norms with ones or zeros, biases with zeros), and every table.
+
+    A tensor's numbers depend on the seed and its own name alone. One period of normal noise is drawn and copied from an offset that
+    follows from the name, so filling runs at the speed of memory.
+
+    Raises:
+        CheckpointError: a declared part is quantized.
+    """
+    noise, ledger = _Noise(seed, shared_names(declared, Unquantized())), Ledger()
+    for item in declared:
+        if isinstance(item, Weight):
+            item.value = noise.weight(item, device)
+            ledger.add(item.value, item.value.nbytes)
+        elif isinstance(item, LinearWeight):
+            item.value = pack(item, [noise.part(part, item.dtype, device) for part in item.parts], packings, device)
+            ledger.add(item.value.data, item.value.nbytes)
+        else:
+            fill_table(item, device, ledger)
+    return ledger.bytes
+
+
+class _Noise:
+    def __init__(self, seed: int, shared: frozenset[str]) -> None:
+        self._seed, self._names = seed, shared
+        self._period = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)) * STD
+        self._typed: dict[tuple[str, str], torch.Tensor] = {}
+        self._made: dict[tuple[str, tuple[int, ...], str], torch.Tensor] = {}
+
+    def weight(self, item: Weight, device: torch.device) -> torch.Tensor:
+        dtype = getattr(torch, item.dtype)
+        if item.dummy == "ones":
+            return torch.ones(item.shape, dtype=dtype, device=device)
+        if item.dummy == "zeros":
+            return torch.zeros(item.shape, dtype=dtype, device=device)
+        if len(item.sources) == 1:
+            return self._shared(item.sources[0], item.shape, item.dtype, device)
+        return self._fill(item.name, item.shape, item.dtype, device)
+
+    def part(self, part: WeightPart, dtype: str, device: torch.device) -> WeightPart:
+        if not part.format.plain:
+            raise CheckpointError(
+                f"load=dummy cannot make up {part.name}, which is stored as {part.format.storage}; use load=auto with real weights, "
+                "or a config.json without quantization_config"
+            )
+        return replace(part, tensors={"weight": self._shared(part.name, (part.rows, part.columns), dtype, device)})
+
+    def _shared(self, name: str, shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
+        """Noise for a checkpoint name; one tensor for all who read that name (a tied head)."""
+        if name not in self._names:
+            return self._fill(name, shape, dtype, device)
+        key = (name, shape, dtype)
+        if key not in self._made:
+            self._made[key] = self._fill(name, shape, dtype, device)
+        return self._made[key]
+
+    def _fill(self, name: str, shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
+        key = (dtype, str(device))
+        if key not in self._typed:
+            self._typed[key] = self._period.to(device=device, dtype=getattr(torch, dtype))
+        source = self._typed[key]
+        out = torch.empty(shape, dtype=source.dtype, device=device)
+        flat, at = out.view(-1), 0
+        offset = zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF) % PERIOD
+        while at < flat.numel():
+            count = min(PERIOD - offset, flat.numel() - at)
+            flat[at : at + count] = source[offset : offset + count]
+            at, offset = at + count, 0
+        return out

@@ -1,0 +1,106 @@
+"""How many bytes the weights will take, from file headers and packings, before a weight is read. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evener.contracts.quant import DTYPE_BYTES, Packing, QuantFormat, QuantScheme, plain
+from evener.layers.declared import Declared, LinearWeight, Weight
+from evener.loading.match import Headers
+from evener.loading.scheme import Unquantized
+
+
+@dataclass(frozen=True)
+class SecondCopy:
+    """A stored tensor that is held more than once, because its readers want different layouts: ``nbytes`` on top of the first."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WeightEstimate:
+    """What weights will hold.
+
+    Attributes:
+        counted: bytes in memory, second copies included.
+        mapped: bytes that stay pages of the weight files.
+        second_copies: tensors that are held more than once.
+    """
+
+    counted: int
+    mapped: int
+    second_copies: tuple[SecondCopy, ...] = ()
+
+
+def estimate_weights(
+    declared: Sequence[Declared], packings: Mapping[str, Packing], headers: Headers | None, scheme: QuantScheme | None = None,
+    mappable: bool = True,
+) -> WeightEstimate:  # fmt: skip
+    """Bytes of everything that was declared.
+
+    Args:
+        declared: a builder's ``weights``; each ``LinearWeight`` has its ``layout``.
+        packings: by layout.
+        headers: of the checkpoint; None for ``load=dummy``, which maps nothing.
+        scheme: how the checkpoint stores linear weights; default unquantized.
+        mappable: False on a device that cannot read the host's memory.
+    """
+    book = _Book(headers if mappable and headers is not None else {}, scheme or Unquantized())
+    for item in declared:
+        if isinstance(item, Weight):
+            book.add_tensor(item)
+        elif isinstance(item, LinearWeight):
+            book.add_linear(item, packings[item.layout])
+        else:
+            book.counted += item.nbytes
+    return WeightEstimate(book.counted, book.mapped, tuple(book.seconds))
+
+
+class _Book:
+    """Running sums. ``held``: under which keys each stored tensor lies in memory already."""
+
+    def __init__(self, headers: Headers, scheme: QuantScheme) -> None:
+        self.headers, self.scheme = headers, scheme
+        self.counted = self.mapped = 0
+        self.seconds: list[SecondCopy] = []
+        self.held: dict[str, set[str]] = {}
+
+    def add_tensor(self, item: Weight) -> None:
+        nbytes = int(math.prod(item.shape) * DTYPE_BYTES[item.dtype])
+        if len(item.sources) > 1:
+            self.counted += nbytes
+        else:
+            self._hold(item.sources[0], f"as it is:{item.dtype}", nbytes, self._stored(item.sources[0]) == item.dtype)
+
+    def add_linear(self, item: LinearWeight, packing: Packing) -> None:
+        nbytes, part = packing.nbytes(item.parts, item.dtype), item.parts[0]
+        if len(item.parts) > 1:
+            self.counted += nbytes
+        elif packing.copies:
+            self._hold(part.name, f"packed:{packing.layout}", nbytes, False)
+        else:
+            keeps = self._as_stored(part.name, part.format, item.dtype)
+            self._hold(part.name, f"as it is:{item.dtype}", nbytes, keeps)
+
+    def _as_stored(self, name: str, form: QuantFormat, dtype: str) -> bool:
+        """Whether nothing has to be converted."""
+        names = self.scheme.tensors(name).values()
+        return all(n in self.headers for n in names) and (not form.plain or form == plain(dtype))
+
+    def _stored(self, name: str) -> str | None:
+        return self.headers[name][0] if name in self.headers else None
+
+    def _hold(self, name: str, key: str, nbytes: int, mapped: bool) -> None:
+        held = self.held.setdefault(name, set())
+        if key in held:
+            return
+        if held:
+            self.seconds.append(SecondCopy(name, nbytes))
+        held.add(key)
+        if mapped:
+            self.mapped += nbytes
+        else:
+            self.counted += nbytes

@@ -1,0 +1,152 @@
+"""The loader: fills what a model declared from a checkpoint. Tensors that need no conversion stay memory-mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
+from evener.errors import CheckpointError
+from evener.layers.declared import Declared, LinearWeight, Table, Weight
+from evener.loading.checkpoint import Checkpoint
+from evener.loading.match import check_match, shared_names
+
+
+@dataclass
+class WeightBytes:
+    """What loaded weights hold: bytes in memory (``counted``), and bytes that are pages of weight files (``mapped``)."""
+
+    counted: int = 0
+    mapped: int = 0
+
+
+def load_weights(
+    declared: Sequence[Declared], checkpoint: Checkpoint, scheme: QuantScheme, packings: Mapping[str, Packing],
+    device: torch.device, *, ignored: Sequence[str] = (), ties: Mapping[str, str] | None = None,
+) -> WeightBytes:  # fmt: skip
+    """Fill ``value`` of every declared weight and table. Call ``WeightGroup.bind`` afterwards.
+
+    Args:
+        declared: a builder's ``weights``; each ``LinearWeight`` has its ``layout``.
+        checkpoint: opened with weights.
+        scheme: how it stores linear weights.
+        packings: by layout.
+        device: where the weights go.
+        ignored, ties: of the builder.
+
+    Raises:
+        CheckpointError: tensors are missing, left over or of other shapes, or tied tensors differ; nothing was loaded.
+    """
+    check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.folder))
+    _check_ties(checkpoint, ties or {})
+    return _Loader(checkpoint, scheme, packings, device, shared_names(declared, scheme)).load(declared)
+
+
+def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
+    for name, twin in ties.items():
+        if name in checkpoint.entries and not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
+            raise CheckpointError(
+                f"{checkpoint.folder} stores both {name} and {twin}, and they differ, but its config.json says that they are one; "
+                'set "tie_word_embeddings": false in it'
+            )
+
+
+class Ledger:
+    """Counts the bytes of loaded values; values that share memory count once."""
+
+    def __init__(self) -> None:
+        self.bytes = WeightBytes()
+        self._mapped: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, int]] = set()
+
+    def note_mapped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Remember that ``tensor`` lies in a mapped file."""
+        self._mapped.update(_places(tensor))
+        return tensor
+
+    def add(self, value: Any, nbytes: int) -> None:
+        """Count a value that was loaded."""
+        places = set(_places(value))
+        if places and places <= self._seen:
+            return
+        self._seen |= places
+        if places and places <= self._mapped:
+            self.bytes.mapped += nbytes
+        else:
+            self.bytes.counted += nbytes
+
+
+def _places(value: Any) -> Iterator[tuple[str, int]]:
+    """Where a packed weight's tensors lie; nothing for data that only its packing understands."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield str(value.device), value.untyped_storage().data_ptr()
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _places(item)
+
+
+class _Loader:
+    def __init__(
+        self, checkpoint: Checkpoint, scheme: QuantScheme, packings: Mapping[str, Packing], device: torch.device,
+        shared: frozenset[str],
+    ) -> None:  # fmt: skip
+        self._checkpoint, self._scheme, self._packings, self._device = checkpoint, scheme, packings, device
+        self._shared = shared
+        self._converted: dict[tuple[str, str], torch.Tensor] = {}
+        self._ledger = Ledger()
+
+    def load(self, declared: Sequence[Declared]) -> WeightBytes:
+        for item in declared:
+            if isinstance(item, Weight):
+                item.value = self._tensor(item)
+                self._ledger.add(item.value, item.value.nbytes)
+            elif isinstance(item, LinearWeight):
+                item.value = pack(item, [self._part(part, item.dtype) for part in item.parts], self._packings, self._device)
+                self._ledger.add(item.value.data, item.value.nbytes)
+            else:
+                fill_table(item, self._device, self._ledger)
+        return self._ledger.bytes
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._ledger.note_mapped(self._checkpoint.tensor(name))
+
+    def _convert(self, name: str, dtype: str) -> torch.Tensor:
+        """A tensor on the device in ``dtype``; names that several weights read are converted once."""
+        key = (name, dtype)
+        if key in self._converted:
+            return self._converted[key]
+        tensor = self._read(name).to(device=self._device, dtype=getattr(torch, dtype))
+        if name in self._shared:
+            self._converted[key] = tensor
+        return tensor
+
+    def _tensor(self, item: Weight) -> torch.Tensor:
+        pieces = [self._convert(name, item.dtype) for name in item.sources]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _part(self, part: WeightPart, dtype: str) -> WeightPart:
+        roles = self._scheme.tensors(part.name)
+        if part.format.plain:
+            # Converting here, not in the packing, lets a tied head and its embedding share one converted tensor.
+            return replace(part, tensors={role: self._convert(name, dtype) for role, name in roles.items()})
+        return replace(part, tensors={role: self._read(name) for role, name in roles.items()})
+
+
+def pack(
+    item: LinearWeight, parts: Sequence[WeightPart], packings: Mapping[str, Packing], device: torch.device
+) -> PackedWeight:
+    """Pack the parts of one linear weight in the layout that resolution chose."""
+    assert item.layout in packings, f"{item.name} has layout {item.layout!r}: resolve packings before loading"
+    packed = packings[item.layout].pack(parts, item.dtype, device)
+    assert packed.shape == (item.rows, item.columns), f"packing {item.layout!r} made {packed.shape} of {item.name}"
+    return packed
+
+
+def fill_table(item: Table, device: torch.device, ledger: Ledger) -> None:
+    """Compute one table."""
+    item.value = item.make(device)
+    ledger.add(item.value, item.value.nbytes)

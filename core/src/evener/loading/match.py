@@ -1,0 +1,95 @@
+"""Whether a checkpoint holds what a model declared. Torch-free: headers only."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from evener.contracts.quant import QuantScheme
+from evener.errors import CheckpointError
+from evener.layers.declared import Declared, LinearWeight, Weight
+
+Headers = Mapping[str, tuple[str, tuple[int, ...]]]
+
+#: Buffers that old transformers versions saved although they follow from the config.
+HARMLESS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.attn\.bias")
+
+
+def stored_names(item: Declared, scheme: QuantScheme) -> Iterator[str]:
+    """Names of the checkpoint's tensors that ``item`` is made of."""
+    if isinstance(item, Weight):
+        yield from item.sources
+    elif isinstance(item, LinearWeight):
+        for part in item.parts:
+            yield from scheme.tensors(part.name).values()
+
+
+def check_match(
+    declared: Sequence[Declared], headers: Headers, scheme: QuantScheme, ignored: Sequence[str] = (),
+    ties: Mapping[str, str] | None = None, where: str = "the checkpoint",
+) -> None:  # fmt: skip
+    """Compare what was declared with what is stored.
+
+    Args:
+        declared: the model's weights; tables are passed over.
+        headers: ``{tensor: (dtype, shape)}``.
+        scheme: how the checkpoint stores linear weights.
+        ignored: regular expressions for names that may be there and are not read.
+        ties: names that may be there beside their twins.
+        where: what to call the checkpoint in the message.
+
+    Raises:
+        CheckpointError: tensors are missing, left over, or of other shapes; one error names them all (ten of each kind).
+    """
+    wanted = dict.fromkeys(name for item in declared for name in stored_names(item, scheme))
+    missing = [name for name in wanted if name not in headers]
+    pattern = re.compile("|".join(f"(?:{p})" for p in (*HARMLESS, *ignored)))
+    extra = [n for n in headers if n not in wanted and n not in (ties or {}) and not pattern.fullmatch(n)]
+    misshapen = [line for item in declared for line in _misshapen(item, headers, scheme)]
+    findings = [
+        _finding("missing", missing),
+        _finding("not part of the model", sorted(extra)),
+        _finding("of another shape than config.json implies", list(dict.fromkeys(misshapen))),
+    ]
+    if any(findings):
+        raise CheckpointError(
+            f"the weights in {where} are not those of the model in its config.json: {'; '.join(f for f in findings if f)}. "
+            "Check that config.json belongs to these weights"
+        )
+
+
+def _finding(what: str, names: Sequence[str], limit: int = 10) -> str:
+    if not names:
+        return ""
+    noun = "tensor is" if len(names) == 1 else "tensors are"
+    return f"{len(names)} {noun} {what}: {', '.join(names[:limit])}" + (", …" if len(names) > limit else "")
+
+
+def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterator[str]:
+    if isinstance(item, Weight):
+        shapes = [headers[name][1] for name in item.sources if name in headers]
+        if len(shapes) == len(item.sources) and _joined(shapes) != item.shape:
+            stored = " + ".join(str(list(shape)) for shape in shapes)
+            yield f"{' + '.join(item.sources)} is {stored}, not {list(item.shape)}"
+    elif isinstance(item, LinearWeight):
+        for declared in item.parts:
+            part = scheme.part(declared.name, headers)
+            if part is not None and (part.rows, part.columns) != (declared.rows, declared.columns):
+                names = (n for n in scheme.tensors(declared.name).values() if n in headers)
+                stored = ", ".join(str(list(headers[name][1])) for name in names)
+                yield f"{declared.name} is {stored}, not {[declared.rows, declared.columns]}"
+
+
+def _joined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    if len(shapes) == 1:
+        return shapes[0]
+    if not all(shapes) or len({shape[1:] for shape in shapes}) > 1:
+        return None
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def shared_names(declared: Sequence[Declared], scheme: QuantScheme) -> frozenset[str]:
+    """Names that more than one declared weight reads (a tied head)."""
+    readers = Counter(name for item in declared for name in dict.fromkeys(stored_names(item, scheme)))
+    return frozenset(name for name, count in readers.items() if count > 1)

@@ -1,0 +1,90 @@
+"""The unquantized scheme, and how a checkpoint's scheme is picked. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from evener.contracts.quant import QuantScheme, WeightPart, plain
+from evener.errors import CheckpointError, UnknownNameError
+
+_METHODS = ("quantization_config", "compression_config")
+
+
+class Unquantized(QuantScheme):
+    """One matrix a weight, in the element type that it is stored in."""
+
+    name = "unquantized"
+
+    def detect(self, config: Mapping[str, Any]) -> bool:
+        return not any(config.get(key) for key in _METHODS)
+
+    def part(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightPart | None:
+        if name not in headers:
+            return None
+        dtype, shape = headers[name]
+        form = plain(dtype)
+        if not form.plain:
+            raise CheckpointError(
+                f"{name} is stored as {dtype}, but config.json has no quantization_config that says how to read it; "
+                "use the config.json that was published with these weights"
+            )
+        rows, columns = shape if len(shape) == 2 else (0, 0)
+        return WeightPart(name, rows, columns, form)
+
+    def tensors(self, name: str) -> Mapping[str, str]:
+        return {"weight": name}
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        extent = part.rows if axis == "out" else part.columns
+        if not 0 <= start < stop <= extent:
+            raise CheckpointError(f"cannot cut {start}..{stop} out of the {extent} {axis}-features of {part.name}")
+        dim = 0 if axis == "out" else 1
+        tensors = {role: tensor.narrow(dim, start, stop - start) for role, tensor in part.tensors.items()}
+        count = stop - start
+        if axis == "out":
+            return replace(part, rows=count, tensors=tensors)
+        return replace(part, columns=count, tensors=tensors)
+
+
+def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant: str = "auto") -> QuantScheme:
+    """The scheme that reads a checkpoint.
+
+    Args:
+        config: its ``config.json``.
+        schemes: those of the installed packages; ``Unquantized`` is always there.
+        quant: a scheme's name, or "auto" to detect it.
+
+    Raises:
+        UnknownNameError: nobody registered ``quant``.
+        CheckpointError: no scheme fits the checkpoint, or more than one does, or ``quant`` does not.
+    """
+    known = {scheme.name: scheme for scheme in (Unquantized(), *schemes)}
+    stored = _method(config)
+    if quant != "auto":
+        if quant not in known:
+            raise UnknownNameError("quantization scheme", quant, known, "Or leave quant=auto.")
+        if not known[quant].detect(config):
+            raise CheckpointError(f"quant={quant} was asked for, but the checkpoint is stored as {stored!r}; leave quant=auto")
+        return known[quant]
+    fits = [scheme for scheme in known.values() if scheme.detect(config)]
+    if len(fits) > 1:
+        names = " and ".join(repr(scheme.name) for scheme in fits)
+        raise CheckpointError(f"the schemes {names} both claim this checkpoint; pick one with quant=<name>")
+    if not fits:
+        raise CheckpointError(
+            f"the checkpoint is quantized with {stored!r}, which no installed package reads (installed: {', '.join(sorted(known))}); "
+            "install a package that registers it, or use an unquantized checkpoint"
+        )
+    return fits[0]
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    for key in _METHODS:
+        settings = config.get(key)
+        if isinstance(settings, Mapping):
+            return str(settings.get("quant_method") or settings.get("format") or key)
+        if settings:
+            return str(settings)
+    return Unquantized.name

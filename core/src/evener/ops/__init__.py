@@ -1,0 +1,1 @@
+"""The built-in ops: their schemas (``schemas``), what they mean (``reference``) and the composites' expansions (``composites``)."""

@@ -1,0 +1,142 @@
+"""What the composites mean: expansions into other ops. Each function takes ``(static, use)`` and returns the callable.
+
+``use`` gives whatever resolution chose for the parts, so a faster primitive serves inside an expanded composite, and a kernel for the
+composite replaces all of them, without an edit in any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from evener.contracts.ops import OpFunction, Use
+
+if TYPE_CHECKING:
+    import torch
+
+    from evener.contracts.quant import PackedWeight
+
+Static = Mapping[str, Any]
+
+
+class AttentionWeights(NamedTuple):
+    """What an ``attention_block`` needs beside its inputs; None where the model has no such weight."""
+
+    norm: torch.Tensor
+    qkv: PackedWeight
+    o: PackedWeight
+    cos_sin: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    post_norm: torch.Tensor | None = None
+
+
+class MLPWeights(NamedTuple):
+    """What an ``mlp_block`` needs beside its inputs."""
+
+    norm: torch.Tensor
+    gate_up: PackedWeight
+    down: PackedWeight
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    post_norm: torch.Tensor | None = None
+
+
+def _norm(static: Static, hidden: int | None = None) -> dict[str, Any]:
+    return {"hidden": hidden or static["hidden"], "dtype": static["dtype"], "eps": static["eps"], "offset": static["offset"]}
+
+
+def linear_static(weight: Any, dtype: str) -> dict[str, Any]:
+    """Static parameters of the ``linear`` op for a declared weight."""
+    return {"weight": weight, "columns": weight.columns, "rows": weight.rows, "dtype": dtype}
+
+
+def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
+    heads, kv_heads, dim, value_dim = (static[k] for k in ("heads", "kv_heads", "head_dim", "value_dim"))
+    sizes = [heads * dim, kv_heads * dim, kv_heads * value_dim]
+    norm, add_norm = use("rms_norm", **_norm(static)), use("add_rms_norm", **_norm(static))
+    head_norm = use("rms_norm", **_norm(static, dim)) if static["qk_norm"] else None
+    project = use("linear", **linear_static(static["qkv"], static["dtype"]))
+    rotate = use("rotary", head_dim=dim, rotary_dim=static["rotary_dim"], interleaved=static["interleaved"], dtype=static["dtype"])
+    write = use("state.write", state=static["state"])
+
+    def run(
+        x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, norm_weight: torch.Tensor, qkv: PackedWeight,
+        qkv_bias: torch.Tensor | None, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos_sin: torch.Tensor,
+        views: Any, meta: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if residual is None:
+            residual, x = x, norm(x, norm_weight)
+        else:
+            x, residual = add_norm(x, residual, norm_weight)
+        q, k, v = project(x, qkv, qkv_bias).split(sizes, dim=-1)
+        q, k, v = q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, value_dim))
+        if head_norm is not None:
+            q, k = head_norm(q, q_norm), head_norm(k, k_norm)
+        q, k = rotate(positions, q, k, cos_sin)
+        write(views, meta, k, v)
+        return q, residual
+
+    return run
+
+
+def attention_block(static: Static, use: Use) -> OpFunction:
+    enter = use("norm_qkv_rotary_write", **{k: v for k, v in static.items() if k not in ("o", "post_norm")})
+    attend = use("state.attend", state=static["state"])
+    project = use("linear", **linear_static(static["o"], static["dtype"]))
+    post = use("rms_norm", **_norm(static)) if static["post_norm"] else None
+
+    def run(
+        x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights, views: Any, meta: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, stream = enter(
+            x, residual, positions, w.norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.cos_sin, views, meta
+        )
+        x = project(attend(views, meta, q, w.sinks).flatten(1), w.o, w.o_bias)
+        return (post(x, w.post_norm) if post is not None else x), stream
+
+    return run
+
+
+def mlp_block(static: Static, use: Use) -> OpFunction:
+    add_norm = use("add_rms_norm", **_norm(static))
+    rise = use("linear", **linear_static(static["gate_up"], static["dtype"]))
+    act = use("act_and_mul", inner=static["inner"], activation=static["activation"], dtype=static["dtype"])
+    fall = use("linear", **linear_static(static["down"], static["dtype"]))
+    post = use("rms_norm", **_norm(static)) if static["post_norm"] else None
+
+    def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = add_norm(x, residual, w.norm)
+        x = fall(act(rise(x, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+        return (post(x, w.post_norm) if post is not None else x), residual
+
+    return run
+
+
+def decoder_layer(static: Static, use: Use) -> OpFunction:
+    attention = use("attention_block", **static["attention"])
+    mlp = use("mlp_block", **static["mlp"])
+
+    def run(
+        x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, attention_weights: AttentionWeights,
+        mlp_weights: MLPWeights, views: Any, meta: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        x, residual = attention(x, residual, positions, attention_weights, views, meta)
+        return mlp(x, residual, mlp_weights)  # type: ignore[no-any-return]
+
+    return run
+
+
+def head(static: Static, use: Use) -> OpFunction:
+    norm = use("rms_norm", **_norm(static))
+    project = use("linear", **linear_static(static["weight"], static["dtype"]))
+    cap = use("softcap", cap=static["cap"], dtype=static["dtype"]) if static["cap"] else None
+
+    def run(x: torch.Tensor, norm_weight: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        logits: torch.Tensor = project(norm(x, norm_weight), weight, bias)
+        return cap(logits) if cap is not None else logits
+
+    return run

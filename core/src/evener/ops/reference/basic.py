@@ -1,0 +1,54 @@
+"""Embedding, activations and row picking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from evener.contracts.ops import OpFunction, Use
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def embedding(static: Mapping[str, Any], use: Use) -> OpFunction:
+    dtype = getattr(torch, static["dtype"])
+    # The checkpoint's model rounds the factor to its compute type before multiplying.
+    scale = None if static["scale"] == 1.0 else torch.tensor(static["scale"], dtype=dtype).item()
+
+    def run(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding(ids, table)
+        return rows if scale is None else rows * scale
+
+    return run
+
+
+def act_and_mul(static: Mapping[str, Any], use: Use) -> OpFunction:
+    act, inner = ACTIVATIONS[static["activation"]], static["inner"]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return act(x[:, :inner]) * x[:, inner:]
+
+    return run
+
+
+def take_rows(static: Mapping[str, Any], use: Use) -> OpFunction:
+    def run(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, rows)
+
+    return run
+
+
+def softcap(static: Mapping[str, Any], use: Use) -> OpFunction:
+    cap = static["cap"]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+
+    return run

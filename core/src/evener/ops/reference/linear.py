@@ -1,0 +1,56 @@
+"""Linear layers over plainly packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from evener.contracts.ops import OpFunction, Use
+from evener.contracts.quant import DTYPE_BYTES, PackedWeight, Packing, WeightPart
+
+
+class PlainPacking(Packing):
+    """One contiguous [rows, columns] matrix in the compute type."""
+
+    layout = "plain"
+
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        odd = [p.format.storage for p in parts if not p.format.plain]
+        return f"stored as {odd[0]}, which the reference does not compute in" if odd else None
+
+    def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
+        return sum(p.rows for p in parts) * parts[0].columns * int(DTYPE_BYTES[dtype])
+
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        wanted = getattr(torch, dtype)
+        pieces = [p.tensors["weight"].to(device=device, dtype=wanted) for p in parts]
+        data = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        data = data.contiguous()
+        return PackedWeight(self.layout, (data.shape[0], data.shape[1]), data, data.nbytes, tuple(p.format for p in parts))
+
+
+PLAIN = PlainPacking()
+
+
+def linear(static: Mapping[str, Any], use: Use) -> OpFunction:
+    def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight.data, bias)
+
+    return run
+
+
+def grouped_linear(static: Mapping[str, Any], use: Use) -> OpFunction:
+    experts, rows = static["experts"], static["rows"]
+
+    def run(x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor) -> torch.Tensor:
+        stack = weight.data.view(experts, rows, -1)
+        out = x.new_zeros(x.shape[0], rows)
+        for slot in range(experts):
+            picked = (slots == slot).nonzero().squeeze(1)
+            out.index_copy_(0, picked, F.linear(x.index_select(0, picked), stack[slot]))
+        return out
+
+    return run

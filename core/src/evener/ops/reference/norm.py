@@ -1,0 +1,46 @@
+"""Norms, computed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from evener.contracts.ops import OpFunction, Use
+
+
+def rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
+    eps, offset = static["eps"], static["offset"]
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if offset:
+            # Gemma multiplies before it rounds; the Llama family rounds first.
+            return (wide * (weight.float() + offset)).to(x.dtype)
+        return wide.to(x.dtype) * weight
+
+    return run
+
+
+def add_rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
+    norm = rms_norm(static, use)
+
+    def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return norm(total, weight), total
+
+    return run
+
+
+def layer_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
+    eps = static["eps"]
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+        return (wide if bias is None else wide + bias.float()).to(x.dtype)
+
+    return run

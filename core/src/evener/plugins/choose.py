@@ -1,0 +1,279 @@
+"""Choosing one backend, and with it the packages whose needs it serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from evener.contracts.probe import ProbeResult
+from evener.errors import BackendError, EvenerError, NoBackendError, ProbeError, did_you_mean
+from evener.plugins import pci
+from evener.plugins.catalog import Catalog, Package
+from evener.plugins.probe import Probed, ProbeRun
+from evener.plugins.trace import Candidate, Report, Step, candidate, error_text, read_steps, unusable
+from evener.plugins.validate import NAME
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a run uses.
+
+    Attributes:
+        backend: the primary backend.
+        packages: the kernel, graph, collective and plugin packages whose needs it serves, in the catalog's order.
+        probe: the backend's answer.
+        reason: why it was chosen, in words.
+        report: every step of every candidate.
+    """
+
+    backend: Package
+    packages: tuple[Package, ...]
+    probe: ProbeResult
+    reason: str
+    report: Report
+
+    @property
+    def all_packages(self) -> tuple[Package, ...]:
+        """The backend, then ``packages``."""
+        return (self.backend, *self.packages)
+
+    def aliases(self) -> dict[str, str]:
+        """The spellings that the chosen packages claim (``load`` refuses two that claim one)."""
+        return {old: new for package in self.all_packages for old, new in package.descriptor.aliases.items()}
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """The outcome of choosing: a selection, or the error that says why there is none; a report in either case."""
+
+    report: Report
+    selection: Selection | None = None
+    error: EvenerError | None = None
+
+
+def requested_backend(requested: str | None, environ: Mapping[str, str] | None = None) -> tuple[str | None, str]:
+    """The backend that was named, and where (argument, then ``EVENER_BACKEND``); (None, "") if none was."""
+    environ = os.environ if environ is None else environ
+    if requested:
+        return requested, f"--backend {requested}"
+    named = environ.get("EVENER_BACKEND", "").strip()
+    return (named, f"EVENER_BACKEND={named}") if named else (None, "")
+
+
+def choose(
+    catalog: Catalog,
+    requested: str | None = None,
+    *,
+    probes: ProbeRun | Mapping[str, Probed] | None = None,
+    environ: Mapping[str, str] | None = None,
+    pci_root: Path = pci.SYSFS,
+) -> Selection:
+    """Choose a backend: the one that was named, otherwise the one with the highest score.
+
+    Args:
+        catalog: what is installed.
+        requested: ``--backend``.
+        probes: probes already started with ``ProbeRun.start``, or their results; default: run them now.
+        environ: where ``EVENER_BACKEND`` is read; default ``os.environ``.
+        pci_root: where the PCI bus is read, for the warning about accelerators that nobody claims.
+
+    Raises:
+        NoBackendError: the named backend is not installed, is disabled or cannot run here; or none can.
+        ProbeError: a backend's marks fit but its probe failed, and no other was named.
+        BackendError: two backends have the highest score.
+        PluginError: the named backend's descriptor cannot be used; as recorded, with its cause.
+    """
+    assessment = assess(catalog, requested, probes=probes, environ=environ, pci_root=pci_root)
+    if assessment.selection is None:
+        assert assessment.error is not None, "an assessment has a selection or an error"
+        raise assessment.error
+    return assessment.selection
+
+
+def assess(
+    catalog: Catalog,
+    requested: str | None = None,
+    *,
+    probes: ProbeRun | Mapping[str, Probed] | None = None,
+    environ: Mapping[str, str] | None = None,
+    pci_root: Path = pci.SYSFS,
+) -> Assessment:
+    """As ``choose``, but what it raises is handed out beside the report, for ``evener doctor``."""
+    name, source = requested_backend(requested, environ)
+    if probes is None:
+        probes = ProbeRun.start(catalog.backends, only=name, environ=environ)
+    probed = probes.result() if isinstance(probes, ProbeRun) else probes
+    warnings = _warnings(catalog, probed, pci_root)
+    try:
+        chosen, result, reason = _named(catalog, probed, name, source) if name else _highest(catalog, probed)
+    except EvenerError as error:
+        records = _records(catalog, probed, None, "")
+        return Assessment(Report(records, warnings=warnings, error=error_text(error)), error=error)
+    records = _records(catalog, probed, chosen, reason)
+    report = Report(records, chosen.name, reason, warnings)
+    others = tuple(package for package in catalog.packages if package is not chosen and _refusal(package, chosen) == "")
+    return Assessment(report, Selection(chosen, others, result, reason, report))
+
+
+def _named(catalog: Catalog, probed: Mapping[str, Probed], name: str, source: str) -> tuple[Package, ProbeResult, str]:
+    package = next((each for each in catalog.backends if each.name == name), None)
+    if package is None:
+        raise _not_usable(catalog, name, source)
+    probe = probed[name]
+    if probe.error is not None:
+        raise _named_failed(probe, source)
+    if probe.marks is None or not probe.marks.fit:
+        raise NoBackendError(
+            f"{source}: {package} does not find its hardware here: {_reasons(probe)}; "
+            f"type `evener doctor` to see every backend's reasons"
+        )
+    if probe.result is None:
+        raise ValueError(f"{package} was not probed: start the probes with only={name!r} or without `only`")
+    if probe.result.score == 0:
+        raise NoBackendError(f"{source}: {package} says that it cannot run here: {_reasons(probe)}")
+    return package, probe.result, f"named by {source}"
+
+
+def _not_usable(catalog: Catalog, name: str, source: str) -> EvenerError:
+    for problem in catalog.problems:
+        if problem.group == "evener.backends" and problem.name == name:
+            return problem.error
+    for disabled in catalog.disabled:
+        if disabled.group == "evener.backends" and disabled.name == name:
+            return NoBackendError(f"{source}: {disabled} is installed but disabled: {disabled.reason}")
+    installed = [package.name for package in catalog.backends]
+    typed = name.lower()
+    install = f"; or type: pip install evener-backend-{typed}" if NAME.fullmatch(typed) else ""
+    return NoBackendError(f"{source}: no backend {name!r} is installed{did_you_mean(name, installed)}{install}")
+
+
+def _named_failed(probe: Probed, source: str) -> ProbeError:
+    error = ProbeError(f"{source}: {probe.error}; {_what_to_type(probe, named=True)}")
+    error.__cause__ = probe.error.__cause__ if probe.error is not None else None
+    return error
+
+
+def _highest(catalog: Catalog, probed: Mapping[str, Probed]) -> tuple[Package, ProbeResult, str]:
+    failed = [probe for probe in probed.values() if probe.hardware_seen and probe.error is not None]
+    if failed:
+        first = failed[0]
+        also = "".join(f"; also {probe.error}" for probe in failed[1:])
+        error = ProbeError(f"{first.error}, but its hardware is here{also}; {_what_to_type(first, named=False)}")
+        error.__cause__ = first.error.__cause__ if first.error is not None else None
+        raise error
+    able = [
+        (package, result)
+        for package in catalog.backends
+        if (result := probed[package.name].result) is not None and result.score > 0
+    ]
+    if not able:
+        raise _none_able(catalog, probed)
+    top = max(result.score for _, result in able)
+    best = [(package, result) for package, result in able if result.score == top]
+    if len(best) > 1:
+        names = " and ".join(str(package) for package, _ in best)
+        raise BackendError(
+            f"{names} both fit this machine (score {top}); say which with --backend {best[0][0].name} "
+            f"or EVENER_BACKEND={best[0][0].name}"
+        )
+    package, result = best[0]
+    over = [f"{other.name} {other_result.score}" for other, other_result in able if other is not package]
+    reason = f"highest score {top}" + (f" over {', '.join(over)}" if over else "")
+    return package, result, reason + (f": {'; '.join(result.reasons)}" if result.reasons else "")
+
+
+def _none_able(catalog: Catalog, probed: Mapping[str, Probed]) -> NoBackendError:
+    lines = [f"{package}: {_reasons(probed[package.name])}" for package in catalog.backends]
+    lines += [str(problem.error) for problem in catalog.problems if problem.group == "evener.backends"]
+    lines += [f"{each}: {each.reason}" for each in catalog.disabled if each.group == "evener.backends"]
+    install = "install the one for your hardware (pip install evener-backend-<name>), or evener-backend-cpu"
+    if not lines:
+        return NoBackendError(f"no backend is installed; {install}")
+    error = NoBackendError(f"no installed backend can run here; {install}\n  " + "\n  ".join(lines))
+    causes = [probe.error for probe in probed.values() if probe.error is not None]
+    causes += [problem.error for problem in catalog.problems if problem.group == "evener.backends"]
+    error.__cause__ = causes[0] if causes else None
+    return error
+
+
+def _what_to_type(probe: Probed, *, named: bool) -> str:
+    other = "" if named else "name another backend with --backend, "
+    return f"type `evener doctor --fresh` for its steps, {other}or uninstall {probe.package.distribution}"
+
+
+def _reasons(probe: Probed) -> str:
+    """Why a probe said what it said."""
+    if probe.error is not None:
+        return str(probe.error)
+    said = probe.result.reasons if probe.result is not None else probe.marks.reasons if probe.marks else ()
+    return "; ".join(said) or probe.note or "it gave no reason"
+
+
+def _warnings(catalog: Catalog, probed: Mapping[str, Probed], pci_root: Path) -> tuple[str, ...]:
+    lines = list(catalog.warnings)
+    lines += [f"{problem.error} (it was left out)" for problem in catalog.problems]
+    for probe in probed.values():
+        if probe.error is not None:
+            lines.append(f"{probe.error} (it was left out)")
+        elif probe.result is not None and probe.result.score == 0:
+            lines.append(f"{probe.package}: its marks fit, but it cannot run here: {_reasons(probe)}")
+    claims = [claim for probe in probed.values() if probe.marks is not None for claim in probe.marks.bus]
+    alone = pci.unclaimed(pci.accelerators(pci_root), claims)
+    if alone:
+        shown = ", ".join(f"{device.ident} at {device.address}" for device in alone)
+        lines.append(f"no installed backend claims {shown}; its vendor's package is called evener-backend-<name>")
+    return tuple(lines)
+
+
+def _refusal(package: Package, backend: Package) -> str:
+    """Why ``package`` cannot be used with ``backend``; empty if it can."""
+    if package.group == "evener.backends":
+        return f"backend {backend.name!r} was chosen"
+    missing = sorted(package.descriptor.needs - backend.descriptor.serves)
+    return f"needs {', '.join(missing)}, which backend {backend.name!r} does not serve" if missing else ""
+
+
+def _records(
+    catalog: Catalog, probed: Mapping[str, Probed], chosen: Package | None, reason: str
+) -> tuple[Candidate, ...]:
+    records: list[Candidate] = []
+    for package in catalog.packages:
+        if package.group == "evener.backends":
+            records.append(_backend_record(package, probed[package.name], chosen, reason))
+        elif chosen is None:
+            records.append(candidate(package, "refused", "no backend was chosen", read_steps(package)))
+        else:
+            refusal = _refusal(package, chosen)
+            served = f"needs nothing that {chosen.name!r} does not serve"
+            steps = (*read_steps(package), Step("needs", not refusal, refusal or served))
+            records.append(candidate(package, "refused" if refusal else "chosen", refusal or served, steps))
+    return (*records, *unusable(catalog))
+
+
+def _backend_record(package: Package, probe: Probed, chosen: Package | None, reason: str) -> Candidate:
+    steps = [*read_steps(package)]
+    if probe.marks is None:
+        steps.append(Step("marks", False, error_text(probe.error) if probe.error else ""))
+    else:
+        steps.append(Step("marks", probe.marks.fit, "; ".join(probe.marks.reasons)))
+        if probe.marks.fit:
+            steps.append(_probe_step(probe))
+    devices = probe.result.devices if probe.result is not None else ()
+    shown = tuple(f"{each.index}: {each.name} ({each.memory / 2**30:.1f} GiB)" for each in devices)
+    if package is chosen:
+        return candidate(package, "chosen", reason, tuple(steps), shown)
+    able = probe.result is not None and probe.result.score > 0
+    why = _refusal(package, chosen) if chosen is not None and able else "" if able else _reasons(probe)
+    return candidate(package, "refused", why or "no backend was chosen", tuple(steps), shown)
+
+
+def _probe_step(probe: Probed) -> Step:
+    if probe.error is not None:
+        return Step("probe", False, error_text(probe.error))
+    if probe.result is None:
+        return Step("probe", False, probe.note)
+    how = {"marks": "marks decide", "cache": "cached answer"}.get(probe.source, f"{probe.seconds:.1f} s")
+    parts = [f"score {probe.result.score} ({how})", *probe.result.reasons, *([probe.note] if probe.note else [])]
+    return Step("probe", probe.result.score > 0, "; ".join(parts))

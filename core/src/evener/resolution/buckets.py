@@ -1,0 +1,19 @@
+"""Token buckets: ranges of token counts that share one table entry. Powers of two, so that finding one is a bit length."""
+
+from __future__ import annotations
+
+from evener.contracts.ops import Bucket
+
+
+def token_buckets(largest: int) -> tuple[Bucket, ...]:
+    """``1, 2, 3..4, 5..8, …`` up to the bucket that holds ``largest``, whose upper end is ``largest``."""
+    buckets, low, high = [], 1, 1
+    while low <= largest:
+        buckets.append(Bucket(low, min(high, largest)))
+        low, high = high + 1, high * 2
+    return tuple(buckets)
+
+
+def bucket_index(tokens: int) -> int:
+    """Index into ``token_buckets`` for a step of ``tokens`` tokens (at least 1)."""
+    return (tokens - 1).bit_length()

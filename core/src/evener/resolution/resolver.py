@@ -1,0 +1,238 @@
+"""The resolver: state units first, then packings, then ops from the largest composite down; everything freezes to plain callables."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evener.contracts.device import DeviceCapabilities
+from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction, OpSchema
+from evener.contracts.quant import Packing
+from evener.contracts.state import StateProvider
+from evener.errors import ResolveError, UnknownNameError
+from evener.layers.declared import CallSite, LinearWeight, StateSlot
+from evener.ops.composites import linear_static
+from evener.resolution.manifest import EXPANDED, REFERENCE, Choice, Manifest
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A kernel or state provider and the package that it came from."""
+
+    value: Any
+    package: str
+    version: str
+
+    @property
+    def label(self) -> str:
+        """``package/name``, as the manifest shows it."""
+        return f"{self.package}/{self.value.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Market:
+    """Everything that resolution may choose from.
+
+    Attributes:
+        schemas: by op name, built-in and added.
+        kernels, states: what the chosen packages offer.
+        reference_state: serves groups that nobody else does.
+        reference_packing: what the reference ``linear`` reads.
+        device: capabilities of the device.
+        buckets: token buckets, ascending.
+        forced: ``{op: provider}``; an op name or "attention"; a provider is a kernel, a package or "reference".
+        max_fallback: "none" refuses primitives that only the reference serves.
+        version: core's own, for the manifest.
+    """
+
+    schemas: Mapping[str, OpSchema]
+    kernels: Sequence[Offer]
+    states: Sequence[Offer]
+    reference_state: StateProvider
+    reference_packing: Packing
+    device: DeviceCapabilities
+    buckets: Sequence[Bucket]
+    forced: Mapping[str, str] = field(default_factory=dict)
+    max_fallback: str = "any"
+    version: str = ""
+
+
+class Resolver:
+    """Resolves one model. Call ``states``, then ``packings``, then ``sites``."""
+
+    def __init__(self, market: Market) -> None:
+        self.market = market
+        self.manifest = Manifest()
+        self._by_op: dict[str, list[Offer]] = {}
+        for offer in market.kernels:
+            self._by_op.setdefault(offer.value.op, []).append(offer)
+        for offers in self._by_op.values():
+            offers.sort(key=lambda o: (-o.value.priority, o.value.name))
+        self._packings = {p.layout: p for o in market.kernels for p in o.value.packings}
+        self._packings[market.reference_packing.layout] = market.reference_packing
+        self._check_forced()
+
+    @property
+    def packings_by_layout(self) -> Mapping[str, Packing]:
+        """Every packing on offer."""
+        return self._packings
+
+    def _check_forced(self) -> None:
+        for op, wanted in self.market.forced.items():
+            if op != "attention" and op not in self.market.schemas:
+                raise UnknownNameError("op", op, [*self.market.schemas, "attention"], "Set ops.<op>=<provider>.")
+            offers = self.market.states if op == "attention" else self._by_op.get(op, [])
+            known = {REFERENCE} | {n for o in offers for n in (o.value.name, o.package, o.label)}
+            if wanted not in known:
+                raise UnknownNameError(f"provider of {op}", wanted, known, f"Set ops.{op}=reference to use the reference.")
+
+    def _allowed(self, op: str, offer: Offer) -> bool:
+        wanted = self.market.forced.get(op)
+        return wanted is None or wanted in (offer.value.name, offer.package, offer.label)
+
+    def states(self, slots: Sequence[StateSlot]) -> None:
+        """Give every slot its provider; equal spec and attention get the same."""
+        known: dict[Any, StateProvider] = {}
+        for slot in slots:
+            key = (slot.spec, slot.attention)
+            if key not in known:
+                known[key] = self._state_provider(slot)
+            slot.provider = known[key]
+
+    def _state_provider(self, slot: StateSlot) -> StateProvider:
+        refused: list[tuple[str, str]] = []
+        for offer in sorted(self.market.states, key=lambda o: (-o.value.priority, o.value.name)):
+            provider: StateProvider = offer.value
+            if not self._allowed("attention", offer):
+                reason: str | None = f"ops.attention={self.market.forced['attention']}"
+            elif slot.spec.kind not in provider.kinds:
+                reason = f"does not serve state of kind {slot.spec.kind!r}"
+            else:
+                reason = provider.supports(slot.spec, slot.attention, self.market.device)
+            if reason is None:
+                self._record("attention", slot.name, None, offer.label, offer.version, refused)
+                return provider
+            refused.append((offer.label, reason))
+        reference = self.market.reference_state
+        if slot.spec.kind not in reference.kinds:
+            detail = "; ".join(f"{name}: {reason}" for name, reason in refused)
+            raise ResolveError(
+                f"{slot.name}: no installed package serves state of kind {slot.spec.kind!r}" + (f" ({detail})" if detail else "")
+            )
+        self._record("attention", slot.name, None, REFERENCE, self.market.version, refused)
+        return reference
+
+    def packings(self, weights: Sequence[LinearWeight], op: str = "linear") -> None:
+        """Give every linear weight a layout that some kernel accepts in each bucket; the best kernel's first choice wins."""
+        chosen: dict[Any, str] = {}
+        for weight in weights:
+            key = (tuple((p.rows, p.columns, p.format) for p in weight.parts), weight.dtype)
+            if key not in chosen:
+                chosen[key] = self._layout(weight, op)
+            weight.layout = self.manifest.packings[weight.name] = chosen[key]
+
+    def _layout(self, weight: LinearWeight, op: str) -> str:
+        refused = []
+        offers = [o for o in self._by_op.get(op, []) if self._allowed(op, o)]
+        layouts = dict.fromkeys(p.layout for o in offers for p in o.value.packings)
+        for layout in [*layouts, self.market.reference_packing.layout]:
+            reason = self._packings[layout].supports(weight.parts, weight.dtype)
+            if reason is None and layout != self.market.reference_packing.layout:
+                reason = self._unserved(weight, op, layout, offers)
+            if reason is None:
+                return layout
+            refused.append(f"{layout}: {reason}")
+        raise ResolveError(f"no packing can hold {weight.name} for compute in {weight.dtype} ({'; '.join(refused)})")
+
+    def _unserved(self, weight: LinearWeight, op: str, layout: str, offers: Sequence[Offer]) -> str | None:
+        static = linear_static(weight, weight.dtype)
+        for bucket in self.market.buckets:
+            call = OpCall(op, static, bucket, self.market.device, {"weight": layout})
+            if not any(self._refusal(o.value, call) is None for o in offers):
+                return f"no kernel reads it at {bucket} tokens"
+        return None
+
+    def sites(self, sites: Sequence[CallSite]) -> None:
+        """Fill every site's table.
+
+        Raises:
+            ResolveError: ``max_fallback`` is "none" and a primitive fell back to the reference.
+        """
+        for site in sites:
+            site.table = tuple(self.resolve(site.op, site.path, site.static, bucket) for bucket in self.market.buckets)
+        fallbacks = sorted({f"{c.op} at {c.bucket}" if c.bucket else c.op for c in self.manifest.fallbacks()})
+        if fallbacks and self.market.max_fallback == "none":
+            raise ResolveError(
+                f"max_fallback=none, but only the reference serves: {', '.join(fallbacks)}; "
+                "install a kernel package that serves them or set --max-fallback any"
+            )
+
+    def resolve(self, op: str, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
+        """The callable of one op at one bucket: the best kernel that supports it, else its reference or expansion."""
+        if op.startswith("state."):
+            provider = static["state"].provider
+            return provider.write if op == "state.write" else provider.attend  # type: ignore[no-any-return]
+        schema = self.market.schemas.get(op)
+        if schema is None:
+            raise UnknownNameError("op", op, self.market.schemas, f"It is called at {path}.")
+        call = self._call(schema, static, bucket)
+        refused: list[tuple[str, str]] = []
+        for offer in self._by_op.get(op, []):
+            kernel: Kernel = offer.value
+            reason = self._refusal(kernel, call) if self._allowed(op, offer) else f"ops.{op}={self.market.forced[op]}"
+            if reason is None:
+                self._record(op, path, bucket, offer.label, offer.version, refused)
+                return kernel.build(call)
+            refused.append((offer.label, reason))
+        self._record(op, path, bucket, EXPANDED if schema.composite else REFERENCE, self.market.version, refused)
+        return self._reference(schema, path, static, bucket)
+
+    def _reference(self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
+        def use(op: str, /, **inner: Any) -> OpFunction:
+            return self.resolve(op, path, inner, bucket)
+
+        return load_reference(schema)(static, use)  # type: ignore[no-any-return]
+
+    def _call(self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket) -> OpCall:
+        layouts = {name: weight.layout for name, weight in _linear_weights(static) if name in schema.weights}
+        slot = next(_slots(static), None) if schema.state else None
+        layout = slot.provider.layout if slot is not None and slot.provider is not None else None
+        return OpCall(schema.name, static, bucket, self.market.device, layouts, layout)
+
+    def _refusal(self, kernel: Kernel, call: OpCall) -> str | None:
+        if kernel.state_layout is not None and kernel.state_layout != call.state_layout:
+            return f"is written for state layout {kernel.state_layout!r}, but {call.state_layout!r} was chosen"
+        accepted = {p.layout for p in kernel.packings}
+        for name, layout in call.layouts.items():
+            if accepted and layout not in accepted:
+                return f"does not read {name} in layout {layout!r}"
+        return kernel.supports(call)
+
+    def _record(
+        self, op: str, path: str, bucket: Bucket | None, provider: str, version: str, refused: Sequence[tuple[str, str]]
+    ) -> None:
+        self.manifest.choices.append(Choice(op, path, bucket, provider, version, tuple(refused)))
+
+
+def load_reference(schema: OpSchema) -> Any:
+    """The function that ``schema.reference`` names."""
+    module, _, name = schema.reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _linear_weights(static: Mapping[str, Any]) -> Iterator[tuple[str, LinearWeight]]:
+    for name, value in static.items():
+        if isinstance(value, LinearWeight):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _linear_weights(value)
+
+
+def _slots(static: Mapping[str, Any]) -> Iterator[StateSlot]:
+    for value in static.values():
+        if isinstance(value, StateSlot):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _slots(value)

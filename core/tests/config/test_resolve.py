@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.config.build import from_overrides
+from evener.config.checkpoint import ModelFacts, facts_of, read_model_facts
+from evener.config.host import usable_cores
+from evener.config.packages import Packages
+from evener.config.resolve import GIB, DeviceFacts, ResolvedConfig, forced_ops, resolve_config
+from evener.config.schema import key_specs
+from evener.errors import CheckpointError, ConfigError
+
+HOST = DeviceFacts(
+    backend="host", name="Some CPU", dtypes=frozenset({"float32"}), emulated=frozenset({"bfloat16"}),
+    host_memory=True, free=8 * GIB,
+)  # fmt: skip
+CHIP = DeviceFacts(
+    backend="chip", name="Some chip", dtypes=frozenset({"bfloat16", "float16", "float32"}), graphs=True, free=60 * GIB
+)
+MODEL = ModelFacts(path="/data/Some-Model", model_type="llama", dtype="bfloat16", max_positions=8192)
+
+
+def resolve(device: DeviceFacts = HOST, model: ModelFacts = MODEL, serving: bool = False, **asked: Any) -> ResolvedConfig:
+    config = from_overrides("/data/Some-Model", asked, Packages(lambda: [])).config
+    return resolve_config(config, model, device, serving)
+
+
+def test_auto_becomes_values_with_reasons_and_the_request_stays_as_it_was() -> None:
+    resolved = resolve()
+    assert (resolved.dtype, resolved.reasons["dtype"]) == ("bfloat16", "the checkpoint's own, emulated on this device")
+    assert (resolved.max_seq_len, resolved.max_reqs, resolved.step_tokens) == (8192, 64, 2048)
+    assert resolved.use_cuda_graph is False and resolved.block_size == "auto" and resolved.executor == "inline"
+    assert resolved.served_model_name == "Some-Model"
+    assert resolved.config.dtype == resolved.config.infer.max_reqs == "auto"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        resolved.dtype = "float32"  # type: ignore[misc]
+
+
+def test_an_accelerator_gets_more_requests_graphs_and_what_memory_is_left() -> None:
+    resolved = resolve(CHIP)
+    assert (resolved.max_reqs, resolved.use_cuda_graph, resolved.kv_memory) == (256, True, None)
+    assert resolved.reasons["infer.kv_memory"] == "what is left after warm-up"
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "expected"),
+    [
+        (8 * GIB, "auto", int(3.2 * GIB)),
+        (100 * GIB, "auto", 4 * GIB),
+        (8 * GIB, "0.5", 4 * GIB),
+        (8 * GIB, "1GiB", GIB),
+    ],
+)
+def test_state_on_the_host_takes_at_most_4_gib_and_40_percent(free: int, asked: str, expected: int) -> None:
+    resolved = resolve(dataclasses.replace(HOST, free=free), **{"infer.kv_memory": asked})
+    assert resolved.kv_memory == pytest.approx(expected, abs=1)
+
+
+def test_a_type_that_the_device_lacks_is_an_error_when_asked_and_float32_when_not() -> None:
+    plain = dataclasses.replace(HOST, emulated=frozenset())
+    resolved = resolve(plain)
+    assert resolved.dtype == "float32"
+    assert resolved.reasons["dtype"] == "the checkpoint is bfloat16, which this device cannot compute"
+    with pytest.raises(ConfigError, match="dtype=float16 cannot be computed on Some CPU; it has float32: leave dtype out"):
+        resolve(plain, dtype="float16")
+
+
+def test_the_longest_request_follows_the_checkpoint_up_to_a_cap_that_is_said() -> None:
+    long = dataclasses.replace(MODEL, max_positions=262_144)
+    resolved = resolve(model=long)
+    assert resolved.max_seq_len == 32_768
+    assert "allows 262144; capped for memory, infer.max_seq_len=262144 takes all" in resolved.reasons["infer.max_seq_len"]
+    assert resolve(model=long, **{"infer.max_seq_len": 262_144}).max_seq_len == 262_144
+    with pytest.raises(ConfigError, match=r"infer.max_seq_len=9000 is more than the 8192 positions"):
+        resolve(**{"infer.max_seq_len": 9000})
+    with pytest.raises(ConfigError, match=r"no max_position_embeddings; set infer.max_seq_len=TOKENS"):
+        resolve(model=dataclasses.replace(MODEL, max_positions=None))
+
+
+def test_capturing_where_the_device_cannot_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="Some CPU cannot capture steps; leave it out"):
+        resolve(**{"infer.use_cuda_graph": True})
+    assert resolve(CHIP, **{"infer.use_cuda_graph": False}).use_cuda_graph is False
+
+
+def test_a_server_gets_a_worker_process_unless_it_is_told_otherwise() -> None:
+    assert resolve(serving=True).executor == "process"
+    assert resolve(serving=True, executor="inline").executor == "inline"
+    assert resolve(executor="process").executor == "process"
+
+
+def test_what_the_engine_finds_out_makes_a_new_object() -> None:
+    before = resolve()
+    after = before.with_value("infer.block_size", 16, "every provider offers it")
+    assert (before.block_size, after.block_size) == ("auto", 16)
+    assert ("infer.block_size", 16, "every provider offers it") in after.rows()
+
+
+def test_every_key_is_printed_with_its_value_and_reason() -> None:
+    resolved = resolve(seed=7)
+    rows = {key: (value, reason) for key, value, reason in resolved.rows()}
+    assert rows.keys() == key_specs().keys()
+    assert all(reason for _, reason in rows.values())
+    assert rows["seed"] == (7, "as asked") and rows["infer.depth"] == (2, "the default")
+    assert rows["infer.max_reqs"] == (64, "for host memory") and rows["backend"][0] == "host"
+    assert json.loads(json.dumps(resolved.to_json()))["dtype"]["value"] == "bfloat16"
+    assert len(resolved.text().splitlines()) == len(rows)
+
+
+def test_the_reference_can_be_forced_for_attention_for_all_other_ops_and_for_one() -> None:
+    def forced(**asked: Any) -> dict[str, str]:
+        return forced_ops(from_overrides("m", asked, Packages(lambda: [])).config, ["linear", "rotary"])
+
+    assert forced() == {}
+    assert forced(**{"infer.attn_type": "ref"}) == {"attention": "reference"}
+    assert forced(**{"infer.op_impl": "ref"}) == {"linear": "reference", "rotary": "reference"}
+    assert forced(**{"infer.op_impl": "ref", "ops.linear": "fast"}) == {"linear": "fast", "rotary": "reference"}
+
+
+def test_both_spellings_of_a_checkpoints_type_and_nested_settings_are_read() -> None:
+    assert facts_of("m", {"torch_dtype": "float16"}).dtype == "float16"
+    assert facts_of("m", {"dtype": "torch.bfloat16"}).dtype == "bfloat16"
+    nested = facts_of("m", {"model_type": "x", "text_config": {"dtype": "bfloat16", "max_position_embeddings": 99}})
+    assert (nested.model_type, nested.dtype, nested.max_positions) == ("x", "bfloat16", 99)
+
+
+def test_a_folder_that_cannot_be_used_says_what_to_give(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
+    assert read_model_facts(str(model_folder("ok", architectures=["A"]))).architectures == ("A",)
+    with pytest.raises(CheckpointError, match="does not exist; give the folder that holds config.json"):
+        read_model_facts(str(tmp_path / "no"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="has no config.json"):
+        read_model_facts(str(tmp_path / "empty"))
+    (tmp_path / "empty" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="config.json cannot be read"):
+        read_model_facts(str(tmp_path / "empty"))
+
+
+def test_hardware_threads_of_one_core_count_once_and_a_containers_share_limits_them(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings + "\n")
+    cgroup = tmp_path / "cgroup"
+    cgroup.mkdir()
+    cpus = frozenset(range(4))
+    assert usable_cores(cpus, tmp_path, cgroup)[0] == 2
+    assert usable_cores(frozenset({0, 2}), tmp_path, cgroup)[0] == 1
+    (cgroup / "cpu.max").write_text("max 100000\n")
+    assert usable_cores(cpus, tmp_path, cgroup)[0] == 2
+    (cgroup / "cpu.max").write_text("50000 100000\n")
+    assert usable_cores(cpus, tmp_path, cgroup) == (
+        1, "the container's share of time is 1 of 2 physical cores among the 4 CPUs that this process may use"
+    )  # fmt: skip

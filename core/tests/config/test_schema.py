@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from evener.config.build import from_overrides
+from evener.config.hydra_boundary import from_command_line
+from evener.config.keys import split_command_line
+from evener.config.packages import Packages
+from evener.config.schema import Config, InferConfig, ServeConfig, key_specs, to_flat
+from evener.config.spec import KeySpec
+from evener.errors import ConfigError
+
+KEYS = {key: spec for key, spec in key_specs().items() if key != "model"}
+
+
+def other_value(spec: KeySpec) -> tuple[str, Any]:
+    """A value that is not the default, as typed and as meant; the default where this version has no other."""
+    if spec.supported:
+        value = spec.supported[-1]
+        return (",".join(value) if isinstance(value, tuple) else str(value), value)
+    if spec.choices:
+        value = next(choice for choice in reversed(spec.choices) if choice != spec.default)
+        return str(value), value
+    values = {"str": "some words", "path": "/a/b", "int": 7, "bool": spec.default is not True, "size": 2**31}
+    return str(values[spec.kind]), values[spec.kind]
+
+
+def value_of(config: Config, key: str) -> Any:
+    return to_flat(config)[key]
+
+
+@pytest.mark.parametrize("key", key_specs())
+def test_every_key_has_a_sentence_of_help_and_says_what_it_takes(key: str) -> None:
+    spec = key_specs()[key]
+    assert spec.help.endswith(".") and spec.help[0] in f"`{spec.help[0].upper()}"
+    assert spec.takes()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_but_the_model_has_a_default_that_this_version_honours(key: str) -> None:
+    assert KEYS[key].default is not dataclasses.MISSING
+    assert value_of(Config(model="m"), key) == KEYS[key].default
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_means_the_same_as_word_as_flag_and_from_python(key: str, nothing_installed: Packages) -> None:
+    text, value = other_value(KEYS[key])
+    flag = "--" + key.replace("_", "-")
+    ways = [[f"{key}={text}"], [f"{flag}={text}"], [flag, text], [f"++{key}={text}"]]
+    typed = [from_command_line("m", split_command_line(way).overrides, packages=nothing_installed) for way in ways]
+    python = [from_overrides("m", {key: each}, nothing_installed) for each in (value, text)]
+    assert [value_of(built.config, key) for built in (*typed, *python)] == [value] * 6
+    assert not any(built.notes for built in (*typed, *python))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_can_stand_in_a_file(key: str, nothing_installed: Packages, tmp_path: Any) -> None:
+    text, value = other_value(KEYS[key])
+    section, _, name = key.rpartition(".")
+    shown = f'"{text}"' if KEYS[key].kind in ("str", "path") else "[]" if value == () else text
+    body = f"{name}: {shown}\n"
+    (tmp_path / "whole.yaml").write_text("model: /m\n" + (f"{section}:\n  {body}" if section else body))
+    built = from_command_line(None, (), str(tmp_path / "whole.yaml"), nothing_installed)
+    assert value_of(built.config, key) == value
+
+
+@pytest.mark.parametrize("key", [key for key, spec in KEYS.items() if spec.kind == "int"])
+def test_a_number_that_is_too_small_or_no_number_is_an_error_that_says_what_it_takes(
+    key: str, nothing_installed: Packages
+) -> None:
+    for wrong in ("-1", "many", True, 1.5):
+        with pytest.raises(ConfigError, match="it takes an integer|is not in this version"):
+            from_overrides("m", {key: wrong}, nothing_installed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "missing"),
+    [
+        ("infer.tp_size", 2, "tensor parallelism"),
+        ("infer.pp_size", 2, "pipeline parallelism"),
+        ("infer.dp_size", 2, "data parallelism"),
+        ("infer.ep_size", 2, "expert parallelism"),
+        ("infer.mla_absorb", "absorb", "latent attention"),
+        ("quant", "gguf", "quantization"),
+        ("serve.api_keys", "secret", "API keys"),
+        ("serve.api_keys", [{"key": "secret", "priority": 2}], "API keys"),
+        ("trust_model_code", True, "code from a model's folder"),
+    ],
+)
+def test_what_is_not_built_yet_is_an_error_that_says_so(
+    key: str, value: object, missing: str, nothing_installed: Packages
+) -> None:
+    with pytest.raises(ConfigError, match=f"not in this version: {missing} (is|are) not built yet; leave {key} out"):
+        from_overrides("m", {key: value}, nothing_installed)
+
+
+def test_building_the_objects_by_hand_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="infer.tp_size=2 is not in this version"):
+        InferConfig(tp_size=2)
+    with pytest.raises(ConfigError, match="serve.port=70000 is out of range; it takes an integer from 0 to 65535"):
+        ServeConfig(port=70000)
+    with pytest.raises(ConfigError, match="infer.depth=True is not an integer"):
+        InferConfig(depth=True)
+
+
+def test_a_wrong_choice_comes_with_the_nearest_one(nothing_installed: Packages) -> None:
+    with pytest.raises(ConfigError, match="dtype=bfloat15 .*; did you mean 'bfloat16'"):
+        from_overrides("m", {"dtype": "bfloat15"}, nothing_installed)
+    with pytest.raises(ConfigError, match="load=dumy is not a value of load; it takes auto or dummy; did you mean 'dummy'"):
+        from_overrides("m", {"load": "dumy"}, nothing_installed)
+
+
+@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("half", "float16"), ("FP32", "float32")])
+def test_short_names_of_types_are_understood(short: str, name: str, nothing_installed: Packages) -> None:
+    assert from_overrides("m", {"dtype": short}, nothing_installed).config.dtype == name
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4GiB", 4 * 2**30), ("1.5g", 1_500_000_000), ("512 MiB", 2**29), ("0.4", 0.4), (".5", 0.5), ("auto", "auto")],
+)
+def test_memory_is_bytes_with_a_unit_or_a_fraction(text: str, value: object, nothing_installed: Packages) -> None:
+    assert from_overrides("m", {"infer.kv_memory": text}, nothing_installed).config.infer.kv_memory == value
+
+
+def test_memory_without_its_unit_is_an_error_that_gives_it(nothing_installed: Packages) -> None:
+    with pytest.raises(ConfigError, match="4 bytes, which is too small; for GiB write infer.kv_memory=4GiB"):
+        from_overrides("m", {"infer.kv_memory": "4"}, nothing_installed)
+    for wrong in ("1.5", 1.5, "0.0", "lots", "4 apples"):
+        with pytest.raises(ConfigError, match="infer.kv_memory="):
+            from_overrides("m", {"infer.kv_memory": wrong}, nothing_installed)
+
+
+def test_a_config_survives_the_way_to_another_process_and_through_its_flat_form(packages: Packages) -> None:
+    asked = {"infer.depth": 1, "ops.attention": "wid-get", "wid-get.lanes": "8", "serve.served_model_name": "a b"}
+    config = from_overrides("m", asked, packages).config
+    assert pickle.loads(pickle.dumps(config)) == config
+    flat = to_flat(config)
+    assert from_overrides(flat.pop("model"), flat, packages).config == config
+    assert config.options == {"wid-get": {"lanes": 8}}

@@ -1,0 +1,217 @@
+"""Conversations to text, as transformers renders them, and no further than a model may go."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.errors import CheckpointError, RequestError, TemplateError
+from evener.frontend.chat import Chat, normalize
+from evener.frontend.render import Renderer
+from evener.frontend.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "hi"}
+FUNCTION = {"name": "f", "description": "<a> & 'é'", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [USER],
+    [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": " é <b> "}],
+    [USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}],
+]
+WRITTEN = [
+    "{% for m in messages %}[{{ m['role'] }}] {{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}",
+    "{{ bos_token }}{%- for m in messages %}\n    {%- if m.role == 'user' %}\n  U:{{ m.content }}\n    {% else %}\n  O\n"
+    "  {% endif %}\n{% endfor %}",
+    "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ eos_token }}",
+    "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}{{ messages | length }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ dict(a=1) }}",
+    "{{ strftime_now('%Y') }}{{ documents is none }}{{ messages[-1].content[::-1] }}{{ undefined_name }}",
+]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    renderer = Renderer(time_limit=1.0)
+    yield renderer
+    renderer.close()
+
+
+def chat(renderer: Renderer, template: str) -> Chat:
+    return Chat({"default": template}, {"bos_token": "<s>", "eos_token": "</s>"}, renderer)
+
+
+def oracle(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    rendered, _ = utils.render_jinja_template(
+        conversations=[messages], chat_template=template, bos_token="<s>", eos_token="</s>", **more
+    )
+    return str(rendered[0])
+
+
+@pytest.mark.parametrize("template", WRITTEN)
+def test_templates_render_as_transformers_renders_them(renderer: Renderer, template: str) -> None:
+    for messages in CONVERSATIONS:
+        for more in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": TOOLS}):
+            assert chat(renderer, template).render(messages, **more) == oracle(template, messages, **more)
+
+
+@pytest.mark.parametrize("template", WRITTEN[:3])
+def test_a_final_message_is_continued_as_transformers_does(renderer: Renderer, template: str) -> None:
+    messages = [USER, {"role": "assistant", "content": "The answer is  "}]
+    if template == WRITTEN[1]:
+        messages = [{"role": "user", "content": "tell me"}]
+    ours = chat(renderer, template).render(messages, continue_final_message=True)
+    assert ours == oracle(template, messages, continue_final_message=True)
+
+
+@pytest.mark.model
+def test_a_real_models_chats_are_those_of_transformers(smollm2_dir: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoTokenizer.from_pretrained(smollm2_dir)
+    tokenizer = Tokenizer.from_folder(smollm2_dir)
+    assert tokenizer is not None
+    ours = Chat.from_folder(smollm2_dir, tokenizer)
+    for messages in CONVERSATIONS:
+        for more in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": TOOLS}):
+            text = ours.render(messages, **more)
+            assert text == reference.apply_chat_template(messages, tokenize=False, **more)
+            ids = reference.apply_chat_template(messages, return_dict=False, **more)
+            assert tokenizer.encode(text, add_special_tokens=False) == ids
+    ours.close()
+
+
+def test_raise_exception_is_the_templates_own_error(renderer: Renderer) -> None:
+    with pytest.raises(TemplateError, match="roles must alternate") as caught:
+        chat(renderer, "{{ raise_exception('roles must alternate') }}").render([USER])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% if %}", "{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"],
+)
+def test_a_template_that_fails_is_an_error_and_the_next_one_works(renderer: Renderer, template: str) -> None:
+    with pytest.raises(TemplateError, match="chat template refused"):
+        chat(renderer, template).render([USER])
+    assert chat(renderer, "ok").render([USER]) == "ok"
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (ENDLESS, "longer than 0.5 s"),
+        ("{{ 7 ** (9 ** 9) }}", "longer than 0.5 s"),
+        ("{{ 'x' * 10 ** 11 }}", "too much memory"),
+    ],
+)
+def test_a_template_cannot_hang_or_fill_the_server(template: str, why: str) -> None:
+    renderer = Renderer(time_limit=0.5)
+    begin = time.monotonic()
+    with pytest.raises(TemplateError, match=why):
+        chat(renderer, template).render([USER])
+    assert time.monotonic() - begin < 30
+    assert chat(renderer, "ok").render([USER]) == "ok"
+    renderer.close()
+
+
+def test_a_render_process_that_was_killed_is_replaced() -> None:
+    renderer = Renderer()
+    assert chat(renderer, "one").render([USER]) == "one"
+    assert renderer._process is not None
+    renderer._process.kill()
+    renderer._process.wait()
+    assert chat(renderer, "two").render([USER]) == "two"
+    renderer.close()
+    renderer.close()
+
+
+def test_large_conversations_and_half_surrogates_pass_the_pipe(renderer: Renderer) -> None:
+    text = "é\ud800" * 300_000
+    assert chat(renderer, "{{ messages[0].content }}").render([{"role": "user", "content": text}]) == text
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(renderer: Renderer) -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert chat(renderer, "{{ messages[0].role }}").render(messages) == "system"
+    assert chat(renderer, "{# developer #}{{ messages[0].role }}").render(messages) == "developer"
+
+
+def test_text_parts_are_joined_by_line_ends() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert normalize([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a\nb"}]
+
+
+def test_arguments_of_tool_calls_become_objects_and_empty_fields_are_left_out() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []}
+    plain = normalize([message, {"role": "tool", "tool_call_id": "c", "content": "2"}])
+    assert plain[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert plain[0]["content"] is None
+    assert set(plain[0]) == {"role", "content", "tool_calls"}
+    assert plain[1] == {"role": "tool", "tool_call_id": "c", "content": "2"}
+    assert call["function"]["arguments"] == '{"a": 1}'
+
+
+def test_reasoning_is_there_under_the_names_that_templates_read() -> None:
+    plain = normalize([{"role": "assistant", "content": "x", "reasoning": "why"}])[0]
+    assert (plain["reasoning_content"], plain["thinking"]) == ("why", "why")
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        (["hi"], "messages[0]"),
+        ([{"role": "robot", "content": ""}], "messages[0].role"),
+        ([USER, {"role": "user"}], "messages[1].content"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{**USER, "audio": {"id": "x"}}], "messages[0].audio"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_a_message_that_cannot_be_used_is_an_error_that_names_its_place(messages: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        normalize(messages)
+    assert caught.value.param == param
+
+
+def test_templates_are_found_in_their_own_files_before_the_tokenizers(tmp_path: Path, renderer: Renderer) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    found = Chat.from_folder(tmp_path, None)
+    assert (found.render([USER]), found.render([USER], tools=TOOLS)) == ("plain", "tools")
+    found.close()
+    (tmp_path / "chat_template.jinja").write_text("own file")
+    found = Chat.from_folder(tmp_path, None)
+    assert found.render([USER], tools=TOOLS) == "own file"
+    found.close()
+
+
+def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
+    found = Chat.from_folder(tmp_path, None)
+    assert not found.available
+    with pytest.raises(TemplateError, match="no chat template: send a prompt to completions"):
+        found.render([USER])
+
+
+def test_a_malformed_list_of_templates_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "x"}]}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        Chat.from_folder(tmp_path, None)

@@ -1,0 +1,172 @@
+"""``LLM`` on an engine without a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener import LLM, SamplingParams
+from evener.engine.messages import Abort, FromController, NewRequest
+from evener.errors import EngineDeadError, EngineError, RequestError, TemplateError
+from evener.testing.fake_engine import FakeEngine
+from evener.testing.tiny_tokenizer import write_tiny_tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+def make(folder: Path, engine: FakeEngine | None = None) -> LLM:
+    return LLM.from_client(engine or FakeEngine(), model_dir=folder)
+
+
+def test_outputs_are_in_the_order_of_the_prompts(tiny_dir: Path) -> None:
+    with make(tiny_dir) as llm:
+        params = [SamplingParams(max_tokens=n) for n in (6, 2, 3)]
+        outputs = llm.generate(["ab", [99, 100], "ef"], params)
+    assert [output.outputs[0].text for output in outputs] == ["ababab", "cd", "efe"]
+    assert [output.prompt for output in outputs] == ["ab", None, "ef"]
+    assert [output.prompt_token_ids for output in outputs] == [[97, 98], [99, 100], [101, 102]]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_one_string_and_one_flat_list_of_ids_are_one_prompt(tiny_dir: Path) -> None:
+    with make(tiny_dir) as llm:
+        assert [output.outputs[0].text for output in llm.generate("ab", GREEDY)] == ["abab"]
+        assert [output.outputs[0].text for output in llm.generate([97, 98], GREEDY)] == ["abab"]
+        assert llm.generate([]) == []
+        assert len(llm.generate("ab")[0].outputs[0].token_ids) == 16
+
+
+def test_samples_of_a_prompt_are_outputs_of_one_request(tiny_dir: Path) -> None:
+    with make(tiny_dir) as llm:
+        (output,) = llm.generate("ab", SamplingParams(n=3, max_tokens=2))
+    assert [(sample.index, sample.text) for sample in output.outputs] == [(0, "ab"), (1, "ab"), (2, "ab")]
+
+
+def test_nothing_is_submitted_when_one_prompt_is_wrong(tiny_dir: Path) -> None:
+    engine = FakeEngine()
+    with make(tiny_dir, engine) as llm:
+        for prompts, params in (
+            (["ab", ""], None),
+            ([[1], [999]], None),
+            ("ab", [GREEDY, GREEDY]),
+            (7, None),
+            ([1, "a"], None),
+            (["a" * 127], SamplingParams(max_tokens=2)),
+        ):
+            with pytest.raises(RequestError):
+                llm.generate(prompts, params)  # type: ignore[arg-type]
+        assert engine.sent == []
+        assert llm.generate("ab", GREEDY)[0].finished
+
+
+def test_a_conversation_goes_through_the_template(tiny_dir: Path) -> None:
+    with make(tiny_dir) as llm:
+        hello = [{"role": "user", "content": "hello"}]
+        (output,) = llm.chat(hello)
+        assert output.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        assert output.prompt_token_ids[0] == 257
+        # The echo repeats the prompt up to its EOS token.
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("user\nhello", "stop")
+        assert len(llm.chat([hello, hello], GREEDY)) == 2
+        with pytest.raises(RequestError, match="conversation"):
+            llm.chat([])
+
+
+def test_a_model_without_tokenizer_takes_and_gives_ids(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    with make(tmp_path) as llm:
+        assert llm.tokenizer is None
+        (output,) = llm.generate([1, 2, 3])
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == ([1, 2, 3], "")
+        params = SamplingParams(detokenize=False, ignore_eos=True, max_tokens=5)
+        assert llm.generate([1, 2, 3], params)[0].outputs[0].token_ids == [1, 2, 3, 1, 2]
+        with pytest.raises(RequestError, match="no tokenizer"):
+            llm.generate("text")
+        with pytest.raises(TemplateError, match="no chat template"):
+            llm.chat([{"role": "user", "content": "x"}])
+
+
+def test_a_request_that_fails_raises_after_the_others_ended_or_is_returned(tiny_dir: Path) -> None:
+    class Failing(FakeEngine):
+        def send(self, message: Any) -> None:
+            super().send(message)
+            if isinstance(message, NewRequest) and message.prompt == [98]:
+                self.fail(message.id, "its device caught fire")
+
+    with make(tiny_dir, Failing()) as llm:
+        with pytest.raises(EngineError, match="prompt 1 failed: its device caught fire"):
+            llm.generate(["a", "b", "c"], GREEDY)
+        outputs = llm.generate(["a", "b", "c"], GREEDY, raise_on_error=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].error == "its device caught fire"
+
+
+def test_a_dead_engine_ends_the_call_and_every_later_one(tiny_dir: Path) -> None:
+    class Dying(FakeEngine):
+        def send(self, message: Any) -> None:
+            super().send(message)
+            self.die("killed")
+
+    llm = make(tiny_dir, Dying())
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="killed"):
+            llm.generate("ab")
+    llm.close()
+
+
+def test_an_engine_that_does_not_start_is_closed_and_says_why(tiny_dir: Path) -> None:
+    engine = FakeEngine(auto_ready=False)
+    engine.die("no device")
+    with pytest.raises(EngineDeadError, match="did not start: no device"):
+        make(tiny_dir, engine)
+    assert engine.closed
+
+
+def test_an_interrupted_call_aborts_what_it_sent_and_the_next_call_works(tiny_dir: Path) -> None:
+    class Interrupted(FakeEngine):
+        receives = 0
+
+        def receive(self, timeout: float | None) -> list[FromController]:
+            self.receives += 1
+            if self.receives == 3:
+                raise KeyboardInterrupt
+            return super().receive(timeout)
+
+    engine = Interrupted()
+    with make(tiny_dir, engine) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["ab", "cd"])
+        assert [message.id for message in engine.sent if isinstance(message, Abort)] == ["0", "1"]
+        assert llm.generate("ab", GREEDY)[0].outputs[0].text == "abab"
+
+
+def test_two_live_in_one_process_and_a_closed_one_says_so(tiny_dir: Path, tmp_path: Path) -> None:
+    first, second = make(tiny_dir), make(write_tiny_tokenizer(tmp_path))
+    assert first.generate("ab", GREEDY)[0].outputs[0].text == second.generate("ab", GREEDY)[0].outputs[0].text
+    first.close()
+    first.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        first.generate("ab")
+    assert second.generate("ab", GREEDY)[0].finished
+    second.close()
+
+
+def test_importing_evener_and_its_names_leaves_torch_and_transformers_out() -> None:
+    code = (
+        "import sys, evener; from evener import LLM, AsyncLLM, SamplingParams, RequestOutput, CompletionOutput\n"
+        "assert evener.__version__ and set(evener.__all__) == set(dir(evener))\n"
+        "print([name for name in ('torch', 'transformers', 'fastapi', 'hydra') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_name_that_evener_does_not_have_is_an_attribute_error() -> None:
+    import evener
+
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        evener.LMM  # noqa: B018

@@ -1,0 +1,352 @@
+"""Loading: only what was chosen, its hooks checked, all or nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from evener.errors import (
+    ArchitectureError,
+    BackendError,
+    ConfigError,
+    DescriptorError,
+    DuplicateNameError,
+    HookError,
+    UnknownNameError,
+)
+from evener.plugins.catalog import Package
+from evener.plugins.hub import Hub
+
+from .conftest import DEVICE, Site, score_of
+
+NAMED = """
+from types import SimpleNamespace
+from evener.contracts.hooks import hookimpl
+
+def named(**fields):
+    return SimpleNamespace(**fields)
+"""
+
+
+def kernels(*ops: str) -> str:
+    return f"""{NAMED}
+@hookimpl
+def evener_kernels(device, options):
+    return [named(op=op, device=device, options=options) for op in {ops!r}]
+"""
+
+
+def test_only_chosen_modules_are_imported(site: Site) -> None:
+    bomb = "raise AssertionError('imported')"
+    site.add("backend", "cpu", module=bomb, probe=score_of(10))
+    site.add("backend", "chip")
+    site.add("kernels", "foreign", 'needs=frozenset({"tag"}), ops=("x",)', module=bomb)
+    site.add("plugin", "lazy", 'architectures={"A": "{pkg}.plugin:A"}', contracts='"architecture": 1', module="A = 1")
+    loaded = site.load()
+    assert loaded.backend.name == "chip" and loaded.backend.distribution == "dist-chip"
+    assert str(loaded.open_device(1)) == "device 1"
+    assert "dist_cpu.plugin" not in sys.modules and "dist_foreign.plugin" not in sys.modules
+
+
+def test_autoload_of_device_extensions_is_off_before_any_module_is_imported(site: Site) -> None:
+    check = "import os\nassert os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] == '0'\n"
+    site.add("backend", "chip", module=check + DEVICE)
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    site.load()
+
+
+def test_delivered_objects_come_with_their_package_the_backends_first(site: Site) -> None:
+    site.add("backend", "chip", 'ops=("a", "b")', module=DEVICE + kernels("a", "b"), contracts=_contracts("ops"))
+    site.add("kernels", "fast", 'ops=("a",)', module=kernels("a", "a"))
+    loaded = site.load()
+    device: Any = loaded.open_device(0)
+    found = [(each.value.op, each.package, each.distribution, each.version) for each in loaded.kernels(device)]
+    assert found == [
+        ("a", "chip", "dist-chip", "1.0"),
+        ("b", "chip", "dist-chip", "1.0"),
+        ("a", "fast", "dist-fast", "1.0"),
+        ("a", "fast", "dist-fast", "1.0"),
+    ]
+
+
+def _contracts(*more: str) -> str:
+    return ", ".join(f'"{name}": 1' for name in ("probe", "device", *more))
+
+
+EVERYTHING = f"""{NAMED}
+@hookimpl
+def evener_op_schemas():
+    return [named(name="x.op")]
+
+@hookimpl
+def evener_state_kinds():
+    return (named(name="kind"),)
+
+@hookimpl
+def evener_quant_schemes():
+    return [named(name="q9")]
+
+@hookimpl
+def evener_state_providers(device, options):
+    return [named(name="paged")]
+
+@hookimpl(specname="evener_graph_capture")
+def capture(device, options):
+    return "the backend's graphs"
+
+@hookimpl
+def evener_communicator(options):
+    return "the backend's ring"
+"""
+
+
+def test_everything_a_package_can_deliver_arrives(site: Site) -> None:
+    fields = 'op_schemas=("x.op",), state_kinds=("kind",), formats=("q9",), states=("paged",)'
+    site.add("backend", "chip", fields, module=DEVICE + EVERYTHING, contracts=_contracts("ops", "state", "quant"))
+    loaded = site.load()
+    device = loaded.open_device()
+    delivered: list[Any] = [
+        *loaded.op_schemas(),
+        *loaded.state_kinds(),
+        *loaded.quant_schemes(),
+        *loaded.state_providers(device),
+    ]
+    assert [each.value.name for each in delivered] == ["x.op", "kind", "q9", "paged"]
+    graphs: Any = loaded.graph_capture(device)
+    ring: Any = loaded.communicator()
+    assert (graphs.value, graphs.package) == ("the backend's graphs", "chip")
+    assert ring.value == "the backend's ring"
+
+
+GRAPHS = """
+from evener.contracts.hooks import hookimpl
+
+@hookimpl
+def evener_graph_capture(device, options):
+    return "its own graphs"
+"""
+
+
+def test_a_graph_package_goes_before_the_backend_and_two_are_an_error(site: Site) -> None:
+    module = DEVICE + GRAPHS.replace("its own", "the backend's")
+    site.add("backend", "chip", module=module, contracts=_contracts("graph"))
+    site.add("graphs", "one", module=GRAPHS)
+    provided: Any = site.load().graph_capture(None)  # type: ignore[arg-type]
+    assert (provided.value, provided.distribution) == ("its own graphs", "dist-one")
+    assert site.load().communicator() is None
+    site.add("graphs", "two", module=GRAPHS)
+    with pytest.raises(BackendError, match=r"dist-one.*dist-two.*EVENER_DISABLE_PLUGINS=dist-two"):
+        site.load().graph_capture(None)  # type: ignore[arg-type]
+
+
+MARKED = "from evener.contracts.hooks import hookimpl\n"
+OTHERS = 'import pluggy\nhookimpl = pluggy.HookimplMarker("someone")\n'
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def evener_kernels(device, options): ...", "looks like a hook but has no marker"),
+        (f"{OTHERS}@hookimpl\ndef evener_kernels(device, options): ...", "is marked for project 'someone'"),
+        (f"{MARKED}@hookimpl\ndef evener_kernel(device, options): ...", "no hook 'evener_kernel'; did you mean"),
+        ("def evener_kernel(device, options): ...", "looks like a hook but has no marker"),
+        (f"{MARKED}@hookimpl(optionalhook=True)\ndef evener_kernel(device, options): ...", "optionalhook=True"),
+        (f"{MARKED}@hookimpl(specname='evener_krnels')\ndef f(device, options): ...", "did you mean 'evener_kernels'"),
+        (f"{MARKED}@hookimpl\ndef kernels(device, options): ...", "evener has no hook 'kernels'"),
+        (f"{MARKED}@hookimpl\ndef evener_kernels(device): ...", "does not take 'options'"),
+        (f"{MARKED}@hookimpl\ndef evener_kernels(device, options=None): ...", "does not take 'options'"),
+        (f"{MARKED}@hookimpl\ndef evener_kernels(*args): ...", "does not take 'device'"),
+        (f"{MARKED}@hookimpl\ndef evener_kernels(device, options, extra): ...", "no argument 'extra' is passed"),
+        (f"{MARKED}@hookimpl(wrapper=True)\ndef evener_kernels(device, options):\n    yield", "wrapper=True"),
+        ("import functools\nevener_kernels = functools.partial(print)", "is a partial; make it a plain function"),
+        (
+            f"{MARKED}@hookimpl\ndef evener_kernels(device, options): ...\n"
+            "@hookimpl(specname='evener_kernels')\ndef again(device, options): ...",
+            "implemented twice",
+        ),
+    ],
+)
+def test_a_misspelt_hook_is_an_error_that_names_the_package(site: Site, source: str, says: str) -> None:
+    site.add("backend", "chip")
+    site.add("kernels", "fast", 'ops=("x",)', module=source)
+    with pytest.raises(HookError) as raised:
+        site.load()
+    assert "dist-fast" in str(raised.value) and says in str(raised.value)
+
+
+def test_an_imported_specification_and_plain_helpers_are_no_hooks(site: Site) -> None:
+    extra = (
+        "from evener.contracts.hooks import evener_kernels\n"
+        "import evener.errors as evener_errors\n"
+        "class evener_thing: ...\n"
+        "def helper(): ...\n"
+    )
+    site.add("backend", "chip", module=DEVICE + extra)
+    assert str(site.load().open_device()) == "device 0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "module", "says"),
+    [
+        ("kernels", 'ops=("x",)', "", "announces ops ('x',) but does not implement evener_kernels"),
+        ("plugin", "", kernels("x"), "implements evener_kernels but its descriptor announces no ops"),
+        ("plugin", "", DEVICE, "implements evener_device, which belongs into evener.backends"),
+        ("graphs", "", "", "must implement evener_graph_capture"),
+        ("plugin", 'op_schemas=("y",)', EVERYTHING.split("@hookimpl\ndef evener_state_kinds")[0], "'x.op'"),
+    ],
+)
+def test_what_is_announced_and_what_is_delivered_must_agree(
+    site: Site, kind: str, fields: str, module: str, says: str
+) -> None:
+    site.add("backend", "chip")
+    site.add(kind, "odd", fields, module=module, contracts='"ops": 1, "graph": 1')
+    with pytest.raises(DescriptorError) as raised:
+        site.load()
+    assert "dist-odd" in str(raised.value) and says in str(raised.value)
+
+
+@pytest.mark.parametrize(("announced", "delivered"), [(("a",), ("a", "b")), (("a", "b"), ("a",))])
+def test_kernels_are_compared_with_the_announced_ops_in_both_directions(
+    site: Site, announced: tuple[str, ...], delivered: tuple[str, ...]
+) -> None:
+    site.add("backend", "chip", f"ops={announced!r}", module=DEVICE + kernels(*delivered), contracts=_contracts("ops"))
+    loaded = site.load()
+    with pytest.raises(DescriptorError, match=r"dist-chip.*'b'"):
+        loaded.kernels(loaded.open_device())
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise OSError('no kernels')", "evener_kernels raised OSError: no kernels"),
+        ("return None", "returned None; it returns a list or a tuple"),
+        ("return [3]", "returned 3, which has no .op"),
+    ],
+)
+def test_a_hook_that_fails_is_an_error_that_names_the_package(site: Site, body: str, says: str) -> None:
+    source = f"{MARKED}@hookimpl\ndef evener_kernels(device, options):\n    {body}\n"
+    site.add("backend", "chip", 'ops=("x",)', module=DEVICE + source, contracts=_contracts("ops"))
+    loaded = site.load()
+    with pytest.raises(HookError) as raised:
+        loaded.kernels(loaded.open_device())
+    assert "dist-chip" in str(raised.value) and says in str(raised.value)
+
+
+def test_a_device_that_cannot_be_opened_is_a_backend_error_with_the_cause(site: Site) -> None:
+    failing = DEVICE.replace('return f"device {index}"', "raise OSError('in use')")
+    site.add("backend", "chip", module=failing)
+    with pytest.raises(BackendError, match=r"dist-chip.*cannot open device 2.*in use") as raised:
+        site.load().open_device(2)
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_a_backend_without_that_device_says_what_its_probe_found(site: Site) -> None:
+    site.add("backend", "chip", module=DEVICE.replace('return f"device {index}"', "return None"))
+    with pytest.raises(BackendError, match=r"has no device 7; it found 0 \(a chip\)"):
+        site.load().open_device(7)
+
+
+def test_a_module_that_fails_to_import_is_an_error_with_the_cause(site: Site) -> None:
+    site.add("backend", "chip", module="import nowhere_to_be_found")
+    with pytest.raises(DescriptorError, match=r"dist-chip.*nowhere_to_be_found") as raised:
+        site.load()
+    assert isinstance(raised.value.__cause__, ModuleNotFoundError)
+
+
+STATES = f"""{NAMED}
+@hookimpl
+def evener_state_providers(device, options):
+    return [named(name="paged")]
+"""
+
+
+def test_two_chosen_packages_that_deliver_one_name_are_an_error_that_names_both(site: Site) -> None:
+    site.add("backend", "chip", 'states=("paged",)', module=DEVICE + STATES, contracts=_contracts("state"))
+    site.add("kernels", "fast", 'states=("paged",)', module=STATES, contracts='"state": 1')
+    with pytest.raises(DuplicateNameError, match=r"state provider 'paged'.*'dist-chip'.*'dist-fast'"):
+        site.load()
+
+
+def _module(source: str) -> ModuleType:
+    module = ModuleType("made_up")
+    exec(source, vars(module))
+    return module
+
+
+def _package(site: Site, name: str) -> Package:
+    return next(package for package in site.discover().packages if package.name == name)
+
+
+def test_a_failed_registration_leaves_everything_as_it_was(site: Site) -> None:
+    fields = 'op_schemas=("x.op",), commands={"go": "m:go"}, module="m"'
+    site.add("plugin", "fails", fields, contracts='"ops": 1')
+    site.add("plugin", "works", 'op_schemas=("y.op",), module="m"', contracts='"ops": 1')
+    schemas = EVERYTHING.split("@hookimpl\ndef evener_state_kinds")[0]
+    hub = Hub()
+    hub.register(_package(site, "works"), _module(schemas.replace("x.op", "y.op")), {})
+    before = (hub.packages, hub.delivered("evener_op_schemas"), hub._manager.list_name_plugin(), dict(hub._owners))
+    wrong = _module(schemas.replace('named(name="x.op")', 'named(name="x.op"), named(name="z.op")'))
+    with pytest.raises(DescriptorError, match=r"z\.op"):
+        hub.register(_package(site, "fails"), wrong, {})
+    raising = _module(schemas.replace("return", "raise OSError;"))
+    with pytest.raises(HookError, match=r"OSError"):
+        hub.register(_package(site, "fails"), raising, {})
+    after = (hub.packages, hub.delivered("evener_op_schemas"), hub._manager.list_name_plugin(), dict(hub._owners))
+    assert after == before
+    assert hub._manager.hook.evener_op_schemas() == [[each.value for each in before[1]]]
+    hub.register(_package(site, "fails"), _module(schemas), {})
+    assert [each.value.name for each in hub.delivered("evener_op_schemas")] == ["y.op", "x.op"]
+
+
+def test_two_packages_cannot_share_a_module_and_one_cannot_register_twice(site: Site) -> None:
+    site.add("plugin", "one", 'module="m"')
+    site.add("plugin", "two", 'module="m"')
+    hub, module = Hub(), _module("")
+    hub.register(_package(site, "one"), module, {})
+    with pytest.raises(DescriptorError, match=r"which evener.plugins:one registered already"):
+        hub.register(_package(site, "two"), module, {})
+    with pytest.raises(DuplicateNameError):
+        hub.register(_package(site, "one"), module, {})
+
+
+def test_options_are_checked_before_anything_is_imported(site: Site) -> None:
+    fields = 'options={"depth": Option(type=int, default=2, help="How deep.")}'
+    site.add("backend", "chip", fields, module="raise AssertionError('imported')")
+    with pytest.raises(UnknownNameError, match=r"did you mean 'depth'"):
+        site.load({"chip": {"dept": 3}})
+    with pytest.raises(ConfigError, match=r"chip.depth='deep': it takes a whole number"):
+        site.load({"chip": {"depth": "deep"}})
+    with pytest.raises(UnknownNameError, match=r"did you mean 'chip'"):
+        site.load({"chap": {"depth": 3}})
+
+
+def test_hooks_get_their_own_packages_options(site: Site) -> None:
+    fields = 'options={"depth": Option(type=int, default=2, help="How deep.")}, ops=("x",)'
+    site.add("backend", "chip", fields, module=DEVICE + kernels("x"), contracts=_contracts("ops"))
+    site.add("kernels", "fast", fields, module=kernels("x"))
+    loaded = site.load({"fast": {"depth": "5"}})
+    provided: Any = loaded.kernels(loaded.open_device())
+    assert [each.value.options for each in provided] == [{"depth": 2}, {"depth": 5}]
+
+
+def test_lazy_targets_load_when_asked_and_map_failures(site: Site) -> None:
+    fields = """architectures={"Good": "{pkg}.archs:Good", "Gone": "{pkg}.archs:Gone", "Lost": "{pkg}.lost:X"},
+        commands={"go": "{pkg}.archs:gone"}, request_plugins={"p": "{pkg}.archs:Good"}"""
+    site.add("backend", "chip")
+    site.add("plugin", "models", fields, contracts='"architecture": 1, "request_plugin": 1')
+    (site.folder / "dist_models" / "archs.py").write_text("class Good: ...\n")
+    loaded = site.load()
+    assert "dist_models.archs" not in sys.modules
+    assert loaded.architectures["Good"].load() is loaded.request_plugins["p"].load()
+    with pytest.raises(ArchitectureError, match=r"'Gone' of dist-models.*has no 'Gone'") as raised:
+        loaded.architectures["Gone"].load()
+    assert isinstance(raised.value.__cause__, AttributeError)
+    with pytest.raises(ArchitectureError, match=r"'Lost'.*ModuleNotFoundError") as raised:
+        loaded.architectures["Lost"].load()
+    assert isinstance(raised.value.__cause__, ImportError)
+    with pytest.raises(DescriptorError, match=r"command 'go' of dist-models"):
+        loaded.commands["go"].load()

@@ -1,0 +1,18 @@
+"""The model families that evener ships, registered through the same entry point that a stranger would use. Torch-free."""
+
+from __future__ import annotations
+
+from evener.contracts.descriptor import Descriptor
+
+descriptor = Descriptor(
+    name="models",
+    summary="Llama, Mistral, Qwen2, Qwen3 and Gemma 3 text models.",
+    contracts={"descriptor": 1, "architecture": 1, "layers": 1},
+    architectures={
+        "LlamaForCausalLM": "evener_models.llama:LlamaForCausalLM",
+        "MistralForCausalLM": "evener_models.mistral:MistralForCausalLM",
+        "Qwen2ForCausalLM": "evener_models.qwen2:Qwen2ForCausalLM",
+        "Qwen3ForCausalLM": "evener_models.qwen3:Qwen3ForCausalLM",
+        "Gemma3ForCausalLM": "evener_models.gemma3:Gemma3ForCausalLM",
+    },
+)

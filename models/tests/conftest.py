@@ -1,0 +1,41 @@
+"""Tiny random models, made by transformers and saved as folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TinyModel = Callable[..., tuple[Any, Path]]
+
+
+def _randomise(model: Any) -> None:
+    """Weights large enough that norms, biases, windows and caps all show in the logits."""
+    generator = torch.Generator().manual_seed(7)
+    offset = 0.0 if model.config.model_type.startswith("gemma") else 1.0
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        with torch.no_grad():
+            if name.endswith("norm.weight"):
+                parameter.copy_(offset + 0.2 * noise)
+            else:
+                parameter.copy_((0.1 if parameter.dim() == 1 else 0.25) * noise)
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> TinyModel:
+    """``tiny_model(config, **save options)``: transformers' model for a config, in fp32, and the folder that it was saved in."""
+
+    def make(config: dict[str, Any], **options: Any) -> tuple[Any, Path]:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        made = AutoConfig.for_model(**config)
+        model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
+        _randomise(model)
+        model.save_pretrained(tmp_path, **options)
+        return model, tmp_path
+
+    return make

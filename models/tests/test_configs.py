@@ -1,0 +1,81 @@
+"""What a family does not implement, or a config does not say, is an error that names the key; declaring needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from evener.errors import ArchitectureError
+from evener.layers import Builder
+from evener.testing.naive import NaiveModel, find_architecture
+from evener_models import descriptor
+
+
+def declare(name: str, **changes: Any) -> Builder:
+    build = Builder("float32", 64)
+    config = {**find_architecture(f"{name}ForCausalLM").tiny_config(), **changes}
+    find_architecture(f"{name}ForCausalLM")({k: v for k, v in config.items() if v != "absent"}, build)
+    return build
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "names"),
+    [
+        ("Llama", {"hidden_act": "relu6"}, ["hidden_act", "relu6", "silu"]),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, ["rope_type", "yarn", "llama3"]),
+        ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, ["low_freq_factor"]),
+        ("Llama", {"rope_parameters": {"rope_type": "default"}}, ["rope_theta"]),
+        ("Llama", {"hidden_size": "absent"}, ["hidden_size"]),
+        ("Llama", {"rms_norm_eps": None}, ["rms_norm_eps"]),
+        ("Llama", {"num_key_value_heads": 4}, ["num_key_value_heads", "num_attention_heads = 6"]),
+        ("Llama", {"head_dim": None, "hidden_size": 61}, ["num_attention_heads", "hidden_size = 61"]),
+        ("Mistral", {"rope_parameters": "absent"}, ["rope_theta", "rope_parameters"]),
+        ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        ("Mistral", {"attention_bias": True}, ["attention_bias"]),
+        ("Qwen2", {"rope_parameters": "absent"}, ["rope_theta"]),
+        ("Qwen2", {"layer_types": ["full_attention"]}, ["layer_types", "num_hidden_layers = 3"]),
+        ("Qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, ["layer_types"]),
+        ("Qwen2", {"max_window_layers": None}, ["max_window_layers"]),
+        ("Qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, ["sliding_window"]),
+        ("Qwen3", {"head_dim": None}, ["head_dim"]),
+        ("Gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("Gemma3", {"query_pre_attn_scalar": None}, ["query_pre_attn_scalar"]),
+        ("Gemma3", {"layer_types": None}, ["layer_types", "sliding_window_pattern"]),
+        ("Gemma3", {"rope_parameters": None, "rope_theta": 1e6}, ["rope_local_base_freq"]),
+        ("Gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}, "rope_theta": 1e6}, ["sliding_attention"]),
+    ],
+)
+def test_a_config_value_that_is_missing_or_not_implemented_is_named(
+    family: str, changes: dict[str, Any], names: list[str]
+) -> None:
+    with pytest.raises(ArchitectureError) as error:
+        declare(family, **changes)
+    for name in names:
+        assert name in str(error.value)
+
+
+def test_layers_of_a_gemma_share_two_rotary_tables_and_make_two_kinds_of_state() -> None:
+    build = declare("Gemma3")
+    assert sum(type(weight).__name__ == "Table" for weight in build.weights) == 2
+    assert [(slot.spec.kind, slot.spec.window) for slot in build.slots] == [("window", 7)] * 3 + [("full", None)]
+
+
+@pytest.mark.parametrize("name", descriptor.architectures)
+def test_a_tiny_config_runs_on_dummy_weights(name: str) -> None:
+    model = NaiveModel(find_architecture(name).tiny_config(), "bfloat16")
+    logits = model.logits([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    assert logits.shape == (10, model.model.vocab_size)
+    assert logits.isfinite().all() and logits.float().std() > 0.01
+
+
+@pytest.mark.parametrize("name", descriptor.architectures)
+def test_declaring_a_model_imports_no_torch(name: str) -> None:
+    code = (
+        "import sys; from evener_models import descriptor; from evener.layers import Builder; import importlib\n"
+        f"module, _, cls = descriptor.architectures[{name!r}].partition(':')\n"
+        "cls = getattr(importlib.import_module(module), cls); cls(cls.tiny_config(), Builder('float32', 64))\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,71 @@
+"""Wheels of our distributions, and on request of everything they need: ``make wheels``, ``make wheelhouse``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+def main() -> int:
+    """Build into ``--out``, which is emptied first, and print each wheel's path."""
+    parser = argparse.ArgumentParser(description="Build wheels.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--with-dependencies", action="store_true", help="add the dependencies' wheels, but not torch")
+    parser.add_argument("distributions", type=Path, nargs="+", help="folders that hold a pyproject.toml")
+    args = parser.parse_args()
+    shutil.rmtree(args.out, ignore_errors=True)
+    wheels = build(args.distributions, args.out)
+    if args.with_dependencies:
+        pinned = [f"{name}=={importlib.metadata.version(name)}" for name in dependencies(map(_name, wheels))]
+        _pip_wheel(args.out, pinned)
+    print(*sorted(args.out.glob("*.whl")), sep="\n")
+    return 0
+
+
+def build(distributions: Sequence[Path], out: Path) -> list[Path]:
+    """Build one wheel for each of the folders ``distributions`` into ``out``."""
+    _pip_wheel(out, ["--no-build-isolation", *(str(folder.resolve()) for folder in distributions)])
+    return sorted(out.glob("*.whl"))
+
+
+def dependencies(ours: Iterable[str]) -> list[str]:
+    """What ``ours`` need, as installed here and with every extra of ours, without torch and what only torch needs."""
+    own = {canonicalize_name(name) for name in ours}
+    todo = [(name, extra) for name in own for extra in ("", *_extras(name))]
+    seen = set(todo)
+    while todo:
+        name, extra = todo.pop()
+        for line in importlib.metadata.requires(name) or []:
+            need = Requirement(line)
+            if need.name == "torch" or (need.marker and not need.marker.evaluate({"extra": extra})):
+                continue
+            for entry in ((canonicalize_name(need.name), wanted) for wanted in ("", *need.extras)):
+                if entry not in seen:
+                    seen.add(entry)
+                    todo.append(entry)
+    return sorted({name for name, _ in seen} - own)
+
+
+def _extras(name: str) -> list[str]:
+    return importlib.metadata.metadata(name).get_all("Provides-Extra") or []
+
+
+def _name(wheel: Path) -> str:
+    return wheel.name.split("-")[0]
+
+
+def _pip_wheel(out: Path, what: Sequence[str]) -> None:
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--wheel-dir", str(out), *what], check=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

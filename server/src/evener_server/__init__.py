@@ -1,0 +1,31 @@
+"""The HTTP front of evener: the OpenAI API over its engine. Importing this package imports neither FastAPI nor torch.
+
+======================  ==========================================================
+module                  noun
+======================  ==========================================================
+``command``             ``evener serve``
+``process``             the serving process: socket, signals, draining
+``app``                 the FastAPI application and its routes
+``status``              models, health, readiness, version
+``middleware``          request ids, access log, last resort for errors
+``body``                a request's bytes to a JSON object
+``protocol``            request bodies: every field, and what is refused
+``messages``            the messages of a chat
+``chat`` ``completions``  the two endpoints: how they start, what they answer
+``generation``          the samples of one API request, and the set of those that run
+``streaming``           a generation as an HTTP response, whole or as server-sent events
+``logprobs``            log-probabilities in OpenAI's shapes
+``errors``              every error in OpenAI's shape
+======================  ==========================================================
+"""
+
+from __future__ import annotations
+
+from evener.contracts.descriptor import Descriptor
+
+descriptor = Descriptor(
+    name="server",
+    summary="The OpenAI API over HTTP: `evener serve`.",
+    contracts={"descriptor": 1},
+    commands={"serve": "evener_server.command:main"},
+)

@@ -1,0 +1,103 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+
+from evener.async_llm import AsyncLLM
+from evener.errors import EvenerError
+from evener_server import status
+from evener_server.body import read_object
+from evener_server.chat import ChatJob
+from evener_server.completions import CompletionJob
+from evener_server.errors import ApiError, handle_error, handle_unknown_url
+from evener_server.middleware import RequestLog, log_fields
+from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
+from evener_server.service import Options, Service
+from evener_server.streaming import GenerationResponse, to_json
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+def create_app(llm: AsyncLLM, options: Options | None = None) -> FastAPI:
+    """The application over one engine, which stays the caller's to close. ``app.state.service`` is its ``Service``."""
+    service = Service(llm, options or Options())
+    app = FastAPI(title="evener", version=service.version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service
+    app.add_middleware(RequestLog)
+    app.add_exception_handler(HTTPException, handle_unknown_url)
+    app.add_exception_handler(ApiError, handle_error)
+    app.add_exception_handler(EvenerError, handle_error)
+    _add_status(app, service)
+    _add_generation(app, service)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's way to add schemas
+    return app
+
+
+def _add_status(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json(status.model_list(service))
+
+    @app.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> Response:
+        service.check_model(model)
+        return _json(status.model_card(service))
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "alive"})
+
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready")
+    async def ready() -> Response:
+        status.check_ready(service.llm)
+        return _json({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json(status.version_info(service))
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    async def read(request: Request, kind: type[B]) -> B:
+        body = parse_body(kind, await read_object(request, service.options.limits))
+        log_fields(request.scope).update(model=body.model, user=body.user)
+        service.check_model(body.model)
+        status.check_ready(service.llm)
+        return body
+
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return GenerationResponse(ChatJob(service, await read(request, ChatBody)))
+
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return GenerationResponse(CompletionJob(service, await read(request, CompletionBody)))
+
+
+def _json(value: Any) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+def _schema(kind: type[GenerationBody]) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The API's description; bodies are read by hand, so their schemas are added here."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for kind in (ChatBody, CompletionBody):
+            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[kind.__name__] = schema
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,36 @@
+"""``evener serve MODEL [key=value …]``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+
+from evener.cli.command import Command, read_config
+from evener.errors import ConfigError
+from evener_server.process import serve
+
+_DRAIN_SECONDS = 30.0
+
+
+def main(argv: list[str]) -> int:
+    """Serve until a signal comes. Returns the exit code: 0 after SIGTERM or SIGINT, 128 + its number after a second one.
+
+    Raises:
+        ConfigError: a wrong option, or an address that cannot be used.
+        EvenerError: whatever starting the engine raises.
+    """
+    command = Command("serve", "Serve a model over HTTP, as OpenAI does.")
+    command.option(
+        "--drain-timeout", metavar="SECONDS", type=float, default=_DRAIN_SECONDS,
+        help=f"how long running requests may go on after SIGTERM (default {_DRAIN_SECONDS:g})",
+    )  # fmt: skip
+    arguments, config = read_config(command, argv)
+    drain: float = arguments.drain_timeout
+    if not (math.isfinite(drain) and drain >= 0):
+        raise ConfigError(f"--drain-timeout {drain} cannot be used; give seconds, 0 or more")
+    logging.basicConfig(
+        level=config.serve.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    return asyncio.run(serve(config, drain_timeout=drain))

@@ -1,0 +1,86 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+from evener.async_llm import RequestStream
+from evener_server.generation import Generation
+from evener_server.logprobs import CompletionLogprobs, TokenNames, extend
+from evener_server.protocol import CompletionBody
+from evener_server.service import Service
+from evener_server.streaming import DONE, Job, event, to_json
+
+
+class CompletionJob(Job):
+    """One request for completions, of one prompt or of many."""
+
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        self.stream = bool(body.stream)
+        self._service, self._body = service, body
+        self._params, self._tokenizer = service.sampling(body), service.llm.tokenizer
+        self._head = service.head("cmpl", "text_completion")
+
+    async def start(self) -> Generation:
+        prompts, n = self._body.prompt, self._body.samples
+        self._service.check_room(len(prompts) * n, "n" if len(prompts) == 1 else "prompt")
+        request_id = self._head["id"]
+        names = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
+        submits = [functools.partial(self._submit, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+        return await self._service.running.start(submits, n)
+
+    async def _submit(self, prompt: str | list[int], request_id: str) -> RequestStream:
+        llm, params, tokenizer = self._service.llm, self._params, self._tokenizer
+        if self._body.max_tokens is None and params.max_tokens is not None:
+            # The server's own default may be more than what is left; the client did not ask for it.
+            if isinstance(prompt, str) and tokenizer is not None:
+                prompt = await asyncio.to_thread(tokenizer.encode, prompt)
+            rest = self._service.max_model_len - len(prompt)
+            params = dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, rest)))
+        return await llm.submit(prompt, params, request_id=request_id)
+
+    async def whole(self, generation: Generation) -> bytes:
+        texts: list[list[str]] = [[] for _ in range(generation.choices)]
+        meters = self._meters(generation)
+        logprobs: list[dict[str, list[Any]]] = [{} for _ in texts]
+        async for choice, delta in generation:
+            texts[choice].append(delta.text)
+            if meters:
+                extend(logprobs[choice], meters[choice].add(delta.token_ids, delta.logprobs or []))
+        choices = [
+            {
+                "index": i,
+                "text": "".join(texts[i]),
+                "logprobs": logprobs[i] if meters else None,
+                "finish_reason": generation.finish_reasons[i],
+            }
+            for i in range(generation.choices)
+        ]
+        return to_json({**self._head, "choices": choices, "usage": generation.usage()})
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
+        tail = b"}]" + (b',"usage":null' if self._body.include_usage else b"") + b"}\n\n"
+        chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b' + tail
+        meters = self._meters(generation)
+        async for choice, delta in generation:
+            logprobs = b"null"
+            if meters and delta.token_ids:
+                logprobs = to_json(meters[choice].add(delta.token_ids, delta.logprobs or []))
+            if delta.text or logprobs != b"null" or delta.finish_reason is not None:
+                yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason))
+        if self._body.include_usage:
+            yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
+        yield DONE
+
+    def _meters(self, generation: Generation) -> list[CompletionLogprobs]:
+        """One a choice; empty unless log-probabilities are wanted."""
+        count = self._body.top_count()
+        if count is None:
+            return []
+        names = TokenNames(self._tokenizer)
+        return [CompletionLogprobs(names, self._tokenizer, count) for _ in range(generation.choices)]

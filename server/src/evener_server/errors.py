@@ -1,0 +1,102 @@
+"""Every error in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from evener.errors import EngineDeadError, EvenerError, OverloadedError, RequestError
+
+_TYPES = {429: "rate_limit_error"}
+_RETRY_SECONDS = 1
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An error as a client sees it.
+
+    Attributes:
+        status: HTTP status.
+        message: what was asked, what is wrong, what to send instead.
+        param: the field at fault, as a path (``messages[0].content``).
+        code: a word for programs.
+        headers: further headers of the response.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def type(self) -> str:
+        """OpenAI's word for the class of errors that ``status`` belongs to."""
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def body(self) -> bytes:
+        """The JSON text. ASCII, so that whatever a client sent can be quoted in it."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}, separators=(",", ":")).encode("ascii")
+
+    def response(self) -> Response:
+        """The error as a response of its own."""
+        return Response(self.body(), self.status, dict(self.headers), media_type="application/json")
+
+
+def internal_error() -> ApiError:
+    """What a client is told of an exception that nobody foresaw; the log has it with the request's id."""
+    return ApiError(500, "the server failed on this request; its log has the cause under x-request-id", code="internal_error")
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client is told of ``error``."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(error.status, str(error), error.param, error.code or "invalid_value")
+    if isinstance(error, OverloadedError):
+        return ApiError(error.status, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, EngineDeadError):
+        return unavailable(str(error))
+    if isinstance(error, EvenerError):
+        return ApiError(500, str(error), code="engine_error")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    return internal_error()
+
+
+def unavailable(message: str) -> ApiError:
+    """503: the engine takes no requests now."""
+    return ApiError(503, message, code="service_unavailable", headers={"Retry-After": str(_RETRY_SECONDS)})
+
+
+def status_error(status: int, message: str) -> ApiError:
+    """The error of a request that the engine ended with ``status``."""
+    return unavailable(message) if status == 503 else ApiError(status, message, code="engine_error")
+
+
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Exception handler of the application."""
+    del request
+    return to_api_error(error).response()
+
+
+async def handle_unknown_url(request: Request, error: Exception) -> Response:
+    """Handler for paths and methods that do not exist."""
+    found = to_api_error(error)
+    where = f"{request.method} {request.url.path}"
+    if found.status == 404:
+        found = ApiError(404, f"unknown URL: {where}; GET /openapi.json lists what there is", code="unknown_url")
+    elif found.status == 405:
+        allowed = found.headers.get("Allow") or found.headers.get("allow") or ""
+        found = ApiError(405, f"{where} is not allowed; allowed: {allowed}", None, "method_not_allowed", found.headers)
+    return found.response()

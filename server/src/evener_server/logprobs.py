@@ -1,0 +1,90 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from evener.frontend.tokenizer import Tokenizer
+
+#: OpenAI's stand-in for minus infinity, which JSON does not have.
+_LOWEST = -9999.0
+
+
+class TokenNames:
+    """How tokens are spelt in answers. ``tokenizer`` None: by their ids."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def bytes(self, token_id: int) -> bytes | None:
+        """The token's bytes; None when nobody knows them."""
+        return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    def name(self, token_id: int, prefix: str = "") -> str:
+        """The token's text. One that is part of a character is spelt ``<prefix>\\xe2\\x80``, so that two of them differ."""
+        raw = self.bytes(token_id)
+        if raw is None:
+            return f"token_id:{token_id}"
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return prefix + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
+    """The ``count`` likeliest of one position, likeliest first; the lower id of two that are equal."""
+    return sorted(((i, max(value, _LOWEST)) for i, value in entry.items()), key=lambda item: (-item[1], item[0]))[:count]
+
+
+def chat_logprobs(
+    names: TokenNames, ids: Iterable[int], entries: Iterable[dict[int, float]], count: int
+) -> list[dict[str, Any]]:
+    """The ``content`` of a chat choice's ``logprobs``: one object a token, with the ``count`` likeliest."""
+
+    def one(token_id: int, value: float) -> dict[str, Any]:
+        raw = names.bytes(token_id)
+        return {"token": names.name(token_id), "logprob": value, "bytes": None if raw is None else list(raw)}
+
+    return [
+        {**one(token_id, max(entry[token_id], _LOWEST)), "top_logprobs": [one(i, v) for i, v in ranked(entry, count)]}
+        for token_id, entry in zip(ids, entries, strict=True)
+    ]
+
+
+class CompletionLogprobs:
+    """The ``logprobs`` of one choice of a completion, which grow as tokens come.
+
+    Args:
+        names: spells tokens.
+        tokenizer: tells where in the text a token begins; None: everywhere at 0.
+        count: how many likeliest tokens; the sampled one is always among those given, as OpenAI has it.
+    """
+
+    def __init__(self, names: TokenNames, tokenizer: Tokenizer | None, count: int) -> None:
+        self._names, self._count = names, count
+        self._detokenizer = None if tokenizer is None else tokenizer.detokenizer()
+        self._offset = 0
+
+    def add(self, ids: Iterable[int], entries: Iterable[dict[int, float]]) -> dict[str, list[Any]]:
+        """The shape of the next tokens alone."""
+        out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, entry in zip(ids, entries, strict=True):
+            top = dict(ranked(entry, self._count))
+            top.setdefault(token_id, max(entry[token_id], _LOWEST))
+            out["tokens"].append(self._name(token_id))
+            out["token_logprobs"].append(top[token_id])
+            out["top_logprobs"].append({self._name(i): value for i, value in top.items()})
+            out["text_offset"].append(self._offset)
+            if self._detokenizer is not None:
+                self._offset += len(self._detokenizer.push(token_id))
+        return out
+
+    def _name(self, token_id: int) -> str:
+        return self._names.name(token_id, "bytes:")
+
+
+def extend(whole: dict[str, list[Any]], part: dict[str, list[Any]]) -> None:
+    """Append the lists of ``part`` to those of ``whole``."""
+    for key, values in part.items():
+        whole.setdefault(key, []).extend(values)

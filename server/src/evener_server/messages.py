@@ -1,0 +1,94 @@
+"""The messages of a chat, as OpenAI has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+class Body(BaseModel):
+    """Base of everything a client sends: no unknown fields, no conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def only(*allowed: object, hint: str = "") -> AfterValidator:
+    """For a field that is not implemented: null and the values that ask for nothing pass, any other is refused.
+
+    Args:
+        allowed: those values, compared with their type (``0`` is not ``False``).
+        hint: what to do instead.
+    """
+
+    def check(value: object) -> object:
+        if value is None or any(_same(value, other) for other in allowed):
+            return value
+        choices = f"; leave it out, or send {' or '.join(map(_shown, allowed))}" if allowed else "; leave it out"
+        raise PydanticCustomError("unsupported_parameter", "is not supported by this server{rest}", {"rest": hint or choices})
+
+    return AfterValidator(check)
+
+
+def _same(value: object, other: object) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _shown(value: object) -> str:
+    return {"True": "true", "False": "false"}.get(str(value), str(value).replace("'", '"'))
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class TextPart(Body):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolFunction(Body):
+    """The function that an earlier answer called; ``arguments`` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class Message(Body):
+    """One message. What a template may read is passed on to it; the rest must be empty."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Annotated[list[TextPart] | None, BeforeValidator(_as_parts)] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: Annotated[Any, only()] = None
+    annotations: Annotated[Any, only([])] = None
+    audio: Annotated[Any, only()] = None
+    function_call: Annotated[Any, only()] = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as ``AsyncLLM.submit_chat`` takes it."""
+        out = self.model_dump(
+            include={"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}, exclude_none=True
+        )
+        if self.content is not None and len(self.content) == 1:
+            out["content"] = self.content[0].text
+        if not self.tool_calls:
+            out.pop("tool_calls", None)
+        return out
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]

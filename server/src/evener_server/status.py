@@ -1,0 +1,58 @@
+"""What a server says of itself: models, liveness, readiness, version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evener.async_llm import AsyncLLM
+from evener_server.errors import ApiError
+from evener_server.service import Service
+
+
+def model_card(service: Service) -> dict[str, Any]:
+    """The model as ``/v1/models`` shows it.
+
+    Raises:
+        ApiError: 503, the engine is not there yet.
+    """
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "evener",
+        "max_model_len": service.max_model_len,
+    }
+
+
+def model_list(service: Service) -> dict[str, Any]:
+    """``GET /v1/models``."""
+    return {"object": "list", "data": [model_card(service)]}
+
+
+def unready_reason(llm: AsyncLLM) -> str | None:
+    """Why no requests are taken; None when they are."""
+    if llm.ready:
+        return None
+    if not llm.alive:
+        return f"the engine has stopped: {llm.dead_reason}; restart the server"
+    return "the server is shutting down" if llm.info else "the engine is starting"
+
+
+def check_ready(llm: AsyncLLM) -> None:
+    """Raises:
+    ApiError: 503 with the reason.
+    """
+    reason = unready_reason(llm)
+    if reason is not None:
+        raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "1"})
+
+
+def version_info(service: Service) -> dict[str, Any]:
+    """``GET /version``: what runs here and why. The engine's part is null until it has started."""
+    info = service.llm.info
+    return {
+        "version": service.version,
+        "backend": info.get("backend"),
+        "backend_reason": info.get("backend_reason"),
+        "manifest": info.get("manifest"),
+    }

@@ -1,0 +1,142 @@
+"""A generation as an HTTP response: whole, or as server-sent events.
+
+Nothing is sent before the first token, so that whatever goes wrong until then has a status of its own. A client that goes away ends the
+generation, streamed or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from evener.errors import EvenerError
+from evener_server.errors import ApiError, to_api_error
+from evener_server.generation import Generation
+from evener_server.middleware import LogFields, log_fields
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_encode = msgspec.json.Encoder().encode
+
+
+def to_json(value: Any) -> bytes:
+    """JSON text in UTF-8."""
+    return _encode(value)
+
+
+def event(body: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + body + b"\n\n"
+
+
+class Job(ABC):
+    """One API request, checked and ready to run.
+
+    Attributes:
+        stream: whether it is answered as server-sent events.
+    """
+
+    stream: bool
+
+    @abstractmethod
+    async def start(self) -> Generation:
+        """Submit it.
+
+        Raises:
+            RequestError, OverloadedError, EngineDeadError: as ``AsyncLLM.submit``.
+        """
+
+    @abstractmethod
+    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The body of a stream, ``[DONE]`` included; the first piece comes with the first token.
+
+        Raises:
+            ApiError: the engine ended the request.
+        """
+
+    @abstractmethod
+    async def whole(self, generation: Generation) -> bytes:
+        """The body of an answer in one piece.
+
+        Raises:
+            ApiError: the engine ended the request.
+        """
+
+
+class GenerationResponse(Response):
+    """Runs a job while it is sent."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fields = log_fields(scope)
+        work = asyncio.ensure_future(self._answer(send, fields))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                fields["end"] = "disconnected"
+        finally:
+            finished = work.done()
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if finished:
+            work.result()
+
+    async def _answer(self, send: Send, fields: LogFields) -> None:
+        async with await self._job.start() as generation:
+            fields["id"] = generation.streams[0].request_id
+            try:
+                if self._job.stream:
+                    await self._send_events(generation, send, fields)
+                else:
+                    body = await self._job.whole(generation)
+                    await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
+            finally:
+                fields["prompt_tokens"] = generation.prompt_tokens
+                fields["completion_tokens"] = generation.completion_tokens
+                fields["finish"] = ",".join(sorted(set(generation.finish_reasons.values()))) or None
+
+    async def _send_events(self, generation: Generation, send: Send, fields: LogFields) -> None:
+        async with aclosing(self._job.events(generation)) as events:  # type: ignore[type-var]
+            piece = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+            try:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                async for piece in events:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except (ApiError, EvenerError) as error:
+                fields["end"] = str(error)
+                await send({"type": "http.response.body", "body": event(to_api_error(error).body()), "more_body": True})
+            except Exception as error:
+                # The status has been sent: the client learns of it in the stream, the log has the trace.
+                logger.exception("request_id=%s the stream failed", fields.get("request_id"))
+                fields["end"] = repr(error)
+                await send({"type": "http.response.body", "body": event(to_api_error(error).body()), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _no_receive() -> Any:
+    raise AssertionError("a response in one piece reads nothing")

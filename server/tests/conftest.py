@@ -1,0 +1,185 @@
+"""The application over a fake engine: in this process (``make_api``), and behind a real socket (``make_server``)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+import uvicorn
+
+from evener.async_llm import AsyncLLM
+from evener.testing.fake_engine import FakeEngine
+from evener.testing.tiny_tokenizer import write_tiny_tokenizer
+from evener_server.app import create_app
+from evener_server.process import bind
+from evener_server.service import Options
+
+T = TypeVar("T")
+
+
+class Api:
+    """The application, called without a socket, on an event loop of its own."""
+
+    def __init__(self, folder: Path | None, engine: FakeEngine, options: Options, max_queue: int | None, wait: bool) -> None:
+        self.engine = engine
+        self.loop = asyncio.new_event_loop()
+        self.run(self._open(folder, options, max_queue, wait))
+
+    async def _open(self, folder: Path | None, options: Options, max_queue: int | None, wait: bool) -> None:
+        self.llm = AsyncLLM(self.engine, model_dir=folder, max_queue=max_queue)
+        if wait:
+            await self.llm.wait_ready()
+        self.app = create_app(self.llm, options)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def request(self, method: str, path: str, **settings: Any) -> httpx.Response:
+        return self.run(self.client.request(method, path, **settings))
+
+    def get(self, path: str, **settings: Any) -> httpx.Response:
+        return self.request("GET", path, **settings)
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        """A chat that says "hi"; ``fields`` added or, if they are ``...``, left out."""
+        body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **fields}
+        return self.post("/v1/chat/completions", {k: v for k, v in body.items() if v is not ...})
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        """A completion of "hello"; ``fields`` as in ``chat``."""
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 4, **fields}
+        return self.post("/v1/completions", {k: v for k, v in body.items() if v is not ...})
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return self.request("POST", path, json=body)
+
+    def close(self) -> None:
+        self.run(self.client.aclose())
+        self.run(self.llm.close())
+        self.run(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
+class LiveServer:
+    """The application behind uvicorn on a free port, in a thread."""
+
+    def __init__(self, folder: Path, engine: FakeEngine, options: Options) -> None:
+        self.engine = engine
+        self._folder, self._options = folder, options
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._started.wait(30)
+
+    async def _serve(self) -> None:
+        listener = bind("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.llm = AsyncLLM(self.engine, model_dir=self._folder)
+        await self.llm.wait_ready()
+        self.app = create_app(self.llm, self._options)
+        config = uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=5)
+        self._server = uvicorn.Server(config)
+        listener.listen()
+        self._started.set()
+        await self._server.serve(sockets=[listener])
+        await self.llm.close()
+
+    def idle(self) -> bool:
+        """Nothing runs, and the engine holds nothing."""
+        return not self.engine.open_ids and self.llm.num_open == 0 and len(self.app.state.service.running) == 0
+
+    def close(self) -> None:
+        self.engine.release()
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+def eventually(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Wait until ``condition`` holds; fails after 20 seconds."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true"
+        time.sleep(0.002)
+
+
+def sse(response: httpx.Response) -> list[Any]:
+    """The events of a stream; ``[DONE]`` stays text."""
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in response.text.split("\n\n") if line)
+    return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+
+def error(response: httpx.Response) -> dict[str, Any]:
+    """The error of a response, which must have OpenAI's shape."""
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
+    assert isinstance(body["error"]["message"], str) and body["error"]["message"]
+    assert response.headers["content-type"] == "application/json"
+    return dict(body["error"])
+
+
+@pytest.fixture(name="sse")
+def sse_fixture() -> Callable[[httpx.Response], list[Any]]:
+    return sse
+
+
+@pytest.fixture(name="error")
+def error_fixture() -> Callable[[httpx.Response], dict[str, Any]]:
+    return error
+
+
+@pytest.fixture(name="eventually")
+def eventually_fixture() -> Callable[..., None]:
+    return eventually
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path) -> Iterator[Api]:
+    """For tests that leave nothing behind."""
+    found = Api(folder, FakeEngine(), Options(), None, True)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def make_api(folder: Path) -> Iterator[Callable[..., Api]]:
+    made: list[Api] = []
+
+    def make(
+        engine: FakeEngine | None = None, *, options: Options | None = None, max_queue: int | None = None,
+        model: Path | None = folder, wait: bool = True,
+    ) -> Api:  # fmt: skip
+        made.append(Api(model, engine or FakeEngine(), options or Options(), max_queue, wait))
+        return made[-1]
+
+    yield make
+    for found in made:
+        found.close()
+
+
+@pytest.fixture
+def make_server(folder: Path) -> Iterator[Callable[..., LiveServer]]:
+    made: list[LiveServer] = []
+
+    def make(engine: FakeEngine | None = None, options: Options | None = None) -> LiveServer:
+        made.append(LiveServer(folder, engine or FakeEngine(), options or Options()))
+        return made[-1]
+
+    yield make
+    for found in made:
+        found.close()

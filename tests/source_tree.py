@@ -1,0 +1,166 @@
+"""What the architecture tests ask of the source: modules, imports, cycles, lines. It reads files and imports none."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. ``lazy``: inside a function; ``typing``: under ``if TYPE_CHECKING``."""
+
+    target: str
+    line: int
+    lazy: bool
+    typing: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file and its dotted name."""
+
+    name: str
+    path: Path
+
+    @property
+    def where(self) -> str:
+        """The path as a reader would type it."""
+        return os.path.relpath(self.path, ROOT)
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.where)
+
+    @property
+    def package(self) -> str:
+        """What relative imports start from."""
+        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+
+
+def modules(*sources: Path) -> dict[str, Module]:
+    """All modules below the source folders, by dotted name."""
+    found = {}
+    for source in sources:
+        for path in sorted(source.rglob("*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = Module(name, path)
+    return found
+
+
+def imports(module: Module, known: Iterable[str]) -> list[Import]:
+    """The modules that ``module`` imports. ``from a import b`` is ``a.b`` if that is one of ``known``, else ``a``."""
+    known = set(known)
+    found = []
+    for node, lazy, typing in _statements(module.tree.body, lazy=False, typing=False):
+        if isinstance(node, ast.Import):
+            targets = {alias.name for alias in node.names}
+        else:
+            base = _absolute(node, module)
+            full = {f"{base}.{alias.name}" for alias in node.names}
+            targets = {name if name in known else base for name in full}
+        found += [Import(target, node.lineno, lazy, typing) for target in sorted(targets)]
+    return found
+
+
+def _absolute(node: ast.ImportFrom, module: Module) -> str:
+    if not node.level:
+        return node.module or ""
+    base = module.package.split(".")
+    base = base[: len(base) - node.level + 1]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def _statements(
+    body: Iterable[ast.AST], *, lazy: bool, typing: bool
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, lazy, typing
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _statements(node.body, lazy=lazy, typing=True)
+            yield from _statements(node.orelse, lazy=lazy, typing=typing)
+        else:
+            inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _statements(ast.iter_child_nodes(node), lazy=inside, typing=typing)
+
+
+def cycle(graph: Mapping[str, Iterable[str]]) -> list[str] | None:
+    """The names along one cycle, the first repeated at the end; None if there is none."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(name: str) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return None
+        path.append(name)
+        for target in sorted(graph.get(name, ())):
+            if found := visit(target):
+                return found
+        path.pop()
+        done.add(name)
+        return None
+
+    for name in sorted(graph):
+        if found := visit(name):
+            return found
+    return None
+
+
+def words(line: str) -> set[str]:
+    """The lower-case words of a line, identifiers cut at underscores, digits and capitals."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", line)}
+
+
+def code_lines(module: Module) -> int:
+    """Lines that hold code: neither blank, nor comment, nor docstring."""
+    docstrings = set().union(*(_docstring_lines(node) for node in ast.walk(module.tree)), set())
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def functions(module: Module) -> Iterator[tuple[str, int]]:
+    """Name and number of lines, docstring not counted, of every function."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None, "ast.parse sets it"
+            yield node.name, node.end_lineno - node.lineno + 1 - len(_docstring_lines(node))
+
+
+def _docstring_lines(node: ast.AST) -> set[int]:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
+        return set()
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        assert first.end_lineno is not None, "ast.parse sets it"
+        return set(range(first.lineno, first.end_lineno + 1))
+    return set()

@@ -1,0 +1,277 @@
+"""What keeps the core slim and free of vendors: names, import direction, cycles, lazy imports, line budgets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from importlib_metadata import entry_points
+from packaging.requirements import Requirement
+from source_tree import ROOT, Module, code_lines, cycle, functions, imports, modules, words
+
+CORE = modules(ROOT / "core/src")
+MODELS = modules(ROOT / "models/src")
+SERVER = modules(ROOT / "server/src")
+BACKENDS = modules(*sorted(ROOT.glob("backends/*/src")))
+ALL = {**CORE, **MODELS, **SERVER, **BACKENDS}
+
+VENDOR_WORDS = {
+    *("ascend", "npu", "cann", "hccl", "huawei"),
+    *("hygon", "dcu", "dtk", "rocm", "rccl", "hip"),
+    *("muxi", "metax", "maca", "mccl"),
+    *("enflame", "gcu", "eccl"),
+    *("nvidia", "cuda", "nccl"),
+}
+
+#: Text that holds such a word and may stand in shared code, with the reason. Keep it this short.
+ALLOWED = {
+    "use_cuda_graph": "a configuration key of the seeds whose spelling is fixed (design, section 6)",
+}
+
+#: Whether a module may import the one named.
+Judge = Callable[[str], bool]
+
+SHARED_TEXT = {".py", ".pyi", ".toml", ".md", ".json", ".yaml", ".yml", ".html", ".js", ".css", ".jinja", ".txt"}
+
+
+def shared_files() -> list[Path]:
+    found = [p for folder in ("core", "models", "server") for p in (ROOT / folder).rglob("*")]
+    return sorted(p for p in found if p.suffix in SHARED_TEXT and p.is_file() and ".egg-info" not in str(p))
+
+
+def test_no_vendor_is_named_in_shared_code() -> None:
+    named = []
+    for path in shared_files():
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            for text in ALLOWED:
+                line = line.replace(text, "")
+            if found := words(line) & VENDOR_WORDS:
+                named.append(f"{path.relative_to(ROOT)}:{number}: {', '.join(sorted(found))}")
+    assert not named, "move it to the vendor's backend, or ask the capabilities:\n" + "\n".join(named)
+
+
+def test_every_allowed_vendor_word_is_still_used() -> None:
+    text = "".join(path.read_text() for path in shared_files())
+    assert [allowed for allowed in ALLOWED if allowed not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("torch.cuda.synchronize()", {"cuda"}),
+        ("import torch_npu", {"npu"}),
+        ("class CudaGraph: pass", {"cuda"}),
+        ('backend="nccl"', {"nccl"}),
+        ("HIPGraph and is_hip", {"hip"}),
+        ("relationship, friendship, descending", set()),
+    ],
+)
+def test_vendor_words_are_seen_in_any_spelling(line: str, found: set[str]) -> None:
+    assert words(line) & VENDOR_WORDS == found
+
+
+#: Which top-level packages nobody in the core may import, not even lazily.
+FOREIGN_TO_CORE = ("evener_", "fastapi", "starlette", "uvicorn", "triton", "vllm", "torch_", "xgrammar")
+
+
+def test_the_core_imports_no_distribution_built_on_it_and_no_web_server_or_vendor_sdk() -> None:
+    assert violations(CORE, lambda target: not target.startswith(FOREIGN_TO_CORE)) == []
+
+
+def test_contracts_import_nothing_of_evener_but_contracts_and_errors() -> None:
+    contracts = inside("evener.contracts", CORE)
+    assert contracts
+    # A signature may name a type of the core that an implementer is handed and does not build: type checkers only.
+    assert violations(contracts, allow_of_evener("evener.contracts", "evener.errors")) == []
+
+
+#: Parts of the core and what they must not know: server → engine → layers → contracts.
+UPWARD = {
+    "evener.ops": ("evener.layers", "evener.engine", "evener.frontend", "evener.cli", "evener.plugins"),
+    "evener.layers": ("evener.engine", "evener.frontend", "evener.cli", "evener.plugins"),
+    "evener.plugins": ("evener.layers", "evener.engine", "evener.frontend", "evener.cli"),
+    "evener.engine": ("evener.frontend", "evener.cli", "evener.llm", "evener.async_llm"),
+    "evener.frontend": ("evener.layers", "evener.cli", "evener.llm", "evener.async_llm"),
+}
+
+
+@pytest.mark.parametrize("part", UPWARD)
+def test_imports_inside_the_core_point_towards_the_contracts(part: str) -> None:
+    assert violations(inside(part, CORE), lambda target: not belongs(target, *UPWARD[part])) == []
+
+
+def test_models_import_only_layers_contracts_and_errors() -> None:
+    allowed = allow_of_evener("evener_models", "evener.layers", "evener.contracts", "evener.errors")
+    foreign = {target.split(".")[0] for module in MODELS.values() for target in targets(module)}
+    foreign -= sys.stdlib_module_names | {"evener", "evener_models", "torch"}
+    assert violations(MODELS, allowed, typing=True) == []
+    assert not foreign, "an architecture is torch over shared layers"
+
+
+def test_the_server_imports_neither_models_nor_backends_nor_what_lies_below_the_engine() -> None:
+    below = ("evener_models", "evener_backend", "evener_kernels", "evener.layers", "evener.ops", "torch")
+    assert violations(SERVER, lambda target: not belongs(target, *below) and not target.startswith(below[1:3])) == []
+
+
+def test_backends_import_only_contracts_errors_and_the_reference_ops() -> None:
+    wrong = []
+    for name in {name.split(".")[0] for name in BACKENDS}:
+        allowed = allow_of_evener(name, "evener.contracts", "evener.errors", "evener.ops")
+        wrong += violations(inside(name, BACKENDS), allowed, typing=True)
+    assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {
+        module.name: {i.target for i in imports(module, ALL) if i.target in ALL and not i.lazy and not i.typing}
+        for module in ALL.values()
+    }
+    assert cycle(graph) is None
+
+
+def test_no_folders_of_the_core_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module in CORE.values():
+        for found in imports(module, CORE):
+            source, target = folder(module.name), folder(found.target)
+            # The façade `evener` hands out names of every folder when they are asked for.
+            if found.target in CORE and not found.typing and source != target and "evener" not in (source, target):
+                graph[source].add(target)
+    assert cycle(graph) is None
+
+
+def test_import_evener_leaves_torch_and_transformers_alone() -> None:
+    assert heavy_after_import("evener") == {}
+
+
+def test_no_contract_imports_torch() -> None:
+    assert heavy_after_import(*inside("evener.contracts", CORE), "evener.errors") == {}
+
+
+def test_no_descriptor_imports_torch() -> None:
+    found = [point for point in entry_points() if point.group.startswith("evener.")]
+    assert {point.module.split(".")[0] for point in found} >= {"evener_models", "evener_server", "evener_backend_cpu"}
+    assert heavy_after_import(*sorted({point.module for point in found})) == {}
+
+
+def test_the_core_is_small() -> None:
+    lines: Counter[str] = Counter()
+    for name, module in CORE.items():
+        lines[folder(name)] += code_lines(module)
+    assert lines["evener.engine"] <= 2_500
+    assert sum(lines.values()) <= 9_000, f"{sum(lines.values())} lines of code: {lines.most_common()}"
+
+
+def test_no_module_and_no_function_is_long() -> None:
+    long = [f"{m.where}: {n} lines" for m in ALL.values() if (n := len(m.text.splitlines())) > 600]
+    long += [f"{m.where}: {name}() {n} lines" for m in ALL.values() for name, n in functions(m) if n > 90]
+    assert long == []
+
+
+#: Who may require what; nobody else may.
+MAY_REQUIRE: Mapping[str, set[str]] = {
+    "triton": {"evener-kernels-triton", "evener-backend-cuda"},
+    "xgrammar": set(),
+}
+
+
+def test_no_distribution_pins_torch_or_pulls_in_what_replaces_it() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="part of Python 3.11 and later")
+    wrong = []
+    for path in [ROOT / f"{name}/pyproject.toml" for name in ("core", "models", "server")] + sorted(
+        ROOT.glob("backends/*/pyproject.toml")
+    ):
+        project = tomllib.loads(path.read_text())["project"]
+        for line in project["dependencies"]:
+            need = Requirement(line)
+            if need.name == "torch" and (need.specifier or need.url):
+                wrong.append(f"{project['name']} pins {line}")
+            if project["name"] not in MAY_REQUIRE.get(need.name, {project["name"]}):
+                wrong.append(f"{project['name']} requires {line}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ({"a": ["b"], "b": ["c"], "c": []}, None),
+        ({"a": ["b"], "b": ["c"], "c": ["b"]}, ["b", "c", "b"]),
+        ({"a": ["b", "c"], "b": ["c"], "c": []}, None),
+    ],
+)
+def test_a_circle_is_found_where_there_is_one(graph: dict[str, list[str]], expected: list[str] | None) -> None:
+    assert cycle(graph) == expected
+
+
+def test_imports_are_told_apart_by_when_they_happen(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("")
+    (tmp_path / "pack/one.py").write_text(
+        "from typing import TYPE_CHECKING\nfrom . import two\nif TYPE_CHECKING:\n    import torch\n"
+        "def f():\n    from pack.two import g\n"
+    )
+    (tmp_path / "pack/two.py").write_text("def g():\n    '''Doc.'''\n\n    return 1  # why\n")
+    found = modules(tmp_path)
+    seen = {(i.target, i.lazy, i.typing) for i in imports(found["pack.one"], found)}
+    assert seen == {
+        ("typing", False, False),
+        ("pack.two", False, False),
+        ("torch", False, True),
+        ("pack.two", True, False),
+    }
+    assert code_lines(found["pack.two"]) == 2
+
+
+def inside(part: str, among: Mapping[str, Module]) -> dict[str, Module]:
+    return {name: module for name, module in among.items() if belongs(name, part)}
+
+
+def belongs(name: str, *parts: str) -> bool:
+    return any(name == part or name.startswith(part + ".") for part in parts)
+
+
+def folder(name: str) -> str:
+    """``evener.engine.runner`` → ``evener.engine``."""
+    return ".".join(name.split(".")[:2])
+
+
+def allow_of_evener(own: str, *parts: str) -> Judge:
+    """A judge of imports: everything that is not ours, ``own``, and these ``parts``."""
+    return lambda target: not target.split(".")[0].startswith("evener") or belongs(target, own, *parts)
+
+
+def targets(module: Module) -> set[str]:
+    return {found.target for found in imports(module, ALL)}
+
+
+def violations(among: Mapping[str, Module], allowed: Judge, typing: bool = False) -> list[str]:
+    """Where a module imports what it may not. ``typing``: imports that only a type checker sees count too."""
+    return [
+        f"{module.where}:{found.line} imports {found.target}"
+        for module in among.values()
+        for found in imports(module, ALL)
+        if (typing or not found.typing) and not allowed(found.target)
+    ]
+
+
+def heavy_after_import(*names: str) -> dict[str, list[str]]:
+    """The first of the modules whose import loads torch, transformers or triton, and which; asked of a new process."""
+    script = (
+        "import importlib, json, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = sorted({'torch', 'transformers', 'triton'} & set(sys.modules))\n"
+        "    if heavy:\n"
+        "        print(json.dumps({name: heavy})); break\n"
+        "else:\n"
+        "    print('{}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, list[str]] = json.loads(done.stdout)
+    return loaded

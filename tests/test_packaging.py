@@ -1,0 +1,82 @@
+"""Every distribution builds, installs alone and carries what it should, no more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+import pytest
+from build_wheels import build, dependencies
+from packaging.requirements import Requirement
+from source_tree import ROOT
+
+FOLDERS = [ROOT / "core", ROOT / "models", ROOT / "server", *(p.parent for p in ROOT.glob("backends/*/pyproject.toml"))]
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return build(FOLDERS, tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="module")
+def target(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wheels were installed with no index and no dependencies."""
+    folder = tmp_path_factory.mktemp("target")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--target", str(folder), *map(str, wheels)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(target: Path) -> dict[str, Distribution]:
+    return {found.name: found for found in distributions(path=[str(target)])}
+
+
+def test_there_is_a_wheel_for_each_folder_with_a_project(installed: dict[str, Distribution]) -> None:
+    assert len(installed) == len(FOLDERS)
+    assert set(installed) >= {"evener", "evener-models", "evener-server", "evener-backend-cpu"}
+
+
+def test_an_installed_copy_is_imported_from_where_it_was_installed(target: Path) -> None:
+    names = sorted(path.parent.name for path in target.glob("evener*/__init__.py"))
+    script = (
+        "import importlib, sys; sys.path.insert(0, sys.argv[1])\n"
+        "print(*[importlib.import_module(name).__file__ for name in sys.argv[2:]], sep='\\n')\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", script, str(target), *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(target / name / "__init__.py") for name in names]
+
+
+def test_a_wheel_holds_one_typed_package_its_licence_and_no_tests(wheels: list[Path]) -> None:
+    for path in wheels:
+        names = zipfile.ZipFile(path).namelist()
+        packages = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+        assert len(packages) == 1, path.name
+        assert f"{packages.pop()}/py.typed" in names, path.name
+        assert any(name.endswith("licenses/LICENSE") for name in names), path.name
+        assert not [name for name in names if "/tests/" in name or "__pycache__" in name], path.name
+
+
+def test_no_wheel_can_make_a_resolver_replace_torch(installed: dict[str, Distribution]) -> None:
+    for name, found in installed.items():
+        for line in found.requires or []:
+            need = Requirement(line)
+            assert need.name != "torch" or not (need.specifier or need.url), f"{name} pins {line}"
+
+
+def test_the_entry_points_of_a_wheel_name_torch_free_descriptors_of_its_own(installed: dict[str, Distribution]) -> None:
+    for name, found in installed.items():
+        groups = {point.group: point for point in found.entry_points if point.group.startswith("evener.")}
+        assert groups or name == "evener", name
+        for point in groups.values():
+            assert point.attr == "descriptor" and point.module == name.replace("-", "_"), point
+
+
+def test_the_wheelhouse_lists_what_is_needed_and_leaves_torch_to_the_user() -> None:
+    needed = dependencies(["evener", "evener-server"])
+    assert {"pluggy", "msgspec", "fastapi", "omegaconf"} <= set(needed)
+    assert not {"torch", "sympy", "evener"} & set(needed)
