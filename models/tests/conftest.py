@@ -27,7 +27,7 @@ def _randomise(model: Any) -> None:
 
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> TinyModel:
-    """``tiny_model(config, **save options)``: transformers' model for a config, in fp32, and the folder that it was saved in."""
+    """``tiny_model(config, **save options)``: transformers' model in fp32, and the folder that it was saved in."""
 
     def make(config: dict[str, Any], **options: Any) -> tuple[Any, Path]:
         from transformers import AutoConfig, AutoModelForCausalLM

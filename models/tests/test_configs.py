@@ -1,4 +1,4 @@
-"""What a family does not implement, or a config does not say, is an error that names the key; declaring needs no torch."""
+"""What a family does not implement, or a config does not say, is an error that names the key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+
 from evener.errors import ArchitectureError
 from evener.layers import Builder
 from evener.testing.naive import NaiveModel, find_architecture
@@ -24,11 +25,20 @@ def declare(name: str, **changes: Any) -> Builder:
     ("family", "changes", "names"),
     [
         ("Llama", {"hidden_act": "relu6"}, ["hidden_act", "relu6", "silu"]),
-        ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, ["rope_type", "yarn", "llama3"]),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            ["rope_type", "yarn", "llama3"],
+        ),
         ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, ["low_freq_factor"]),
         ("Llama", {"rope_parameters": {"rope_type": "default"}}, ["rope_theta"]),
         ("Llama", {"hidden_size": "absent"}, ["hidden_size"]),
         ("Llama", {"rms_norm_eps": None}, ["rms_norm_eps"]),
+        ("Llama", {"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "positive number"]),
+        ("Llama", {"hidden_size": 10**12}, ["hidden_size", "whole number"]),
+        ("Llama", {"num_hidden_layers": 10**9}, ["num_hidden_layers", "whole number"]),
+        ("Llama", {"num_attention_heads": "six"}, ["num_attention_heads", "whole number"]),
+        ("Mistral", {"sliding_window": 0}, ["sliding_window", "whole number"]),
         ("Llama", {"num_key_value_heads": 4}, ["num_key_value_heads", "num_attention_heads = 6"]),
         ("Llama", {"head_dim": None, "hidden_size": 61}, ["num_attention_heads", "hidden_size = 61"]),
         ("Mistral", {"rope_parameters": "absent"}, ["rope_theta", "rope_parameters"]),
@@ -44,7 +54,11 @@ def declare(name: str, **changes: Any) -> Builder:
         ("Gemma3", {"query_pre_attn_scalar": None}, ["query_pre_attn_scalar"]),
         ("Gemma3", {"layer_types": None}, ["layer_types", "sliding_window_pattern"]),
         ("Gemma3", {"rope_parameters": None, "rope_theta": 1e6}, ["rope_local_base_freq"]),
-        ("Gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}, "rope_theta": 1e6}, ["sliding_attention"]),
+        (
+            "Gemma3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}, "rope_theta": 1e6},
+            ["sliding_attention"],
+        ),
     ],
 )
 def test_a_config_value_that_is_missing_or_not_implemented_is_named(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from evener.testing.naive import NaiveModel, find_architecture
 
 LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA = (
@@ -25,10 +26,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without": (MISTRAL, {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen2 with windows above layer 1": (QWEN2, {}),
     "qwen2 with a window by layer type": (
-        QWEN2, {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": False}),
+        QWEN2, {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": False}),
     "qwen2 whose window is switched off": (QWEN2, {"use_sliding_window": False, "num_key_value_heads": 1}),
     "qwen3": (QWEN3, {}),
-    "qwen3 with biases, untied": (QWEN3, {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 5}),
+    "qwen3 with biases, untied": (
+        QWEN3, {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 5}),
     "gemma 3": (GEMMA, {}),
     "gemma 3 by pattern with capped logits": (
         GEMMA, {"layer_types": None, "sliding_window_pattern": 2, "final_logit_softcapping": 3.0}),
@@ -39,7 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def tiny(architecture: str, **changes: Any) -> dict[str, Any]:
     config = {**find_architecture(architecture).tiny_config(), **changes}
-    return {key: value for key, value in config.items() if key not in changes or value is not None or key == "sliding_window"}
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in changes or value is not None or key == "sliding_window"
+    }
 
 
 def prompt(vocab: int, length: int = 41) -> list[int]:

@@ -15,11 +15,12 @@ import pytest
 import uvicorn
 
 from evener.async_llm import AsyncLLM
+from evener.frontend.settings import FrontendSettings
 from evener.testing.fake_engine import FakeEngine
 from evener.testing.tiny_tokenizer import write_tiny_tokenizer
 from evener_server.app import create_app
+from evener_server.body import BodyLimits
 from evener_server.process import bind
-from evener_server.service import Options
 
 T = TypeVar("T")
 
@@ -27,16 +28,18 @@ T = TypeVar("T")
 class Api:
     """The application, called without a socket, on an event loop of its own."""
 
-    def __init__(self, folder: Path | None, engine: FakeEngine, options: Options, max_queue: int | None, wait: bool) -> None:
+    def __init__(
+        self, settings: FrontendSettings, engine: FakeEngine, limits: BodyLimits, max_queue: int | None, wait: bool
+    ) -> None:
         self.engine = engine
         self.loop = asyncio.new_event_loop()
-        self.run(self._open(folder, options, max_queue, wait))
+        self.run(self._open(settings, limits, max_queue, wait))
 
-    async def _open(self, folder: Path | None, options: Options, max_queue: int | None, wait: bool) -> None:
-        self.llm = AsyncLLM(self.engine, model_dir=folder, max_queue=max_queue)
+    async def _open(self, settings: FrontendSettings, limits: BodyLimits, max_queue: int | None, wait: bool) -> None:
+        self.llm = AsyncLLM(self.engine, settings=settings, max_queue=max_queue)
         if wait:
             await self.llm.wait_ready()
-        self.app = create_app(self.llm, options)
+        self.app = create_app(self.llm, limits)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -71,9 +74,9 @@ class Api:
 class LiveServer:
     """The application behind uvicorn on a free port, in a thread."""
 
-    def __init__(self, folder: Path, engine: FakeEngine, options: Options) -> None:
+    def __init__(self, folder: Path, engine: FakeEngine, limits: BodyLimits) -> None:
         self.engine = engine
-        self._folder, self._options = folder, options
+        self._folder, self._limits = folder, limits
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
@@ -85,8 +88,10 @@ class LiveServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.llm = AsyncLLM(self.engine, model_dir=self._folder)
         await self.llm.wait_ready()
-        self.app = create_app(self.llm, self._options)
-        config = uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=5)
+        self.app = create_app(self.llm, self._limits)
+        config = uvicorn.Config(
+            self.app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=5
+        )
         self._server = uvicorn.Server(config)
         listener.listen()
         self._started.set()
@@ -151,7 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def api(folder: Path) -> Iterator[Api]:
     """For tests that leave nothing behind."""
-    found = Api(folder, FakeEngine(), Options(), None, True)
+    found = Api(FrontendSettings(model_dir=folder), FakeEngine(), BodyLimits(), None, True)
     yield found
     found.close()
 
@@ -161,10 +166,18 @@ def make_api(folder: Path) -> Iterator[Callable[..., Api]]:
     made: list[Api] = []
 
     def make(
-        engine: FakeEngine | None = None, *, options: Options | None = None, max_queue: int | None = None,
-        model: Path | None = folder, wait: bool = True,
+        engine: FakeEngine | None = None, *, limits: BodyLimits | None = None, max_queue: int | None = None,
+        model: Path = folder, wait: bool = True, **settings: Any,
     ) -> Api:  # fmt: skip
-        made.append(Api(model, engine or FakeEngine(), options or Options(), max_queue, wait))
+        made.append(
+            Api(
+                FrontendSettings(model_dir=model, **settings),
+                engine or FakeEngine(),
+                limits or BodyLimits(),
+                max_queue,
+                wait,
+            )
+        )
         return made[-1]
 
     yield make
@@ -176,8 +189,8 @@ def make_api(folder: Path) -> Iterator[Callable[..., Api]]:
 def make_server(folder: Path) -> Iterator[Callable[..., LiveServer]]:
     made: list[LiveServer] = []
 
-    def make(engine: FakeEngine | None = None, options: Options | None = None) -> LiveServer:
-        made.append(LiveServer(folder, engine or FakeEngine(), options or Options()))
+    def make(engine: FakeEngine | None = None, limits: BodyLimits | None = None) -> LiveServer:
+        made.append(LiveServer(folder, engine or FakeEngine(), limits or BodyLimits()))
         return made[-1]
 
     yield make

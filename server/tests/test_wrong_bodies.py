@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from evener_server.body import BodyLimits
 from evener_server.protocol import ChatBody, CompletionBody
-from evener_server.service import Options
 
 USER = {"role": "user", "content": "hi"}
 
@@ -88,15 +87,26 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     (_messages(USER, {"role": "user", "content": 5}), "messages[1].content"),
     (_messages({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0].text"),
     (_messages({"role": "user", "content": ["hi"]}), "messages[0].content[0]"),
-    (_messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "messages[0].content[0].type"),
-    (_messages({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}), "messages[0].content[0].cache_control"),
+    (
+        _messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        "messages[0].content[0].type",
+    ),
+    (
+        _messages({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}),
+        "messages[0].content[0].cache_control",
+    ),
     (_messages({**USER, "mood": "good"}), "messages[0].mood"),
     (_messages({**USER, "name": 5}), "messages[0].name"),
     (_messages({"role": "assistant", "content": "a", "refusal": "no"}), "messages[0].refusal"),
     (_messages({"role": "assistant", "audio": {"id": "x"}}), "messages[0].audio"),
     (_messages({"role": "assistant", "tool_calls": [{"id": "1"}]}), "messages[0].tool_calls[0].type"),
     (
-        _messages({"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}),
+        _messages(
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+            }
+        ),
         "messages[0].tool_calls[0].function.arguments",
     ),
     ({"max_completion_tokens": 4}, "max_tokens"),
@@ -164,7 +174,9 @@ def test_a_wrong_chat_is_a_400_that_names_the_field(api: Any, error: Any, fields
 
 
 @pytest.mark.parametrize(("fields", "param"), BOTH + COMPLETION, ids=_name)
-def test_a_wrong_completion_is_a_400_that_names_the_field(api: Any, error: Any, fields: dict[str, Any], param: str) -> None:
+def test_a_wrong_completion_is_a_400_that_names_the_field(
+    api: Any, error: Any, fields: dict[str, Any], param: str
+) -> None:
     response = api.complete(**fields)
     assert response.status_code == 400, response.text
     assert error(response)["param"] in param.split("|"), response.text
@@ -228,7 +240,7 @@ def test_a_content_type_with_utf8_spelt_out_is_fine(api: Any) -> None:
 
 
 def test_a_body_over_the_limit_is_a_413(make_api: Any, error: Any) -> None:
-    api = make_api(options=Options(limits=BodyLimits(max_bytes=100)))
+    api = make_api(limits=BodyLimits(max_bytes=100))
     assert api.complete(prompt="a" * 200).status_code == 413
     assert error(api.complete(prompt="a" * 1000))["code"] == "body_too_large"
     assert api.complete().status_code == 200
@@ -263,8 +275,8 @@ NOTHING_ASKED = {
     "stop_token_ids": [], "min_tokens": 0, "use_beam_search": False,
 }  # fmt: skip
 NOTHING_ASKED_OF_A_CHAT = {
-    "tools": [], "tool_choice": "none", "functions": None, "function_call": "none", "modalities": ["text"], "audio": None,
-    "store": False, "metadata": None, "parallel_tool_calls": True, "service_tier": "auto", "logprobs": False,
+    "tools": [], "tool_choice": "none", "functions": None, "function_call": "none", "modalities": ["text"],
+    "audio": None, "store": False, "metadata": None, "parallel_tool_calls": True, "service_tier": "auto", "logprobs": False,
     "top_logprobs": None, "reasoning_effort": None, "prediction": None, "max_completion_tokens": None,
 }  # fmt: skip
 
@@ -288,18 +300,26 @@ JSON = st.recursive(
     max_leaves=8,
 )
 MESSAGES = st.lists(
-    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "x"]), JSON | st.sampled_from(["user", "hi"]), max_size=4),
+    st.dictionaries(
+        st.sampled_from(["role", "content", "name", "tool_calls", "x"]),
+        JSON | st.sampled_from(["user", "hi"]),
+        max_size=4,
+    ),
     max_size=3,
 )
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FUZZ = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @FUZZ
 @given(data=st.data())
 def test_malformed_chats_never_give_a_5xx(api: Any, data: st.DataObject) -> None:
-    fields = data.draw(st.dictionaries(st.sampled_from(sorted(ChatBody.model_fields)) | st.text(max_size=4), JSON, max_size=4))
+    fields = data.draw(
+        st.dictionaries(st.sampled_from(sorted(ChatBody.model_fields)) | st.text(max_size=4), JSON, max_size=4)
+    )
     messages = data.draw(st.just([USER]) | MESSAGES)
-    response = api.chat(**{"messages": messages, **{k: v for k, v in fields.items() if k not in ("stream",)}})
+    response = api.chat(**{"messages": messages, **fields})
     assert response.status_code < 500, (fields, response.text)
 
 

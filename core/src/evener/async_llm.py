@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evener.engine.client import EngineClient
 from evener.engine.messages import Dead, FromController, Ready
-from evener.errors import EngineDeadError, EngineError, OverloadedError, RequestError
+from evener.errors import EngineDeadError, EngineError, EvenerError, OverloadedError, RequestError
 from evener.frontend.chat import Chat
 from evener.frontend.frontend import Frontend, Kind
 from evener.frontend.outputs import Delta, OutputBuilder, RequestOutput
@@ -59,6 +59,7 @@ class AsyncLLM:
         self._built: tuple[Frontend, Chat] | None = None
         self._info: dict[str, object] = {}
         self._dead_reason: str | None = None
+        self._start_error: EvenerError | None = None
         self._draining = False
         self._streams: dict[str, RequestStream] = {}
         self._ready_or_dead = asyncio.Event()
@@ -75,12 +76,17 @@ class AsyncLLM:
         """Start an engine and wait until it is ready.
 
         Raises:
-            EngineDeadError: it died before it was ready.
-            EvenerError: whatever building the engine raises.
+            EvenerError: what stopped the engine or the front end from starting.
         """
         from evener.engine.start import start_engine
 
-        client = await asyncio.to_thread(start_engine, config, mode)
+        starting = asyncio.ensure_future(asyncio.to_thread(start_engine, config, mode))
+        try:
+            client = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The thread goes on; what it makes must not stay.
+            starting.add_done_callback(_close_result)
+            raise
         llm = cls(client, settings=FrontendSettings.from_config(config), max_queue=config.serve.max_queue)
         try:
             await llm.wait_ready()
@@ -93,9 +99,11 @@ class AsyncLLM:
         """Wait for the engine's first event.
 
         Raises:
-            EngineDeadError: it died first, or its tokenizer or template cannot be used.
+            EvenerError: what stopped the engine or the front end from starting.
         """
         await self._ready_or_dead.wait()
+        if self._start_error is not None:
+            raise self._start_error
         self._check_alive()
 
     @property
@@ -280,6 +288,9 @@ class AsyncLLM:
         while not self._closing.is_set():
             try:
                 events = self._client.receive(0.5)
+            except EvenerError as error:
+                self._start_error = error if self._built is None else None
+                events = [Dead(str(error))]
             except Exception as error:  # whatever breaks the channel ends every request with that reason
                 events = [Dead(f"reading its events failed with {type(error).__name__}: {error}")]
             events = [event if not isinstance(event, Ready) else self._prepare(event) for event in events]
@@ -296,8 +307,11 @@ class AsyncLLM:
         """Build the front end here, not on the loop: a large vocabulary takes a second."""
         try:
             self._built = self._settings.build(event.info)
-        except Exception as error:  # the engine runs, but nobody could talk to it
-            return Dead(f"its tokenizer or chat template cannot be used: {error}")
+        except EvenerError as error:
+            self._start_error = error
+            return Dead(str(error))
+        except Exception as error:  # a defect of ours: without an answer ``wait_ready`` would wait for ever
+            return Dead(f"building its front end failed with {type(error).__name__}: {error}")
         return event
 
     def _dispatch(self) -> None:
@@ -346,3 +360,8 @@ class AsyncLLM:
                 self._streams.pop(request_id, None)
         if self._frontend.num_open == 0:
             self._idle.set()
+
+
+def _close_result(starting: asyncio.Future[EngineClient]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().close()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evener.engine.client import EngineClient
 from evener.engine.messages import Dead, NewRequest, Ready
@@ -18,16 +18,13 @@ from evener.frontend.settings import FrontendSettings
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from evener.config import Config
-
 Messages = list[dict[str, Any]]
 
 
 class LLM:
     """A model that is ready to generate. Several can live in one process; one serves one call at a time.
 
-    On one device everything runs in this process; with more ranks the engine gets processes of its own.
+    The scheduler runs in this process, in the caller's thread; so does the worker, unless ``executor=process``.
 
     Args:
         model: the model folder.
@@ -42,7 +39,7 @@ class LLM:
         from evener.engine.start import start_engine
 
         config = from_overrides(str(model), overrides)
-        self._start(start_engine(config, _mode(config)), FrontendSettings.from_config(config))
+        self._start(start_engine(config, "inline"), FrontendSettings.from_config(config))
 
     @classmethod
     def from_client(
@@ -186,6 +183,8 @@ class LLM:
     def _collect(self, builders: dict[str, OutputBuilder]) -> None:
         unfinished = set(builders)
         while unfinished:
+            if self._closed:
+                raise EngineDeadError("this LLM was closed while it generated")
             for event in self._client.receive(None):
                 if isinstance(event, Dead):
                     self._dead_reason = event.reason
@@ -219,13 +218,6 @@ class LLM:
                     return event.info
                 if isinstance(event, Dead):
                     raise EngineDeadError(f"the engine did not start: {event.reason}")
-
-
-def _mode(config: Config) -> Any:
-    if config.executor != "auto":
-        return config.executor
-    infer = config.infer
-    return "inline" if infer.tp_size * infer.pp_size * infer.dp_size == 1 else "process"
 
 
 def _as_prompts(prompts: object) -> Sequence[str | list[int]]:

@@ -30,7 +30,7 @@ class SamplingParams:
         max_tokens: at most this many new tokens. None: the rest of the context for chat, 16 for completions and
             ``generate``.
         stop: string or strings that end the sample.
-        ignore_eos: go on after an EOS token.
+        ignore_eos: go on after an EOS token; None: as the engine's ``infer.stop_with_eos`` says, which is not to.
         logprobs: report the sampled token's log-probability and this many of the likeliest; None reports none.
         detokenize: False gives ids only.
         include_stop_str_in_output: leave the stop string in the text.
@@ -48,7 +48,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | tuple[str, ...] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     logprobs: int | None = None
     detokenize: bool = True
     include_stop_str_in_output: bool = False
@@ -65,7 +65,9 @@ class SamplingParams:
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.n is None:
             raise RequestError("n must be an integer of at least 1, not None", "n")
-        for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
+        if not isinstance(self.ignore_eos, (bool, type(None))):
+            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos")
+        for name in ("detokenize", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
         if not isinstance(self.stop, (str, list, tuple, type(None))):

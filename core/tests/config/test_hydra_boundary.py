@@ -20,7 +20,8 @@ def typed(*words: str, model: str | None = "/m", file: str | None = None, packag
 
 
 @pytest.mark.parametrize(
-    "path", ["/data/a b", "/d/a=b,c", "/d/it's", '/d/"x"', "/d/a\\", "/d/(x)[1]{2}", "/d/#1 %~+!@&|;:<>?*", "[x]", "/d/é中"]
+    "path",
+    ["/data/a b", "/d/a=b,c", "/d/it's", '/d/"x"', "/d/a\\", "/d/(x)[1]{2}", "/d/#1 %~+!@&|;:<>?*", "[x]", "/d/é中"],
 )
 def test_paths_with_odd_characters_arrive_letter_by_letter(path: str, nothing_installed: Packages) -> None:
     assert typed(f"model={path}", model=None, packages=nothing_installed).model == path
@@ -45,7 +46,9 @@ def test_quoted_text_lists_and_interpolations_are_hydras(nothing_installed: Pack
 def test_a_value_that_hydra_cannot_read_is_an_error_with_what_was_typed(nothing_installed: Packages) -> None:
     with pytest.raises(ConfigError, match=r"'serve.served_model_name=\$\{nothing\}' cannot be read"):
         typed("dtype=bf16", "serve.served_model_name=${nothing}", packages=nothing_installed)
-    with pytest.raises(ConfigError, match=r"infer.max_reqs='1,2' cannot be read; it takes an integer of at least 1 or auto"):
+    with pytest.raises(
+        ConfigError, match=r"infer.max_reqs='1,2' cannot be read; it takes an integer of at least 1 or auto"
+    ):
         typed("infer.max_reqs=1,2", packages=nothing_installed)
 
 

@@ -29,7 +29,9 @@ def test_plain_keys_read_no_descriptors() -> None:
         ("ops.spinn", "'ops.spin'"),
     ],
 )
-def test_an_unknown_key_is_an_error_that_names_the_one_that_was_meant(wrong: str, meant: str, packages: Packages) -> None:
+def test_an_unknown_key_is_an_error_that_names_the_one_that_was_meant(
+    wrong: str, meant: str, packages: Packages
+) -> None:
     with pytest.raises(UnknownNameError, match=f"did you mean {meant}") as caught:
         from_overrides("m", {wrong: 1}, packages)
     assert "`evener config --keys` lists every option" in str(caught.value)
@@ -38,17 +40,15 @@ def test_an_unknown_key_is_an_error_that_names_the_one_that_was_meant(wrong: str
 def test_a_key_like_no_other_says_where_the_list_is(packages: Packages) -> None:
     with pytest.raises(UnknownNameError) as caught:
         from_overrides("m", {"zzz.qqq": 1}, packages)
-    assert str(caught.value) == (
-        "unknown option 'zzz.qqq' (in 'zzz.qqq=1'). `evener config --keys` lists every option"
-    )
+    assert str(caught.value) == ("unknown option 'zzz.qqq' (in 'zzz.qqq=1'). `evener config --keys` lists every option")
 
 
 def test_options_of_a_package_are_typed_and_checked(packages: Packages) -> None:
     config = from_overrides("m", {"wid-get": {"lanes": "8", "loud": "yes", "ratio": 1}}, packages).config
     assert config.options == {"wid-get": {"lanes": 8, "loud": True, "ratio": 1.0}}
-    with pytest.raises(ConfigError, match="wid-get.mode=wlid is not a value .* did you mean 'wild'"):
+    with pytest.raises(ConfigError, match=r"wid-get.mode=wlid is not a value .* did you mean 'wild'"):
         from_overrides("m", {"wid-get.mode": "wlid"}, packages)
-    with pytest.raises(ConfigError, match="wid-get.lanes='many' cannot be read; it takes an integer"):
+    with pytest.raises(ConfigError, match=r"wid-get.lanes='many' cannot be read; it takes an integer"):
         from_overrides("m", {"wid-get.lanes": "many"}, packages)
 
 
@@ -76,9 +76,11 @@ def test_a_value_that_a_package_claims_is_rewritten_and_said(packages: Packages)
 
 
 def test_a_value_that_nobody_claims_says_that_no_installed_package_serves_it(nothing_installed: Packages) -> None:
-    with pytest.raises(ConfigError, match="no installed package serves infer.attn_type=widget; .* auto or ref, or what"):
+    with pytest.raises(
+        ConfigError, match=r"no installed package serves infer.attn_type=widget; .* auto or ref, or what"
+    ):
         from_overrides("m", {"infer.attn_type": "widget"}, nothing_installed)
-    with pytest.raises(ConfigError, match="no installed package serves infer.op_impl=rfe; did you mean 'ref'"):
+    with pytest.raises(ConfigError, match=r"no installed package serves infer.op_impl=rfe; did you mean 'ref'"):
         from_overrides("m", {"infer.op_impl": "rfe"}, nothing_installed)
 
 
@@ -91,7 +93,9 @@ def test_a_spelling_that_two_packages_claim_differently_is_an_error_with_both() 
 
 
 def test_words_are_split_into_the_model_and_keys() -> None:
-    typed = split_command_line(["/m", "--backend", "x", "infer.depth=1", "--trust-model-code", "--infer.kv-memory=1GiB"])
+    typed = split_command_line(
+        ["/m", "--backend", "x", "infer.depth=1", "--trust-model-code", "--infer.kv-memory=1GiB"]
+    )
     assert typed.positionals == ("/m",)
     assert [(each.key, each.value) for each in typed.overrides] == [
         ("backend", "x"),
@@ -126,5 +130,5 @@ def test_the_last_of_two_wins_and_a_second_model_is_an_error(nothing_installed: 
 
 
 def test_no_model_is_an_error_that_shows_both_ways_to_name_it(nothing_installed: Packages) -> None:
-    with pytest.raises(ConfigError, match="no model is given: .*evener serve /path/to/model.*model=/path/to/model"):
+    with pytest.raises(ConfigError, match=r"no model is given: .*evener serve /path/to/model.*model=/path/to/model"):
         from_overrides(None, {}, nothing_installed)

@@ -51,10 +51,12 @@ def test_every_key_means_the_same_as_word_as_flag_and_from_python(key: str, noth
     text, value = other_value(KEYS[key])
     flag = "--" + key.replace("_", "-")
     ways = [[f"{key}={text}"], [f"{flag}={text}"], [flag, text], [f"++{key}={text}"]]
-    typed = [from_command_line("m", split_command_line(way).overrides, packages=nothing_installed) for way in ways]
+    typed = [split_command_line(way).overrides for way in ways]
+    assert [[(each.key, each.value) for each in overrides] for overrides in typed] == [[(key, text)]] * 4
+    shell = from_command_line("m", typed[0], packages=nothing_installed)
     python = [from_overrides("m", {key: each}, nothing_installed) for each in (value, text)]
-    assert [value_of(built.config, key) for built in (*typed, *python)] == [value] * 6
-    assert not any(built.notes for built in (*typed, *python))
+    assert [value_of(built.config, key) for built in (shell, *python)] == [value] * 3
+    assert not any(built.notes for built in (shell, *python))
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -73,7 +75,7 @@ def test_a_number_that_is_too_small_or_no_number_is_an_error_that_says_what_it_t
     key: str, nothing_installed: Packages
 ) -> None:
     for wrong in ("-1", "many", True, 1.5):
-        with pytest.raises(ConfigError, match="it takes an integer|is not in this version"):
+        with pytest.raises(ConfigError, match=r"it takes an integer|is not in this version"):
             from_overrides("m", {key: wrong}, nothing_installed)
 
 
@@ -99,18 +101,20 @@ def test_what_is_not_built_yet_is_an_error_that_says_so(
 
 
 def test_building_the_objects_by_hand_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match="infer.tp_size=2 is not in this version"):
+    with pytest.raises(ConfigError, match=r"infer.tp_size=2 is not in this version"):
         InferConfig(tp_size=2)
-    with pytest.raises(ConfigError, match="serve.port=70000 is out of range; it takes an integer from 0 to 65535"):
+    with pytest.raises(ConfigError, match=r"serve.port=70000 is out of range; it takes an integer from 0 to 65535"):
         ServeConfig(port=70000)
-    with pytest.raises(ConfigError, match="infer.depth=True is not an integer"):
+    with pytest.raises(ConfigError, match=r"infer.depth=True is not an integer"):
         InferConfig(depth=True)
 
 
 def test_a_wrong_choice_comes_with_the_nearest_one(nothing_installed: Packages) -> None:
-    with pytest.raises(ConfigError, match="dtype=bfloat15 .*; did you mean 'bfloat16'"):
+    with pytest.raises(ConfigError, match=r"dtype=bfloat15 .*; did you mean 'bfloat16'"):
         from_overrides("m", {"dtype": "bfloat15"}, nothing_installed)
-    with pytest.raises(ConfigError, match="load=dumy is not a value of load; it takes auto or dummy; did you mean 'dummy'"):
+    with pytest.raises(
+        ConfigError, match="load=dumy is not a value of load; it takes auto or dummy; did you mean 'dummy'"
+    ):
         from_overrides("m", {"load": "dumy"}, nothing_installed)
 
 
@@ -128,10 +132,10 @@ def test_memory_is_bytes_with_a_unit_or_a_fraction(text: str, value: object, not
 
 
 def test_memory_without_its_unit_is_an_error_that_gives_it(nothing_installed: Packages) -> None:
-    with pytest.raises(ConfigError, match="4 bytes, which is too small; for GiB write infer.kv_memory=4GiB"):
+    with pytest.raises(ConfigError, match=r"4 bytes, which is too small; for GiB write infer.kv_memory=4GiB"):
         from_overrides("m", {"infer.kv_memory": "4"}, nothing_installed)
     for wrong in ("1.5", 1.5, "0.0", "lots", "4 apples"):
-        with pytest.raises(ConfigError, match="infer.kv_memory="):
+        with pytest.raises(ConfigError, match=r"infer.kv_memory="):
             from_overrides("m", {"infer.kv_memory": wrong}, nothing_installed)
 
 

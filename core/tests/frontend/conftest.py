@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from evener.frontend.tokenizer import FastVocabulary, Tokenizer
+from evener.frontend.tokenizer import FastVocabulary, SlowVocabulary, Tokenizer
 from evener.testing.tiny_tokenizer import write_tiny_tokenizer
 
 CORPUS = [
@@ -41,7 +41,7 @@ def byte_level_library() -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="session")
 def byte_fallback_library() -> tokenizers.Tokenizer:
-    """As converted from sentencepiece: a marker for spaces, byte fallback, a space in front that decoding takes away."""
+    """As converted from sentencepiece: a marker for spaces, byte fallback, a first space that decoding takes away."""
     words = ["▁", "▁the", "the", "qu", "ick", "▁fox", "a", "b", "c", "é", "你", "x"]
     vocab = {
         token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words])
@@ -79,3 +79,10 @@ def byte_fallback(byte_fallback_library: tokenizers.Tokenizer) -> Tokenizer:
 @pytest.fixture(scope="session")
 def wordpiece(wordpiece_library: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer(FastVocabulary(wordpiece_library), {})
+
+
+@pytest.fixture(scope="session")
+def slow() -> Tokenizer:
+    """Bytes again, but written in Python: a decoder that leaves incomplete characters out instead of replacing them."""
+    transformers = pytest.importorskip("transformers")
+    return Tokenizer(SlowVocabulary(transformers.ByT5Tokenizer()), {"eos_token": "</s>"})

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from evener import AsyncLLM, SamplingParams
 from evener.engine.messages import FromController
-from evener.errors import EngineDeadError, EngineError, OverloadedError, RequestError
+from evener.errors import CheckpointError, EngineDeadError, EngineError, MemoryPlanError, OverloadedError, RequestError
 from evener.testing.fake_engine import FakeEngine
 
 FOUR = SamplingParams(max_tokens=4)
@@ -50,9 +52,9 @@ async def test_a_stream_gives_deltas_and_generate_everything_so_far(tiny_dir: Pa
 
 async def test_a_chat_goes_through_the_template(tiny_dir: Path) -> None:
     async with serving(tiny_dir, FakeEngine()) as llm:
-        async with await llm.submit_chat([{"role": "user", "content": "hi"}]) as stream:
-            assert stream.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-            assert "".join([delta.text async for delta in stream]) == "user\nhi"
+        stream = await llm.submit_chat([{"role": "user", "content": "hi"}])
+        assert stream.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert "".join([delta.text async for delta in stream]) == "user\nhi"
 
 
 async def test_64_streams_wake_the_loop_once_a_step(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +258,47 @@ async def test_before_it_is_ready_it_lives_but_takes_no_requests(tiny_dir: Path)
 async def test_a_tokenizer_that_cannot_be_used_is_why_it_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     llm = AsyncLLM(FakeEngine(), model_dir=tmp_path)
-    with pytest.raises(EngineDeadError, match=r"tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        await llm.wait_ready()
+    assert not llm.alive
+    await llm.close()
+
+
+async def test_what_stops_an_engine_from_starting_is_raised_as_it_is(tiny_dir: Path) -> None:
+    class TooBig(FakeEngine):
+        def receive(self, timeout: float | None) -> list[FromController]:
+            raise MemoryPlanError("12 GiB are wanted, 8 GiB are there")
+
+    llm = AsyncLLM(TooBig(), model_dir=tiny_dir)
+    with pytest.raises(MemoryPlanError, match="12 GiB"):
         await llm.wait_ready()
     await llm.close()
+
+
+async def test_starting_uses_the_config_and_waits_until_it_is_ready(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from evener.config import from_overrides
+
+    modes: list[str] = []
+
+    def start_engine(config: Any, mode: str) -> FakeEngine:
+        modes.append(mode)
+        return FakeEngine()
+
+    monkeypatch.setitem(sys.modules, "evener.engine.start", SimpleNamespace(start_engine=start_engine))
+    llm = await AsyncLLM.start(from_overrides(tiny_dir, {"serve.max_queue": 7}), mode="thread")
+    assert (llm.ready, llm.max_queue, modes) == (True, 7, ["thread"])
+    assert await text_of(llm, "ab") == "abab"
+    await llm.close()
+
+
+async def test_an_engine_that_dies_while_it_starts_is_closed(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evener.config import from_overrides
+
+    engine = FakeEngine(auto_ready=False)
+    engine.die("no memory")
+    monkeypatch.setitem(sys.modules, "evener.engine.start", SimpleNamespace(start_engine=lambda config, mode: engine))
+    with pytest.raises(EngineDeadError, match="no memory"):
+        await AsyncLLM.start(from_overrides(tiny_dir, {}))
+    assert engine.closed

@@ -26,8 +26,8 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 WRITTEN = [
     "{% for m in messages %}[{{ m['role'] }}] {{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}>{% endif %}",
-    "{{ bos_token }}{%- for m in messages %}\n    {%- if m.role == 'user' %}\n  U:{{ m.content }}\n    {% else %}\n  O\n"
-    "  {% endif %}\n{% endfor %}",
+    "{{ bos_token }}{%- for m in messages %}\n    {%- if m.role == 'user' %}\n  U:{{ m.content }}\n"
+    "    {% else %}\n  O\n  {% endif %}\n{% endfor %}",
     "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ eos_token }}",
     "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}{{ messages | length }}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
@@ -152,7 +152,7 @@ def test_text_parts_are_joined_by_line_ends() -> None:
 
 
 def test_arguments_of_tool_calls_become_objects_and_empty_fields_are_left_out() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    call: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []}
     plain = normalize([message, {"role": "tool", "tool_call_id": "c", "content": "2"}])
     assert plain[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}

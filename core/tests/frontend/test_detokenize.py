@@ -6,6 +6,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.frontend.detokenize import WindowDetokenizer
 from evener.frontend.tokenizer import Tokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -35,8 +36,8 @@ def test_pieces_of_random_ids_are_the_librarys_text_with_byte_fallback_where_the
     if "\ufffd" not in expected:
         assert streamed == expected
     else:
-        # The library replaces every byte of a run of byte tokens that is not text as a whole. A stream cannot wait for the
-        # end of a run: it replaces only what is wrong.
+        # The library replaces every byte of a run of byte tokens that is not text as a whole. A stream cannot wait for
+        # the end of a run: it replaces only what is wrong.
         assert streamed == by_runs(byte_fallback_library, ids, skip)
 
 
@@ -50,7 +51,7 @@ def by_runs(library: tokenizers.Tokenizer, ids: list[int], skip: bool) -> str:
             continue
         text, run = text + run.decode("utf-8", "replace"), b""
         if token is not None:
-            text += library.id_to_token(token).replace("▁", " ")
+            text += (library.id_to_token(token) or "").replace("▁", " ")
     return text.removeprefix(" ")
 
 
@@ -70,6 +71,19 @@ def test_pieces_of_random_ids_are_the_librarys_text_with_any_other_decoder(
 ) -> None:
     ids = [seed % wordpiece.vocab_size for seed in seeds]
     assert "".join(pieces(wordpiece, ids, skip)) == wordpiece_library.decode(ids, skip_special_tokens=skip)
+
+
+@given(text=UNICODE)
+def test_any_text_survives_a_tokenizer_without_a_fast_form(slow: Tokenizer, text: str) -> None:
+    assert "".join(pieces(slow, slow.encode(text, add_special_tokens=False))) == text
+
+
+def test_a_tokenizer_without_a_fast_form_skips_special_tokens_and_knows_its_eos(slow: Tokenizer) -> None:
+    ids = slow.encode("é")
+    assert ids[-1] == slow.eos_id
+    assert (slow.decode(ids), slow.decode(ids, skip_special_tokens=False)) == ("é", "é</s>")
+    assert slow.token_text(slow.encode("a")[0]) == "a"
+    assert slow.token_bytes(10**6) == b""
 
 
 def test_a_character_split_over_tokens_comes_whole(byte_level: Tokenizer) -> None:
@@ -112,9 +126,12 @@ def test_special_tokens_are_left_out_or_shown(byte_level: Tokenizer) -> None:
 
 def test_decoding_a_token_costs_the_same_however_much_came_before(wordpiece: Tokenizer) -> None:
     sizes: list[int] = []
-    detokenizer = wordpiece.detokenizer()
-    decode = detokenizer._decode  # type: ignore[attr-defined]
-    detokenizer._decode = lambda ids: sizes.append(len(ids)) or decode(ids)  # type: ignore[attr-defined]
+
+    def decode(ids: list[int]) -> str:
+        sizes.append(len(ids))
+        return wordpiece.decode(ids)
+
+    detokenizer = WindowDetokenizer(decode, lambda token: True)
     for _ in range(300):
         detokenizer.push(5)
     assert max(sizes) <= 8

@@ -163,6 +163,12 @@ def test_eos_is_ordinary_with_ignore_eos(frontend: Frontend) -> None:
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("h<|im_end|>i", "length")
 
 
+def test_whether_eos_ends_a_request_that_does_not_say_is_the_front_ends_setting(tiny_dir: Path) -> None:
+    frontend = make(tiny_dir, stop_with_eos=False)
+    assert frontend.submit("a", SamplingParams(), "p")[0].stop_token_ids == []
+    assert frontend.submit("a", SamplingParams(ignore_eos=False), "q")[0].stop_token_ids == [256, EOS]
+
+
 def test_a_stop_string_finishes_the_request_and_later_tokens_are_dropped(frontend: Frontend) -> None:
     events = [tokens("one E"), tokens("ND two"), tokens("three"), finished()]
     output, replies = play(frontend, "ab", SamplingParams(stop=["END", "x"]), *events)
@@ -249,7 +255,8 @@ def test_how_tokens_are_cut_into_events_makes_no_difference(
     tiny_dir: Path, text: str, cuts: list[int], stop: str | None, reason: FinishReason
 ) -> None:
     text = text.encode("utf-8", "ignore").decode()
-    ids, events = list(text.encode()), []
+    ids = list(text.encode())
+    events: list[Any] = []
     for cut in cuts:
         events += [Tokens(id="r", ids=ids[:cut])] if ids else []
         ids = ids[cut:]

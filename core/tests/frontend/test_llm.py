@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ def make(folder: Path, engine: FakeEngine | None = None) -> LLM:
 def test_outputs_are_in_the_order_of_the_prompts(tiny_dir: Path) -> None:
     with make(tiny_dir) as llm:
         params = [SamplingParams(max_tokens=n) for n in (6, 2, 3)]
-        outputs = llm.generate(["ab", [99, 100], "ef"], params)
+        prompts: list[str | list[int]] = ["ab", [99, 100], "ef"]
+        outputs = llm.generate(prompts, params)
     assert [output.outputs[0].text for output in outputs] == ["ababab", "cd", "efe"]
     assert [output.prompt for output in outputs] == ["ab", None, "ef"]
     assert [output.prompt_token_ids for output in outputs] == [[97, 98], [99, 100], [101, 102]]
@@ -170,3 +172,21 @@ def test_a_name_that_evener_does_not_have_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         evener.LMM  # noqa: B018
+
+
+def test_overrides_reach_the_engine_and_the_front_end(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Any, str, FakeEngine]] = []
+
+    def start_engine(config: Any, mode: str) -> FakeEngine:
+        started.append((config, mode, FakeEngine()))
+        return started[-1][2]
+
+    monkeypatch.setitem(sys.modules, "evener.engine.start", SimpleNamespace(start_engine=start_engine))
+    overrides: dict[str, object] = {"infer.max_reqs": 3, "request.max_new_tokens": 2, "seed": 5}
+    for _ in range(2):
+        with LLM(tiny_dir, **overrides) as llm:
+            assert llm.generate("abc")[0].outputs[0].text == "ab"
+    (config, mode, first), (_, _, second) = started
+    assert (config.infer.max_reqs, Path(config.model), mode) == (3, tiny_dir, "inline")
+    # The config's seed fixes those of requests that bring none.
+    assert first.sent == second.sent

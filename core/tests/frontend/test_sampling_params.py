@@ -62,4 +62,4 @@ def test_params_are_frozen_and_take_keywords_only() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
-        SamplingParams(1)  # type: ignore[misc]
+        SamplingParams(1)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""The model families that evener ships, registered through the same entry point that a stranger would use. Torch-free."""
+"""The model families that evener ships, registered as a stranger would register them. Torch-free."""
 
 from __future__ import annotations
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from evener.errors import ArchitectureError
 from evener.layers import AttentionConfig, CausalLM, MLPConfig, RotaryConfig
 from evener.layers.rotary import has_entries
-from evener.layers.settings import activation, layer_windows, need, refuse
+from evener.layers.settings import activation, count, layer_count, layer_windows, need, number, refuse
 
 
 class Gemma3ForCausalLM(CausalLM):
-    """``attn_logit_softcapping`` is applied where it is set, as the Gemma 2 code does; transformers' Gemma 3 reads and ignores it."""
+    """``attn_logit_softcapping`` is applied where set, as in Gemma 2; transformers' Gemma 3 reads and ignores it."""
 
     tied = True
     norm_offset = 1.0
@@ -20,15 +21,15 @@ class Gemma3ForCausalLM(CausalLM):
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
         if config.get("use_bidirectional_attention"):
             raise refuse(config, "use_bidirectional_attention", "only causal Gemma 3 models are")
-        dim, bias = int(need(config, "head_dim")), bool(config.get("attention_bias", False))
+        dim, bias = count(config, "head_dim"), bool(config.get("attention_bias", False))
         return [
             AttentionConfig(
-                heads=int(need(config, "num_attention_heads")),
-                kv_heads=int(need(config, "num_key_value_heads")),
+                heads=count(config, "num_attention_heads"),
+                kv_heads=count(config, "num_key_value_heads"),
                 head_dim=dim,
                 rotary=self._rotary(config, dim, window is not None),
                 window=window,
-                scale=float(need(config, "query_pre_attn_scalar")) ** -0.5,
+                scale=number(config, "query_pre_attn_scalar") ** -0.5,
                 qkv_bias=bias,
                 o_bias=bias,
                 qk_norm=True,
@@ -43,9 +44,11 @@ class Gemma3ForCausalLM(CausalLM):
             return layer_windows(config, "")
         every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
         if not every:
-            raise ArchitectureError("config.json has neither layer_types nor sliding_window_pattern; add the model's value, e.g. 6")
-        window = int(need(config, "sliding_window"))
-        return [window if (i + 1) % every else None for i in range(need(config, "num_hidden_layers"))]
+            raise ArchitectureError(
+                "config.json has neither layer_types nor sliding_window_pattern; add the model's value, e.g. 6"
+            )
+        window = count(config, "sliding_window")
+        return [window if (i + 1) % every else None for i in range(layer_count(config))]
 
     def _rotary(self, config: Mapping[str, Any], dim: int, sliding: bool) -> RotaryConfig:
         layer_type = "sliding_attention" if sliding else "full_attention"
@@ -56,14 +59,14 @@ class Gemma3ForCausalLM(CausalLM):
 
     def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
         return MLPConfig(
-            inner=int(need(config, "intermediate_size")),
+            inner=count(config, "intermediate_size"),
             activation=activation(config, "hidden_activation"),
             norm="pre_feedforward_layernorm",
             post_norm="post_feedforward_layernorm",
         )
 
     def embedding_scale(self, config: Mapping[str, Any]) -> float:
-        return float(need(config, "hidden_size")) ** 0.5
+        return math.sqrt(count(config, "hidden_size"))
 
     def logit_cap(self, config: Mapping[str, Any]) -> float | None:
         cap = config.get("final_logit_softcapping")
@@ -73,11 +76,13 @@ class Gemma3ForCausalLM(CausalLM):
     def tiny_config(cls) -> dict[str, Any]:
         return {
             "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 223, "hidden_size": 36,
-            "intermediate_size": 68, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 22,
-            "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-            "query_pre_attn_scalar": 20, "sliding_window": 7, "final_logit_softcapping": None, "attn_logit_softcapping": None,
+            "intermediate_size": 68, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "head_dim": 22, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 20, "sliding_window": 7, "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
             "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-            "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+            "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
+            "pad_token_id": 0,
             "rope_parameters": {"full_attention": {"rope_theta": 1000000.0, "rope_type": "linear", "factor": 4.0},
                                 "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
         }  # fmt: skip

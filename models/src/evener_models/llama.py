@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import AttentionConfig, CausalLM, MLPConfig, RotaryConfig
-from evener.layers.settings import activation, head_dim, need
+from evener.layers.settings import activation, count, head_dim, layer_count
 
 
 class LlamaForCausalLM(CausalLM):
     """``attention_bias``, ``mlp_bias``, ``head_dim``, tied or untied heads, rope types default, linear and llama3."""
 
-    #: Llama configs from before ``rope_theta`` existed (Llama 1 and early Llama 2) mean this; transformers still reads them so.
+    #: What configs from before ``rope_theta`` existed (Llama 1, early Llama 2) mean; transformers reads them so, too.
     default_theta: float | None = 10000.0
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        heads, dim = int(need(config, "num_attention_heads")), head_dim(config)
+        heads, dim = count(config, "num_attention_heads"), head_dim(config)
         rotary = RotaryConfig.from_config(config, dim, default_base=self.default_theta)
         return [
             AttentionConfig(
                 heads=heads,
-                kv_heads=int(config.get("num_key_value_heads") or heads),
+                kv_heads=config.get("num_key_value_heads") or heads,
                 head_dim=dim,
                 rotary=rotary,
                 window=window,
@@ -30,18 +30,18 @@ class LlamaForCausalLM(CausalLM):
             for window in self.windows(config)
         ]
 
-    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, bool]:
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Which biases and head norms there are."""
         bias = bool(config.get("attention_bias", False))
         return {"qkv_bias": bias, "o_bias": bias}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
         """The sliding window of each layer."""
-        return [None] * int(need(config, "num_hidden_layers"))
+        return [None] * layer_count(config)
 
     def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
         return MLPConfig(
-            inner=int(need(config, "intermediate_size")),
+            inner=count(config, "intermediate_size"),
             activation=activation(config),
             bias=bool(config.get("mlp_bias", False)),
         )
@@ -50,9 +50,10 @@ class LlamaForCausalLM(CausalLM):
     def tiny_config(cls) -> dict[str, Any]:
         return {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 211, "hidden_size": 60,
-            "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10,
-            "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-            "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+            "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+            "head_dim": 10, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1,
+            "eos_token_id": 2,
             "rope_parameters": {"rope_theta": 50000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                                 "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
         }  # fmt: skip

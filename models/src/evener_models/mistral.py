@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.settings import need, refuse
+from evener.layers.settings import count, layer_count, refuse
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -14,23 +14,27 @@ class MistralForCausalLM(LlamaForCausalLM):
 
     default_theta = None
 
-    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, bool]:
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get("attention_bias"):
             raise refuse(config, "attention_bias", "Mistral's projections have none")
         return {}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
         if config.get("layer_types"):
-            raise refuse(config, "layer_types", "every layer of a Mistral has sliding_window; models that alternate are other classes")
-        window = config.get("sliding_window")
-        return [int(window) if window else None] * int(need(config, "num_hidden_layers"))
+            raise refuse(
+                config,
+                "layer_types",
+                "every layer of a Mistral has sliding_window; models that alternate are other classes",
+            )
+        window = None if config.get("sliding_window") is None else count(config, "sliding_window")
+        return [window] * layer_count(config)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
         return {
             "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 193, "hidden_size": 48,
-            "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 14,
-            "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-            "sliding_window": 11, "bos_token_id": 1, "eos_token_id": 2,
+            "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "head_dim": 14, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False, "sliding_window": 11, "bos_token_id": 1, "eos_token_id": 2,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.settings import layer_windows, need
+from evener.layers.settings import count, layer_count, layer_windows
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -14,17 +14,17 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     default_theta = None
 
-    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, bool]:
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {"qkv_bias": True}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        count = int(need(config, "num_hidden_layers"))
+        layers = layer_count(config)
         if not config.get("use_sliding_window") or config.get("sliding_window") is None:
             return layer_windows({**config, "sliding_window": None}, "full_attention")
         if config.get("layer_types"):
             return layer_windows(config, "")
-        full = min(int(need(config, "max_window_layers")), count)
-        return [None] * full + [int(config["sliding_window"])] * (count - full)
+        full = min(count(config, "max_window_layers", least=0), layers)
+        return [None] * full + [count(config, "sliding_window")] * (layers - full)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
@@ -32,6 +32,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
             "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 203, "hidden_size": 42,
             "intermediate_size": 76, "num_hidden_layers": 3, "num_attention_heads": 7, "num_key_value_heads": 7,
             "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-            "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "bos_token_id": 1, "eos_token_id": 2,
+            "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "bos_token_id": 1,
+            "eos_token_id": 2,
             "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
         }  # fmt: skip

@@ -17,7 +17,7 @@ class Qwen3ForCausalLM(Qwen2ForCausalLM):
         need(config, "head_dim")
         return super().attention(config)
 
-    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, bool]:
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         bias = bool(config.get("attention_bias", False))
         return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
 
@@ -25,8 +25,9 @@ class Qwen3ForCausalLM(Qwen2ForCausalLM):
     def tiny_config(cls) -> dict[str, Any]:
         return {
             "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 199, "hidden_size": 50,
-            "intermediate_size": 70, "num_hidden_layers": 2, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 18,
-            "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-            "attention_bias": False, "use_sliding_window": False, "sliding_window": None, "bos_token_id": 1, "eos_token_id": 2,
+            "intermediate_size": 70, "num_hidden_layers": 2, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "head_dim": 18, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True, "attention_bias": False, "use_sliding_window": False, "sliding_window": None,
+            "bos_token_id": 1, "eos_token_id": 2,
             "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
         }  # fmt: skip

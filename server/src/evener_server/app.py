@@ -11,21 +11,21 @@ from starlette.exceptions import HTTPException
 from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError
 from evener_server import status
-from evener_server.body import read_object
+from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
 from evener_server.errors import ApiError, handle_error, handle_unknown_url
 from evener_server.middleware import RequestLog, log_fields
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
-from evener_server.service import Options, Service
+from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
 
 B = TypeVar("B", bound=GenerationBody)
 
 
-def create_app(llm: AsyncLLM, options: Options | None = None) -> FastAPI:
+def create_app(llm: AsyncLLM, limits: BodyLimits | None = None) -> FastAPI:
     """The application over one engine, which stays the caller's to close. ``app.state.service`` is its ``Service``."""
-    service = Service(llm, options or Options())
+    service = Service(llm, limits or BodyLimits())
     app = FastAPI(title="evener", version=service.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.add_middleware(RequestLog)
@@ -66,7 +66,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     async def read(request: Request, kind: type[B]) -> B:
-        body = parse_body(kind, await read_object(request, service.options.limits))
+        body = parse_body(kind, await read_object(request, service.limits))
         log_fields(request.scope).update(model=body.model, user=body.user)
         service.check_model(body.model)
         status.check_ready(service.llm)

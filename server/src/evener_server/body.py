@@ -13,7 +13,7 @@ from evener_server.errors import ApiError
 
 #: Deeper JSON than any field needs, and far from what would exhaust a stack.
 MAX_DEPTH = 64
-#: A client that sends too much is read on for so many times the limit, so that it sees the answer and not a broken pipe.
+#: A client that sends too much is read on for so many times the limit, so that it sees the answer, not a broken pipe.
 _DISCARD_FACTOR = 4
 
 
@@ -48,13 +48,15 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(raw)
     except UnicodeDecodeError as error:
-        raise _invalid(f"it is not UTF-8: byte {error.start} of a string is 0x{error.object[error.start]:02x}") from error
+        raise _invalid(
+            f"it is not UTF-8: byte {error.start} of a string is 0x{error.object[error.start]:02x}"
+        ) from error
     except msgspec.MsgspecError as error:
         raise _invalid(str(error)) from error
     except RecursionError as error:
         raise _invalid("it is nested too deeply") from error
     if not isinstance(value, dict):
-        raise _invalid("it must be an object, as in {\"model\": …}")
+        raise _invalid('it must be an object, as in {"model": …}')
     if _too_deep(value):
         raise _invalid(f"it is nested more than {MAX_DEPTH} deep")
     return value
@@ -70,7 +72,9 @@ def _check_headers(request: Request) -> None:
     if kind.strip().lower() != "application/json" or charset not in ("utf-8", "utf8"):
         given = request.headers.get("content-type")
         raise ApiError(
-            415, f"Content-Type is {given!r}; send JSON in UTF-8 with Content-Type: application/json", code="unsupported_media_type"
+            415,
+            f"Content-Type is {given!r}; send JSON in UTF-8 with Content-Type: application/json",
+            code="unsupported_media_type",
         )
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
@@ -98,7 +102,9 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
         # The answer goes nowhere, but the log line says why.
         raise ApiError(400, "the client went away before the body ended", code="client_disconnected") from error
     if size > limits.max_bytes:
-        raise ApiError(413, f"the body is larger than {limits.max_bytes} bytes; send a shorter one", code="body_too_large")
+        raise ApiError(
+            413, f"the body is larger than {limits.max_bytes} bytes; send a shorter one", code="body_too_large"
+        )
     return b"".join(chunks)
 
 

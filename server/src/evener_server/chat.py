@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from evener.errors import ContextLengthError
-from evener.sampling_params import SamplingParams
 from evener_server.generation import Generation
 from evener_server.logprobs import TokenNames, chat_logprobs
 from evener_server.protocol import ChatBody
@@ -31,19 +29,8 @@ class ChatJob(Job):
         messages = [message.plain() for message in body.messages]
         request_id = str(self._head["id"])
 
-        async def submit(params: SamplingParams) -> Any:
-            return await service.llm.submit_chat(messages, params, request_id=request_id)
-
-        async def submit_limited() -> Any:
-            try:
-                return await submit(self._params)
-            except ContextLengthError:
-                if body.token_limit() is not None or self._params.max_tokens is None:
-                    raise
-                # The server's own default may be more than what is left; the client did not ask for it.
-                return await submit(dataclasses.replace(self._params, max_tokens=None))
-
-        return await service.running.start([submit_limited], body.samples)
+        submit = functools.partial(service.llm.submit_chat, messages, self._params, request_id=request_id)
+        return await service.running.start([submit], body.samples)
 
     async def whole(self, generation: Generation) -> bytes:
         texts: list[list[str]] = [[] for _ in range(generation.choices)]

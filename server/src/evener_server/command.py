@@ -15,7 +15,7 @@ _DRAIN_SECONDS = 30.0
 
 
 def main(argv: list[str]) -> int:
-    """Serve until a signal comes. Returns the exit code: 0 after SIGTERM or SIGINT, 128 + its number after a second one.
+    """Serve until a signal comes. Returns the exit code: 0 after SIGTERM or SIGINT, 128 + the number of a second one.
 
     Raises:
         ConfigError: a wrong option, or an address that cannot be used.
@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     if not (math.isfinite(drain) and drain >= 0):
         raise ConfigError(f"--drain-timeout {drain} cannot be used; give seconds, 0 or more")
     logging.basicConfig(
-        level=config.serve.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=config.serve.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     return asyncio.run(serve(config, drain_timeout=drain))

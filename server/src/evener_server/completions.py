@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from evener.async_llm import RequestStream
 from evener_server.generation import Generation
 from evener_server.logprobs import CompletionLogprobs, TokenNames, extend
 from evener_server.protocol import CompletionBody
@@ -30,18 +27,11 @@ class CompletionJob(Job):
         self._service.check_room(len(prompts) * n, "n" if len(prompts) == 1 else "prompt")
         request_id = self._head["id"]
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
-        submits = [functools.partial(self._submit, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+        submits = [
+            functools.partial(self._service.llm.submit, prompt, self._params, request_id=name)
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
         return await self._service.running.start(submits, n)
-
-    async def _submit(self, prompt: str | list[int], request_id: str) -> RequestStream:
-        llm, params, tokenizer = self._service.llm, self._params, self._tokenizer
-        if self._body.max_tokens is None and params.max_tokens is not None:
-            # The server's own default may be more than what is left; the client did not ask for it.
-            if isinstance(prompt, str) and tokenizer is not None:
-                prompt = await asyncio.to_thread(tokenizer.encode, prompt)
-            rest = self._service.max_model_len - len(prompt)
-            params = dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, rest)))
-        return await llm.submit(prompt, params, request_id=request_id)
 
     async def whole(self, generation: Generation) -> bytes:
         texts: list[list[str]] = [[] for _ in range(generation.choices)]

@@ -54,7 +54,9 @@ class ApiError(Exception):
 
 def internal_error() -> ApiError:
     """What a client is told of an exception that nobody foresaw; the log has it with the request's id."""
-    return ApiError(500, "the server failed on this request; its log has the cause under x-request-id", code="internal_error")
+    return ApiError(
+        500, "the server failed on this request; its log has the cause under x-request-id", code="internal_error"
+    )
 
 
 def to_api_error(error: Exception) -> ApiError:

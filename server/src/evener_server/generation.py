@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
 
-from evener.async_llm import AsyncLLM, RequestStream
+from evener.async_llm import AsyncLLM
 from evener.frontend.outputs import Delta
+from evener.frontend.stream import RequestStream
 from evener_server.errors import ApiError, status_error, unavailable
 
 Submit = Callable[[], Awaitable[RequestStream]]
@@ -82,7 +83,7 @@ class Generation:
         return sum(len(stream.prompt_token_ids) for stream in self.streams)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage. A prompt's cached tokens are those that its first computation found: samples of one prompt share it."""
+        """OpenAI's usage. Of a prompt that samples share, those tokens are cached that the first of them found so."""
         cached = 0
         for i in range(len(self.streams)):
             cached += min(self._cached.get(i * self.n + k, 0) for k in range(self.n))
@@ -113,11 +114,11 @@ class Generation:
         left = len(tasks)
         try:
             while left:
-                prompt, delta = await queue.get()
-                if delta is None:
+                prompt, came = await queue.get()
+                if came is None:
                     left -= 1
                 else:
-                    yield self._seen(prompt, delta)
+                    yield self._seen(prompt, came)
         finally:
             for task in tasks:
                 task.cancel()
@@ -135,7 +136,9 @@ class Generation:
 
     def _failure(self, delta: Delta) -> ApiError:
         if delta.finish_reason == "abort":
-            return unavailable(f"the request was aborted: {self._running.stop_reason or 'the engine was told to end it'}")
+            return unavailable(
+                f"the request was aborted: {self._running.stop_reason or 'the engine was told to end it'}"
+            )
         return status_error(delta.status, delta.error or "the engine gave no reason")
 
 

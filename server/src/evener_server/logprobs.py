@@ -22,7 +22,7 @@ class TokenNames:
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def name(self, token_id: int, prefix: str = "") -> str:
-        """The token's text. One that is part of a character is spelt ``<prefix>\\xe2\\x80``, so that two of them differ."""
+        """The text; part of a character is spelt ``<prefix>\\xe2\\x80``, so that two of them differ."""
         raw = self.bytes(token_id)
         if raw is None:
             return f"token_id:{token_id}"
@@ -34,7 +34,9 @@ class TokenNames:
 
 def ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
     """The ``count`` likeliest of one position, likeliest first; the lower id of two that are equal."""
-    return sorted(((i, max(value, _LOWEST)) for i, value in entry.items()), key=lambda item: (-item[1], item[0]))[:count]
+    return sorted(((i, max(value, _LOWEST)) for i, value in entry.items()), key=lambda item: (-item[1], item[0]))[
+        :count
+    ]
 
 
 def chat_logprobs(

@@ -26,7 +26,9 @@ def only(*allowed: object, hint: str = "") -> AfterValidator:
         if value is None or any(_same(value, other) for other in allowed):
             return value
         choices = f"; leave it out, or send {' or '.join(map(_shown, allowed))}" if allowed else "; leave it out"
-        raise PydanticCustomError("unsupported_parameter", "is not supported by this server{rest}", {"rest": hint or choices})
+        raise PydanticCustomError(
+            "unsupported_parameter", "is not supported by this server{rest}", {"rest": hint or choices}
+        )
 
     return AfterValidator(check)
 

@@ -16,7 +16,7 @@ from evener_server.errors import internal_error
 logger = logging.getLogger("evener_server.access")
 
 HEADER = "x-request-id"
-#: What may stand in a header and a log line as it is; any other id is replaced by one of ours, which the response's header tells.
+#: What may stand in a header and a log line as it is; any other id is replaced by one of ours, which the header tells.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 #: Asked for all the time by whatever watches the server.
 _QUIET = ("/health", "/ready")
@@ -36,8 +36,8 @@ def log_fields(scope: Scope) -> LogFields:
 class RequestLog:
     """ASGI middleware around everything.
 
-    Every response has ``x-request-id``: the client's own if it is 1 to 128 of ``A-Za-z0-9._:/+=@-``, else a new one. An exception that
-    nothing else handles is logged and answered with a 500.
+    Every response has ``x-request-id``: the client's own if it is 1 to 128 of ``A-Za-z0-9._:/+=@-``, else a new one. An
+    exception that nothing else handles is logged and answered with a 500.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,7 +1,7 @@
 """The serving process: its socket, its signals, and how it ends.
 
-The first SIGTERM or SIGINT drains: the socket closes, ``/ready`` says 503, running requests go on until they end or the time limit
-ends them with a 503. The second one ends them at once.
+The first SIGTERM or SIGINT drains: the socket closes, ``/ready`` says 503, running requests go on until they end or the
+time limit ends them with a 503. The second one ends them at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evener.async_llm import AsyncLLM
 from evener.config import Config
 from evener.errors import ConfigError
 from evener_server.app import create_app
-from evener_server.service import Options, Service
+from evener_server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ def bind(host: str, port: int) -> socket.socket:
         ConfigError: the name is unknown, or the address cannot be used.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"serve.host={host} cannot be used: {error}; give an address of this machine") from error
@@ -93,14 +95,14 @@ class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, which end the process with the signal instead of 0."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
 class _Serving:
     def __init__(self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float) -> None:
         self._llm, self._config, self._listener, self._drain_timeout = llm, config, listener, drain_timeout
-        app = create_app(llm, Options.from_config(config))
+        app = create_app(llm)
         self._service: Service = app.state.service
         self._server = _Server(
             uvicorn.Config(
@@ -160,7 +162,9 @@ class _Serving:
             self._server.should_exit = True
             self._draining = asyncio.ensure_future(self._drain())
             return
-        logger.warning("%s again: %d requests are ended", name, self._service.running.abort_all("the server was stopped"))
+        logger.warning(
+            "%s again: %d requests are ended", name, self._service.running.abort_all("the server was stopped")
+        )
         self._code = 128 + number
         assert self._task is not None, "signals come while it runs"
         self._task.cancel()

@@ -1,7 +1,7 @@
 """Request bodies: every field that a client may send, and what becomes of it.
 
-A field is implemented, or it is listed with the values that ask for nothing (``only``), which official clients send unasked; any other
-value is a 400 that names it, and so is a field that nobody knows. null means "not said" everywhere.
+A field is implemented, or it is listed with the values that ask for nothing (``only``), which official clients send
+unasked; any other value is a 400 that names it, and so is a field that nobody knows. null means "not said" everywhere.
 """
 
 from __future__ import annotations
@@ -46,10 +46,18 @@ def _prompts(value: object) -> object:
         return [value]
     if kinds == {list} and all(set(map(type, ids)) == {int} for ids in value):  # type: ignore[attr-defined]
         return value
-    raise _invalid("must be a string, a list of strings, a list of token ids, or a list of lists of token ids; none empty")
+    raise _invalid(
+        "must be a string, a list of strings, a list of token ids, or a list of lists of token ids; none empty"
+    )
 
 
-_STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}, {"type": "null"}]}
+_STOP_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
+        {"type": "null"},
+    ]
+}
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -124,21 +132,18 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for stream=true only; leave it out", "stream_options")
 
-    def sampling(self, *, stop_with_eos: bool, max_new_tokens: int | None, detokenize: bool) -> SamplingParams:
-        """The parameters for the engine.
+    def sampling(self, *, detokenize: bool) -> SamplingParams:
+        """The parameters for the engine, which knows what holds for requests that do not say.
 
         Args:
-            stop_with_eos, max_new_tokens: what holds for requests that do not say.
             detokenize: False for a model without a tokenizer.
 
         Raises:
             RequestError: a value is out of range.
         """
-        if self.ignore_eos is not None:
-            stop_with_eos = not self.ignore_eos
-        elif self.stop_with_eos is not None:
-            stop_with_eos = self.stop_with_eos
-        limit = self.token_limit()
+        ignore_eos = self.ignore_eos
+        if ignore_eos is None and self.stop_with_eos is not None:
+            ignore_eos = not self.stop_with_eos
         return SamplingParams(
             n=self.samples,
             temperature=self.temperature,
@@ -146,9 +151,9 @@ class GenerationBody(Body):
             top_k=self.top_k,
             min_p=self.min_p,
             seed=self.seed,
-            max_tokens=max_new_tokens if limit is None else limit,
+            max_tokens=self.token_limit(),
             stop=self.stop,
-            ignore_eos=not stop_with_eos,
+            ignore_eos=ignore_eos,
             logprobs=self.top_count(),
             detokenize=detokenize,
         )
@@ -251,7 +256,9 @@ def _request_error(kind: type[GenerationBody], found: ErrorDetails) -> RequestEr
     if what == _UNSUPPORTED:
         return RequestError(f"{param} {message}", param, _UNSUPPORTED)
     if what == "literal_error" and found["loc"][-1] == "type":
-        return RequestError(f"{param} is {_short(found['input'])}, which this server does not support: {message}", param, _UNSUPPORTED)
+        return RequestError(
+            f"{param} is {_short(found['input'])}, which this server does not support: {message}", param, _UNSUPPORTED
+        )
     code = "invalid_type" if what.endswith("_type") else "invalid_value"
     if what == "invalid_value":
         return RequestError(f"{param} {message}", param, code)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from importlib_metadata import version
 
@@ -17,42 +16,20 @@ from evener_server.errors import ApiError, unavailable
 from evener_server.generation import Running
 from evener_server.protocol import GenerationBody
 
-if TYPE_CHECKING:
-    from evener.config import Config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What holds for requests that do not say, and limits.
-
-    Attributes:
-        stop_with_eos: end at the model's end token.
-        max_new_tokens: None: the rest of the context for a chat, 16 for completions.
-        limits: of request bodies.
-    """
-
-    stop_with_eos: bool = True
-    max_new_tokens: int | None = None
-    limits: BodyLimits = field(default_factory=BodyLimits)
-
-    @classmethod
-    def from_config(cls, config: Config) -> Options:
-        """As the configuration says."""
-        return cls(stop_with_eos=config.infer.stop_with_eos, max_new_tokens=config.request.max_new_tokens)
-
 
 class Service:
     """One engine behind the API.
 
     Attributes:
         llm: the engine.
+        limits: of request bodies.
         running: what runs.
         version: of this package.
         created: when it started, in seconds since 1970.
     """
 
-    def __init__(self, llm: AsyncLLM, options: Options) -> None:
-        self.llm, self.options = llm, options
+    def __init__(self, llm: AsyncLLM, limits: BodyLimits) -> None:
+        self.llm, self.limits = llm, limits
         self.running = Running(llm)
         self.version = version("evener-server")
         self.created = int(time.time())
@@ -82,27 +59,32 @@ class Service:
         """
         if name != self.model_name:
             shown = name if len(name) <= 200 else name[:200] + "…"
-            raise ApiError(404, f"model {shown!r} does not exist here; this server has {self.model_name!r}", "model", "model_not_found")
+            raise ApiError(
+                404,
+                f"model {shown!r} does not exist here; this server has {self.model_name!r}",
+                "model",
+                "model_not_found",
+            )
 
     def check_room(self, samples: int, param: str) -> None:
         """Raises:
         RequestError: so many samples can never run at once; ``param`` asks for them.
         """
-        limit = self.llm.max_queue
-        if limit is not None and samples > limit:
-            raise RequestError(f"{param} asks for {samples} samples, but this server takes {limit} at a time; split it up", param)
+        if self.llm.max_queue is None:
+            return
+        limit = int(self.llm.info.get("max_reqs", 0)) + self.llm.max_queue  # type: ignore[call-overload]
+        if samples > limit:
+            raise RequestError(
+                f"{param} asks for {samples} samples, but this server takes {limit} at a time; split it up", param
+            )
 
     def sampling(self, body: GenerationBody) -> SamplingParams:
-        """``body``'s parameters with the server's defaults.
+        """``body``'s parameters for the engine.
 
         Raises:
             RequestError: a value is out of range.
         """
-        return body.sampling(
-            stop_with_eos=self.options.stop_with_eos,
-            max_new_tokens=self.options.max_new_tokens,
-            detokenize=self.llm.tokenizer is not None,
-        )
+        return body.sampling(detokenize=self.llm.tokenizer is not None)
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """The fields that every answer begins with, under a new id."""

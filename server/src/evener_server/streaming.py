@@ -1,7 +1,7 @@
 """A generation as an HTTP response: whole, or as server-sent events.
 
-Nothing is sent before the first token, so that whatever goes wrong until then has a status of its own. A client that goes away ends the
-generation, streamed or not.
+Nothing is sent before the first token, so that whatever goes wrong until then has a status of its own. A client that
+goes away ends the generation, streamed or not.
 """
 
 from __future__ import annotations

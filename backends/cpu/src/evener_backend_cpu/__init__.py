@@ -1,1 +1,39 @@
-"""evener"""
+"""evener's CPU backend: the descriptor. Torch-free, as every descriptor's module."""
+
+from __future__ import annotations
+
+from evener.contracts.descriptor import Descriptor, Option
+
+descriptor = Descriptor(
+    name="cpu",
+    summary="Any CPU: C++ kernels compiled for this machine on first use, plain torch without a compiler.",
+    contracts={"probe": 1, "device": 1, "ops": 1, "state": 1},
+    module="evener_backend_cpu.plugin",
+    probe="evener_backend_cpu.probe",
+    serves=frozenset({"namespace:cpu", "host"}),
+    options={
+        "native": Option(
+            type=str,
+            default="auto",
+            choices=("auto", "require", "off"),
+            help="C++ kernels: compile them if there is a compiler, refuse to start without, or never.",
+        ),
+        "compiler": Option(
+            type=str, default=None, help="C++ compiler; default: the first found of $CXX, g++, clang++ and c++."
+        ),
+        "huge_pages": Option(type=bool, default=True, help="Ask the system for huge pages under the weights."),
+    },
+    ops=(
+        "linear",
+        "rms_norm",
+        "add_rms_norm",
+        "rotary",
+        "act_and_mul",
+        "greedy",
+        "norm_qkv_rotary_write",
+        "attention_block",
+        "mlp_block",
+        "decoder_layer",
+    ),
+    states=("cpu.paged",),
+)

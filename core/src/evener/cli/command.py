@@ -38,7 +38,13 @@ class Command:
         self._takes_value: dict[str, bool] = {}
         self.option("-h", "--help", action="help", help="show this and stop")
         if takes_model:
-            self.option("--config", metavar="FILE", help="a YAML file of keys; a path, or a name here or in config/")
+            # The second spelling is a seed's.
+            self.option(
+                "--config",
+                "--config_file",
+                metavar="FILE",
+                help="a YAML file of keys; a path, or a name here or in config/",
+            )
 
     def option(self, *names: str, **settings: Any) -> None:
         """Add an option; the arguments are those of ``argparse.ArgumentParser.add_argument``."""

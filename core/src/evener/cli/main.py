@@ -94,8 +94,22 @@ def find(name: str) -> Main:
             raise DescriptorError(f"command {name!r} of {found[name].distribution} is no function: {found[name].path}")
         return cast(Main, loaded)
     if name in _OPTIONAL:
-        raise ConfigError(f"`evener {name}` comes with a package that is not installed; type: {_OPTIONAL[name][1]}")
-    raise UnknownNameError("command", name, {*_BUILTIN, *_OPTIONAL, *found}, "`evener --help` lists them.")
+        raise ConfigError(
+            f"`evener {name}` comes with a package that is not installed; type: {_OPTIONAL[name][1]}{_unusable()}"
+        )
+    raise UnknownNameError(
+        "command", name, {*_BUILTIN, *_OPTIONAL, *found}, "`evener --help` lists them." + _unusable()
+    )
+
+
+def _unusable() -> str:
+    """Packages that are installed and cannot be used, any of which may bring the command; empty if there is none."""
+    from evener.plugins.discover import discover
+
+    catalog = discover()
+    reasons = [str(problem.error) for problem in catalog.problems]
+    reasons += [f"{each} is switched off: {each.reason}" for each in catalog.disabled]
+    return "".join(f"\n  {reason}" for reason in reasons)
 
 
 def installed_commands() -> Mapping[str, Target]:

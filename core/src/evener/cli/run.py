@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import random
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.command import Command, read_config
@@ -95,7 +97,7 @@ def _command() -> Command:
     return command
 
 
-def sampling_of(arguments: argparse.Namespace, config: Config, has_tokenizer: bool) -> SamplingParams:
+def sampling_of(arguments: argparse.Namespace, config: Config) -> SamplingParams:
     """What was asked for, with ``request.*`` and ``infer.stop_with_eos`` where nothing was.
 
     Raises:
@@ -104,25 +106,45 @@ def sampling_of(arguments: argparse.Namespace, config: Config, has_tokenizer: bo
     from evener.sampling_params import SamplingParams
 
     return SamplingParams(
-        max_tokens=arguments.max_tokens or config.request.max_new_tokens,
+        max_tokens=config.request.max_new_tokens if arguments.max_tokens is None else arguments.max_tokens,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         min_p=arguments.min_p,
         stop=arguments.stop,
         ignore_eos=arguments.ignore_eos or not config.infer.stop_with_eos,
-        detokenize=has_tokenizer,
     )
+
+
+def _chats(config: Config, arguments: argparse.Namespace) -> bool:
+    """Whether the prompt goes through the model's chat template.
+
+    Raises:
+        ConfigError: there is a system message that only a template could place.
+    """
+    from evener.frontend.chat import Chat
+
+    chats = arguments.chat
+    if chats is None:
+        chats = Chat.from_folder(Path(config.tokenizer or config.model), None).available
+    if arguments.system is not None and (not chats or arguments.prompt is None):
+        raise ConfigError(
+            "--system needs a chat template, which this model lacks or --raw leaves out; put its text into --prompt"
+        )
+    return bool(chats)
 
 
 async def _answer(config: Config, arguments: argparse.Namespace) -> _Answer:
     from evener.async_llm import AsyncLLM
 
-    llm = await AsyncLLM.start(config, "process" if config.executor == "process" else "thread")
+    # Whatever is wrong with the request is said before a weight is read.
+    params, chats = sampling_of(arguments, config), _chats(config, arguments)
+    llm = await AsyncLLM.start(config, "thread")
     try:
-        params = sampling_of(arguments, config, llm.tokenizer is not None)
+        if llm.tokenizer is None:
+            params = dataclasses.replace(params, detokenize=False)
         answer = _Answer(str(llm.info["backend"]), str(llm.info["backend_reason"]))
-        async with await _submit(llm, config, arguments, params) as stream:
+        async with await _submit(llm, config, arguments, params, chats) as stream:
             answer.prompt_tokens = len(stream.prompt_token_ids)
             await _read(stream, answer, show=not arguments.json)
     finally:
@@ -131,7 +153,7 @@ async def _answer(config: Config, arguments: argparse.Namespace) -> _Answer:
 
 
 async def _submit(
-    llm: AsyncLLM, config: Config, arguments: argparse.Namespace, params: SamplingParams
+    llm: AsyncLLM, config: Config, arguments: argparse.Namespace, params: SamplingParams, chats: bool
 ) -> RequestStream:
     if arguments.prompt is None:
         vocabulary = llm.info["vocab_size"]
@@ -140,24 +162,10 @@ async def _submit(
         return await llm.submit(
             [drawn.randrange(vocabulary) for _ in range(config.request.prompt_tokens_len or 0)], params
         )
-    if _chats(config, arguments):
-        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        return await llm.submit_chat([*system, {"role": "user", "content": arguments.prompt}], params)
-    if arguments.system is not None:
-        raise ConfigError(
-            "--system needs a chat template, and this model has none or --raw was given; put the text into --prompt"
-        )
-    return await llm.submit(arguments.prompt, params)
-
-
-def _chats(config: Config, arguments: argparse.Namespace) -> bool:
-    if arguments.chat is not None:
-        return bool(arguments.chat)
-    from pathlib import Path
-
-    from evener.frontend.chat import Chat
-
-    return Chat.from_folder(Path(config.tokenizer or config.model), None).available
+    if not chats:
+        return await llm.submit(arguments.prompt, params)
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    return await llm.submit_chat([*system, {"role": "user", "content": arguments.prompt}], params)
 
 
 async def _read(stream: RequestStream, answer: _Answer, show: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -169,19 +169,6 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
         served_model_name=served or os.path.basename(os.path.abspath(config.model)),
         reasons=reasons,
     )
-
-
-def forced_ops(config: Config, ops: Iterable[str]) -> dict[str, str]:
-    """``{op: provider}`` as the resolver takes it: ``infer.attn_type`` and ``infer.op_impl`` spread over the ops that
-    they mean, then ``ops.<op>``, which is more exact and wins.
-
-    Args:
-        ops: names of every op that a provider may be forced for, without "attention".
-    """
-    forced = dict.fromkeys(ops, "reference") if config.infer.op_impl == "ref" else {}
-    if config.infer.attn_type == "ref":
-        forced["attention"] = "reference"
-    return {**forced, **config.ops}
 
 
 def _pick(pair: tuple[int, int], device: DeviceFacts) -> int:

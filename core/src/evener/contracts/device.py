@@ -117,6 +117,16 @@ class Device(ABC):
         host = torch.from_numpy(array)
         return host.clone() if self.torch_device.type == "cpu" else host.to(self.torch_device)
 
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """(optional) A large uint8 tensor [nbytes] of zeros, for the state pool. Default: ``torch.zeros``; on host memory pages that
+        nobody has touched yet, so that an unused pool costs nothing."""
+        import numpy as np
+        import torch
+
+        if self.capabilities.host_memory:
+            return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+
     def limit_threads(self, count: int) -> None:
         """(optional) Use at most ``count`` host threads for compute. Default: nothing, for devices that compute elsewhere."""
         del count

@@ -14,17 +14,14 @@ from evener.contracts.device import Device
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
 from evener.engine.geometry import Geometry, plan_geometry
-from evener.engine.kinds import BUILTIN_KINDS
 from evener.engine.sampler import Sampler
-from evener.errors import ArchitectureError, ConfigError, did_you_mean
+from evener.engine.search import Search
+from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.loading.checkpoint import Checkpoint
-from evener.loading.scheme import Unquantized, pick_scheme
-from evener.ops.schemas import BUILTIN
-from evener.plugins.choose import choose
-from evener.plugins.discover import discover
-from evener.plugins.load import Loaded, load
+from evener.loading.scheme import pick_scheme
+from evener.plugins.load import Loaded
 from evener.resolution.buckets import token_buckets
 from evener.resolution.resolver import Market, Offer, Resolver
 
@@ -49,22 +46,20 @@ class Assembly:
     kinds: Mapping[str, StateKind]
 
 
-def assemble(config: Config, serving: bool = False) -> Assembly:
-    """Find and choose the backend, open its device, declare the model and resolve it.
+def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
+    """Choose the backend, open its device, declare the model and resolve it.
 
     Raises:
         EvenerError: what was asked for cannot be had; see the tree in ``evener.errors``.
     """
-    catalog = discover()
     checkpoint = Checkpoint.open(config.model, weights=config.load != "dummy")
-    loaded = load(choose(catalog, config.backend), config.options)
+    loaded = search.load(config.options)
     device = loaded.open_device()
     device.select()
     facts = facts_of(config.model, checkpoint.config)
     resolved = resolve_config(config, facts, DeviceFacts.of(device, loaded.backend.name), serving=serving)
     device.limit_threads(resolved.threads)
-    schemes = [Unquantized(), *(p.value for p in loaded.quant_schemes())]
-    scheme = pick_scheme(checkpoint.config, schemes, config.quant)
+    scheme = pick_scheme(checkpoint.config, [p.value for p in loaded.quant_schemes()], config.quant)
     build = Builder(
         resolved.dtype, resolved.max_seq_len, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint.entries else None
     )
@@ -77,7 +72,7 @@ def assemble(config: Config, serving: bool = False) -> Assembly:
     size = None if resolved.block_size == "auto" else resolved.block_size
     geometry = plan_geometry(build.slots, device.capabilities.alignment, size)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
-    kinds = {k.name: k for k in (*BUILTIN_KINDS, *(p.value for p in loaded.state_kinds()))}
+    kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(
         resolved, loaded, device, checkpoint, scheme, build, model, sampler, resolver, geometry, kinds
     )
@@ -100,19 +95,17 @@ def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device) -> Resolve
     from evener.ops.reference.linear import PLAIN
     from evener.ops.reference.state import ReferenceState
 
-    added = {p.value.name: p.value for p in loaded.op_schemas()}
-    schemas = {schema.name: schema for schema in BUILTIN}
-    clash = sorted(schemas.keys() & added.keys())
-    if clash:
-        raise ConfigError(f"an installed package adds the op {clash[0]!r}, which core has already; it must choose another name")
+    infer = config.config.infer
     market = Market(
-        schemas={**schemas, **added},
-        kernels=_offers(loaded.kernels(device), config.config.infer.op_impl == "ref"),
-        states=_offers(loaded.state_providers(device), config.config.infer.attn_type == "ref"),
+        schemas={p.value.name: p.value for p in loaded.op_schemas()},
+        kernels=_offers(loaded.kernels(device)),
+        states=_offers(loaded.state_providers(device)),
         reference_state=ReferenceState(),
         reference_packing=PLAIN,
         device=device.capabilities,
         buckets=token_buckets(max(config.step_tokens, config.max_reqs)),
+        reference_ops="infer.op_impl=ref" if infer.op_impl == "ref" else "",
+        reference_attention="infer.attn_type=ref" if infer.attn_type == "ref" else "",
         forced=config.config.ops,
         max_fallback=config.config.max_fallback,
         version=_core_version(),
@@ -120,8 +113,8 @@ def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device) -> Resolve
     return Resolver(market)
 
 
-def _offers(provided: tuple[Provided[Any], ...], reference_only: bool) -> list[Offer]:
-    return [] if reference_only else [Offer(p.value, p.package, p.version) for p in provided]
+def _offers(provided: tuple[Provided[Any], ...]) -> list[Offer]:
+    return [Offer(p.value, p.package, p.version) for p in provided]
 
 
 def _core_version() -> str:

@@ -15,6 +15,7 @@ from evener.engine.loop import run_controller
 from evener.engine.messages import FromController, ToController
 from evener.engine.plan import Plan
 from evener.engine.process import Failed, Parent, read_config
+from evener.engine.search import Search
 from evener.errors import EvenerError
 
 if TYPE_CHECKING:
@@ -25,9 +26,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def run_worker(config: Config, parent: Parent) -> None:
     """Run plans as they come; results go back in order, as soon as each is there."""
-    from evener.engine.worker import Worker
+    search = Search(config.backend)
+    from evener.engine.worker import Worker  # imports torch, beside the probes
 
-    worker = Worker(config)
+    worker = Worker(config, search, serving=True)
     parent.send(_ENCODER.encode(worker.facts))
     decoder = msgspec.msgpack.Decoder(Plan)
     pending: deque[PendingStep] = deque()

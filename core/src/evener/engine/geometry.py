@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from evener.contracts.device import Device
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
 from evener.errors import ConfigError
 from evener.layers.declared import StateSlot
@@ -44,14 +45,12 @@ class Geometry:
                      for g in self.groups if g.provider.owns_memory), default=0)  # fmt: skip
         return self.layer_slots * self.page_bytes + owned
 
-    def bind(self, blocks: int, device: torch.device) -> torch.Tensor:
+    def bind(self, blocks: int, device: Device) -> torch.Tensor:
         """Allocate the pool and give every slot its views. Returns the storage, uint8 [layer_slots, blocks, page_bytes].
 
         It starts as zeros: unread garbage must not be NaN, because a masked score of zero times NaN is NaN.
         """
-        import torch
-
-        storage = torch.zeros(self.layer_slots, blocks, self.page_bytes, dtype=torch.uint8, device=device)
+        storage = device.zeros(self.layer_slots * blocks * self.page_bytes).view(self.layer_slots, blocks, self.page_bytes)
         for group in self.groups:
             for layer, slot in enumerate(group.slots):
                 slot.views = group.provider.bind(storage[layer], group.spec, self.block_size)

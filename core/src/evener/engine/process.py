@@ -154,11 +154,23 @@ def read_config() -> dict[str, Any]:
     """In a child: the configuration from the first line of standard input; then end with the parent."""
     # A terminal's Ctrl-C reaches every process of the group; the supervisor decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    flat: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    flat: dict[str, Any] = json.loads(_read_line())
     threading.Thread(target=_end_with_parent, name="evener-watch", daemon=True).start()
     return flat
 
 
+def _read_line() -> bytes:
+    # By descriptor: a thread that blocks in a buffered reader makes the interpreter's shutdown fail.
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 1 << 16)
+        if not part:
+            os._exit(3)
+        line += part
+    return line
+
+
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1 << 16):
+        pass
     os._exit(3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,11 +107,25 @@ class Runner:
     def execute(self, plan: Plan) -> PendingStep:
         """Submit a step; returns before the device has finished it, where the device allows."""
         with torch.inference_mode():
-            self._apply(plan)
-            layout = _Layout(plan)
-            parts = layout.upload(self.device)
-            logits = self._forward(layout, parts)
-            return PendingStep(plan, None) if logits is None else self._sample(plan, parts, logits)
+            hidden, step, parts = self.forward(plan)
+            last = parts["last"]
+            if not last.shape[0]:
+                return PendingStep(plan, None)
+            return self._sample(plan, parts, self.logits(hidden.index_select(0, last), step))
+
+    def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
+        """Apply a plan and compute its tokens: hidden states [T, hidden], the step, and the arrays of its layout."""
+        self._apply(plan)
+        layout = _Layout(plan)
+        parts = layout.upload(self.device)
+        positions = parts["positions"]
+        token_ids = self.tables.tokens[parts["token_slots"], positions]
+        step = ForwardStep(bucket_index(layout.tokens), token_ids, positions, self._metas(layout, parts))
+        return self.model.forward(step), step, parts
+
+    def logits(self, rows: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Logits [R, vocab] of picked hidden rows [R, hidden], in the bucket of their own number."""
+        return self.model.logits(rows, replace(step, bucket=bucket_index(rows.shape[0])))
 
     def _apply(self, plan: Plan) -> None:
         if plan.admissions:
@@ -124,17 +138,6 @@ class Runner:
                 both = self.device.upload(np.array(pairs, dtype=np.int64).T.copy())
                 for slot in group.slots:
                     group.provider.copy_blocks(slot.views, both[0], both[1])
-
-    def _forward(self, layout: _Layout, parts: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        positions, token_slots = parts["positions"], parts["token_slots"]
-        token_ids = self.tables.tokens[token_slots, positions]
-        step = ForwardStep(bucket_index(layout.tokens), token_ids, positions, self._metas(layout, parts))
-        hidden = self.model.forward(step)
-        last = parts["last"]
-        if not last.shape[0]:
-            return None
-        step.bucket = bucket_index(last.shape[0])
-        return self.model.logits(hidden.index_select(0, last), step)
 
     def _metas(self, layout: _Layout, parts: dict[str, torch.Tensor]) -> tuple[Any, ...]:
         size = self.geometry.block_size

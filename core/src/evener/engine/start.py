@@ -13,6 +13,7 @@ from evener.engine.executor import Executor, InlineExecutor
 from evener.engine.kinds import BUILTIN_KINDS
 from evener.engine.messages import Ready
 from evener.engine.scheduler import Scheduler
+from evener.engine.search import Search
 from evener.engine.state import StateManager
 from evener.engine.worker_facts import WorkerFacts
 
@@ -49,9 +50,10 @@ def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
 
         process = ProcessExecutor(config)
         return process, process.facts
-    from evener.engine.worker import Worker
+    search = Search(config.backend)
+    from evener.engine.worker import Worker  # imports torch, beside the probes
 
-    worker = Worker(config, serving)
+    worker = Worker(config, search, serving)
     return InlineExecutor(worker), worker.facts
 
 
@@ -60,9 +62,4 @@ def _kinds(facts: WorkerFacts, config: Config) -> Mapping[str, StateKind]:
     kinds = {kind.name: kind for kind in BUILTIN_KINDS}
     if all(spec.kind in kinds for spec in facts.specs):
         return kinds
-    from evener.plugins.choose import choose
-    from evener.plugins.discover import discover
-    from evener.plugins.load import load
-
-    loaded = load(choose(discover(), config.backend), config.options)
-    return {**kinds, **{p.value.name: p.value for p in loaded.state_kinds()}}
+    return {p.value.name: p.value for p in Search(config.backend).load(config.options).state_kinds()}

@@ -65,12 +65,16 @@ class StateManager:
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
         """Blocks that one request of ``tokens`` tokens can hold at most, when a step adds at most ``step_tokens``."""
-        total = 0
-        columns = -(-tokens // self.block_size)
-        for spec, kind in zip(self.specs, self._kinds, strict=True):
-            first = kind.first_live_block(spec, max(0, tokens - step_tokens), self.block_size)
-            total += columns - first
-        return total
+        # A window of w tokens touches one block more at some ends than at others: the last block's worth of ends is looked at.
+        ends = range(max(1, tokens - self.block_size + 1), tokens + 1)
+        return sum(
+            max(self._held(kind, spec, end, step_tokens) for end in ends)
+            for spec, kind in zip(self.specs, self._kinds, strict=True)
+        )
+
+    def _held(self, kind: StateKind, spec: StateSpec, end: int, step_tokens: int) -> int:
+        """Blocks of one group after a step of ``step_tokens`` tokens up to ``end``, before it is read."""
+        return -(-end // self.block_size) - kind.first_live_block(spec, max(0, end - step_tokens), self.block_size)
 
     def open(self, tokens: Sequence[int], salt: str) -> tuple[BlockTable, int]:
         """A table for a request whose known tokens are ``tokens``, with the longest cached prefix held in it.

@@ -13,6 +13,7 @@ from evener.engine.memory import MemoryPlan, activation_bytes, plan_memory
 from evener.engine.messages import Sampling
 from evener.engine.plan import Admission, Plan, TableUpdate
 from evener.engine.runner import PendingStep, Runner
+from evener.engine.search import Search
 from evener.engine.state import StateManager
 from evener.engine.worker_facts import WorkerFacts
 from evener.loading.dummy import load_dummy
@@ -29,15 +30,15 @@ class Worker:
         EvenerError: what was asked for cannot be had, or does not fit.
     """
 
-    def __init__(self, config: Config, serving: bool = False) -> None:
+    def __init__(self, config: Config, search: Search, serving: bool = False) -> None:
         began = time.monotonic()
-        self._assembly = a = assemble(config, serving)
+        self._assembly = a = assemble(config, search, serving)
         self.config: ResolvedConfig = a.config
         plan = self._plan_memory(a)
         loaded = self._load(a, config)
         tables = DeviceTables(a.device, a.config.max_reqs, a.config.max_seq_len, len(a.geometry.groups), a.geometry.block_size)
-        self._pool = a.geometry.bind(plan.blocks, a.device.torch_device)
-        self._runner = Runner(a.device, a.model, a.sampler, tables, a.geometry)
+        self._pool = a.geometry.bind(plan.blocks, a.device)
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry)
         self._warm_up()
         self.facts = WorkerFacts(
             specs=[g.spec for g in a.geometry.groups],
@@ -56,7 +57,7 @@ class Worker:
 
     def execute(self, plan: Plan) -> PendingStep:
         """Submit one step."""
-        return self._runner.execute(plan)
+        return self.runner.execute(plan)
 
     def _plan_memory(self, a: Assembly) -> MemoryPlan:
         c = a.config
@@ -116,6 +117,7 @@ class Worker:
             "model": a.config.config.model,
             "served_name": a.config.served_model_name,
             "architecture": a.checkpoint.architecture,
+            "max_reqs": a.config.max_reqs,
             "max_model_len": a.config.max_seq_len,
             "vocab_size": a.model.vocab_size,
             "backend": b.name,

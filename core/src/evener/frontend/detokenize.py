@@ -82,9 +82,10 @@ class WindowDetokenizer(Detokenizer):
 
     def _take(self, final: bool) -> str:
         text = self._decode(self._context + self._held)
-        if text.endswith(_REPLACEMENT) and not final and len(self._held) < _MAX_HELD:
-            return ""
         new = text[len(self._context_text) :]
+        # An incomplete character is U+FFFD to most decoders, and nothing at all to some.
+        if (not new or new.endswith(_REPLACEMENT)) and not final and len(self._held) < _MAX_HELD:
+            return ""
         self._context, self._held = self._held, []
         self._context_text = self._decode(self._context)
         return new

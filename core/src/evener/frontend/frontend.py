@@ -61,6 +61,7 @@ class Frontend:
         defaults: the model's own sampling defaults and EOS ids.
         default_max_tokens: new tokens of requests that do not say; None: chat takes the rest of the
             context, completions 16.
+        stop_with_eos: whether an EOS token ends requests that do not say.
         rng: draws the seeds of requests that bring none.
     """
 
@@ -72,11 +73,12 @@ class Frontend:
         tokenizer: Tokenizer | None = None,
         defaults: GenerationDefaults | None = None,
         default_max_tokens: int | None = None,
+        stop_with_eos: bool = True,
         rng: random.Random | None = None,
     ) -> None:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.tokenizer, self.defaults = tokenizer, defaults or GenerationDefaults()
-        self._default_max_tokens = default_max_tokens
+        self._default_max_tokens, self._stop_with_eos = default_max_tokens, stop_with_eos
         self._rng = rng or random.SystemRandom()
         self._samples: dict[str, _Sample] = {}
         self._requests: dict[str, set[str]] = {}
@@ -107,7 +109,8 @@ class Frontend:
         names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._samples for name in names):
             raise RequestError(f"request id {request_id!r} is in use by a running request", "request_id")
-        stop_ids = frozenset() if params.ignore_eos else frozenset(self.defaults.eos_ids)
+        ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
+        stop_ids = frozenset() if ignore_eos else frozenset(self.defaults.eos_ids)
         seed = self._rng.getrandbits(_SEED_BITS) if params.seed is None else params.seed
         messages = []
         for index, name in enumerate(names):
@@ -151,14 +154,8 @@ class Frontend:
             ids = list(prompt)
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", param)
-        bad = next(
-            (i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < self.vocab_size), None
-        )
-        if bad is not None:
-            raise RequestError(
-                f"the prompt has {ids[bad]!r} at position {bad}: ids are integers from 0 to {self.vocab_size - 1}",
-                param,
-            )
+        if not isinstance(prompt, str) or max(ids) >= self.vocab_size:
+            self._check_ids(ids, param)
         self._max_tokens(len(ids), params, kind)
         return ids
 
@@ -227,6 +224,14 @@ class Frontend:
             if event.reason == "error" and delta.error is None:
                 delta.error = "the engine gave no reason"
         return [delta]
+
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        size = self.vocab_size
+        bad = next((i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < size), None)
+        if bad is not None:
+            raise RequestError(
+                f"the prompt has {ids[bad]!r} at position {bad}: ids are integers from 0 to {size - 1}", param
+            )
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams, kind: Kind) -> int:
         rest = self.max_model_len - prompt_len

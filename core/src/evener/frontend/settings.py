@@ -25,12 +25,14 @@ class FrontendSettings:
         tokenizer_dir: folder of tokenizer and template; None: the model folder.
         seed: fixes the seeds of requests that bring none; None draws them.
         max_tokens: new tokens of requests that do not say; None: chat takes the rest of the context, completions 16.
+        stop_with_eos: whether an EOS token ends requests that do not say.
     """
 
     model_dir: Path | None = None
     tokenizer_dir: Path | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    stop_with_eos: bool = True
 
     @classmethod
     def from_config(cls, config: Config) -> FrontendSettings:
@@ -40,6 +42,7 @@ class FrontendSettings:
             tokenizer_dir=None if config.tokenizer is None else Path(config.tokenizer),
             seed=config.seed,
             max_tokens=config.request.max_new_tokens,
+            stop_with_eos=config.infer.stop_with_eos,
         )
 
     def build(self, info: dict[str, object]) -> tuple[Frontend, Chat]:
@@ -57,6 +60,7 @@ class FrontendSettings:
             tokenizer=tokenizer,
             defaults=GenerationDefaults.from_folder(model_dir, None if tokenizer is None else tokenizer.eos_id),
             default_max_tokens=self.max_tokens,
+            stop_with_eos=self.stop_with_eos,
             rng=None if self.seed is None else random.Random(self.seed),
         )
         return frontend, Chat.from_folder(tokenizer_dir, tokenizer)

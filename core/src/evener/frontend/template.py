@@ -12,12 +12,13 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -71,7 +72,9 @@ def compile_template(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace)
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+    )
     return environment.from_string(source)
 
 
@@ -99,7 +102,9 @@ def render(
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template cannot store {name!r} on a namespace: names must not begin with '_'")
+        raise jinja2.exceptions.SecurityError(
+            f"a chat template cannot store {name!r} on a namespace: names must not begin with '_'"
+        )
 
 
 def _raise_exception(message: str) -> None:

@@ -73,7 +73,7 @@ class Builder:
         return WeightPart(name, rows, columns, part.format)
 
     def ignore(self, pattern: str) -> None:
-        """Let checkpoints hold tensors whose whole name matches the regular expression ``pattern``; they are not read."""
+        """Let checkpoints hold tensors whose whole name matches the regular expression ``pattern``, unread."""
         self.ignored.append(pattern)
 
     def tie(self, name: str, twin: str) -> None:

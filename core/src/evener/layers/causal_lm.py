@@ -10,7 +10,7 @@ from evener.contracts.architecture import Architecture, Step
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MLPConfig
 from evener.layers.embedding import Embedding, LMHead
-from evener.layers.settings import need, refuse
+from evener.layers.settings import count, number, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -28,19 +28,24 @@ class CausalLM(Architecture):
     norm_offset = 0.0
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        self.vocab_size, self.max_positions = int(need(config, "vocab_size")), int(need(config, "max_position_embeddings"))
-        hidden, eps = int(need(config, "hidden_size")), float(need(config, "rms_norm_eps"))
-        heads, kv_heads = need(config, "num_attention_heads"), config.get("num_key_value_heads")
-        if kv_heads and heads % kv_heads:
+        self.vocab_size, self.max_positions = (
+            count(config, "vocab_size"),
+            count(config, "max_position_embeddings"),
+        )
+        hidden, eps = count(config, "hidden_size"), number(config, "rms_norm_eps")
+        heads = count(config, "num_attention_heads")
+        if config.get("num_key_value_heads") and heads % count(config, "num_key_value_heads"):
             raise refuse(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
         mlp = self.mlp(config)
         self.embedding = Embedding(
             build, "model.embed_tokens.weight", self.vocab_size, hidden, self.embedding_scale(config)
         )
-        self.stack = DecoderStack([
-            DecoderLayer(build, f"model.layers.{i}", hidden, attention, mlp, eps, self.norm_offset)
-            for i, attention in enumerate(self.attention(config))
-        ])
+        self.stack = DecoderStack(
+            [
+                DecoderLayer(build, f"model.layers.{i}", hidden, attention, mlp, eps, self.norm_offset)
+                for i, attention in enumerate(self.attention(config))
+            ]
+        )
         self.head = self._declare_head(config, build, hidden, eps)
 
     def _declare_head(self, config: Mapping[str, Any], build: Builder, hidden: int, eps: float) -> LMHead:

@@ -32,7 +32,10 @@ class Weight:
 
 @dataclass(eq=False)
 class LinearWeight:
-    """A linear weight of one or more parts, stacked along out-features. ``layout`` is chosen by resolution, ``value`` filled by the loader."""
+    """A linear weight of one or more parts, stacked along out-features.
+
+    ``layout`` is chosen by resolution, ``value`` filled by the loader.
+    """
 
     name: str
     parts: tuple[WeightPart, ...]
@@ -88,4 +91,4 @@ class WeightGroup:
 
     def bind(self) -> None:
         """Read the loaded values."""
-        self.values = self.kind(**{k: None if w is None else w.value for k, w in self.fields.items()})  # type: ignore[arg-type]
+        self.values = self.kind(**{k: None if w is None else w.value for k, w in self.fields.items()})

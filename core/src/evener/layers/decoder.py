@@ -79,9 +79,7 @@ class DecoderLayer:
             "decoder_layer", prefix, attention=attention_static, mlp=mlp_static, hidden=hidden, dtype=build.dtype
         )
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream is ``x + residual``; returns the next pair, each [T, hidden]."""
         slot = self.slot
         return self.site.table[step.bucket](  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ class Embedding:
 
 
 class LMHead:
-    """Final norm and projection to the vocabulary; with ``tied`` the weight is the embedding's tensor under its name."""
+    """Final norm and projection to the vocabulary. A tied head is declared under the embedding's ``name``."""
 
     def __init__(
         self, build: Builder, name: str, norm: str, vocab: int, hidden: int, eps: float, offset: float = 0.0,
@@ -33,7 +33,15 @@ class LMHead:
         self.norm = build.weight(norm, hidden, dummy="zeros" if offset else "ones")
         self.weight = build.linear(name, {name: vocab}, hidden)
         self.site = build.op(
-            "head", name, hidden=hidden, dtype=build.dtype, eps=eps, offset=offset, vocab=vocab, weight=self.weight, cap=cap
+            "head",
+            name,
+            hidden=hidden,
+            dtype=build.dtype,
+            eps=eps,
+            offset=offset,
+            vocab=vocab,
+            weight=self.weight,
+            cap=cap,
         )
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:

@@ -63,7 +63,7 @@ class RotaryConfig:
     def from_config(
         cls, config: Mapping[str, Any], dim: int, layer_type: str | None = None, default_base: float | None = None
     ) -> RotaryConfig:
-        """Read ``rope_parameters`` (transformers 5; flat, or one entry a layer type) or ``rope_theta`` + ``rope_scaling`` (4).
+        """Read ``rope_parameters`` (transformers 5; flat or by layer type) or ``rope_theta`` + ``rope_scaling`` (4).
 
         Args:
             config: the model's.
@@ -85,12 +85,14 @@ class RotaryConfig:
         scaling = settings.get("rope_type", settings.get("type", "default"))
         if scaling not in _SCALINGS:
             raise ArchitectureError(
-                f"config.json asks for rope_type {scaling!r}, which is not implemented; implemented are: {', '.join(_SCALINGS)}"
+                f"config.json asks for rope_type {scaling!r}, which is not implemented; "
+                f"implemented are: {', '.join(_SCALINGS)}"
             )
         lacking = [key for key in _SCALINGS[scaling] if settings.get(key) is None]
         if lacking:
             raise ArchitectureError(
-                f"config.json asks for rope_type {scaling!r} but does not give {', '.join(lacking)}; add the model's values"
+                f"config.json asks for rope_type {scaling!r} but does not give {', '.join(lacking)}; "
+                "add the model's values"
             )
         partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")

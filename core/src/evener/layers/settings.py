@@ -28,6 +28,39 @@ def need(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
+def count(config: Mapping[str, Any], key: str, most: int = 1 << 24, least: int = 1) -> int:
+    """The value of ``key``, a whole number from ``least`` to ``most``.
+
+    Raises:
+        ArchitectureError: there is none, or it is something else.
+    """
+    value = need(config, key)
+    if type(value) is not int or not least <= value <= most:
+        raise refuse(config, key, f"it must be a whole number from {least} to {most:,}")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str) -> float:
+    """The value of ``key``, a positive number.
+
+    Raises:
+        ArchitectureError: there is none, or it is something else.
+    """
+    value = need(config, key)
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise refuse(config, key, "it must be a positive number")
+    return float(value)
+
+
+def layer_count(config: Mapping[str, Any]) -> int:
+    """``num_hidden_layers``.
+
+    Raises:
+        ArchitectureError: there is none, or it is no sensible number of layers.
+    """
+    return count(config, "num_hidden_layers", 1 << 12)
+
+
 def refuse(config: Mapping[str, Any], key: str, allowed: str) -> ArchitectureError:
     """The error for a value that a class does not implement; ``allowed`` says what it does, as a phrase."""
     return ArchitectureError(
@@ -47,11 +80,11 @@ def head_dim(config: Mapping[str, Any]) -> int:
         ArchitectureError: there is no ``head_dim`` and the division leaves a rest.
     """
     if config.get("head_dim") is not None:
-        return int(config["head_dim"])
-    hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+        return count(config, "head_dim")
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     if hidden % heads:
         raise refuse(config, "num_attention_heads", f"without head_dim it must divide hidden_size = {hidden}")
-    return int(hidden // heads)
+    return hidden // heads
 
 
 def activation(config: Mapping[str, Any], key: str = "hidden_act") -> str:
@@ -60,7 +93,7 @@ def activation(config: Mapping[str, Any], key: str = "hidden_act") -> str:
     Raises:
         ArchitectureError: it is missing or unknown.
     """
-    if need(config, key) not in ACTIVATIONS:
+    if str(need(config, key)) not in ACTIVATIONS:
         raise refuse(config, key, f"implemented are: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[config[key]]
 
@@ -75,13 +108,13 @@ def layer_windows(config: Mapping[str, Any], default: str) -> list[int | None]:
     Raises:
         ArchitectureError: a type is unknown, the list has the wrong length, or a sliding layer has no window.
     """
-    count = need(config, "num_hidden_layers")
-    types = config.get("layer_types") or ([default] * count if default else need(config, "layer_types"))
-    if len(types) != count:
-        raise refuse(config, "layer_types", f"it must have num_hidden_layers = {count} entries")
+    layers = layer_count(config)
+    types = config.get("layer_types") or ([default] * layers if default else need(config, "layer_types"))
+    if len(types) != layers:
+        raise refuse(config, "layer_types", f"it must have num_hidden_layers = {layers} entries")
     windows: list[int | None] = []
     for name in types:
         if name not in ("full_attention", "sliding_attention"):
             raise refuse(config, "layer_types", "implemented are: full_attention, sliding_attention")
-        windows.append(None if name == "full_attention" else int(need(config, "sliding_window")))
+        windows.append(None if name == "full_attention" else count(config, "sliding_window"))
     return windows

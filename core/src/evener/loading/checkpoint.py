@@ -1,4 +1,4 @@
-"""A model folder: its configuration, and its tensors as files describe them. Imports torch only when a tensor is read."""
+"""A model folder: its configuration, and its tensors as files describe them. Imports torch only to read one."""
 
 from __future__ import annotations
 
@@ -42,11 +42,15 @@ class Checkpoint:
         """Read a folder's configuration and, with ``weights``, the headers of its weight files.
 
         Raises:
-            CheckpointError: the folder, its ``config.json`` or (with ``weights``) its weight files are missing, broken or hostile.
+            CheckpointError: the folder, ``config.json`` or (with ``weights``) weight files are missing or broken.
         """
         folder = Path(folder).expanduser()
         if not folder.is_dir():
-            detail = "it is a file; give the folder that holds it and its config.json" if folder.exists() else "it does not exist"
+            detail = (
+                "it is a file; give the folder that holds it and its config.json"
+                if folder.exists()
+                else "it does not exist"
+            )
             raise CheckpointError(f"cannot open the model folder {folder}: {detail}")
         config = _read_json(folder / "config.json")
         if config is None:
@@ -81,7 +85,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str | None:
-        """The element type that the model was made for: what ``config.json`` says, else what most bytes are stored in."""
+        """The element type that ``config.json`` names, else the one of most stored bytes; None without either."""
         named = self.config.get("dtype", self.config.get("torch_dtype"))
         if isinstance(named, str):
             return named.removeprefix("torch.")
@@ -91,7 +95,7 @@ class Checkpoint:
         return count.most_common(1)[0][0] if count else None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor called ``name``, memory-mapped: reading it costs no memory beyond the page cache. Do not write into it.
+        """The tensor called ``name``, memory-mapped: no memory beyond the page cache. Do not write into it.
 
         Raises:
             CheckpointError: there is none of that name, or the file cannot be mapped.
@@ -118,7 +122,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no such file."""
     try:
         if path.stat().st_size > MAX_HEADER:
-            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, which is no configuration; fetch the file again")
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size:,} bytes, which is no configuration; fetch the file again"
+            )
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
@@ -144,36 +150,46 @@ def _read_shards(folder: Path, index: Mapping[str, Any]) -> dict[str, TensorEntr
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{folder / INDEX} has no weight_map; fetch the file again")
     for name in where.values():
-        if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0") or name.startswith("."):
+        if (
+            not isinstance(name, str)
+            or not name.endswith(".safetensors")
+            or set(name) & set("/\\\0")
+            or name.startswith(".")
+        ):
             raise CheckpointError(
-                f"{folder / INDEX} names the weight file {str(name)[:120]!r}; only *.safetensors files of the same folder are read"
+                f"{folder / INDEX} names the weight file {str(name)[:120]!r}; "
+                "only *.safetensors files of the same folder are read"
             )
     files = sorted(set(where.values()))
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} of the {len(files)} weight files that {INDEX} names: {_some(missing)}; fetch them"
+            f"{folder} lacks {len(missing)} of the {len(files)} weight files that {INDEX} names: "
+            f"{_some(missing)}; fetch them"
         )
     entries: dict[str, TensorEntry] = {}
     for name in files:
         for tensor, entry in read_header(folder / name).items():
             if tensor in entries:
                 raise CheckpointError(
-                    f"{tensor!r} is both in {entries[tensor].file.name} and in {name} of {folder}; remove the file that is not "
-                    "part of this checkpoint"
+                    f"{tensor!r} is both in {entries[tensor].file.name} and in {name} of {folder}; "
+                    "remove the file that is not part of this checkpoint"
                 )
             entries[tensor] = entry
     lost = [t for t, name in where.items() if t not in entries or entries[t].file.name != name]
     if lost:
         raise CheckpointError(
-            f"{folder / INDEX} names {len(lost)} tensors that are not in the file it names: {_some(lost)}; fetch the folder again"
+            f"{folder / INDEX} names {len(lost)} tensors that are not in the file it names: "
+            f"{_some(lost)}; fetch the folder again"
         )
     return entries
 
 
 def _no_weights(folder: Path) -> str:
     others = sorted(
-        path.name for path in folder.iterdir() if path.suffix in (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".npz")
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".npz")
     )
     if others:
         return (

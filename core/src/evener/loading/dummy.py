@@ -1,4 +1,4 @@
-"""``load=dummy``: random weights of the right scale, for speed tests and for folders that have only a ``config.json``."""
+"""``load=dummy``: random weights of the right scale, for speed tests and folders with only a ``config.json``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PERIOD = 1_048_573
 def load_dummy(
     declared: Sequence[Declared], packings: Mapping[str, Packing], device: torch.device, seed: int = 0
 ) -> WeightBytes:
-    """Fill ``value`` of every declared weight with noise (norms with ones or zeros, biases with zeros), and every table.
+    """Fill ``value`` of every declared weight (noise; norms with ones or zeros, biases with zeros) and every table.
 
-    A tensor's numbers depend on the seed and its own name alone. One period of normal noise is drawn and copied from an offset that
-    follows from the name, so filling runs at the speed of memory.
+    A tensor's numbers depend on the seed and its own name alone. One period of normal noise is drawn and copied from an
+    offset that follows from the name, so filling runs at the speed of memory.
 
     Raises:
         CheckpointError: a declared part is quantized.
@@ -64,8 +64,8 @@ class _Noise:
     def part(self, part: WeightPart, dtype: str, device: torch.device) -> WeightPart:
         if not part.format.plain:
             raise CheckpointError(
-                f"load=dummy cannot make up {part.name}, which is stored as {part.format.storage}; use load=auto with real weights, "
-                "or a config.json without quantization_config"
+                f"load=dummy cannot make up {part.name}, which is stored as {part.format.storage}; "
+                "use load=auto with real weights, or a config.json without quantization_config"
             )
         return replace(part, tensors={"weight": self._shared(part.name, (part.rows, part.columns), dtype, device)})
 

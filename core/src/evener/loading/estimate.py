@@ -14,7 +14,7 @@ from evener.loading.scheme import Unquantized
 
 @dataclass(frozen=True)
 class SecondCopy:
-    """A stored tensor that is held more than once, because its readers want different layouts: ``nbytes`` on top of the first."""
+    """``nbytes`` on top of the first copy of a tensor, because its readers want different layouts."""
 
     name: str
     nbytes: int
@@ -36,8 +36,8 @@ class WeightEstimate:
 
 
 def estimate_weights(
-    declared: Sequence[Declared], packings: Mapping[str, Packing], headers: Headers | None, scheme: QuantScheme | None = None,
-    mappable: bool = True,
+    declared: Sequence[Declared], packings: Mapping[str, Packing], headers: Headers | None,
+    scheme: QuantScheme | None = None, mappable: bool = True,
 ) -> WeightEstimate:  # fmt: skip
     """Bytes of everything that was declared.
 

@@ -1,7 +1,7 @@
 """Headers of safetensors files, read and checked without touching a tensor. Torch-free.
 
-A file is 8 bytes of header length, a JSON header, then the tensors' bytes without gap or overlap. Nothing of the header is believed before it
-was checked against the file's size, so a hostile file costs at most the reading of its header.
+A file is 8 bytes of header length, a JSON header, then the tensors' bytes without gap or overlap. Nothing of the header
+is believed before it was checked against the file's size, so a hostile file costs at most the reading of its header.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from evener.errors import CheckpointError
 
 #: safetensors' dtype codes: our name and bits an element.
 DTYPES: Mapping[str, tuple[str, int]] = {
-    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16), "I64": ("int64", 64),
-    "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U64": ("uint64", 64), "U32": ("uint32", 32),
-    "U16": ("uint16", 16), "U8": ("uint8", 8), "BOOL": ("bool", 8), "F8_E4M3": ("float8_e4m3fn", 8),
-    "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8), "C64": ("complex64", 64),
-    "F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6),
+    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
+    "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U64": ("uint64", 64),
+    "U32": ("uint32", 32), "U16": ("uint16", 16), "U8": ("uint8", 8), "BOOL": ("bool", 8),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "C64": ("complex64", 64), "F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3fn", 6),
+    "F6_E3M2": ("float6_e3m2fn", 6),
 }  # fmt: skip
 
 #: The format's own bound on a header.
@@ -31,7 +32,7 @@ MAX_RANK = 16
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: dtype name ("bfloat16"), shape, the file that holds it, and its byte range ``[begin, end)`` in the data."""
+    """One tensor: dtype name ("bfloat16"), shape, the file that holds it, and its byte range in the file's data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -100,7 +101,8 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
         elements *= extent
     if elements * bits != (offsets[1] - offsets[0]) * 8:
         raise _bad(
-            path, f"{_show(name)} is {code} {_show(shape)}, which is not the {offsets[1] - offsets[0]:,} bytes that it names"
+            path,
+            f"{_show(name)} is {code} {_show(shape)}, which is not the {offsets[1] - offsets[0]:,} bytes that it names",
         )
     return TensorEntry(dtype, tuple(shape), path, offsets[0], offsets[1])
 
@@ -113,9 +115,14 @@ def _check_ranges(path: Path, entries: Mapping[str, TensorEntry], data: int) -> 
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.end > data:
-            raise _bad(path, f"it is cut short: {_show(name)} ends at byte {entry.end:,} of the data, which has {data:,}")
+            raise _bad(
+                path, f"it is cut short: {_show(name)} ends at byte {entry.end:,} of the data, which has {data:,}"
+            )
         if entry.begin != at:
-            raise _bad(path, f"{_show(name)} begins at byte {entry.begin:,}, where {at:,} was due: ranges overlap or leave a hole")
+            raise _bad(
+                path,
+                f"{_show(name)} begins at byte {entry.begin:,}, where {at:,} was due: ranges overlap or leave a hole",
+            )
         at = entry.end
     if at != data:
         raise _bad(path, f"{data - at:,} bytes at its end belong to no tensor")

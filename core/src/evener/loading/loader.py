@@ -17,7 +17,7 @@ from evener.loading.match import check_match, shared_names
 
 @dataclass
 class WeightBytes:
-    """What loaded weights hold: bytes in memory (``counted``), and bytes that are pages of weight files (``mapped``)."""
+    """What loaded weights hold: bytes in memory (``counted``) and pages of weight files (``mapped``)."""
 
     counted: int = 0
     mapped: int = 0
@@ -49,7 +49,8 @@ def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
     for name, twin in ties.items():
         if name in checkpoint.entries and not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
             raise CheckpointError(
-                f"{checkpoint.folder} stores both {name} and {twin}, and they differ, but its config.json says that they are one; "
+                f"{checkpoint.folder} stores both {name} and {twin}, and they differ, "
+                "but its config.json says that they are one; "
                 'set "tie_word_embeddings": false in it'
             )
 
@@ -105,7 +106,9 @@ class _Loader:
                 item.value = self._tensor(item)
                 self._ledger.add(item.value, item.value.nbytes)
             elif isinstance(item, LinearWeight):
-                item.value = pack(item, [self._part(part, item.dtype) for part in item.parts], self._packings, self._device)
+                item.value = pack(
+                    item, [self._part(part, item.dtype) for part in item.parts], self._packings, self._device
+                )
                 self._ledger.add(item.value.data, item.value.nbytes)
             else:
                 fill_table(item, self._device, self._ledger)

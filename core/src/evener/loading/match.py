@@ -40,7 +40,7 @@ def check_match(
         where: what to call the checkpoint in the message.
 
     Raises:
-        CheckpointError: tensors are missing, left over, or of other shapes; one error names them all (ten of each kind).
+        CheckpointError: tensors are missing, left over, or of other shapes; one error names ten of each kind.
     """
     wanted = dict.fromkeys(name for item in declared for name in stored_names(item, scheme))
     missing = [name for name in wanted if name not in headers]
@@ -54,7 +54,8 @@ def check_match(
     ]
     if any(findings):
         raise CheckpointError(
-            f"the weights in {where} are not those of the model in its config.json: {'; '.join(f for f in findings if f)}. "
+            f"the weights in {where} are not those of the model in its config.json: "
+            f"{'; '.join(f for f in findings if f)}. "
             "Check that config.json belongs to these weights"
         )
 

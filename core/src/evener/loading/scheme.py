@@ -66,7 +66,9 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
         if quant not in known:
             raise UnknownNameError("quantization scheme", quant, known, "Or leave quant=auto.")
         if not known[quant].detect(config):
-            raise CheckpointError(f"quant={quant} was asked for, but the checkpoint is stored as {stored!r}; leave quant=auto")
+            raise CheckpointError(
+                f"quant={quant} was asked for, but the checkpoint is stored as {stored!r}; leave quant=auto"
+            )
         return known[quant]
     fits = [scheme for scheme in known.values() if scheme.detect(config)]
     if len(fits) > 1:
@@ -74,7 +76,8 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
         raise CheckpointError(f"the schemes {names} both claim this checkpoint; pick one with quant=<name>")
     if not fits:
         raise CheckpointError(
-            f"the checkpoint is quantized with {stored!r}, which no installed package reads (installed: {', '.join(sorted(known))}); "
+            f"the checkpoint is quantized with {stored!r}, which no installed package reads "
+            f"(installed: {', '.join(sorted(known))}); "
             "install a package that registers it, or use an unquantized checkpoint"
         )
     return fits[0]

@@ -42,6 +42,7 @@ class Market:
         reference_packing: what the reference ``linear`` reads.
         device: capabilities of the device.
         buckets: token buckets, ascending.
+        reference_ops, reference_attention: use the reference wherever ``forced`` does not say otherwise; the option that asked for it.
         forced: ``{op: provider}``; an op name or "attention"; a provider is a kernel, a package or "reference".
         max_fallback: "none" refuses primitives that only the reference serves.
         version: core's own, for the manifest.
@@ -54,6 +55,8 @@ class Market:
     reference_packing: Packing
     device: DeviceCapabilities
     buckets: Sequence[Bucket]
+    reference_ops: str = ""
+    reference_attention: str = ""
     forced: Mapping[str, str] = field(default_factory=dict)
     max_fallback: str = "any"
     version: str = ""
@@ -88,9 +91,12 @@ class Resolver:
             if wanted not in known:
                 raise UnknownNameError(f"provider of {op}", wanted, known, f"Set ops.{op}=reference to use the reference.")
 
-    def _allowed(self, op: str, offer: Offer) -> bool:
+    def _forbidden(self, op: str, offer: Offer) -> str | None:
+        """The option that keeps a provider from an op; None if it may serve."""
         wanted = self.market.forced.get(op)
-        return wanted is None or wanted in (offer.value.name, offer.package, offer.label)
+        if wanted is not None:
+            return None if wanted in (offer.value.name, offer.package, offer.label) else f"ops.{op}={wanted}"
+        return (self.market.reference_attention if op == "attention" else self.market.reference_ops) or None
 
     def states(self, slots: Sequence[StateSlot]) -> None:
         """Give every slot its provider; equal spec and attention get the same."""
@@ -105,12 +111,10 @@ class Resolver:
         refused: list[tuple[str, str]] = []
         for offer in sorted(self.market.states, key=lambda o: (-o.value.priority, o.value.name)):
             provider: StateProvider = offer.value
-            if not self._allowed("attention", offer):
-                reason: str | None = f"ops.attention={self.market.forced['attention']}"
-            elif slot.spec.kind not in provider.kinds:
+            reason = self._forbidden("attention", offer)
+            if reason is None and slot.spec.kind not in provider.kinds:
                 reason = f"does not serve state of kind {slot.spec.kind!r}"
-            else:
-                reason = provider.supports(slot.spec, slot.attention, self.market.device)
+            reason = reason or provider.supports(slot.spec, slot.attention, self.market.device)
             if reason is None:
                 self._record("attention", slot.name, None, offer.label, offer.version, refused)
                 return provider
@@ -135,7 +139,7 @@ class Resolver:
 
     def _layout(self, weight: LinearWeight, op: str) -> str:
         refused = []
-        offers = [o for o in self._by_op.get(op, []) if self._allowed(op, o)]
+        offers = [o for o in self._by_op.get(op, []) if self._forbidden(op, o) is None]
         layouts = dict.fromkeys(p.layout for o in offers for p in o.value.packings)
         for layout in [*layouts, self.market.reference_packing.layout]:
             reason = self._packings[layout].supports(weight.parts, weight.dtype)
@@ -181,7 +185,7 @@ class Resolver:
         refused: list[tuple[str, str]] = []
         for offer in self._by_op.get(op, []):
             kernel: Kernel = offer.value
-            reason = self._refusal(kernel, call) if self._allowed(op, offer) else f"ops.{op}={self.market.forced[op]}"
+            reason = self._forbidden(op, offer) or self._refusal(kernel, call)
             if reason is None:
                 self._record(op, path, bucket, offer.label, offer.version, refused)
                 return kernel.build(call)

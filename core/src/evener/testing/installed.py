@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write_distribution(folder: Path, name: str, entry_points: Mapping[str, Mapping[str, str]], version: str = "1.0") -> Path:
+def write_distribution(
+    folder: Path, name: str, entry_points: Mapping[str, Mapping[str, str]], version: str = "1.0"
+) -> Path:
     """Write ``<name>-<version>.dist-info`` into ``folder``, with ``{group: {name: value}}``. Put ``folder`` on ``sys.path`` to install it."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
@@ -22,5 +24,7 @@ def write_distribution(folder: Path, name: str, entry_points: Mapping[str, Mappi
 def install_reference_backend(folder: Path) -> Path:
     """The entry point of ``evener.testing.reference_backend``; choose it with ``backend="reference"``."""
     return write_distribution(
-        folder, "evener-backend-reference", {"evener.backends": {"reference": "evener.testing.reference_backend:descriptor"}}
+        folder,
+        "evener-backend-reference",
+        {"evener.backends": {"reference": "evener.testing.reference_backend:descriptor"}},
     )

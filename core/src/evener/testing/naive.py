@@ -1,7 +1,7 @@
-"""The naive engine: one sequence, reference ops, keys and values in plain lists. An oracle for the real engine, and small enough to trust.
+"""The naive engine: one sequence, reference ops, keys and values in plain lists. An oracle small enough to trust.
 
-It shares the models, the loader and the reference ops with the engine, and nothing else: no scheduler, blocks, state provider, resolver or
-buckets. Attention is computed here, from the whole sequence's keys and values, in float32.
+It shares the models, the loader and the reference ops with the engine, and nothing else: no scheduler, blocks, state
+provider, resolver or buckets. Attention is computed here, from the whole sequence's keys and values, in float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Memory:
 
     def write(self, *values: torch.Tensor) -> None:
         """Append this step's tokens."""
-        self.tensors = [torch.cat(pair) for pair in zip(self.tensors, values, strict=True)] if self.tensors else list(values)
+        self.tensors = (
+            [torch.cat(pair) for pair in zip(self.tensors, values, strict=True)] if self.tensors else list(values)
+        )
 
     def attend(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of the last tokens' queries [T, heads, dim] over everything written."""
@@ -87,8 +89,9 @@ class NaiveModel:
     """
 
     def __init__(
-        self, source: str | Path | Mapping[str, Any], dtype: str = "float32", architecture: type[Architecture] | None = None,
-        *, max_positions: int | None = None, schemas: Sequence[OpSchema] = (), seed: int = 0,
+        self, source: str | Path | Mapping[str, Any], dtype: str = "float32",
+        architecture: type[Architecture] | None = None, *, max_positions: int | None = None,
+        schemas: Sequence[OpSchema] = (), seed: int = 0,
     ) -> None:  # fmt: skip
         checkpoint: Checkpoint | None = None
         if isinstance(source, Mapping):
@@ -99,7 +102,9 @@ class NaiveModel:
         scheme = pick_scheme(self.config, ())
         made = architecture or find_architecture(self.config["architectures"][0])
         length = max_positions or self.config["max_position_embeddings"]
-        self.build = Builder(dtype, length, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint else None)
+        self.build = Builder(
+            dtype, length, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint else None
+        )
         self.model = made(self.config, self.build)
         self._schemas = {schema.name: schema for schema in (*BUILTIN, *schemas)}
         for weight in self.build.weights:
@@ -164,19 +169,21 @@ class NaiveModel:
             rows = self.feed(found[-1:])
 
     def greedy_gaps(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
-        """For each token of ``answer``, how far the likeliest logit is above that token's, given all before it (0: it is greedy)."""
+        """For each token of ``answer``, how far the likeliest logit is above its own; 0 is greedy."""
         rows = self.logits([*prompt, *answer])[len(prompt) - 1 : -1].float()
         return (rows.max(-1).values - rows.gather(1, torch.tensor(list(answer))[:, None]).squeeze(1)).tolist()
 
 
 def _memory(slot: StateSlot) -> Memory:
     if slot.spec.kind not in ("full", "window"):
-        raise ArchitectureError(f"the naive engine has no state of kind {slot.spec.kind!r} ({slot.name}); use the engine")
+        raise ArchitectureError(
+            f"the naive engine has no state of kind {slot.spec.kind!r} ({slot.name}); use the engine"
+        )
     return Memory(slot.spec, slot.attention)
 
 
 def find_architecture(name: str) -> type[Architecture]:
-    """The class that an installed package registered under ``name``. Reads entry points directly, without the plugin manager.
+    """The class that an installed package registered under ``name``, read from entry points without the plugin manager.
 
     Raises:
         UnknownNameError: nobody registered it.

@@ -1,0 +1,269 @@
+"""Kernels for composites: a whole decoder layer, or a part of it, is one call of the C++ library."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
+from evener.ops.composites import AttentionWeights, MLPWeights
+from evener.ops.reference.linear import PLAIN
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.native_library import Layer
+from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
+from evener_backend_cpu.state import LAYOUT, MAX_HEAD_DIM, PagedMeta, PagedViews
+
+_ENTER, _ATTEND, _MLP = 1, 2, 4
+_NO_MEMORY = "no memory for a layer's scratch; lower infer.step_tokens or infer.kv_memory"
+
+
+class _Site:
+    """One call site: the C struct of its sizes, and of the addresses of the weights that it was called with last."""
+
+    def __init__(self, device: CpuDevice, attention: Mapping[str, Any] | None, mlp: Mapping[str, Any] | None) -> None:
+        self._device, self._attention_static, self.struct = device, attention, Layer()
+        self.address = ctypes.addressof(self.struct)
+        self._key: tuple[Any, ...] = (None, None, None)
+        self._kept: list[torch.Tensor] = []
+        s = self.struct
+        if attention is not None:
+            s.hidden, s.rotary, s.interleaved = attention["hidden"], attention["rotary_dim"], attention["interleaved"]
+            s.eps, s.offset = attention["eps"], attention["offset"]
+            s.g.heads, s.g.kv_heads = attention["heads"], attention["kv_heads"]
+            s.g.d, s.g.dv = attention["head_dim"], attention["value_dim"]
+        if mlp is not None:
+            s.hidden, s.inner, s.activation = mlp["hidden"], mlp["inner"], ACTIVATIONS[mlp["activation"]]
+            s.mlp_eps, s.mlp_offset = mlp["eps"], mlp["offset"]
+
+    def bind(self, attention: AttentionWeights | None, mlp: MLPWeights | None, views: PagedViews | None) -> int:
+        """The struct's address, with these weights and pages in it. They are the same objects at every step."""
+        key = self._key
+        if key[0] is attention and key[1] is mlp and key[2] is views:
+            return self.address
+        self._kept.clear()
+        s = self.struct
+        if attention is not None and views is not None and self._attention_static is not None:
+            s.g = views.geometry(self._attention_static["state"].attention)
+            for name in ("norm", "qkv", "qkv_bias", "q_norm", "k_norm", "cos_sin", "o", "o_bias", "sinks", "post_norm"):
+                setattr(s, name, self._address(getattr(attention, name)))
+        if mlp is not None:
+            for name in ("gate_up", "gate_up_bias", "down", "down_bias"):
+                setattr(s, name, self._address(getattr(mlp, name)))
+            s.mlp_norm, s.mlp_post_norm = self._address(mlp.norm), self._address(mlp.post_norm)
+        self._key = (attention, mlp, views)
+        return self.address
+
+    def _address(self, value: torch.Tensor | PackedWeight | None) -> int | None:
+        if value is None:
+            return None
+        tensor: torch.Tensor = value.data if isinstance(value, PackedWeight) else value
+        assert tensor.is_contiguous(), "plain packing and the loader give contiguous weights"
+        if isinstance(value, PackedWeight) and self._device.huge_pages:
+            native = self._device.native
+            native.collapse(tensor.data_ptr(), tensor.nbytes)  # type: ignore[union-attr]
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+class _Composite(NativeKernel):
+    """What the kernels below share."""
+
+    packings = (PLAIN,)
+    flags = 0
+
+    def _parts(self, static: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        """Static parameters of the attention and of the MLP."""
+        return (static if self.flags & (_ENTER | _ATTEND) else None), (static if self.flags & _MLP else None)
+
+    def _judge(self, call: OpCall) -> str | None:
+        attention, mlp = self._parts(call.static)
+        if mlp is not None and mlp["activation"] not in ACTIVATIONS:
+            return f"does not know activation {mlp['activation']!r}"
+        if attention is None:
+            return None
+        for name in ("head_dim", "value_dim"):
+            if attention[name] % 16 or attention[name] > MAX_HEAD_DIM:
+                return f"{name} {attention[name]} is no multiple of 16 up to {MAX_HEAD_DIM}"
+        if attention["rotary_dim"] % 2:
+            return f"rotary_dim {attention['rotary_dim']} is odd"
+        if attention["state"].attention.sinks:
+            return "has no sinks; attention itself has them"
+        return None
+
+    def workspace(self, call: OpCall) -> int:
+        site = _Site(self.device, *self._parts(call.static))
+        scratch = self.native.function("scratch", call.static["dtype"])
+        return int(scratch(site.address, call.bucket.high, 0, self.device.threads))
+
+
+class NativeDecoderLayer(_Composite):
+    """A decoder layer in one parallel region."""
+
+    op = "decoder_layer"
+    flags = _ENTER | _ATTEND | _MLP
+    state_layout = LAYOUT
+
+    def _parts(self, static: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        return static["attention"], static["mlp"]
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function = self.device, self.native.function("layer", call.static["dtype"])
+        site, flags = _Site(device, *self._parts(call.static)), self.flags
+        bind = site.bind
+
+        def run(
+            x: torch.Tensor,
+            residual: torch.Tensor | None,
+            positions: torch.Tensor,
+            attention: AttentionWeights,
+            mlp: MLPWeights,
+            views: PagedViews,
+            meta: PagedMeta,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            stream, out, more = _streams(x, residual)
+            if function(
+                bind(attention, mlp, views),
+                meta.address,
+                x.shape[0],
+                more,
+                stream.data_ptr(),
+                out.data_ptr(),
+                positions.data_ptr(),
+                positions.dtype is torch.int64,
+                flags,
+                device.threads,
+            ):
+                raise MemoryError(_NO_MEMORY)
+            return out, stream
+
+        return run
+
+
+class NativeAttentionBlock(_Composite):
+    """The attention half of a layer in one parallel region."""
+
+    op = "attention_block"
+    flags = _ENTER | _ATTEND
+    state_layout = LAYOUT
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function = self.device, self.native.function("layer", call.static["dtype"])
+        site, flags = _Site(device, *self._parts(call.static)), self.flags
+
+        def run(
+            x: torch.Tensor,
+            residual: torch.Tensor | None,
+            positions: torch.Tensor,
+            weights: AttentionWeights,
+            views: PagedViews,
+            meta: PagedMeta,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            stream, out, more = _streams(x, residual)
+            if function(
+                site.bind(weights, None, views),
+                meta.address,
+                x.shape[0],
+                more,
+                stream.data_ptr(),
+                out.data_ptr(),
+                positions.data_ptr(),
+                positions.dtype is torch.int64,
+                flags,
+                device.threads,
+            ):
+                raise MemoryError(_NO_MEMORY)
+            return out, stream
+
+        return run
+
+
+class NativeNormQkvRotaryWrite(_Composite):
+    """Everything before attention in one parallel region."""
+
+    op = "norm_qkv_rotary_write"
+    flags = _ENTER
+    state_layout = LAYOUT
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function, static = self.device, self.native.function("layer", call.static["dtype"]), call.static
+        site, heads, dim = _Site(device, *self._parts(static)), static["heads"], static["head_dim"]
+        last: list[Any] = [None]
+
+        def run(
+            x: torch.Tensor,
+            residual: torch.Tensor | None,
+            positions: torch.Tensor,
+            norm: torch.Tensor,
+            qkv: PackedWeight,
+            qkv_bias: torch.Tensor | None,
+            q_norm: torch.Tensor | None,
+            k_norm: torch.Tensor | None,
+            cos_sin: torch.Tensor,
+            views: PagedViews,
+            meta: PagedMeta,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            # The output projection's field is not read by this part.
+            weights = AttentionWeights(norm, qkv, qkv, cos_sin, qkv_bias, None, q_norm, k_norm)
+            if last[0] is None or any(a is not b for a, b in zip(last[0], weights, strict=True)):
+                last[0] = weights
+            stream = x if residual is None else residual
+            query = x.new_empty(x.shape[0], heads, dim)
+            if function(
+                site.bind(last[0], None, views),
+                meta.address,
+                x.shape[0],
+                None if residual is None else x.data_ptr(),
+                stream.data_ptr(),
+                query.data_ptr(),
+                positions.data_ptr(),
+                positions.dtype is torch.int64,
+                _ENTER,
+                device.threads,
+            ):
+                raise MemoryError(_NO_MEMORY)
+            return query, stream
+
+        return run
+
+
+class NativeMlpBlock(_Composite):
+    """The MLP half of a layer in one parallel region."""
+
+    op = "mlp_block"
+    flags = _MLP
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function = self.device, self.native.function("layer", call.static["dtype"])
+        site = _Site(device, *self._parts(call.static))
+
+        def run(x: torch.Tensor, residual: torch.Tensor, weights: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
+            if function(
+                site.bind(None, weights, None),
+                None,
+                x.shape[0],
+                x.data_ptr(),
+                residual.data_ptr(),
+                x.data_ptr(),
+                None,
+                0,
+                _MLP,
+                device.threads,
+            ):
+                raise MemoryError(_NO_MEMORY)
+            return x, residual
+
+        return run
+
+
+def _streams(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """The stream, the output's memory, and the address of what is first added to the stream. Inputs are donated."""
+    if residual is None:
+        return x, torch.empty_like(x), None
+    return residual, x, x.data_ptr()
+
+
+COMPOSITES = (NativeDecoderLayer, NativeAttentionBlock, NativeNormQkvRotaryWrite, NativeMlpBlock)

@@ -1,0 +1,82 @@
+"""The CPU as a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Readback, ReadyReadback
+from evener.errors import BackendError
+from evener_backend_cpu import isa, memory
+from evener_backend_cpu.native_library import Native, Unavailable, load
+
+
+class CpuDevice(Device):
+    """This machine's processors, as one device.
+
+    Attributes:
+        native: the compiled kernels, or why there are none.
+        threads: threads that compute a step.
+    """
+
+    def __init__(self, index: int, options: Mapping[str, Any]) -> None:
+        if index != 0:
+            raise BackendError(f"device {index} of backend cpu was asked for, but the CPU is one device; use index 0")
+        processor = isa.read()
+        self.index, self.torch_device = index, torch.device("cpu")
+        self.threads = torch.get_num_threads()
+        self.name = f"{processor.name}, {self.threads} threads"
+        self.capabilities = DeviceCapabilities(
+            dtypes=frozenset({"float32", "bfloat16"}),
+            emulated=frozenset({"float16"}),
+            alignment=64,
+            int64=True,
+            host_lengths=True,
+            host_memory=True,
+            variant=processor.variant,
+            features=processor.features,
+        )
+        self._options = options
+        self._native: Native | Unavailable | None = None
+
+    @property
+    def native(self) -> Native | Unavailable:
+        """Compiled on first use (seconds, once a machine)."""
+        if self._native is None:
+            wanted = self._options.get("native", "auto")
+            if wanted == "off":
+                self._native = Unavailable("cpu.native=off")
+            else:
+                self._native = load(isa.read(), self._options.get("compiler"))
+            if isinstance(self._native, Unavailable) and wanted == "require":
+                raise BackendError(
+                    f"cpu.native=require, but {self._native.reason}; set cpu.native=auto to run without C++ kernels"
+                )
+        return self._native
+
+    @property
+    def huge_pages(self) -> bool:
+        """Whether weights should lie on huge pages."""
+        return bool(self._options.get("huge_pages", True))
+
+    def select(self) -> None:
+        # OpenMP's thread count belongs to the calling thread, so the thread that runs the steps sets its own.
+        torch.set_num_threads(self.threads)
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(*memory.free_and_total())
+
+    def readback(self, tensor: torch.Tensor) -> Readback:
+        return ReadyReadback(tensor.clone())
+
+    def limit_threads(self, count: int) -> None:
+        """Use ``count`` threads from now on."""
+        if count < 1:
+            raise BackendError(f"{count} threads were asked for; use 1 or more")
+        self.threads = count
+        torch.set_num_threads(count)

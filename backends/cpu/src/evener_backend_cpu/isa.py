@@ -1,0 +1,58 @@
+"""What the processor can do, from ``/proc/cpuinfo``. Torch-free."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+_VARIANTS = (
+    ("amx_bf16", {"amx_bf16", "avx512_bf16"}),
+    ("avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
+    ("avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    ("avx2", {"avx2", "fma"}),
+    ("neon_bf16", {"asimd", "bf16"}),
+    ("neon", {"asimd"}),
+)
+_INTERESTING = frozenset(
+    {
+        "amx_bf16",
+        "amx_int8",
+        "avx2",
+        "fma",
+        "avx512f",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512_bf16",
+        "avx512_fp16",
+        "avx512_vnni",
+        "avx_vnni",
+        "asimd",
+        "asimddp",
+        "bf16",
+        "i8mm",
+        "sve",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Name, variant ("avx512_bf16", "avx2", "neon", …, "generic") and the features that kernels may match."""
+
+    name: str
+    variant: str
+    features: frozenset[str]
+
+
+def read(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
+    """The first processor of ``cpuinfo``; where there is no such file, only the machine type is known."""
+    fields: dict[str, str] = {}
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    words = frozenset((fields.get("flags") or fields.get("Features") or "").split())
+    variant = next((name for name, needed in _VARIANTS if needed <= words), "generic")
+    return Processor(fields.get("model name") or platform.machine(), variant, words & _INTERESTING)

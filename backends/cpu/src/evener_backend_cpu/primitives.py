@@ -1,0 +1,217 @@
+"""Kernels for primitive ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
+from evener.ops.reference.linear import PLAIN
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.native_library import DTYPES, Native, Unavailable
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+class NativeKernel(Kernel):
+    """A kernel in C++. Refuses where there is none, and compute types that it has no code for."""
+
+    priority = 100
+    batch_invariant = True
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.name = f"native_{self.op}"
+        self.device = device
+
+    def supports(self, call: OpCall) -> str | None:
+        native = self.device.native
+        if isinstance(native, Unavailable):
+            return native.reason
+        dtype = call.static.get("dtype")
+        if dtype is not None and dtype not in DTYPES:
+            return f"computes in float32 and bfloat16, not {dtype}"
+        return self._judge(call)
+
+    def _judge(self, call: OpCall) -> str | None:
+        return None
+
+    @property
+    def native(self) -> Native:
+        """The library; only after ``supports`` said that it is there."""
+        native = self.device.native
+        assert isinstance(native, Native), "build follows supports"
+        return native
+
+
+class NativeLinear(NativeKernel):
+    """Matrix times rows over the plain layout, at every token count: the weight is read once and never repacked."""
+
+    op = "linear"
+    packings = (PLAIN,)
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function = self.device, self.native.function("linear", call.static["dtype"])
+        rows, columns = call.static["rows"], call.static["columns"]
+
+        def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            if not x.is_contiguous():
+                x = x.contiguous()
+            count = x.shape[0]
+            y = x.new_empty(count, rows)
+            function(
+                x.data_ptr(),
+                count,
+                weight.data.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                rows,
+                columns,
+                y.data_ptr(),
+                device.threads,
+            )
+            return y
+
+        return run
+
+
+class NativeRmsNorm(NativeKernel):
+    """One pass a row."""
+
+    op = "rms_norm"
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function = self.device, self.native.function("norm", call.static["dtype"])
+        eps, offset = call.static["eps"], call.static["offset"]
+
+        def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if x.dim() != 2 or x.stride(1) != 1:
+                x = x.contiguous()
+            size = x.shape[-1]
+            y = torch.empty(x.shape, dtype=x.dtype)
+            stride = x.stride(0) if x.dim() == 2 else size
+            function(
+                x.data_ptr(),
+                stride,
+                None,
+                weight.data_ptr(),
+                y.data_ptr(),
+                None,
+                x.numel() // size,
+                size,
+                eps,
+                offset,
+                device.threads,
+            )
+            return y
+
+        return run
+
+
+class NativeAddRmsNorm(NativeKernel):
+    """In place: the sum takes the residual's memory, the norm that of x."""
+
+    op = "add_rms_norm"
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function = self.device, self.native.function("norm", call.static["dtype"])
+        eps, offset = call.static["eps"], call.static["offset"]
+
+        def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, residual = x.contiguous(), residual.contiguous()
+            function(
+                x.data_ptr(),
+                x.shape[1],
+                residual.data_ptr(),
+                weight.data_ptr(),
+                x.data_ptr(),
+                residual.data_ptr(),
+                x.shape[0],
+                x.shape[1],
+                eps,
+                offset,
+                device.threads,
+            )
+            return x, residual
+
+        return run
+
+
+class NativeRotary(NativeKernel):
+    """In place, queries and keys in one call; each may be a slice of a wider row."""
+
+    op = "rotary"
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function, static = self.device, self.native.function("rotary", call.static["dtype"]), call.static
+        size, dim, interleaved = static["head_dim"], static["rotary_dim"], int(static["interleaved"])
+
+        def run(
+            positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            query, key = (t if t.stride(2) == 1 and t.stride(1) == size else t.contiguous() for t in (query, key))
+            function(
+                positions.data_ptr(),
+                positions.dtype is torch.int64,
+                query.data_ptr(),
+                query.stride(0),
+                query.shape[1],
+                key.data_ptr(),
+                key.stride(0),
+                key.shape[1],
+                query.shape[0],
+                size,
+                dim,
+                interleaved,
+                cos_sin.data_ptr(),
+                device.threads,
+            )
+            return query, key
+
+        return run
+
+
+class NativeActAndMul(NativeKernel):
+    """Activation and product in one pass."""
+
+    op = "act_and_mul"
+
+    def _judge(self, call: OpCall) -> str | None:
+        kind = call.static["activation"]
+        return None if kind in ACTIVATIONS else f"does not know activation {kind!r}"
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function = self.device, self.native.function("act", call.static["dtype"])
+        inner, kind = call.static["inner"], ACTIVATIONS[call.static["activation"]]
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            x = x.contiguous()
+            y = x.new_empty(x.shape[0], inner)
+            function(x.data_ptr(), y.data_ptr(), x.shape[0], inner, kind, device.threads)
+            return y
+
+        return run
+
+
+class NativeGreedy(NativeKernel):
+    """A scan of each row."""
+
+    op = "greedy"
+
+    def build(self, call: OpCall) -> OpFunction:
+        functions: dict[torch.dtype, Any] = {
+            getattr(torch, dtype): self.native.function("greedy", dtype) for dtype in DTYPES
+        }
+
+        def run(logits: torch.Tensor) -> torch.Tensor:
+            if logits.dtype not in functions:
+                logits = logits.float()
+            logits = logits.contiguous()
+            ids = torch.empty(logits.shape[0], dtype=torch.int32)
+            functions[logits.dtype](logits.data_ptr(), logits.shape[0], logits.shape[1], ids.data_ptr())
+            return ids
+
+        return run
+
+
+PRIMITIVES = (NativeLinear, NativeRmsNorm, NativeAddRmsNorm, NativeRotary, NativeActAndMul, NativeGreedy)

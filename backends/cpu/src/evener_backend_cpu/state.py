@@ -1,0 +1,218 @@
+"""The state provider "cpu.paged": attention over pages in the layout that ``native/attention.h`` describes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from evener.contracts.device import DeviceCapabilities
+from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.native_library import DTYPES, Geometry, Step, Unavailable
+
+LAYOUT = "cpu.paged"
+#: Longest head that the kernels have room for.
+MAX_HEAD_DIM = 1024
+_SPAN = 256
+_ITEM_WORDS = 6
+
+
+class PagedViews:
+    """One layer's pages.
+
+    Attributes:
+        storage: uint8 [blocks, page_bytes].
+        keys: [blocks, kv_heads, groups, head_dim / lanes, 16, lanes].
+        values: [blocks, kv_heads, groups, 16 / lanes, value_dim, lanes].
+    """
+
+    def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
+        key, value = spec.tensors
+        self.storage, self.spec, self.block_size = storage, spec, block_size
+        dtype, lanes = getattr(torch, key.dtype), int(4 // DTYPE_BYTES[key.dtype])
+        (heads, d), dv, groups = key.shape, value.shape[1], block_size // 16
+        cut = block_size * key.nbytes
+        self.keys = storage[:, :cut].view(dtype).view(-1, heads, groups, d // lanes, 16, lanes)
+        self.values = (
+            storage[:, cut : cut + block_size * value.nbytes]
+            .view(dtype)
+            .view(-1, heads, groups, 16 // lanes, dv, lanes)
+        )
+        self._attention: AttentionSpec | None = None
+        self._geometry = Geometry()
+
+    def geometry(self, attention: AttentionSpec) -> Geometry:
+        """What the kernels need to know of the pages; the same object as long as ``attention`` is."""
+        if attention is not self._attention:
+            (kv_heads, d), dv = self.spec.tensors[0].shape, self.spec.tensors[1].shape[1]
+            self._geometry = Geometry(
+                attention.heads,
+                kv_heads,
+                d,
+                dv,
+                self.block_size,
+                self.storage.stride(0),
+                self.spec.window or 0,
+                attention.scale,
+                attention.softcap or 0.0,
+                self.storage.data_ptr(),
+            )
+            self._attention = attention
+        return self._geometry
+
+
+class PagedMeta:
+    """One step of a group. Keeps the step's tensors alive while the kernels hold their addresses."""
+
+    def __init__(self, step: StateStep, attention: AttentionSpec) -> None:
+        self.attention, self._step = attention, step
+        # Tokens, and spans of every request: nothing can be cut into more items.
+        room = step.tokens + step.requests * 2 + sum(step.host_kv_lens) // _SPAN + 1
+        self._plan = torch.empty(room * _ITEM_WORDS, dtype=torch.int32)
+        self._tensors = [t.contiguous() for t in (step.slot_mapping, step.query_start, step.kv_lens)]
+        slots, query_start, kv_lens = self._tensors
+        table = step.block_table if step.block_table.stride(1) == 1 else step.block_table.contiguous()
+        self._tensors.append(table)
+        self.struct = Step(
+            step.tokens,
+            step.requests,
+            slots.dtype is torch.int64,
+            table.stride(0),
+            0,
+            0,
+            slots.data_ptr(),
+            query_start.data_ptr(),
+            kv_lens.data_ptr(),
+            table.data_ptr(),
+            self._plan.data_ptr(),
+        )
+        self.address = ctypes.addressof(self.struct)
+
+
+class PagedState(StateProvider):
+    """Keys and values in vectors of 16 tokens; any mix of query lengths; one call writes, one attends."""
+
+    name = LAYOUT
+    layout = LAYOUT
+    kinds = frozenset({"full", "window"})
+    priority = 100
+    batch_invariant = True
+
+    def __init__(self, device: CpuDevice) -> None:
+        self._device = device
+
+    def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
+        native = self._device.native
+        if isinstance(native, Unavailable):
+            return native.reason
+        if spec.per != "token" or len(spec.tensors) != 2:
+            return "holds a key and a value for each token, nothing else"
+        key, value = spec.tensors
+        if {key.dtype, value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
+            return f"computes and stores in float32 or bfloat16, not {key.dtype}/{value.dtype} for {attention.dtype}"
+        odd = [n for n in (key.shape[1], value.shape[1]) if n % 16 or not 16 <= n <= MAX_HEAD_DIM]
+        if odd:
+            return f"head_dim {odd[0]} is no multiple of 16 up to {MAX_HEAD_DIM}"
+        if attention.heads % key.shape[0]:
+            return f"{attention.heads} query heads cannot share {key.shape[0]} key heads evenly"
+        return None
+
+    def block_sizes(self, spec: StateSpec) -> Sequence[int]:
+        return (16, 32, 64, 128)
+
+    def bytes_per_block(self, spec: StateSpec, block_size: int) -> int:
+        return spec.nbytes * block_size
+
+    def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> PagedViews:
+        return PagedViews(storage, spec, block_size)
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
+        meta = PagedMeta(step, attention)
+        key, value = spec.tensors
+        geometry = Geometry(
+            attention.heads,
+            key.shape[0],
+            key.shape[1],
+            value.shape[1],
+            block_size,
+            0,
+            spec.window or 0,
+            attention.scale,
+        )
+        struct, parts = meta.struct, ctypes.c_int64()
+        struct.items = self._native().plan(
+            ctypes.addressof(geometry),
+            struct.query_start,
+            struct.kv_lens,
+            struct.requests,
+            struct.plan,
+            ctypes.addressof(parts),
+        )
+        struct.parts = parts.value
+        return meta
+
+    def write(self, views: PagedViews, meta: PagedMeta, *values: torch.Tensor) -> None:
+        key, value = (t if t.stride(-1) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in values)
+        geometry = views.geometry(meta.attention)
+        self._native().function("write", meta.attention.dtype)(
+            ctypes.addressof(geometry),
+            meta.address,
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            self._device.threads,
+        )
+
+    def attend(
+        self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        query = query.contiguous()
+        out = query.new_empty(query.shape[0], query.shape[1], views.spec.tensors[1].shape[1])
+        if sinks is not None:
+            sinks = sinks.to(query.dtype).contiguous()
+        failed = self._native().function("attend", meta.attention.dtype)(
+            ctypes.addressof(views.geometry(meta.attention)),
+            meta.address,
+            query.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+            self._device.threads,
+        )
+        if failed:
+            raise MemoryError("no memory for attention's scratch; lower infer.kv_memory")
+        return out
+
+    def copy_blocks(self, views: PagedViews, source: torch.Tensor, target: torch.Tensor) -> None:
+        views.storage[target] = views.storage[source]
+
+    def export_blocks(self, views: PagedViews, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        key, value = views.spec.tensors
+        keys = views.keys[blocks].permute(0, 2, 4, 1, 3, 5).reshape(len(blocks), views.block_size, *key.shape)
+        values = views.values[blocks].permute(0, 2, 3, 5, 1, 4).reshape(len(blocks), views.block_size, *value.shape)
+        return keys, values
+
+    def import_blocks(self, views: PagedViews, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        keys, rest = values
+        n, (_, heads, groups, pairs, _, lanes) = len(blocks), views.keys.shape
+        cut = keys.to(views.keys.dtype).reshape(n, groups, 16, heads, pairs, lanes)
+        views.keys[blocks] = cut.permute(0, 3, 1, 4, 2, 5)
+        dv = views.values.shape[4]
+        cut = rest.to(views.values.dtype).reshape(n, groups, 16 // lanes, lanes, heads, dv)
+        views.values[blocks] = cut.permute(0, 4, 1, 2, 5, 3)
+
+    def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
+        # Partial results of spans: at worst every token is a request of its own as long as max_kv allows in all.
+        value_dim = spec.tensors[1].shape[1]
+        spans = max_kv // _SPAN + max_tokens
+        plan = (max_tokens * 3 + spans) * _ITEM_WORDS * 4
+        rows = 48 + attention.heads
+        per_thread = (2 * rows * (value_dim + 2) + 1024) * 4 + 2 * 256 * 16 * 4
+        return plan + spans * attention.heads * (value_dim + 2) * 4 + per_thread * self._device.threads
+
+    def _native(self) -> Any:
+        return self._device.native

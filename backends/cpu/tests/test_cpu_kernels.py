@@ -1,0 +1,271 @@
+"""Every kernel against its reference, computed in float32: odd sizes, slices, any token count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from evener_backend_cpu.composites import COMPOSITES
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.native_library import Native
+from evener_backend_cpu.primitives import PRIMITIVES
+from evener_backend_cpu.state import PagedState
+
+from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
+from evener.contracts.state import StateStep
+from evener.layers.builder import Builder
+from evener.layers.declared import LinearWeight, Table
+from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
+from evener.layers.rotary import RotaryConfig
+from evener.ops.reference.linear import PLAIN
+from evener.ops.reference.state import ReferenceState
+from evener.ops.schemas import BUILTIN
+from evener.resolution.resolver import Market, Offer, Resolver, load_reference
+
+DTYPES = ["float32", "bfloat16"]
+SCHEMAS = {schema.name: schema for schema in BUILTIN}
+CLOSE = {"float32": 2e-5, "bfloat16": 2e-2}
+
+
+@pytest.fixture(scope="module")
+def device() -> CpuDevice:
+    device = CpuDevice(0, {})
+    assert isinstance(device.native, Native)
+    return device
+
+
+def built(device: CpuDevice, op: str, static: Mapping[str, Any]) -> OpFunction:
+    kernel: Kernel = next(kind(device) for kind in (*PRIMITIVES, *COMPOSITES) if kind.op == op)
+    call = OpCall(op, static, Bucket(1, 512), device.capabilities)
+    assert kernel.supports(call) is None
+    return kernel.build(call)
+
+
+def reference(op: str, static: Mapping[str, Any]) -> OpFunction:
+    return load_reference(SCHEMAS[op])(static, None)  # type: ignore[no-any-return]
+
+
+def noise(*shape: int, dtype: str, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(getattr(torch, dtype))
+
+
+def close(got: Any, want: Any, dtype: str) -> None:
+    torch.testing.assert_close(got.float(), want.float(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def packed(matrix: torch.Tensor) -> PackedWeight:
+    return PackedWeight("plain", (matrix.shape[0], matrix.shape[1]), matrix, matrix.nbytes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 19, 130])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 40), (96, 64), (7, 13), (130, 576)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(device: CpuDevice, dtype: str, tokens: int, rows: int, columns: int, biased: bool) -> None:
+    x, w = noise(tokens, columns, dtype=dtype), noise(rows, columns, dtype=dtype) * columns**-0.5
+    bias = noise(rows, dtype=dtype) if biased else None
+    run = built(device, "linear", {"rows": rows, "columns": columns, "dtype": dtype})
+    want = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float())
+    close(run(x, packed(w), bias), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_linear_has_the_same_bits_in_any_company(device: CpuDevice, dtype: str) -> None:
+    x, w = noise(70, 200, dtype=dtype), noise(100, 200, dtype=dtype)
+    run = built(device, "linear", {"rows": 100, "columns": 200, "dtype": dtype})
+    whole = run(x, packed(w))
+    for count in (1, 2, 3, 4, 7):
+        assert torch.equal(run(x[:count].clone(), packed(w)), whole[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("size", [64, 576, 37])
+def test_norms(device: CpuDevice, dtype: str, offset: float, size: int) -> None:
+    static = {"hidden": size, "dtype": dtype, "eps": 1e-5, "offset": offset}
+    x, residual, w = noise(5, size, dtype=dtype), noise(5, size, dtype=dtype, seed=1), noise(size, dtype=dtype)
+    close(built(device, "rms_norm", static)(x, w), reference("rms_norm", static)(x, w), dtype)
+    heads = noise(3, 4 * size, dtype=dtype)[:, size:].unflatten(1, (3, size))
+    close(built(device, "rms_norm", static)(heads, w), reference("rms_norm", static)(heads, w), dtype)
+    want = reference("add_rms_norm", static)(x, residual, w)
+    got = built(device, "add_rms_norm", static)(x.clone(), residual.clone(), w)
+    assert torch.equal(got[1], want[1])
+    close(got[0], want[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [64, 48, 8])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_rotary_of_slices(device: CpuDevice, dtype: str, interleaved: bool, dim: int, index: torch.dtype) -> None:
+    static = {"head_dim": 64, "rotary_dim": dim, "interleaved": interleaved, "dtype": dtype}
+    wide = noise(6, 64 * 5, dtype=dtype)
+    q, k = wide[:, : 3 * 64].unflatten(1, (3, 64)), wide[:, 3 * 64 :].unflatten(1, (2, 64))
+    table, positions = RotaryConfig(dim)._angles(50, torch.device("cpu")), torch.tensor([0, 3, 49, 7, 7, 1], dtype=index)
+    want = reference("rotary", static)(positions, q.clone(), k.clone(), table)
+    for a, b in zip(built(device, "rotary", static)(positions, q, k, table), want, strict=True):
+        close(a, b, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("inner", [64, 19])
+def test_act_and_mul(device: CpuDevice, dtype: str, activation: str, inner: int) -> None:
+    static = {"inner": inner, "activation": activation, "dtype": dtype}
+    x = noise(5, 2 * inner, dtype=dtype) * 4
+    close(built(device, "act_and_mul", static)(x), reference("act_and_mul", static)(x.float()), dtype)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float16"])
+def test_greedy_takes_the_lowest_id_of_a_tie(device: CpuDevice, dtype: str) -> None:
+    logits = noise(4, 1003, dtype=dtype)
+    logits[0, [5, 900]] = 9.0
+    logits[1, 1002] = 9.0
+    logits[2] = -float("inf")
+    got = built(device, "greedy", {"vocab": 1003})(logits)
+    assert got.tolist()[:3] == [5, 1002, 0]
+    assert got.dtype == torch.int32 and got[3] == logits[3].argmax()
+
+
+class Model:
+    """One or two declared decoder layers with weights and pages, resolved with or without this backend's kernels."""
+
+    def __init__(self, device: CpuDevice, dtype: str, attention: AttentionConfig, mlp: MLPConfig, ops: set[str], native: bool,
+                 offset: float = 0.0) -> None:
+        self.builder = Builder(dtype, 1024)
+        self.layers = [DecoderLayer(self.builder, f"layers.{i}", 96, attention, mlp, 1e-5, offset) for i in range(2)]
+        kernels = [kind(device) for kind in (*PRIMITIVES, *COMPOSITES) if kind.op in ops]
+        self.state = PagedState(device) if native else ReferenceState()
+        offers = [Offer(k, "cpu", "0") for k in kernels] if native else []
+        market = Market(
+            schemas=SCHEMAS, kernels=offers, states=[Offer(self.state, "cpu", "0")], reference_state=ReferenceState(),
+            reference_packing=PLAIN, device=device.capabilities, buckets=[Bucket(1, 512)],
+        )
+        self.resolver = Resolver(market)
+        self.resolver.states(self.builder.slots)
+        self.resolver.packings([w for w in self.builder.weights if isinstance(w, LinearWeight)])
+        self.resolver.sites(self.builder.sites)
+        self._fill(dtype)
+        for slot in self.builder.slots:
+            slot.group = 0
+            pages = torch.full((30, self.state.bytes_per_block(slot.spec, 16)), 255, dtype=torch.uint8)
+            slot.views = self.state.bind(pages, slot.spec, 16)
+
+    def _fill(self, dtype: str) -> None:
+        for number, weight in enumerate(self.builder.weights):
+            if isinstance(weight, Table):
+                weight.value = weight.make(torch.device("cpu"))
+            elif isinstance(weight, LinearWeight):
+                matrix = noise(weight.rows, weight.columns, dtype=dtype, seed=number) * weight.columns**-0.5
+                weight.value = packed(matrix)
+            else:
+                weight.value = noise(*weight.shape, dtype=dtype, seed=number) * 0.2 + (weight.dummy == "ones")
+        for group in self.builder.groups:
+            group.bind()
+
+    def run(self, x: torch.Tensor, before: list[int], now: list[int]) -> torch.Tensor:
+        table = torch.arange(1, 25, dtype=torch.int32).view(len(now), -1)
+        rows = list(enumerate(zip(before, now, strict=True)))
+        positions = torch.cat([torch.arange(b, b + n) for _, (b, n) in rows])
+        slots = torch.cat([table[r, torch.arange(b, b + n) // 16] * 16 + torch.arange(b, b + n) % 16 for r, (b, n) in rows])
+        lengths = [b + n for b, n in zip(before, now, strict=True)]
+        step = StateStep(
+            tokens=sum(now), requests=len(now), max_query=max(now), max_kv=max(lengths),
+            query_start=torch.tensor([0, *torch.tensor(now).cumsum(0).tolist()], dtype=torch.int32),
+            kv_lens=torch.tensor(lengths, dtype=torch.int32), positions=positions, slot_mapping=slots, block_table=table,
+            host_query_lens=now, host_kv_lens=lengths,
+        )
+        slot = self.builder.slots[0]
+        meta = self.state.prepare(step, slot.spec, slot.attention, 16)
+        residual: torch.Tensor | None = None
+        x = x.clone()  # donated
+        for layer in self.layers:
+            table_entry = layer.site.table[0]
+            x, residual = table_entry(
+                x, residual, positions, layer.attention.values, layer.mlp.values, layer.slot.views, meta
+            )
+        assert residual is not None
+        return x + residual
+
+
+ATTENTIONS = {
+    "plain": {"heads": 9, "kv_heads": 3, "head_dim": 64, "rotary": RotaryConfig(64)},
+    "gemma": {"heads": 2, "kv_heads": 1, "head_dim": 32, "rotary": RotaryConfig(32), "qk_norm": True, "post_norm": "post",
+              "window": 24, "softcap": 20.0},
+    "biases": {"heads": 4, "kv_heads": 4, "head_dim": 16, "rotary": RotaryConfig(8, interleaved=True), "qkv_bias": True,
+               "o_bias": True},
+}
+MLPS = {
+    "plain": {"inner": 160},
+    "gemma": {"inner": 72, "activation": "gelu_tanh", "post_norm": "post_mlp"},
+    "biases": {"inner": 40, "bias": True, "activation": "gelu"},
+}
+GRANULARITIES = {
+    "layer": {"decoder_layer"},
+    "blocks": {"attention_block", "mlp_block"},
+    "enter": {"norm_qkv_rotary_write", "linear"},
+    "primitives": {"linear", "rms_norm", "add_rms_norm", "rotary", "act_and_mul"},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", list(ATTENTIONS))
+@pytest.mark.parametrize("granularity", list(GRANULARITIES))
+def test_a_decoder_layer_at_any_granularity(device: CpuDevice, dtype: str, family: str, granularity: str) -> None:
+    attention, mlp = AttentionConfig(**ATTENTIONS[family]), MLPConfig(**MLPS[family])
+    offset = 1.0 if family == "gemma" else 0.0
+    got = Model(device, dtype, attention, mlp, GRANULARITIES[granularity], True, offset)
+    want = Model(device, "float32", attention, mlp, set(), False, offset)
+    for a, b in zip(want.builder.weights, got.builder.weights, strict=True):  # the same rounded weights in both
+        if isinstance(a, LinearWeight):
+            a.value = packed(b.value.data.float())
+        else:
+            a.value = b.value.float()
+    for group in want.builder.groups:
+        group.bind()
+    providers = {c.op: c.provider for c in got.resolver.manifest.choices if c.op in GRANULARITIES[granularity]}
+    assert providers and all(name == f"cpu/native_{op}" for op, name in providers.items())
+    for before, now in (([0, 0, 0], [40, 3, 17]), ([40, 3, 17], [1, 1, 1]), ([41, 4, 18], [1, 30, 1])):
+        x = noise(sum(now), 96, dtype=dtype)
+        # Two layers round about twenty times to bfloat16.
+        limit = CLOSE[dtype] * (3 if dtype == "bfloat16" else 5)
+        torch.testing.assert_close(
+            got.run(x, before, now).float(), want.run(x.float(), before, now), rtol=limit, atol=limit
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_of_a_layer_has_the_same_bits_in_any_company(device: CpuDevice, dtype: str) -> None:
+    attention, mlp = AttentionConfig(**ATTENTIONS["plain"]), MLPConfig(**MLPS["plain"])
+    x = noise(300, 96, dtype=dtype)
+    together = Model(device, dtype, attention, mlp, {"decoder_layer"}, True)
+    whole = together.run(x, [0], [300])
+    apart = Model(device, dtype, attention, mlp, {"decoder_layer"}, True)
+    pieces, at = [], 0
+    for count in (1, 2, 5, 64, 227, 1):
+        pieces.append(apart.run(x[at : at + count], [at], [count]))
+        at += count
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_refusals_name_the_reason(device: CpuDevice) -> None:
+    kernels = {kind.op: kind(device) for kind in (*PRIMITIVES, *COMPOSITES)}
+    for op, static, reason in (
+        ("rms_norm", {"dtype": "float16"}, "not float16"),
+        ("act_and_mul", {"dtype": "float32", "activation": "relu"}, "relu"),
+        ("mlp_block", {"dtype": "float32", "activation": "relu"}, "relu"),
+        ("attention_block", {"dtype": "float32", "head_dim": 24, "value_dim": 24}, "head_dim 24"),
+    ):
+        refusal = kernels[op].supports(OpCall(op, static, Bucket(1, 1), device.capabilities))
+        assert refusal is not None and reason in refusal
+
+
+def test_workspace_grows_with_the_bucket(device: CpuDevice) -> None:
+    model = Model(device, "float32", AttentionConfig(**ATTENTIONS["plain"]), MLPConfig(**MLPS["plain"]), set(), True)
+    kernel = next(kind(device) for kind in COMPOSITES if kind.op == "decoder_layer")
+    static = model.layers[0].site.static
+    few, many = (kernel.workspace(OpCall("decoder_layer", static, Bucket(1, n), device.capabilities)) for n in (8, 512))
+    assert 0 < few < many

@@ -1,0 +1,31 @@
+"""The hook implementations of core's own features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evener.contracts.hooks import hookimpl
+from evener.contracts.ops import OpSchema
+from evener.contracts.quant import QuantScheme
+from evener.contracts.state import StateKind
+from evener.engine.kinds import BUILTIN_KINDS
+from evener.loading.scheme import Unquantized
+from evener.ops.schemas import BUILTIN
+
+
+@hookimpl
+def evener_op_schemas() -> Sequence[OpSchema]:
+    """The primitives and composites of ``evener.ops``."""
+    return BUILTIN
+
+
+@hookimpl
+def evener_state_kinds() -> Sequence[StateKind]:
+    """full, window, latent, index, recurrent."""
+    return BUILTIN_KINDS
+
+
+@hookimpl
+def evener_quant_schemes() -> Sequence[QuantScheme]:
+    """Unquantized is one format."""
+    return (Unquantized(),)

@@ -1,0 +1,1 @@
+"""Ranks: the default communicator."""

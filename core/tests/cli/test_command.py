@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evener.cli.command import Command, read_config
+from evener.errors import ConfigError
+
+
+@pytest.fixture
+def command() -> Command:
+    command = Command("pull", "Pull a load.")
+    command.option("--load", metavar="KG")
+    command.option("--gently", action="store_true")
+    return command
+
+
+def test_own_options_stand_anywhere_among_the_model_and_the_keys(command: Command) -> None:
+    arguments, config = read_config(command, ["--load", "3", "infer.depth=1", "/m", "--gently", "--seed", "4"], {})
+    assert (arguments.load, arguments.gently) == ("3", True)
+    assert (config.model, config.infer.depth, config.seed) == ("/m", 1, 4)
+
+
+def test_a_value_of_an_own_option_may_begin_with_dashes(command: Command) -> None:
+    assert read_config(command, ["/m", "--load", "-- a list", "--gently"], {})[0].load == "-- a list"
+    assert read_config(command, ["/m", "--load=--gently"], {})[0].load == "--gently"
+
+
+def test_a_wrong_own_option_names_the_command_and_its_help(command: Command) -> None:
+    with pytest.raises(ConfigError, match=r"evener pull: .*--load.* expected one argument; type `evener pull --help`"):
+        read_config(command, ["/m", "--load"], {})
+
+
+def test_two_models_are_an_error(command: Command) -> None:
+    with pytest.raises(ConfigError, match="unexpected argument '/b'; options are written key=value or --key value"):
+        read_config(command, ["/a", "/b"], {})
+
+
+def test_a_whole_file_comes_from_the_option_or_from_config_name(command: Command, tmp_path: Path) -> None:
+    for name, depth in (("a", 1), ("b", 3)):
+        (tmp_path / f"{name}.yaml").write_text(f"model: /m\ninfer:\n  depth: {depth}\n")
+    environ = {"CONFIG_NAME": str(tmp_path / "a.yaml")}
+    assert read_config(command, [], environ)[1].infer.depth == 1
+    assert read_config(command, ["--config", str(tmp_path / "b.yaml")], environ)[1].infer.depth == 3
+    assert read_config(command, ["--config_file", str(tmp_path / "b.yaml")], environ)[1].infer.depth == 3
+    assert read_config(command, ["infer.depth=5"], environ)[1].infer.depth == 5
+
+
+def test_old_spellings_are_warned_about_on_standard_error(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    read_config(command, ["models.ckpt_dir=/m", "infer.do_load=False"], {})
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "warning: models.ckpt_dir=/m: models.ckpt_dir is an old spelling; write model=/m",
+        "warning: infer.do_load=False: infer.do_load is an old spelling; write load=dummy",
+    ]
+
+
+def test_more_ranks_than_are_used_is_an_error_that_says_how_to_start(command: Command) -> None:
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=8: 8 ranks were started, .* start one process without torchrun"):
+        read_config(command, ["/m"], {"WORLD_SIZE": "8"})
+    with pytest.raises(ConfigError, match=r"infer.tp_size=8 is not in this version"):
+        read_config(command, ["/m", "infer.tp_size=8"], {"WORLD_SIZE": "8"})
+    assert read_config(command, ["/m"], {"WORLD_SIZE": "1"})[1].model == "/m"
+    assert read_config(command, ["/m"], {"WORLD_SIZE": "8"}, ranks=False)[1].model == "/m"
+
+
+def test_a_made_up_prompt_is_for_run_only(command: Command) -> None:
+    with pytest.raises(
+        ConfigError, match=r"request.prompt_tokens_len .* `evener pull` gets its prompts from elsewhere"
+    ):
+        read_config(command, ["/m", "request.prompt_tokens_len=5"], {})
+    assert read_config(Command("run", ""), ["/m", "request.prompt_tokens_len=5"], {})[1].request.prompt_tokens_len == 5

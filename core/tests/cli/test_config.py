@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from evener.cli.main import main
+from evener.contracts.device import DeviceCapabilities, MemoryInfo
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    table = {"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    return tmp_path
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A pretend backend; gives what it was asked with."""
+    asked: list[Any] = []
+    device = SimpleNamespace(
+        name="Test device", capabilities=DeviceCapabilities(dtypes=frozenset({"float32"})),
+        memory=lambda: MemoryInfo(2**30, 2**31),
+    )  # fmt: skip
+    backend = SimpleNamespace(name="test", reason="highest score 10")
+
+    def record(result: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            asked.append(args)
+            return result
+
+        return call
+
+    monkeypatch.setattr("evener.plugins.discover.discover", lambda: SimpleNamespace(packages=(), commands=dict))
+    monkeypatch.setattr("evener.plugins.choose.choose", record("selection"))
+    loaded = SimpleNamespace(backend=backend, open_device=lambda: device)
+    monkeypatch.setattr("evener.plugins.load.load", record(loaded))
+    return asked
+
+
+def test_config_prints_every_value_with_its_reason(
+    model: Path, chosen: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", str(model), "infer.depth=1"]) == 0
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()}
+    assert lines["dtype"] == "float32 the checkpoint is bfloat16, which this device cannot compute"
+    assert lines["infer.max_seq_len"] == "2048 max_position_embeddings of the checkpoint"
+    assert lines["infer.depth"] == "1 as asked"
+    assert lines["backend"] == "test highest score 10"
+
+
+def test_config_speaks_json_and_hands_the_named_backend_on(
+    model: Path, chosen: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", str(model), "--json", "--backend", "test"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["backend"] == {"value": "test", "reason": "as asked"}
+    assert chosen[0][1] == "test" and chosen[1] == ("selection", {})
+
+
+def test_a_folder_without_a_checkpoint_is_an_error_before_a_backend_is_chosen(
+    tmp_path: Path, chosen: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", str(tmp_path / "no")]) == 1
+    assert "does not exist; give the folder that holds config.json" in capsys.readouterr().err
+    assert chosen == []

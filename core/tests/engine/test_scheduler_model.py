@@ -1,0 +1,417 @@
+"""Scheduler and state manager against a model of the device: who wrote which token's state into which block, and who reads it.
+
+The simulated device keeps, for each block, the keys of the prefixes whose state was written there. A key names (salt, all tokens up to a position),
+so a read of anything but the reader's own prefix is seen at once, whatever went wrong: a block handed out twice, freed early, found under
+a wrong key, a missing table entry or a copy that was not made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import pytest
+from evener.contracts.state import StateSpec, StateTensor
+from evener.engine.controller import Controller
+from evener.engine.executor import Executor
+from evener.engine.kinds import BUILTIN_KINDS
+from evener.engine.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
+from evener.engine.plan import Plan, StepResult
+from evener.engine.scheduler import Scheduler
+from evener.engine.state import StateManager
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
+TENSORS = (StateTensor("key", (1, 2), "float32"),)
+FULL = StateSpec("full", TENSORS)
+RECURRENT = StateSpec("recurrent", TENSORS, per="request")
+VOCABULARY = 4
+
+
+def window(size: int) -> StateSpec:
+    return StateSpec("window", TENSORS, window=size)
+
+
+def key_of(salt: object, tokens: Sequence[int]) -> int:
+    """Names the state after ``tokens``."""
+    key = hash(("salt", salt))
+    for token in tokens:
+        key = hash((key, token))
+    return key
+
+
+def next_token(key: int) -> int:
+    """The model: a token that depends on everything before it."""
+    return key // 7 % VOCABULARY
+
+
+def answer(message: NewRequest) -> list[int]:
+    """What a request gets when nothing is in its way."""
+    key, found = key_of(message.cache_salt, message.prompt), []
+    while len(found) < message.max_tokens:
+        found.append(next_token(key))
+        if found[-1] in message.stop_token_ids:
+            break
+        key = hash((key, found[-1]))
+    return found
+
+
+class SimulatedDevice(Executor):
+    """Runs plans in order on rows of keys, and checks every read and every write."""
+
+    def __init__(self, state: StateManager) -> None:
+        self.state = state
+        self.scheduler: Scheduler
+        self.tokens: dict[int, list[int]] = {}
+        self.keys: dict[int, list[int]] = {}
+        self.tables: dict[int, list[dict[int, int]]] = {}
+        self.content: dict[tuple[int, int], int] = {}
+        self.results: deque[StepResult] = deque()
+
+    def submit(self, plan: Plan) -> None:
+        requests = {r.slot: r for r in self.scheduler.running}
+        for a in plan.admissions:
+            self.tokens[a.slot] = list(a.tokens)
+            self.keys[a.slot] = [hash(("salt", requests[a.slot].message.cache_salt))]
+            self.tables[a.slot] = [{} for _ in self.state.specs]
+        for u in plan.updates:
+            for table, blocks in zip(self.tables[u.slot], u.blocks, strict=True):
+                table.update(enumerate(blocks, u.start))
+        assert len(set(plan.slots)) == len(plan.slots), "a request has one row a step"
+        assert sum(plan.counts) <= self.scheduler.step_tokens
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            self._run_row(slot, start, count)
+        ids = []
+        for index in plan.samples:
+            slot, end = plan.slots[index], plan.starts[index] + plan.counts[index]
+            ids.append(next_token(self._key(slot, end)))
+            assert len(self.tokens[slot]) == end
+            self.tokens[slot].append(ids[-1])
+        self.results.append(StepResult(plan=plan.id, ids=ids))
+
+    def read(self) -> StepResult:
+        return self.results.popleft()
+
+    def _key(self, slot: int, length: int) -> int:
+        """Key of the slot's first ``length`` tokens."""
+        keys = self.keys[slot]
+        while len(keys) <= length:
+            keys.append(hash((keys[-1], self.tokens[slot][len(keys) - 1])))
+        return keys[length]
+
+    def _run_row(self, slot: int, start: int, count: int) -> None:
+        """Writes precede reads inside a layer, as in the real step; a recurrent row is read before it goes on."""
+        for group, spec in enumerate(self.state.specs):
+            if spec.per == "request":
+                if start:
+                    self._expect(slot, group, start - 1, 0)
+                size = self.state.block_size
+                for last in sorted({min((column + 1) * size, start + count) - 1
+                                    for column in range(start // size, (start + count - 1) // size + 1)}):  # fmt: skip
+                    self._write(slot, group, last, 0)
+                continue
+            for position in range(start, start + count):
+                self._write(slot, group, position, position % self.state.block_size)
+            first = 0 if spec.window is None else max(0, start - spec.window + 1)
+            for position in range(first, start + count):
+                self._expect(slot, group, position, position % self.state.block_size)
+
+    def _block(self, slot: int, group: int, position: int) -> int:
+        block = self.tables[slot][group].get(position // self.state.block_size, 0)
+        assert block, f"slot {slot} has no block of group {group} for position {position}"
+        return block
+
+    def _expect(self, slot: int, group: int, position: int, offset: int) -> None:
+        block = self._block(slot, group, position)
+        assert self.content.get((block, offset)) == (group, self._key(slot, position + 1)), (
+            f"block {block} does not hold what slot {slot} reads at position {position} of group {group}"
+        )
+
+    def _write(self, slot: int, group: int, position: int, offset: int) -> None:
+        block = self._block(slot, group, position)
+        holders = [
+            r for r in (*self.scheduler.running, *self.scheduler._leaving)
+            if r.slot != slot and r.table is not None and any(block in blocks for blocks in r.table.blocks)
+        ]  # fmt: skip
+        assert not holders, f"block {block} is written by slot {slot} and held by {[r.id for r in holders]}"
+        assert self.state.pool._keys[block] is None, f"block {block} is written though it can be found by its key"
+        self.content[block, offset] = (group, self._key(slot, position + 1))
+
+
+class Harness:
+    """A controller over the simulated device, and what every request got."""
+
+    def __init__(
+        self, specs: Sequence[StateSpec], *, block_size: int = 2, blocks: int = 40, depth: int = 2, max_requests: int = 3,
+        step_tokens: int = 5, prefix_cache: bool = True,
+    ) -> None:  # fmt: skip
+        self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache)
+        self.device = SimulatedDevice(self.state)
+        self.scheduler = self.device.scheduler = Scheduler(self.state, max_requests, step_tokens)
+        self.controller = Controller(self.scheduler, self.device, depth)
+        self.max_requests = max_requests
+        self.messages: dict[str, NewRequest] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, list[Finished]] = {}
+
+    def send(self, message: NewRequest | Abort | Finish) -> None:
+        if isinstance(message, NewRequest):
+            self.messages[message.id] = message
+            self.outputs[message.id], self.reasons[message.id] = [], []
+        self._see(self.controller.handle([message]))
+
+    def step(self) -> None:
+        before = (self.scheduler.open, self.scheduler._next_plan, self.scheduler.in_flight)
+        self._see(self.controller.step())
+        after = (self.scheduler.open, self.scheduler._next_plan, self.scheduler.in_flight)
+        assert self.controller.idle or before != after, "nothing is under way and yet requests are open"
+
+    def _see(self, events: Sequence[FromController]) -> None:
+        for event in events:
+            if isinstance(event, Tokens):
+                assert not self.reasons[event.id], "tokens after the terminal event"
+                self.outputs[event.id] += event.ids
+            else:
+                assert isinstance(event, Finished)
+                self.reasons[event.id].append(event)
+
+    def run(self) -> int:
+        """Step until idle; returns the steps."""
+        work = sum(len(m.prompt) + m.max_tokens for m in self.messages.values())
+        bound = 20 + 4 * work * (1 + len(self.messages))
+        for steps in range(bound):
+            if self.controller.idle:
+                return steps
+            self.step()
+        raise AssertionError(f"{self.scheduler.open} requests are open after {bound} steps")
+
+    def check_blocks(self) -> None:
+        """Reference counts are the tables' own, and nothing else is held."""
+        held: Counter[int] = Counter()
+        for request in (*self.scheduler.running, *self.scheduler._leaving):
+            assert request.table is not None
+            for group, blocks in enumerate(request.table.blocks):
+                assert len(blocks) == request.table.columns()
+                live = blocks[request.table.dead[group] :]
+                assert 0 not in live and not any(blocks[: request.table.dead[group]])
+                held.update(live)
+        pool = self.state.pool
+        assert pool.used == len(held) and pool.used + pool.free == pool.count - 1
+        assert all(pool._references[block] == held[block] for block in range(1, pool.count))
+
+    def check_answers(self, cut: Sequence[str] = ()) -> None:
+        """One terminal event each, and the very tokens of an undisturbed run; those ``cut`` short got a beginning of them."""
+        for name, message in self.messages.items():
+            (end,) = self.reasons[name]
+            expected = answer(message)
+            if end.reason == "error":
+                assert end.status == 400 and not self.outputs[name]
+            elif name in cut and self.outputs[name] != expected:
+                assert end.reason in ("abort", "stop") and self.outputs[name] == expected[: len(self.outputs[name])]
+            else:
+                assert self.outputs[name] == expected
+                if name not in cut:
+                    assert end.reason == ("stop" if expected[-1] in message.stop_token_ids else "length")
+
+    def check_all_given_back(self) -> None:
+        assert self.controller.idle and self.state.pool.used == 0
+        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler._leaving
+        assert len(self.scheduler._slots) == self.max_requests
+
+
+GROUPS = st.lists(
+    st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.just(RECURRENT)), min_size=1, max_size=3
+)
+PREFIXES = ([], [1, 2, 3, 0, 1, 2, 3, 0], [1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+
+
+class Traffic(RuleBasedStateMachine):
+    """Random arrivals, aborts and steps."""
+
+    @initialize(
+        specs=GROUPS, block_size=st.sampled_from([1, 2, 4]), blocks=st.integers(6, 40), depth=st.integers(1, 3),
+        max_requests=st.integers(1, 4), step_tokens=st.integers(1, 9), prefix_cache=st.sampled_from([True, True, False]),
+    )  # fmt: skip
+    def start(
+        self, specs: list[StateSpec], block_size: int, blocks: int, depth: int, max_requests: int, step_tokens: int, prefix_cache: bool
+    ) -> None:
+        self.harness = Harness(
+            specs, block_size=block_size, blocks=blocks, depth=depth, max_requests=max_requests, step_tokens=step_tokens,
+            prefix_cache=prefix_cache,
+        )  # fmt: skip
+        self.ids = itertools.count()
+        self.cut: list[str] = []
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES), rest=st.lists(st.integers(0, VOCABULARY - 1), max_size=9), max_tokens=st.integers(1, 12),
+        stops=st.sampled_from([[], [], [0], [1, 3]]), salt=st.sampled_from(["", "", "tenant"]), priority=st.sampled_from([0, 0, 1]),
+        copies=st.sampled_from([1, 1, 3]),
+    )  # fmt: skip
+    def arrive(
+        self, prefix: list[int], rest: list[int], max_tokens: int, stops: list[int], salt: str, priority: int, copies: int
+    ) -> None:
+        for _ in range(copies):
+            self.harness.send(NewRequest(
+                id=f"r{next(self.ids)}", prompt=prefix + rest, max_tokens=max_tokens, stop_token_ids=stops, cache_salt=salt,
+                priority=priority, sampling=Sampling(temperature=0.0),
+            ))  # fmt: skip
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+
+    @precondition(lambda self: self.harness.messages)
+    @rule(pick=st.integers(0, 1000), kind=st.sampled_from([Abort, Finish]))
+    def cut_short(self, pick: int, kind: type[Abort] | type[Finish]) -> None:
+        name = f"r{pick % len(self.harness.messages)}"
+        self.cut.append(name)
+        self.harness.send(kind(name))
+
+    @invariant()
+    def no_block_is_leaked_or_shared_by_mistake(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.check_blocks()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.run()
+            self.harness.check_answers(self.cut)
+            self.harness.check_all_given_back()
+
+
+def traffic(examples: int, steps: int) -> None:
+    run_state_machine_as_test(Traffic, settings=settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(HealthCheck),
+    ))  # fmt: skip
+
+
+def test_random_traffic_gets_its_own_tokens_one_terminal_event_each_and_leaves_no_block_behind() -> None:
+    traffic(150, 25)
+
+
+@pytest.mark.slow
+def test_a_lot_of_random_traffic_gets_its_own_tokens_one_terminal_event_each_and_leaves_no_block_behind() -> None:
+    traffic(4000, 40)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    specs=GROUPS, block_size=st.sampled_from([1, 2, 4]), step_tokens=st.integers(1, 9), depth=st.integers(1, 3),
+    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=24), max_tokens=st.integers(1, 12),
+)  # fmt: skip
+def test_a_request_that_just_fits_is_finished_and_one_block_fewer_is_refused_in_words(
+    specs: list[StateSpec], block_size: int, step_tokens: int, depth: int, prompt: list[int], max_tokens: int
+) -> None:
+    least = StateManager(specs, KINDS, block_size, 1).blocks_for(len(prompt) + max_tokens, step_tokens)
+    options = {"block_size": block_size, "step_tokens": step_tokens, "depth": depth}
+    message = NewRequest(id="r", prompt=prompt, max_tokens=max_tokens)
+    fits = Harness(specs, blocks=least + 1, **options)
+    # A shorter request's prefix is in the cache, so that the second one starts in the middle.
+    fits.send(NewRequest(id="before", prompt=prompt[:-1] or [0], max_tokens=1))
+    fits.run()
+    fits.send(message)
+    fits.run()
+    fits.check_answers()
+    fits.check_all_given_back()
+    refused = Harness(specs, blocks=least, **options)
+    refused.send(message)
+    (end,) = refused.reasons["r"]
+    assert end.reason == "error" and end.status == 400 and end.error is not None
+    assert str(least) in end.error and "max_tokens" in end.error and "infer.kv_memory" in end.error
+
+
+def test_a_tiny_pool_forces_preemption_and_changes_no_token() -> None:
+    tight = Harness([FULL], blocks=12, max_requests=3)
+    for name in "abc":
+        tight.send(NewRequest(id=name, prompt=[int(c) for c in f"{ord(name) % 4}12301"], max_tokens=10))
+    tight.run()
+    assert tight.scheduler.stats.preemptions > 0
+    tight.check_answers()
+
+
+def test_half_prefilled_requests_that_fill_the_pool_together_do_not_deadlock() -> None:
+    tight = Harness([FULL], blocks=9, max_requests=2, step_tokens=7, prefix_cache=False)
+    for name in "ab":
+        tight.send(NewRequest(id=name, prompt=[0, 1, 2, 3, 0] * 2, max_tokens=4))
+    seen = []
+    while not tight.controller.idle:
+        seen.append([(r.planned, r.length) for r in tight.scheduler.running])
+        tight.step()
+    assert any(len(rows) == 2 and 0 < rows[1][0] < 10 for rows in seen), "nobody was half-prefilled beside another"
+    assert tight.scheduler.stats.preemptions > 0
+    tight.check_answers()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_large_request_is_not_starved_by_a_stream_of_small_ones(depth: int) -> None:
+    busy = Harness([FULL], blocks=16, max_requests=3, depth=depth)
+    for number in range(200):
+        if number == 6:
+            busy.send(NewRequest(id="large", prompt=[0, 1, 2, 3] * 5, max_tokens=8))
+        busy.send(NewRequest(id=f"small{number}", prompt=[number % 4, 2], max_tokens=3))
+        busy.step()
+        if busy.reasons.get("large"):
+            break
+    assert busy.reasons["large"] and number < 60
+    assert busy.scheduler.open > 0
+
+
+def test_a_higher_priority_goes_first_and_equals_go_in_order_of_arrival() -> None:
+    one = Harness([FULL], max_requests=1)
+    for name, priority in (("first", 0), ("second", 0), ("urgent", 1)):
+        one.send(NewRequest(id=name, prompt=[1, 2], max_tokens=2, priority=priority))
+    ends: list[str] = []
+    while not one.controller.idle:
+        one.step()
+        ends += [name for name, reasons in one.reasons.items() if reasons and name not in ends]
+    assert ends == ["urgent", "first", "second"]
+
+
+def test_a_prefix_is_found_again_only_under_the_same_salt() -> None:
+    one = Harness([FULL, window(4), RECURRENT], max_requests=1)
+    for name, salt in (("first", ""), ("again", ""), ("stranger", "tenant")):
+        one.send(NewRequest(id=name, prompt=[1, 2, 3, 0, 1, 2, 3], max_tokens=2, cache_salt=salt))
+        one.run()
+    assert (one.scheduler.stats.prefix_hits, one.scheduler.stats.cached_tokens) == (1, 6)
+    one.check_answers()
+
+
+def test_a_step_mixes_the_prompt_of_one_request_with_the_answer_of_another() -> None:
+    two = Harness([FULL])
+    two.send(NewRequest(id="a", prompt=[1], max_tokens=8))
+    two.step()
+    two.send(NewRequest(id="b", prompt=[2] * 9, max_tokens=2))
+    two.run()
+    assert two.scheduler.stats.mixed_steps > 0
+    two.check_answers()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_was_submitted_after_the_end_of_a_request_is_neither_shown_nor_cached(depth: int) -> None:
+    prompt = [1, 2, 3]
+    first = answer(NewRequest(id="x", prompt=prompt, max_tokens=9))
+    stop = first[2]
+    one = Harness([FULL], block_size=1, depth=depth)
+    one.send(NewRequest(id="a", prompt=prompt, max_tokens=9, stop_token_ids=[stop]))
+    one.run()
+    one.check_answers()
+    known = [*prompt, *one.outputs["a"]]
+    named = sum(key is not None for key in one.state.pool._keys)
+    assert named <= len(known), "state of a surplus token was cached"
+    one.check_all_given_back()
+
+
+def test_a_repeated_id_and_an_empty_prompt_end_at_once_with_the_reason() -> None:
+    one = Harness([FULL])
+    one.send(NewRequest(id="a", prompt=[1], max_tokens=4))
+    (event,) = one.controller.handle([NewRequest(id="a", prompt=[1], max_tokens=4)])
+    assert isinstance(event, Finished) and "already in use" in (event.error or "") and event.status == 400
+    (event,) = one.controller.handle([NewRequest(id="b", prompt=[], max_tokens=4)])
+    assert isinstance(event, Finished) and "at least one prompt token" in (event.error or "")
+    one.run()
+    one.check_answers()

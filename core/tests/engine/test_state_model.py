@@ -1,0 +1,260 @@
+"""Block pool and state manager by themselves: reference counts, prefix reuse, forks and copies against a model of what each block holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from evener.contracts.state import StateSpec, StateTensor
+from evener.engine.blocks import BlockPool
+from evener.engine.kinds import BUILTIN_KINDS
+from evener.engine.state import BlockTable, StateManager
+from evener.errors import UnknownNameError
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule, run_state_machine_as_test
+
+KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
+TENSORS = (StateTensor("key", (1, 2), "float32"),)
+FULL = StateSpec("full", TENSORS)
+RECURRENT = StateSpec("recurrent", TENSORS, per="request")
+SALTS = ("", "tenant")
+
+
+def window(size: int) -> StateSpec:
+    return StateSpec("window", TENSORS, window=size)
+
+
+def run(machine: type[RuleBasedStateMachine], examples: int) -> None:
+    run_state_machine_as_test(machine, settings=settings(
+        max_examples=examples, stateful_step_count=30, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(HealthCheck),
+    ))  # fmt: skip
+
+
+class PoolModel(RuleBasedStateMachine):
+    """A pool beside plain reference counts and a plain list of keys."""
+
+    blocks = Bundle("blocks")
+
+    @initialize(count=st.integers(1, 8))
+    def start(self, count: int) -> None:
+        self.pool = BlockPool(count)
+        self.held: Counter[int] = Counter()
+        self.keys: dict[int, str] = {}
+
+    @rule(target=blocks, count=st.integers(0, 4))
+    def take(self, count: int) -> int:
+        free = self.pool.free
+        taken = self.pool.take(count)
+        if taken is None:
+            assert count > free and self.pool.free == free
+            return 0
+        assert len(set(taken)) == count and 0 not in taken and not any(self.held[b] for b in taken)
+        self.held.update(taken)
+        for block in taken:
+            self.keys.pop(block, None)
+        return taken[0] if taken else 0
+
+    @rule(block=blocks)
+    def hold(self, block: int) -> None:
+        if block:
+            self.pool.hold(block)
+            self.held[block] += 1
+
+    @rule(block=blocks)
+    def release(self, block: int) -> None:
+        if self.held[block]:
+            self.pool.release([block, 0])
+            self.held[block] -= 1
+
+    @rule(block=blocks, key=st.sampled_from("abc"))
+    def name(self, block: int, key: str) -> None:
+        if self.held[block]:
+            self.pool.name(block, key)
+            if key not in self.keys.values():
+                self.keys.setdefault(block, key)
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget_all()
+        self.keys.clear()
+
+    @invariant()
+    def it_is_the_model(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        held = sum(count > 0 for count in self.held.values())
+        assert self.pool.used == held and self.pool.free == self.pool.count - 1 - held
+        for block in range(1, self.pool.count):
+            assert self.pool.is_free(block) == (self.held[block] == 0)
+        by_key = {key: block for block, key in self.keys.items()}
+        assert {key: self.pool.find(key) for key in "abc"} == {key: by_key.get(key) for key in "abc"}
+
+
+def test_the_block_pool_counts_references_and_remembers_keys_until_a_block_is_handed_out_again() -> None:
+    run(PoolModel, 100)
+
+
+def test_a_block_with_a_known_prefix_is_handed_out_after_those_without_one() -> None:
+    pool = BlockPool(5)
+    first, second, third, fourth = pool.take(4) or []
+    pool.name(first, "a")
+    pool.name(second, "b")
+    pool.release([first, third, second, fourth])
+    assert set(pool.take(2) or []) == {third, fourth}
+    assert pool.take(1) == [first], "the least recently used prefix goes first"
+    assert pool.find("a") is None and pool.find("b") == second
+
+
+def test_releasing_a_block_that_nobody_holds_is_our_own_mistake() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.take(1) or []
+    pool.release([block])
+    with pytest.raises(AssertionError, match="more often than it was taken"):
+        pool.release([block])
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sequence whose state lives in a table."""
+
+    table: BlockTable
+    salt: str
+    tokens: list[int]
+    computed: int
+    done: bool = field(default=False)
+
+
+class StateModel(RuleBasedStateMachine):
+    """Sequences that are opened, extended, forked and closed; content of blocks as prefixes."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(
+        specs=st.lists(st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.just(RECURRENT)), min_size=1, max_size=3),
+        block_size=st.sampled_from([1, 2, 4]), blocks=st.integers(4, 60), prefix_cache=st.sampled_from([True, True, False]),
+    )  # fmt: skip
+    def start(self, specs: list[StateSpec], block_size: int, blocks: int, prefix_cache: bool) -> None:
+        self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache)
+        self.live: list[Sequence] = []
+        self.content: dict[tuple[int, int], tuple[int, str, tuple[int, ...]]] = {}
+
+    @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from(SALTS))
+    def open(self, tokens: list[int], salt: str) -> Sequence:
+        table, cached = self.state.open(tokens, salt)
+        assert 0 <= cached < len(tokens) and cached % self.state.block_size == 0
+        sequence = Sequence(table, salt, tokens, cached)
+        self.live.append(sequence)
+        self._check_reads(sequence)
+        return sequence
+
+    @rule(sequence=sequences, more=st.lists(st.integers(0, 1), max_size=6), step=st.integers(1, 9))
+    def extend(self, sequence: Sequence, more: list[int], step: int) -> None:
+        if sequence.done:
+            return
+        sequence.tokens = sequence.tokens + more
+        end = min(len(sequence.tokens), sequence.computed + step)
+        free, before = self.state.pool.free, [list(b) for b in sequence.table.blocks]
+        growth = self.state.grow(sequence.table, end)
+        if growth is None:
+            assert self.state.pool.free == free and sequence.table.blocks == before
+            return
+        for group, (old, new) in enumerate(zip(before, sequence.table.blocks, strict=True)):
+            assert new == old + list(growth.blocks[group] if growth.blocks else ()) and growth.start == len(old)
+        for position in range(sequence.computed, end):
+            self._write(sequence, position)
+        sequence.computed = end
+        self.state.commit(sequence.table, sequence.tokens, end)
+        self._check_reads(sequence)
+
+    @rule(target=sequences, sequence=sequences)
+    def fork(self, sequence: Sequence) -> Sequence:
+        free = self.state.pool.free
+        made = None if sequence.done else self.state.fork(sequence.table, sequence.computed)
+        if made is None:
+            assert sequence.done or (self.state.pool.free == free < len(self.state.specs))
+            return sequence
+        table, copies = made
+        assert len(copies) == (len(self.state.specs) if sequence.computed % self.state.block_size else 0)
+        for _, source, target in copies:
+            for offset in range(self.state.block_size):
+                self.content.pop((target, offset), None)
+                if (source, offset) in self.content:
+                    self.content[target, offset] = self.content[source, offset]
+        twin = Sequence(table, sequence.salt, list(sequence.tokens[: sequence.computed]), sequence.computed)
+        self.live.append(twin)
+        self._check_reads(twin)
+        return twin
+
+    @rule(sequence=consumes(sequences))
+    def close(self, sequence: Sequence) -> None:
+        if not sequence.done:
+            self.state.close(sequence.table)
+            self.live.remove(sequence)
+            sequence.done = True
+
+    def _prefix(self, sequence: Sequence, group: int, position: int) -> tuple[int, str, tuple[int, ...]]:
+        return (group, sequence.salt, tuple(sequence.tokens[: position + 1]))
+
+    def _write(self, sequence: Sequence, position: int) -> None:
+        column, offset = divmod(position, self.state.block_size)
+        for group, spec in enumerate(self.state.specs):
+            block = sequence.table.blocks[group][column]
+            assert block and self.state.pool._keys[block] is None, "a block that can be found is overwritten"
+            others = [s for s in self.live if s is not sequence and any(block in blocks for blocks in s.table.blocks)]
+            assert not others, f"block {block} is written and belongs to another sequence"
+            self.content[block, 0 if spec.per == "request" else offset] = self._prefix(sequence, group, position)
+
+    def _check_reads(self, sequence: Sequence) -> None:
+        """The token at ``computed`` finds all that it reads."""
+        for group, spec in enumerate(self.state.specs):
+            if spec.per == "request":
+                positions = range(max(0, sequence.computed - 1), sequence.computed)
+            else:
+                positions = range(max(0, sequence.computed - (spec.window or 10**6) + 1), sequence.computed)
+            for position in positions:
+                column, offset = divmod(position, self.state.block_size)
+                block = sequence.table.blocks[group][column]
+                held = self.content.get((block, 0 if spec.per == "request" else offset))
+                assert block and held == self._prefix(sequence, group, position)
+
+    @invariant()
+    def references_are_the_tables_own(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        held = Counter(b for s in self.live for blocks in s.table.blocks for b in blocks if b)
+        assert self.state.pool.used == len(held)
+        assert all(self.state.pool._references[b] == held[b] for b in range(1, self.state.pool.count))
+
+    def teardown(self) -> None:
+        if hasattr(self, "state"):
+            for sequence in self.live:
+                self.state.close(sequence.table)
+            assert self.state.pool.used == 0
+
+
+def test_sequences_that_grow_fork_and_close_read_their_own_state_only() -> None:
+    run(StateModel, 100)
+
+
+@pytest.mark.slow
+def test_many_sequences_that_grow_fork_and_close_read_their_own_state_only() -> None:
+    run(StateModel, 3000)
+    run(PoolModel, 2000)
+
+
+def test_a_window_keeps_only_the_blocks_that_the_next_token_reads() -> None:
+    state = StateManager([FULL, window(8)], KINDS, 4, 60)
+    table, _ = state.open([1] * 90, "")
+    for end in range(10, 91, 10):
+        assert state.grow(table, end) is not None
+        state.commit(table, [1] * 90, end)
+    held = [sum(b > 0 for b in blocks) for blocks in table.blocks]
+    assert held == [23, 3] and state.pool.used == 26
+
+
+def test_a_kind_that_nobody_registered_is_an_error_with_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match=r"state kind 'recurent'; did you mean 'recurrent'\?"):
+        StateManager([StateSpec("recurent", TENSORS)], KINDS, 4, 10)

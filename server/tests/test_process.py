@@ -1,0 +1,194 @@
+"""``evener serve`` as a process: signals, draining, exit codes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from evener.errors import ConfigError
+from evener_server.command import main
+from evener_server.process import bind, url
+
+#: The real process with a fake engine: it holds after three tokens of a request; a line on its standard input frees it.
+PROGRAM = """
+import asyncio, logging, sys, threading
+from pathlib import Path
+from evener.async_llm import AsyncLLM
+from evener.config import from_overrides
+from evener.testing.fake_engine import FakeEngine
+from evener_server.process import serve
+
+class Engine(FakeEngine):
+    free = False
+    def _step(self, running):
+        if running.done >= 3 and not self.free:
+            self._held = True
+        else:
+            super()._step(running)
+    def listen(self):
+        for line in sys.stdin:
+            self.free = True
+            self.release()
+
+async def start(config):
+    engine = Engine()
+    threading.Thread(target=engine.listen, daemon=True).start()
+    llm = AsyncLLM(engine, model_dir=Path(config.model))
+    await llm.wait_ready()
+    return llm
+
+logging.basicConfig(level="INFO", stream=sys.stderr)
+config = from_overrides(sys.argv[1], {"serve.port": 0})
+sys.exit(asyncio.run(serve(config, drain_timeout=float(sys.argv[2]), start=start)))
+"""
+
+
+class Served:
+    """The process, its URL, and its log so far."""
+
+    def __init__(self, folder: Path, drain: float) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder), str(drain)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.url = self.wait_for(r"serving fake at (http://127\.0\.0\.1:\d+) on backend fake").group(1)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._changed:
+                self.log.append(line)
+                self._changed.notify_all()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        def found() -> re.Match[str] | None:
+            return re.search(pattern, "".join(self.log))
+
+        with self._changed:
+            assert self._changed.wait_for(found, 60), self.log
+        match = found()
+        assert match is not None
+        return match
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+        self._reader.join(30)
+        for pipe in (self.process.stdin, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def serve(folder: Path) -> Iterator[Any]:
+    made: list[Served] = []
+
+    def start(drain: float = 30.0) -> Served:
+        made.append(Served(folder, drain))
+        return made[-1]
+
+    yield start
+    for served in made:
+        served.close()
+
+
+def _stream(served: Served) -> Any:
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 10, "stream": True}
+    return httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60)
+
+
+def test_sigterm_without_requests_ends_with_0(serve: Any) -> None:
+    served = serve()
+    assert httpx.get(f"{served.url}/ready").status_code == 200
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(30) == 0
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(serve: Any) -> None:
+    served = serve()
+    with httpx.Client() as keeper, _stream(served) as response:
+        lines = (line for line in response.iter_lines() if line)
+        assert next(lines).startswith("data: ")
+        served.process.send_signal(signal.SIGTERM)
+        served.wait_for("Waiting for connections to close")
+        with pytest.raises(httpx.ConnectError):
+            keeper.get(f"{served.url}/ready")
+        served.go_on()
+        *_, last = lines
+    assert last == "data: [DONE]"
+    assert served.process.wait(30) == 0
+
+
+def test_requests_that_outlast_the_limit_are_ended_with_a_reason(serve: Any) -> None:
+    served = serve(0.05)
+    with _stream(served) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        *_, last = lines
+    assert "shutting down" in last and '"error"' in last
+    assert served.process.wait(30) == 0
+    assert "1 requests did not end within 0.05 s" in "".join(served.log)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(serve: Any, second: signal.Signals) -> None:
+    served = serve()
+    with _stream(served) as response:
+        lines = response.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        served.wait_for("Waiting for connections to close")
+        served.process.send_signal(second)
+        assert served.process.wait(30) == 128 + second
+        response.close()
+
+
+def test_a_port_in_use_is_an_error_before_the_engine_starts(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}.*serve.port=NUMBER"):
+            main([str(folder), f"serve.port={port}"])
+
+
+def test_an_address_that_is_not_here_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        bind("192.0.2.1", 0)
+    with pytest.raises(ConfigError, match=r"serve\.host=no such host"):
+        bind("no such host", 0)
+
+
+def test_the_url_of_an_ipv6_socket_has_brackets() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        listener = bind("::1", 0)
+    except ConfigError:
+        pytest.skip("no IPv6 here")
+    with listener:
+        assert url(listener).startswith("http://[::1]:")
+
+
+def test_a_wrong_drain_timeout_or_key_is_an_error_that_names_it(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--drain-timeout -1"):
+        main([str(folder), "--drain-timeout", "-1"])
+    with pytest.raises(ConfigError, match=r"serve\.prot"):
+        main([str(folder), "serve.prot=1"])

@@ -1,0 +1,115 @@
+"""The engine on real models, against transformers: greedy tokens, alone and in company, and bf16 within its rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from evener.config import from_overrides
+from evener.engine.clients import InlineClient
+from evener.engine.executor import InlineExecutor
+from evener.engine.messages import Ready
+from evener.engine.start import start_engine
+from evener.testing.oracle import Comparison, compare_greedy, generate, teacher_forced
+
+ANSWER = 64
+LENGTHS = (8, 9, 15, 16, 17, 31, 40, 48, 63, 80, 100, 129, 160, 200, 257, 300, 380, 450, 520, 600)
+TEXT = Path(__file__).parent.parent / "LICENSE"
+
+
+@pytest.fixture(params=["smollm2_dir", pytest.param("qwen_dir", marks=pytest.mark.slow),
+                        pytest.param("gemma_dir", marks=pytest.mark.slow)])  # fmt: skip
+def model_dir(request: pytest.FixtureRequest) -> Path:
+    return Path(request.getfixturevalue(request.param))
+
+
+def text_ids(folder: Path) -> list[int]:
+    from tokenizers import Tokenizer
+
+    return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT.read_text()).ids)
+
+
+def prompts_of(folder: Path) -> list[list[int]]:
+    """Twenty prompts; every second one begins with the same 64 tokens, as chats with one system prompt do."""
+    ids = text_ids(folder)
+    prompts = []
+    for number, length in enumerate(LENGTHS):
+        start = 37 * number
+        shared = ids[:64] if number % 2 and length > 64 else []
+        prompts.append(shared + ids[start : start + length - len(shared)])
+    return prompts
+
+
+def oracle_of(folder: Path, dtype: torch.dtype = torch.float32) -> Callable[[Sequence[int]], torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([list(tokens)])).logits[0].float()
+
+    return logits
+
+
+def engine(folder: Path, **overrides: object) -> Iterator[InlineClient]:
+    client = start_engine(from_overrides(folder, overrides), "inline")
+    assert isinstance(client, InlineClient)
+    assert isinstance(client.receive(1)[0], Ready)
+    yield client
+    client.close()
+
+
+def test_greedy_tokens_equal_transformers_alone_and_in_a_mixed_batch_that_arrives_over_time(model_dir: Path) -> None:
+    prompts, oracle, result = prompts_of(model_dir), oracle_of(model_dir), Comparison()
+    for client in engine(model_dir, **{"dtype": "float32", "infer.max_seq_len": 1024, "infer.prefix_cache": False}):
+        resume = partial(resumed, client)
+        alone = [generate(client, [prompt], ANSWER, tag=f"a{i}-")[0] for i, prompt in enumerate(prompts)]
+        compare_greedy(oracle, prompts, alone, resume, result)
+    pool = small_pool(model_dir)
+    for client in engine(
+        model_dir, **{"dtype": "float32", "infer.max_seq_len": 768, "infer.max_reqs": 16, "infer.step_tokens": 256,
+                      "infer.kv_memory": pool, "infer.block_size": 16}
+    ):  # fmt: skip
+        mixed = generate(client, prompts, ANSWER, every=12)
+        stats = client.controller.scheduler.stats
+        assert stats.preemptions >= 3, stats
+        assert stats.prefix_hits >= 5, stats
+        assert stats.mixed_steps >= 5, stats
+        assert client.controller.scheduler.state.pool.used == 0
+        compare_greedy(oracle, prompts, mixed, partial(resumed, client), result)
+    print(f"\n{model_dir.name}: {result.tokens} tokens, ties: {result.ties}")
+    result.check()
+
+
+def resumed(client: InlineClient, tokens: Sequence[int], count: int) -> list[int]:
+    return generate(client, [tokens], count, tag=f"r{len(tokens)}-{hash(tuple(tokens))}-")[0]
+
+
+def small_pool(folder: Path) -> int:
+    """Bytes for about 1,500 tokens of state: too few for the whole batch, so that requests are preempted."""
+    import json
+
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    layers = config["num_hidden_layers"]
+    if "sliding_window" in str(config.get("layer_types", "")) or config["model_type"].startswith("gemma3"):
+        layers = layers * 2 // 3  # windowed layers hold less
+    return int(1500 * layers * heads * dim * 2 * 4)
+
+
+def test_bf16_log_probabilities_and_perplexity_equal_those_of_transformers_in_bf16(model_dir: Path) -> None:
+    ids = text_ids(model_dir)[:513]
+    rounded = oracle_of(model_dir, torch.bfloat16)(ids[:-1]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    for client in engine(model_dir, **{"dtype": "bfloat16", "infer.max_seq_len": 1024, "infer.max_reqs": 2}):
+        executor = client.controller.executor
+        assert isinstance(executor, InlineExecutor)
+        logits = teacher_forced(executor.worker, ids[:-1])
+        got = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert (got - rounded).abs().mean() < 0.02
+    assert abs(float((rounded.mean() - got.mean()).exp()) - 1) < 0.005
