@@ -32,6 +32,7 @@ def declare(name: str, **changes: Any) -> Builder:
         ),
         ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, ["low_freq_factor"]),
         ("Llama", {"rope_parameters": {"rope_type": "default"}}, ["rope_theta"]),
+        ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, ["rope_theta", "'1e4'", "number"]),
         ("Llama", {"hidden_size": "absent"}, ["hidden_size"]),
         ("Llama", {"rms_norm_eps": None}, ["rms_norm_eps"]),
         ("Llama", {"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "positive number"]),

@@ -250,6 +250,17 @@ def test_a_prompt_that_is_too_long_has_its_own_code(api: Any, error: Any) -> Non
     assert error(api.complete(prompt="a" * 500))["code"] == "context_length_exceeded"
     assert error(api.chat(messages=[{"role": "user", "content": "a" * 500}]))["code"] == "context_length_exceeded"
     assert error(api.complete(max_tokens=10_000))["code"] == "context_length_exceeded"
+    assert error(api.complete(prompt=[5] * 128))["code"] == "context_length_exceeded"
+    assert error(api.complete(prompt=[[5], [5] * 100_000]))["code"] == "context_length_exceeded"
+
+
+def test_an_error_repeats_only_a_little_of_what_was_sent(api: Any, error: Any) -> None:
+    for response in (
+        api.complete(**{"x" * 100_000: 1}),
+        api.complete(max_tokens="y" * 100_000),
+        api.chat(model="z" * 10_000),
+    ):
+        assert 400 <= response.status_code < 500 and len(response.text) < 1000
 
 
 def test_another_model_is_a_404(api: Any, error: Any) -> None:
@@ -276,8 +287,9 @@ NOTHING_ASKED = {
 }  # fmt: skip
 NOTHING_ASKED_OF_A_CHAT = {
     "tools": [], "tool_choice": "none", "functions": None, "function_call": "none", "modalities": ["text"],
-    "audio": None, "store": False, "metadata": None, "parallel_tool_calls": True, "service_tier": "auto", "logprobs": False,
-    "top_logprobs": None, "reasoning_effort": None, "prediction": None, "max_completion_tokens": None,
+    "audio": None, "store": False, "metadata": None, "parallel_tool_calls": True, "service_tier": "auto",
+    "logprobs": False, "top_logprobs": None, "reasoning_effort": None, "prediction": None,
+    "max_completion_tokens": None,
 }  # fmt: skip
 
 

@@ -230,11 +230,9 @@ def test_a_decoder_layer_at_any_granularity(device: CpuDevice, dtype: str, famil
     assert providers and all(name == f"cpu/native_{op}" for op, name in providers.items())
     for before, now in (([0, 0, 0], [40, 3, 17]), ([40, 3, 17], [1, 1, 1]), ([41, 4, 18], [1, 30, 1])):
         x = noise(sum(now), 96, dtype=dtype)
-        # Two layers round about twenty times to bfloat16.
-        limit = CLOSE[dtype] * (3 if dtype == "bfloat16" else 5)
-        torch.testing.assert_close(
-            got.run(x, before, now).float(), want.run(x.float(), before, now), rtol=limit, atol=limit
-        )
+        y, z = got.run(x, before, now).float(), want.run(x.float(), before, now)
+        # Two layers round about twenty times to bfloat16: single elements may be far off, not the whole.
+        assert float((y - z).norm() / z.norm()) < {"float32": 1e-5, "bfloat16": 4e-2}[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

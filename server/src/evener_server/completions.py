@@ -6,6 +6,7 @@ import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
+from evener.errors import ContextLengthError
 from evener_server.generation import Generation
 from evener_server.logprobs import CompletionLogprobs, TokenNames, extend
 from evener_server.protocol import CompletionBody
@@ -25,6 +26,7 @@ class CompletionJob(Job):
     async def start(self) -> Generation:
         prompts, n = self._body.prompt, self._body.samples
         self._service.check_room(len(prompts) * n, "n" if len(prompts) == 1 else "prompt")
+        self._check_lengths()
         request_id = self._head["id"]
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         submits = [
@@ -32,6 +34,17 @@ class CompletionJob(Job):
             for prompt, name in zip(prompts, names, strict=True)
         ]
         return await self._service.running.start(submits, n)
+
+    def _check_lengths(self) -> None:
+        """Refuse lists of ids that cannot fit, before anybody looks at each of a million ids."""
+        limit = self._service.max_model_len
+        for prompt in self._body.prompt:
+            if isinstance(prompt, list) and len(prompt) >= limit:
+                raise ContextLengthError(
+                    f"the prompt has {len(prompt)} tokens, but the model's context is {limit} tokens, of which at "
+                    "least one is for the answer: shorten the prompt",
+                    "prompt",
+                )
 
     async def whole(self, generation: Generation) -> bytes:
         texts: list[list[str]] = [[] for _ in range(generation.choices)]

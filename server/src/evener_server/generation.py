@@ -119,6 +119,7 @@ class Generation:
                     left -= 1
                 else:
                     yield self._seen(prompt, came)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()

@@ -19,6 +19,8 @@ from evener_server.messages import Body, Messages, only
 
 MAX_STOPS = 16
 _INT32, _INT64 = 2**31 - 1, 2**63
+#: Characters of what a client sent that an error repeats.
+_SHOWN = 60
 _MISSING, _UNKNOWN, _UNSUPPORTED = "missing", "extra_forbidden", "unsupported_parameter"
 
 
@@ -270,12 +272,12 @@ def _short(value: object) -> str:
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def path(loc: tuple[int | str, ...]) -> str:
     """``("messages", 0, "content")`` as ``messages[0].content``."""
     text = ""
-    for part in loc:
+    for part in (p if isinstance(p, int) or len(p) <= _SHOWN else p[:_SHOWN] + "…" for p in loc):
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text

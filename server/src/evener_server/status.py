@@ -34,7 +34,7 @@ def unready_reason(llm: AsyncLLM) -> str | None:
     if llm.ready:
         return None
     if not llm.alive:
-        return f"the engine has stopped: {llm.dead_reason}; restart the server"
+        return f"the engine has stopped: {llm.dead_reason}"
     return "the server is shutting down" if llm.info else "the engine is starting"
 
 

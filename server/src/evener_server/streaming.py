@@ -96,7 +96,9 @@ class GenerationResponse(Response):
             finished = work.done()
             for task in (work, gone):
                 task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            result, _ = await asyncio.gather(work, gone, return_exceptions=True)
+            if isinstance(result, Exception) and not finished:
+                logger.error("request_id=%s failed while it was ended", fields.get("request_id"), exc_info=result)
         if finished:
             work.result()
 

@@ -1,4 +1,5 @@
-"""Core's own features, registered through the hooks that a stranger uses: op schemas, state kinds, the unquantized scheme."""
+"""Core's own features, registered through the hooks that a stranger uses: op schemas, state kinds, the unquantized
+scheme."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The architecture contract: a model family as a thin file over ``evener.layers``.
 
-An architecture is *declared* from the checkpoint's own ``config.json`` through a ``Builder``: which weights, which ops, which state. Declaring
-imports no torch, so ``evener config`` and the memory estimate work before a weight is read. Register it lazily in a descriptor::
+An architecture is *declared* from the checkpoint's own ``config.json`` through a ``Builder``: which weights, which ops,
+which state. Declaring imports no torch, so ``evener config`` and the memory estimate work before a weight is read.
+Register it lazily in a descriptor::
 
     Descriptor(name="my-models", architectures={"MyForCausalLM": "my_models.mine:MyForCausalLM"}, …)
 """

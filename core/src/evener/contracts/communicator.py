@@ -1,4 +1,4 @@
-"""The communicator contract: how the ranks of one group talk. Passed to layers, never global; a world of one has none."""
+"""The communicator contract: how the ranks of one group talk. Passed to layers, never global; one rank has none."""
 
 from __future__ import annotations
 

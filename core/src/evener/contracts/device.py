@@ -1,7 +1,7 @@
 """The device contract: memory, read-back, streams and events of one accelerator (or the CPU).
 
-Implement ``Device`` in a backend and return it from the hook ``evener_device``. Core reads ``capabilities`` and picks a path that
-the device can serve; it never asks for a vendor.
+Implement ``Device`` in a backend and return it from the hook ``evener_device``. Core reads ``capabilities`` and picks a
+path that the device can serve; it never asks for a vendor.
 """
 
 from __future__ import annotations
@@ -108,18 +108,20 @@ class Device(ABC):
 
     @abstractmethod
     def readback(self, tensor: torch.Tensor) -> Readback:
-        """Start copying ``tensor`` to the host, after the work submitted so far. ``tensor`` may be overwritten afterwards."""
+        """Start copying ``tensor`` to the host, after the work submitted so far. ``tensor`` may be overwritten
+        afterwards."""
 
     def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        """(optional) Copy a small host array to the device. Default: a blocking ``Tensor.to``. The array may be reused afterwards."""
+        """(optional) Copy a small host array to the device. Default: a blocking ``Tensor.to``. The array may be reused
+        afterwards."""
         import torch
 
         host = torch.from_numpy(array)
         return host.clone() if self.torch_device.type == "cpu" else host.to(self.torch_device)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """(optional) A large uint8 tensor [nbytes] of zeros, for the state pool. Default: ``torch.zeros``; on host memory pages that
-        nobody has touched yet, so that an unused pool costs nothing."""
+        """(optional) A large uint8 tensor [nbytes] of zeros, for the state pool. Default: ``torch.zeros``; on host
+        memory pages that nobody has touched yet, so that an unused pool costs nothing."""
         import numpy as np
         import torch
 
@@ -128,7 +130,8 @@ class Device(ABC):
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def limit_threads(self, count: int) -> None:
-        """(optional) Use at most ``count`` host threads for compute. Default: nothing, for devices that compute elsewhere."""
+        """(optional) Use at most ``count`` host threads for compute. Default: nothing, for devices that compute
+        elsewhere."""
         del count
 
     def new_stream(self) -> Any:

@@ -1,6 +1,7 @@
 """The experts contract: routing gives logical ids, a device-side map gives physical slots.
 
-Expert parallelism, spare copies, CPU residence and an LRU of resident experts change the map and the store, never the model.
+Expert parallelism, spare copies, CPU residence and an LRU of resident experts change the map and the store, never the
+model.
 """
 
 from __future__ import annotations

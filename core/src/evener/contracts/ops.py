@@ -1,8 +1,9 @@
 """The op contract: what an op means, who can compute it, and for which sizes.
 
 An ``OpSchema`` gives an op its meaning: a reference in plain torch (a *primitive*), or an expansion into other ops (a
-*composite*). A ``Kernel`` computes an op for some static parameters and some token counts; ``supports`` says for which, or why not.
-Resolution gives every call site one plain callable a token bucket, before the first step; nothing is chosen at run time.
+*composite*). A ``Kernel`` computes an op for some static parameters and some token counts; ``supports`` says for which,
+or why not. Resolution gives every call site one plain callable a token bucket, before the first step; nothing is chosen
+at run time.
 
 Ops are functional. An input that the schema marks *donated* may be overwritten and returned.
 """
@@ -69,7 +70,8 @@ class Tensor:
 
     Attributes:
         name: as the reference names it.
-        shape: dimension names or numbers; a name that ``static`` holds is static, ``T`` is the token count, others are dynamic.
+        shape: dimension names or numbers; a name that ``static`` holds is static, ``T`` is the token count, others are
+            dynamic.
         dtype: a dtype name, ``*`` for the site's ``dtype``, or ``packed`` for a ``PackedWeight``.
         donated: the op may overwrite it and return it.
         optional: may be None.
@@ -100,15 +102,16 @@ class OpSchema:
         static: the static parameters by name, each with a sentence.
         inputs: in the order in which the callable takes them.
         outputs: in the order in which it returns them; one output is returned bare.
-        reference: ``"module:function"``; the function takes ``(static, use)`` and returns the callable. A composite builds it
-            from ``use(...)``.
+        reference: ``"module:function"``; the function takes ``(static, use)`` and returns the callable. A composite
+            builds it from ``use(...)``.
         composite: whether the reference is an expansion.
         weights: names of inputs that are ``PackedWeight``.
         state: whether the op reads or writes state; its static then holds ``state``.
-        cases: ``"module:function"``; the function takes ``(dtype, generator)`` and yields ``OpCase``; "" for ops whose cases need a
-            whole model.
+        cases: ``"module:function"``; the function takes ``(dtype, generator)`` and yields ``OpCase``; "" for ops whose
+            cases need a whole model.
         tolerance: ``{dtype: (relative, absolute)}`` against the reference computed in float32.
         deterministic: equal inputs give equal bits on one device.
+        capturable: the reference may run while a graph is captured: it reads no value on the host.
     """
 
     name: str
@@ -125,6 +128,7 @@ class OpSchema:
         default_factory=lambda: {"float32": (1e-5, 1e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (2e-3, 2e-3)}
     )
     deterministic: bool = True
+    capturable: bool = True
 
 
 CaseGenerator = Callable[[str, "torch.Generator"], Iterable[OpCase]]

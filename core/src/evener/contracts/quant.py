@@ -1,8 +1,9 @@
 """The quantization contract: scheme and kernel meet at ``QuantFormat``.
 
-A *scheme* knows a checkpoint's tensors and says which ``QuantFormat`` each tensor part has; it knows no device. A *kernel* knows
-formats; it knows no checkpoint. Between them stands ``PackedWeight``: what ``Packing.pack`` of the kernel's package made of one or more
-parts. A merged layer (QKV, gate/up) holds one part a source tensor, and parts may have different formats. Unquantized is one format.
+A *scheme* knows a checkpoint's tensors and says which ``QuantFormat`` each tensor part has; it knows no device. A
+*kernel* knows formats; it knows no checkpoint. Between them stands ``PackedWeight``: what ``Packing.pack`` of the
+kernel's package made of one or more parts. A merged layer (QKV, gate/up) holds one part a source tensor, and parts may
+have different formats. Unquantized is one format.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def plain(dtype: str) -> QuantFormat:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One source tensor of a linear weight: ``tensors`` as the scheme names them ("weight", "scale", …), shape [rows, columns]."""
+    """One source tensor of a linear weight: ``tensors`` as the scheme names them ("weight", "scale", …), shape [rows,
+    columns]."""
 
     name: str
     rows: int
@@ -105,7 +107,8 @@ class Packing(ABC):
 
     @abstractmethod
     def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
-        """None when these parts (their ``tensors`` may be empty) can be packed for compute in ``dtype``; else the reason."""
+        """None when these parts (their ``tensors`` may be empty) can be packed for compute in ``dtype``; else the
+        reason."""
 
     @abstractmethod
     def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
@@ -131,16 +134,16 @@ class QuantScheme(ABC):
 
     @abstractmethod
     def part(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightPart | None:
-        """The part stored under weight ``name``, read from file headers ``{tensor: (dtype, shape)}``; None if there is none."""
+        """The part stored under weight ``name``, read from file headers ``{tensor: (dtype, shape)}``; None if there is
+        none."""
 
     @abstractmethod
     def tensors(self, name: str) -> Mapping[str, str]:
-        """``{role: checkpoint tensor name}`` of that part, e.g. ``{"weight": "….weight", "scale": "….weight_scale_inv"}``."""
+        """``{role: checkpoint tensor name}`` of that part, e.g. ``{"weight": "….weight", "scale":
+        "….weight_scale_inv"}``."""
 
     @abstractmethod
-    def cut(
-        self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int
-    ) -> WeightPart:
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
         """The piece of ``part`` between two indices along out- or in-features, without dequantizing.
 
         Raises:

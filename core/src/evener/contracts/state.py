@@ -1,11 +1,13 @@
 """The state contract: what a layer remembers, and who owns its layout.
 
-A layer declares a ``StateSpec``; equal specs form a *group* with one block table a request. A ``StateProvider`` is resolved as a unit for a
-group: it decides the layout of a block, writes it and attends over it. Core keeps block ids and nothing else. Block 0 is the null
+A layer declares a ``StateSpec``; equal specs form a *group* with one block table a request. A ``StateProvider`` is
+resolved as a unit for a
+group: it decides the layout of a block, writes it and attends over it. Core keeps block ids and nothing else. Block 0
+    is the null
 block: never read for a real token, writable garbage for padding.
 
-A block holds ``block_size`` tokens of one layer (``per="token"``), or one row of state as it stood after the block's last computed token
-(``per="request"``). All groups draw blocks of equal bytes from one pool.
+A block holds ``block_size`` tokens of one layer (``per="token"``), or one row of state as it stood after the block's
+last computed token (``per="request"``). All groups draw blocks of equal bytes from one pool.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class AttentionSpec:
 
 
 class StateKind(ABC):
-    """The block rules of a kind: which blocks are still needed. Everything else about prefixes and dead blocks follows from it."""
+    """The block rules of a kind: which blocks are still needed. Everything else about prefixes and dead blocks follows
+    from it."""
 
     name: str
 
@@ -93,8 +96,8 @@ class StateKind(ABC):
     def first_live_block(self, spec: StateSpec, computed: int, block_size: int) -> int:
         """Index of the first block that the token at position ``computed`` (and any after it) can still read.
 
-        Blocks before it may be freed. A prefix of ``n`` blocks can be reused if the blocks from ``first_live_block(n * block_size)``
-        up to ``n`` are cached. Must not decrease as ``computed`` grows.
+        Blocks before it may be freed. A prefix of ``n`` blocks can be reused if the blocks from ``first_live_block(n *
+        block_size)`` up to ``n`` are cached. Must not decrease as ``computed`` grows.
         """
 
 
@@ -161,7 +164,8 @@ class StateProvider(ABC):
 
     @abstractmethod
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> Any:
-        """Views of one layer's blocks. ``storage``: uint8 [blocks, page_bytes] on the device, page_bytes >= bytes_per_block."""
+        """Views of one layer's blocks. ``storage``: uint8 [blocks, page_bytes] on the device, page_bytes >=
+        bytes_per_block."""
 
     @abstractmethod
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
@@ -169,11 +173,12 @@ class StateProvider(ABC):
 
     @abstractmethod
     def write(self, views: Any, meta: Any, *values: torch.Tensor) -> None:
-        """Write this step's tokens; ``values`` in the order of ``spec.tensors``, each [T, *shape]. Mutates the state."""
+        """Write this step's tokens; ``values`` in the order of ``spec.tensors``, each [T, *shape]. Mutates it."""
 
     @abstractmethod
     def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention of query [T, heads, head_dim] over the state, this step's tokens included; returns [T, heads, value_dim]."""
+        """Attention of query [T, heads, head_dim] over the state, this step's tokens included; returns [T, heads,
+        value_dim]."""
 
     @abstractmethod
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -181,7 +186,8 @@ class StateProvider(ABC):
 
     @abstractmethod
     def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Blocks (int64 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape] (or [n, *shape])."""
+        """Blocks (int64 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape] (or [n,
+        *shape])."""
 
     @abstractmethod
     def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:

@@ -36,7 +36,9 @@ class TorchCommunicator(Communicator):
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         if tensor.shape[dim] % self.size:
-            raise EngineError(f"reduce_scatter: dimension {dim} of size {tensor.shape[dim]} is not divisible by {self.size} ranks")
+            raise EngineError(
+                f"reduce_scatter: dimension {dim} of size {tensor.shape[dim]} is not divisible by {self.size} ranks"
+            )
         # Gloo has no reduce-scatter; summing everywhere and keeping a part is right with every library.
         return self.all_reduce(tensor).chunk(self.size, dim)[self.rank].contiguous()
 

@@ -61,7 +61,9 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     device.limit_threads(resolved.threads)
     scheme = pick_scheme(checkpoint.config, [p.value for p in loaded.quant_schemes()], config.quant)
     build = Builder(
-        resolved.dtype, resolved.max_seq_len, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint.entries else None
+        resolved.dtype,
+        resolved.max_seq_len,
+        (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint.entries else None,
     )
     model = _architecture(loaded, checkpoint)(checkpoint.config, build)
     sampler = Sampler(build, model.vocab_size)
@@ -73,9 +75,7 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     geometry = plan_geometry(build.slots, device.capabilities.alignment, size)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
-    return Assembly(
-        resolved, loaded, device, checkpoint, scheme, build, model, sampler, resolver, geometry, kinds
-    )
+    return Assembly(resolved, loaded, device, checkpoint, scheme, build, model, sampler, resolver, geometry, kinds)
 
 
 def _architecture(loaded: Loaded, checkpoint: Checkpoint) -> type[Architecture]:

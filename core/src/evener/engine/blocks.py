@@ -1,7 +1,7 @@
 """The block pool: who holds which block, and which free blocks still hold a known prefix.
 
-A block is free when nobody holds it. A free block keeps its contents and its key until it is handed out again, least recently used
-first, so a prefix survives its request.
+A block is free when nobody holds it. A free block keeps its contents and its key until it is handed out again, least
+recently used first, so a prefix survives its request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The child processes: ``python -m evener.engine.child worker|controller ADDRESS``. Started by ``process.Child`` only."""
+"""The child processes: ``python -m evener.engine.child worker|controller ADDRESS``. Started by ``process.Child``."""
 
 from __future__ import annotations
 

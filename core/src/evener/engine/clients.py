@@ -1,4 +1,5 @@
-"""Engine clients in this process: inline (steps run inside ``receive``) and threaded (steps run in a thread of their own)."""
+"""Engine clients in this process: inline (steps run inside ``receive``) and threaded (steps run in a thread of their
+own)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller: takes messages, keeps the executor busy with plans, and says what happened. It alone ends requests."""
+"""The controller: takes messages, keeps the executor busy, says what happened. It alone ends requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Controller:
                 return [] if message.drain else self.scheduler.end_all("abort")
 
     def step(self) -> list[FromController]:
-        """Fill the executor up to ``depth`` plans, then read the oldest result. Does nothing when there is nothing to do.
+        """Fill the executor up to ``depth`` plans, then read the oldest result. Does nothing when there is nothing to
+        do.
 
         A dead worker ends every request with its reason and gives ``Dead`` as the last event.
         """

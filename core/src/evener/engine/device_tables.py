@@ -12,7 +12,8 @@ from evener.engine.plan import Admission, TableUpdate
 
 
 class DeviceTables:
-    """Rows for up to ``slots`` requests.
+    """Rows for up to ``slots`` requests, and a spare one for the padding of captured steps: its blocks are all the null
+    block.
 
     Attributes:
         tokens: int32 [slots, length], known and sampled ids by position.
@@ -22,6 +23,7 @@ class DeviceTables:
 
     def __init__(self, device: Device, slots: int, length: int, groups: int, block_size: int) -> None:
         where = device.torch_device
+        slots += 1
         self._device = device
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.int32, device=where)
         columns = -(-length // block_size)
@@ -38,16 +40,17 @@ class DeviceTables:
         """New requests take their slots."""
         for a in admissions:
             self.tokens[a.slot, : len(a.tokens)] = self._device.upload(np.array(a.tokens, dtype=np.int32))
-        s = [a.sampling for a in admissions]
+        sampling = [a.sampling for a in admissions]
         slots = self._device.upload(np.array([a.slot for a in admissions], dtype=np.int32))
-        floats = np.array([(x.temperature, x.top_p, x.min_p) for x in s], dtype=np.float32)
-        ints = np.array([(x.top_k, _signed(x.seed)) for x in s], dtype=np.int32)
+        floats = np.array([(x.temperature, x.top_p, x.min_p) for x in sampling], dtype=np.float32)
+        ints = np.array([(x.top_k, _signed(x.seed)) for x in sampling], dtype=np.int32)
         self.floats[slots] = self._device.upload(floats)
         self.ints[slots] = self._device.upload(ints)
 
     def update(self, updates: Sequence[TableUpdate]) -> None:
         """New entries of block tables, all of a step's at once."""
-        rows, columns = [], []
+        rows: list[int] = []
+        columns: list[int] = []
         values: list[list[int]] = [[] for _ in self.blocks]
         for u in updates:
             count = len(u.blocks[0])
@@ -56,8 +59,8 @@ class DeviceTables:
             for group, blocks in zip(values, u.blocks, strict=True):
                 group.extend(blocks)
         packed = self._device.upload(np.array([rows, columns, *values], dtype=np.int32))
-        for group, table in enumerate(self.blocks):
-            table[packed[0], packed[1]] = packed[2 + group]
+        for table, ids in zip(self.blocks, packed[2:], strict=True):
+            table[packed[0], packed[1]] = ids
 
 
 def _signed(seed: int) -> int:

@@ -37,7 +37,8 @@ class Executor(ABC):
 
 
 class InlineExecutor(Executor):
-    """The worker in this thread: ``submit`` runs (or, on an asynchronous device, enqueues) the step, ``read`` waits for its copy."""
+    """The worker in this thread: ``submit`` runs (or, on an asynchronous device, enqueues) the step, ``read`` waits for
+    its copy."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

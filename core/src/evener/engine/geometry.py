@@ -1,7 +1,9 @@
 """State groups and page geometry: which layers share a block table, and how the pool is cut.
 
-Layers with equal spec and attention form a group. A group is cut into sub-groups of at most ``layer_slots`` layers, so that every sub-group can
-use every block: the pool is ``[layer_slots, blocks, page_bytes]``, and a block id means the same row in each layer slot.
+Layers with equal spec and attention form a group. A group is cut into sub-groups of at most ``layer_slots`` layers, so
+that every sub-group can
+use every block: the pool is ``[layer_slots, blocks, page_bytes]``, and a block id means the same row in each layer
+    slot.
 """
 
 from __future__ import annotations
@@ -46,11 +48,14 @@ class Geometry:
         return self.layer_slots * self.page_bytes + owned
 
     def bind(self, blocks: int, device: Device) -> torch.Tensor:
-        """Allocate the pool and give every slot its views. Returns the storage, uint8 [layer_slots, blocks, page_bytes].
+        """Allocate the pool and give every slot its views. Returns the storage, uint8 [layer_slots, blocks,
+        page_bytes].
 
         It starts as zeros: unread garbage must not be NaN, because a masked score of zero times NaN is NaN.
         """
-        storage = device.zeros(self.layer_slots * blocks * self.page_bytes).view(self.layer_slots, blocks, self.page_bytes)
+        storage = device.zeros(self.layer_slots * blocks * self.page_bytes).view(
+            self.layer_slots, blocks, self.page_bytes
+        )
         for group in self.groups:
             for layer, slot in enumerate(group.slots):
                 slot.views = group.provider.bind(storage[layer], group.spec, self.block_size)
@@ -67,7 +72,7 @@ def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | 
     for slot in slots:
         layers.setdefault((slot.spec, slot.attention), []).append(slot)
     layer_slots = _layer_slots([len(group) for group in layers.values()])
-    groups = []
+    groups: list[Group] = []
     for (spec, attention), members in layers.items():
         provider = members[0].provider
         assert provider is not None, "state units are resolved before the geometry"
@@ -84,6 +89,7 @@ def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | 
 
 def _layer_slots(counts: Sequence[int]) -> int:
     """The number that wastes the fewest layer slots; among equals the one with the fewest block tables."""
+
     def cost(slots: int) -> tuple[float, int]:
         tables = [-(-count // slots) for count in counts]
         return (sum(tables) * slots + 0.25 * sum(tables), sum(tables))
@@ -100,5 +106,7 @@ def _block_size(groups: Sequence[Group], wanted: int | None) -> int:
             raise ConfigError(f"infer.block_size={wanted} is not offered by {names}; they offer {sorted(common)}")
         return wanted
     if not common:
-        raise ConfigError(f"the state providers {names} offer no common block size; force one with ops.attention=<provider>")
+        raise ConfigError(
+            f"the state providers {names} offer no common block size; force one with ops.attention=<provider>"
+        )
     return common[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from evener.contracts.state import StateKind, StateSpec
 
@@ -45,12 +45,11 @@ BUILTIN_KINDS: tuple[StateKind, ...] = (
 )
 
 
-def longest_prefix(kind: StateKind, spec: StateSpec, cached: Callable[[int], bool], blocks: int, block_size: int) -> int:
-    """The largest n <= ``blocks`` such that all blocks that token ``n * block_size`` can read are cached."""
+def longest_prefix(kind: StateKind, spec: StateSpec, cached: Sequence[bool], block_size: int) -> int:
+    """The largest n such that all of the first n blocks that token ``n * block_size`` can read are cached."""
     best = run = 0
-    for index in range(blocks):
-        run = run + 1 if cached(index) else 0
-        end = index + 1
+    for end, found in enumerate(cached, 1):
+        run = run + 1 if found else 0
         if run >= end - kind.first_live_block(spec, end * block_size, block_size):
             best = end
     return best

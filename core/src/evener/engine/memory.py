@@ -1,7 +1,9 @@
-"""The memory plan: an estimate before weights are read, a measurement after warm-up. Bytes are those that providers count."""
+"""The memory plan: an estimate before weights are read, a measurement after warm-up. Bytes are those that providers
+count."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from evener.contracts.device import MemoryInfo
@@ -47,19 +49,28 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """For a person."""
-        rows = {"weights": self.weights, "  second copies in it": self.copies, "tables": self.tables, "workspace": self.workspace,
-                f"state ({self.blocks} blocks)": self.state, "total": self.total, "free": self.free,
-                "mapped from files": self.mapped}  # fmt: skip
-        return [f"{name:<24}{value / GIB:8.2f} GiB" for name, value in rows.items() if value or name in ("total", "free")]
+        rows = {
+            "weights": self.weights,
+            "  second copies in it": self.copies,
+            "tables": self.tables,
+            "workspace": self.workspace,
+            f"state ({self.blocks} blocks)": self.state,
+            "total": self.total,
+            "free": self.free,
+            "mapped from files": self.mapped,
+        }
+        return [
+            f"{name:<24}{value / GIB:8.2f} GiB" for name, value in rows.items() if value or name in ("total", "free")
+        ]
 
     def to_json(self) -> dict[str, int]:
         """Plain data."""
-        return {"weights": self.weights, "copies": self.copies, "mapped": self.mapped, "tables": self.tables, "workspace": self.workspace,
-                "state": self.state, "blocks": self.blocks, "block_bytes": self.block_bytes, "total": self.total}  # fmt: skip
+        return {**dataclasses.asdict(self), "total": self.total}
 
 
 def activation_bytes(build: Builder, step_tokens: int, rows: int, vocab: int) -> int:
-    """Scratch of the largest step with plain ops: a few tensors of each width, and the logits in float32 beside their own."""
+    """Scratch of the largest step with plain ops: a few tensors of each width, and the logits in float32 beside their
+    own."""
     element = int(DTYPE_BYTES[build.dtype])
     linears = [w for w in build.weights if isinstance(w, LinearWeight) and w.rows != vocab]
     hidden = max((w.columns for w in linears), default=0)
@@ -95,11 +106,10 @@ def plan_memory(
         need = (least_blocks + 1) * block_bytes
         smaller = max(1, max_seq_len // 2)
         raise MemoryPlanError(
-            f"the model does not fit: {fixed / GIB:.2f} GiB for weights, tables and workspace and {need / GIB:.2f} GiB for one "
-            f"request of infer.max_seq_len={max_seq_len}, but {memory.free / GIB:.2f} GiB are free"
+            f"the model does not fit: {fixed / GIB:.2f} GiB for weights, tables and workspace and {need / GIB:.2f} GiB "
+            f"for one request of infer.max_seq_len={max_seq_len}, but {memory.free / GIB:.2f} GiB are free"
             + (f" and infer.kv_memory allows {kv_bytes / GIB:.2f} GiB for state" if kv_bytes is not None else "")
-            + f"; lower infer.max_seq_len (try infer.max_seq_len={smaller}), infer.max_reqs or infer.step_tokens, or raise "
-            "infer.kv_memory\n" + "\n".join(plan.lines())
+            + f"; lower infer.max_seq_len (try infer.max_seq_len={smaller}), infer.max_reqs or infer.step_tokens, or "
+            "raise infer.kv_memory\n" + "\n".join(plan.lines())
         )
     return plan
-

@@ -1,12 +1,14 @@
 """What the three roles say to each other: plain msgspec structs, the same in memory and between processes.
 
-Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``Shutdown``. Controller to front end: ``Tokens``, ``Finished``,
-``Ready``, ``Dead``. Controller to worker and back: see ``plan``. Every request that was accepted ends in exactly one ``Finished``.
+Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``Shutdown``. Controller to front end: ``Tokens``,
+    ``Finished``,
+``Ready``, ``Dead``. Controller to worker and back: see ``plan``. Every request that was accepted ends in exactly one
+    ``Finished``.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import Literal
 
 import msgspec
 
@@ -14,22 +16,24 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the sampler needs of a request. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+    """What the sampler needs of a request. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are
+    off."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    #: Number of the likeliest tokens whose raw log-probabilities are wanted beside the sampled one's; None: no log-probabilities.
+    #: Number of the likeliest tokens whose raw log-probabilities are wanted beside the sampled one's; None: no
+    #: log-probabilities.
     logprobs: int | None = None
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     """One sequence to generate. ``n`` samples of a prompt are ``n`` of these, which share the prompt's blocks.
 
-    ``max_tokens`` is already limited to the context. ``stop_token_ids`` ends with reason ``stop``; the token itself is reported.
-    ``cache_salt`` separates prefix caches (adapter, image hash, tenant).
+    ``max_tokens`` is already limited to the context. ``stop_token_ids`` ends with reason ``stop``; the token itself is
+    reported. ``cache_salt`` separates prefix caches (adapter, image hash, tenant).
     """
 
     id: str
@@ -59,7 +63,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ToController = Union[NewRequest, Abort, Finish, Shutdown]
+ToController = NewRequest | Abort | Finish | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +83,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """The one terminal event of a request. ``error`` says why when the reason is ``error``; ``status`` is its HTTP status."""
+    """The one terminal event of a request. ``error`` says why when the reason is ``error``; ``status`` is its HTTP
+    status."""
 
     id: str
     reason: FinishReason
@@ -99,4 +104,4 @@ class Dead(msgspec.Struct, frozen=True, tag="dead"):
     reason: str
 
 
-FromController = Union[Tokens, Finished, Ready, Dead]
+FromController = Tokens | Finished | Ready | Dead

@@ -1,7 +1,7 @@
 """The plan of one step and its result, as plain data. What crosses between controller and worker.
 
-Rows are parallel lists, in the order of the step's tokens. The worker keeps token ids, block tables and sampling parameters of up to
-``max_reqs`` requests on the device, by *slot*; a plan carries only what changed.
+Rows are parallel lists, in the order of the step's tokens. The worker keeps token ids, block tables and sampling
+parameters of up to ``max_reqs`` requests on the device, by *slot*; a plan carries only what changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Child processes and the channel to them: zmq over socket files in a folder that only this user can open.
 
-A child gets its configuration as one JSON line on its standard input, and then watches that pipe: end-of-file means that its parent is gone,
-whatever the reason, and it ends at once. So no process outlives the one that started it.
+A child gets its configuration as one JSON line on its standard input, and then watches that pipe: end-of-file means
+that its parent is gone, whatever the reason, and it ends at once. So no process outlives the one that started it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     def error(self) -> EngineError | errors.EvenerError:
         """The error to raise on this side: of the same class where it takes a plain message."""
         cls = getattr(errors, self.kind, None)
-        if isinstance(cls, type) and issubclass(cls, errors.EvenerError) and cls.__init__ is errors.EvenerError.__init__:
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, errors.EvenerError)
+            and cls.__init__ is errors.EvenerError.__init__
+        ):
             return cls(self.message)
         return EngineError(self.message)
 
@@ -106,7 +110,8 @@ class Child:
         self.process.wait()
 
     def close(self, patience: float = 10.0) -> None:
-        """End the child: its pipe is closed, and after ``patience`` seconds it is killed. Calling it again does nothing."""
+        """End the child: its pipe is closed, and after ``patience`` seconds it is killed. Calling it again does
+        nothing."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             try:
                 self.process.stdin.close()

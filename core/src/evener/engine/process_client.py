@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Union
 
 import msgspec
 
@@ -17,7 +16,7 @@ from evener.engine.worker_facts import WorkerFacts
 from evener.errors import EngineDeadError
 
 _ENCODER = msgspec.msgpack.Encoder()
-_RESULTS = msgspec.msgpack.Decoder(Union[StepResult, Failed])
+_RESULTS = msgspec.msgpack.Decoder(StepResult | Failed)
 _EVENTS = msgspec.msgpack.Decoder(list[FromController])
 _FAILED = msgspec.msgpack.Decoder(Failed)
 
@@ -62,7 +61,7 @@ class ProcessExecutor(Executor):
     def read(self) -> StepResult:
         data = self._child.receive()
         assert data is not None
-        result = _RESULTS.decode(data)
+        result: StepResult | Failed = _RESULTS.decode(data)
         if isinstance(result, Failed):
             raise EngineDeadError(f"the worker process failed: {result.message}")
         return result
@@ -75,7 +74,7 @@ class ProcessExecutor(Executor):
 
 
 class ProcessClient(EngineClient):
-    """A controller in a child process. The first ``receive`` gives ``Ready``, or raises what stopped it from starting."""
+    """A controller in a child process. The first ``receive`` gives ``Ready`` or raises what stopped it."""
 
     def __init__(self, config: Config) -> None:
         self._child = Child("controller", config)

@@ -1,10 +1,11 @@
-"""The runner: one plan in, one step on the device. Two segments over device-resident tables: forward (ids to logits) and sample."""
+"""The runner: one plan in, one step on the device. Two segments over device-resident tables: forward (ids to logits)
+and sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +18,11 @@ from evener.engine.geometry import Geometry
 from evener.engine.messages import TokenLogprobs
 from evener.engine.plan import Plan, StepResult
 from evener.engine.sampler import LogprobTensors, Sampler
+from evener.engine.step_layout import StepLayout, StepShape
 from evener.resolution.buckets import bucket_index
+
+if TYPE_CHECKING:
+    from evener.engine.graphs import DecodeGraphs
 
 
 @dataclass
@@ -53,60 +58,38 @@ class PendingStep:
         return StepResult(plan=self._plan.id, ids=ids, logprobs=[TokenLogprobs(*row) for row in rows])
 
 
-class _Layout:
-    """One upload a step: int32 arrays joined on the host, sliced on the device."""
-
-    def __init__(self, plan: Plan) -> None:
-        starts, counts = np.array(plan.starts, dtype=np.int32), np.array(plan.counts, dtype=np.int32)
-        slots = np.array(plan.slots, dtype=np.int32)
-        ends = starts + counts
-        self.tokens = int(counts.sum())
-        self.requests = len(plan.slots)
-        self.max_query, self.max_kv = int(counts.max()), int(ends.max())
-        self.counts, self.lengths = plan.counts, ends.tolist()
-        query_start = np.zeros(self.requests + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        if self.max_query == 1:
-            positions, token_slots = starts, slots
-        else:
-            inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
-            positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
-        picked = np.array(plan.samples, dtype=np.int32)
-        self._parts = {
-            "positions": positions,
-            "token_slots": token_slots,
-            "query_start": query_start,
-            "kv_lens": ends,
-            "slots": slots,
-            "last": query_start[1:][picked] - 1,
-            "sample_slots": slots[picked],
-            "sample_positions": ends[picked],
-            "random": np.array(plan.random, dtype=np.int32),
-            "logprobs": np.array(plan.logprobs, dtype=np.int32),
-        }
-
-    def upload(self, device: Device) -> dict[str, torch.Tensor]:
-        """The arrays on the device, as slices of one tensor."""
-        whole = device.upload(np.concatenate(list(self._parts.values())))
-        return dict(zip(self._parts, whole.split([len(p) for p in self._parts.values()]), strict=True))
-
-
 class Runner:
     """Runs plans for one model on one device.
 
     Args:
         tables: device-resident rows of requests.
         geometry: state groups and block size; its slots are bound.
+        dtype: compute type, by torch's name.
     """
 
     def __init__(
-        self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry
-    ) -> None:
+        self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry,
+        dtype: str,
+    ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
+        self._graphs: DecodeGraphs | None = None
+        self._logits_dtype: torch.dtype = getattr(torch, dtype)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of ``logits``: the compute type."""
+        return self._logits_dtype
+
+    def use_graphs(self, graphs: DecodeGraphs) -> None:
+        """Replay captured steps where ``graphs`` has one."""
+        self._graphs = graphs
 
     def execute(self, plan: Plan) -> PendingStep:
         """Submit a step; returns before the device has finished it, where the device allows."""
         with torch.inference_mode():
+            ids = self._graphs.run(plan) if self._graphs is not None else None
+            if ids is not None:
+                return PendingStep(plan, self.device.readback(ids))
             hidden, step, parts = self.forward(plan)
             last = parts["last"]
             if not last.shape[0]:
@@ -115,19 +98,24 @@ class Runner:
 
     def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
         """Apply a plan and compute its tokens: hidden states [T, hidden], the step, and the arrays of its layout."""
-        self._apply(plan)
-        layout = _Layout(plan)
+        self.apply(plan)
+        layout = StepLayout(plan)
         parts = layout.upload(self.device)
+        step = self.step(layout, parts)
+        return self.model.forward(step), step, parts
+
+    def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
+        """What the model sees, from the arrays of a layout. Device work only, so that it can be part of a capture."""
         positions = parts["positions"]
         token_ids = self.tables.tokens[parts["token_slots"], positions]
-        step = ForwardStep(bucket_index(layout.tokens), token_ids, positions, self._metas(layout, parts))
-        return self.model.forward(step), step, parts
+        return ForwardStep(bucket_index(shape.tokens), token_ids, positions, self._metas(shape, parts))
 
     def logits(self, rows: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Logits [R, vocab] of picked hidden rows [R, hidden], in the bucket of their own number."""
         return self.model.logits(rows, replace(step, bucket=bucket_index(rows.shape[0])))
 
-    def _apply(self, plan: Plan) -> None:
+    def apply(self, plan: Plan) -> None:
+        """Bring the device's tables up to a plan: admissions, new blocks, copies."""
         if plan.admissions:
             self.tables.admit(plan.admissions)
         if plan.updates:
@@ -139,26 +127,26 @@ class Runner:
                 for slot in group.slots:
                     group.provider.copy_blocks(slot.views, both[0], both[1])
 
-    def _metas(self, layout: _Layout, parts: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    def _metas(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         size = self.geometry.block_size
         positions = parts["positions"]
         column = torch.div(positions, size, rounding_mode="floor")
         offset = positions - column * size
-        columns = -(-layout.max_kv // size)
+        columns = -(-shape.max_kv // size)
         metas = []
         for table, group in zip(self.tables.blocks, self.geometry.groups, strict=True):
             step = StateStep(
-                tokens=layout.tokens,
-                requests=layout.requests,
-                max_query=layout.max_query,
-                max_kv=layout.max_kv,
+                tokens=shape.tokens,
+                requests=shape.requests,
+                max_query=shape.max_query,
+                max_kv=shape.max_kv,
                 query_start=parts["query_start"],
                 kv_lens=parts["kv_lens"],
                 positions=positions,
                 slot_mapping=table[parts["token_slots"], column] * size + offset,
                 block_table=table[:, :columns].index_select(0, parts["slots"]),
-                host_query_lens=layout.counts,
-                host_kv_lens=layout.lengths,
+                host_query_lens=shape.query_lens,
+                host_kv_lens=shape.kv_lens,
             )
             metas.append(group.provider.prepare(step, group.spec, group.attention, size))
         return tuple(metas)

@@ -53,7 +53,13 @@ class Sampler:
         ids = None if whole else self._greedy.table[bucket](logits)
         f, i = floats.index_select(0, random), ints.index_select(0, random)
         drawn: torch.Tensor = self._sample.table[bucket_index(random.shape[0])](
-            logits.index_select(0, random), f[:, 0], i[:, 0], f[:, 1], f[:, 2], i[:, 1], positions.index_select(0, random)
+            logits.index_select(0, random),
+            f[:, 0],
+            i[:, 0],
+            f[:, 1],
+            f[:, 2],
+            i[:, 1],
+            positions.index_select(0, random),
         )
         return drawn if ids is None else ids.index_copy(0, random.long(), drawn)
 
@@ -63,9 +69,9 @@ class Sampler:
         return LogprobTensors(*table(logits.index_select(0, rows), ids.index_select(0, rows), top))
 
     @staticmethod
-    def unpack(chosen: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, picked: Sequence[int]) -> list[
-        tuple[list[int], list[float]]
-    ]:
+    def unpack(
+        chosen: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, picked: Sequence[int]
+    ) -> list[tuple[list[int], list[float]]]:
         """Host lists for each row: the sampled token first, then the likeliest."""
         rows = zip(chosen.tolist(), values.tolist(), ids.tolist(), picked, strict=True)
         return [([token, *top_ids], [value, *top]) for value, top, top_ids, token in rows]

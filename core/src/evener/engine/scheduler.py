@@ -1,8 +1,9 @@
 """The scheduler.
 
-There is no prefill phase and no decode phase. Every request has tokens that exist and tokens whose state is computed; each step hands out a
-token budget to close that difference. A request that closes it samples one more token, which opens it again. Chunked prefill is a difference
-larger than the budget; a prefix hit is a difference that starts smaller; preemption sets the computed tokens back to zero. Several plans
+There is no prefill phase and no decode phase. Every request has tokens that exist and tokens whose state is computed;
+each step hands out a token budget to close that difference. A request that closes it samples one more token, which
+opens it again. Chunked prefill is a difference larger than the budget; a prefix hit is a difference that starts
+smaller; preemption sets the computed tokens back to zero. Several plans
 may be in flight: a plan may compute on a token that nobody has read yet, because its id lives on the device.
 """
 
@@ -196,7 +197,10 @@ class Scheduler:
         request.table, request.slot, request.planned = None, -1, 0
 
     def _hand_out(self, draft: _Draft) -> Plan:
-        samples, random, logprobs, top = [], [], [], 0
+        samples: list[int] = []
+        random: list[int] = []
+        logprobs: list[int] = []
+        top = 0
         for index, (request, start, count, sampled) in enumerate(draft.rows):
             request.planned = start + count
             request.last_plan = draft.plan_id
@@ -212,7 +216,8 @@ class Scheduler:
         plan = Plan(
             id=draft.plan_id, admissions=draft.admissions, updates=draft.updates,
             slots=[r.slot for r, *_ in draft.rows], starts=[s for _, s, *_ in draft.rows],
-            counts=[c for _, _, c, _ in draft.rows], samples=samples, random=random, logprobs=logprobs, top_logprobs=top,
+            counts=[c for _, _, c, _ in draft.rows], samples=samples, random=random,
+            logprobs=logprobs, top_logprobs=top,
         )  # fmt: skip
         self._next_plan += 1
         self._in_flight.append((plan, draft.rows))
@@ -227,7 +232,8 @@ class Scheduler:
         self.stats.mixed_steps += prefilling and decoding
 
     def retire(self, result: StepResult) -> list[FromController]:
-        """Read the oldest plan's result: tokens become known, blocks findable, and what was waiting for it is given back."""
+        """Read the oldest plan's result: tokens become known, blocks findable, and what was waiting for it is given
+        back."""
         plan, rows = self._in_flight.popleft()
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
         ids = iter(result.ids)

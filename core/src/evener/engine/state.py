@@ -1,7 +1,9 @@
-"""The state manager: block tables of requests over all state groups, prefix reuse and dead blocks. It never looks inside a block.
+"""The state manager: block tables of requests over all state groups, prefix reuse and dead blocks. It never looks
+inside a block.
 
-Groups differ only in which blocks are still needed (``StateKind``). A prefix of n blocks can be reused if every group still has the blocks
-that the next token can read; what a group has passed is given back as soon as the step that passed it is read.
+Groups differ only in which blocks are still needed (``StateKind``). A prefix of n blocks can be reused if every group
+still has the blocks that the next token can read; what a group has passed is given back as soon as the step that passed
+it is read.
 """
 
 from __future__ import annotations
@@ -52,7 +54,12 @@ class StateManager:
     """
 
     def __init__(
-        self, specs: Sequence[StateSpec], kinds: Mapping[str, StateKind], block_size: int, blocks: int, prefix_cache: bool = True
+        self,
+        specs: Sequence[StateSpec],
+        kinds: Mapping[str, StateKind],
+        block_size: int,
+        blocks: int,
+        prefix_cache: bool = True,
     ) -> None:
         for spec in specs:
             if spec.kind not in kinds:
@@ -65,7 +72,8 @@ class StateManager:
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
         """Blocks that one request of ``tokens`` tokens can hold at most, when a step adds at most ``step_tokens``."""
-        # A window of w tokens touches one block more at some ends than at others: the last block's worth of ends is looked at.
+        # A window of w tokens touches one block more at some ends than at others: the last block's worth of ends is
+        # looked at.
         ends = range(max(1, tokens - self.block_size + 1), tokens + 1)
         return sum(
             max(self._held(kind, spec, end, step_tokens) for end in ends)
@@ -79,7 +87,8 @@ class StateManager:
     def open(self, tokens: Sequence[int], salt: str) -> tuple[BlockTable, int]:
         """A table for a request whose known tokens are ``tokens``, with the longest cached prefix held in it.
 
-        Returns the table and how many tokens of state it has; always fewer than ``len(tokens)``, so that something is computed.
+        Returns the table and how many tokens of state it has; always fewer than ``len(tokens)``, so that something is
+        computed.
         """
         table = BlockTable(hashlib.sha256(salt.encode()).digest(), [[] for _ in self.specs], [0] * len(self.specs))
         if not self.prefix_cache:
@@ -105,9 +114,8 @@ class StateManager:
         while hit != before:
             before = hit
             for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
-                hit = longest_prefix(
-                    kind, spec, lambda i, g=group: self.pool.find((g, digests[i])) is not None, hit, self.block_size
-                )
+                cached = [self.pool.find((group, digest)) is not None for digest in digests[:hit]]
+                hit = longest_prefix(kind, spec, cached, self.block_size)
         return hit
 
     def grow(self, table: BlockTable, tokens: int) -> Growth | None:
@@ -125,9 +133,11 @@ class StateManager:
         return Growth(start, parts)
 
     def fork(self, table: BlockTable, computed: int) -> tuple[BlockTable, list[tuple[int, int, int]]] | None:
-        """A second table over the same state of ``computed`` tokens: full blocks are shared, a partial last one is to be copied.
+        """A second table over the same state of ``computed`` tokens: full blocks are shared, a partial last one is to
+        be copied.
 
-        Returns the table and the copies ``(group, source, target)`` that the next plan must make; None when the pool cannot.
+        Returns the table and the copies ``(group, source, target)`` that the next plan must make; None when the pool
+        cannot.
         """
         full, rest = divmod(computed, self.block_size)
         fresh = self.pool.take(len(self.specs) if rest else 0)

@@ -9,6 +9,7 @@ from evener.config.resolve import ResolvedConfig
 from evener.config.schema import Config
 from evener.engine.assembly import Assembly, assemble
 from evener.engine.device_tables import DeviceTables
+from evener.engine.graphs import DecodeGraphs
 from evener.engine.memory import MemoryPlan, activation_bytes, plan_memory
 from evener.engine.messages import Sampling
 from evener.engine.plan import Admission, Plan, TableUpdate
@@ -19,6 +20,7 @@ from evener.engine.worker_facts import WorkerFacts
 from evener.loading.dummy import load_dummy
 from evener.loading.estimate import estimate_weights
 from evener.loading.loader import WeightBytes, load_weights
+from evener.resolution.buckets import token_buckets
 
 __all__ = ["PendingStep", "Worker", "WorkerFacts"]
 
@@ -36,9 +38,12 @@ class Worker:
         self.config: ResolvedConfig = a.config
         plan = self._plan_memory(a)
         loaded = self._load(a, config)
-        tables = DeviceTables(a.device, a.config.max_reqs, a.config.max_seq_len, len(a.geometry.groups), a.geometry.block_size)
+        tables = DeviceTables(
+            a.device, a.config.max_reqs, a.config.max_seq_len, len(a.geometry.groups), a.geometry.block_size
+        )
         self._pool = a.geometry.bind(plan.blocks, a.device)
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry)
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.config.dtype)
+        self._use_graphs(a)
         self._warm_up()
         self.facts = WorkerFacts(
             specs=[g.spec for g in a.geometry.groups],
@@ -64,13 +69,16 @@ class Worker:
         state = StateManager([g.spec for g in a.geometry.groups], a.kinds, a.geometry.block_size, 1)
         least = state.blocks_for(c.max_seq_len, min(c.step_tokens, c.max_seq_len))
         columns = -(-c.max_seq_len // a.geometry.block_size)
-        rows = c.max_reqs * (4 * (c.max_seq_len + 1) + 20 + 4 * columns * len(a.geometry.groups))
+        rows = (c.max_reqs + 1) * (4 * (c.max_seq_len + 1) + 20 + 4 * columns * len(a.geometry.groups))
         scratch = sum({
             g.provider.workspace(g.spec, g.attention, c.step_tokens, c.max_seq_len) for g in a.geometry.groups
         })  # fmt: skip
         return plan_memory(
             weights=estimate_weights(
-                a.build.weights, a.resolver.packings_by_layout, a.checkpoint.headers or None, a.scheme,
+                a.build.weights,
+                a.resolver.packings_by_layout,
+                a.checkpoint.headers or None,
+                a.scheme,
                 mappable=a.device.capabilities.host_memory,
             ),
             rows_bytes=rows,
@@ -97,8 +105,24 @@ class Worker:
             group.bind()
         return loaded
 
+    def _use_graphs(self, a: Assembly) -> None:
+        """Replay decode steps where the device, every state provider and every kernel can; say why not otherwise."""
+        offer = a.loaded.graph_capture(a.device) if a.config.use_cuda_graph else None
+        if offer is None:
+            return
+        eager = [g.provider.name for g in a.geometry.groups if g.provider.graph == "never"]
+        eager += sorted({c.provider for c in a.resolver.manifest.choices if not c.capturable})
+        if eager:
+            a.resolver.manifest.notes.append(f"steps run eagerly: {', '.join(dict.fromkeys(eager))} cannot be captured")
+            return
+        sizes = tuple(b.high for b in token_buckets(a.config.max_reqs))
+        graphs = DecodeGraphs(self.runner, a.device, offer.value, sizes, a.config.max_reqs, a.config.max_seq_len)
+        self.runner.use_graphs(graphs)
+        a.resolver.manifest.notes.append(f"decode steps of up to {sizes[-1]} rows are captured by {offer.package}")
+
     def _warm_up(self) -> None:
-        """One step of one token: kernels are built and first-call costs are paid before the first request. It writes to block 0."""
+        """One step of one token: kernels are built and first-call costs are paid before the first request. It writes to
+        block 0."""
         a = self._assembly
         one = Plan(
             id=-1,

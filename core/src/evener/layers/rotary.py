@@ -94,6 +94,9 @@ class RotaryConfig:
                 f"config.json asks for rope_type {scaling!r} but does not give {', '.join(lacking)}; "
                 "add the model's values"
             )
+        wrong = [key for key in ("rope_theta", *_SCALINGS[scaling]) if type(settings[key]) not in (int, float)]
+        if wrong:
+            raise ArchitectureError(f"config.json has {wrong[0]} = {settings[wrong[0]]!r}; it must be a number")
         partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
         if scaling == "default":  # numbers that do not matter must not make equal angles two tables

@@ -54,7 +54,10 @@ class Checkpoint:
             raise CheckpointError(f"cannot open the model folder {folder}: {detail}")
         config = _read_json(folder / "config.json")
         if config is None:
-            raise CheckpointError(f"{folder} has no config.json; give a model folder as saved for transformers")
+            there = (
+                f" (it holds {_some(others)}, which evener does not read)" if (others := _other_weights(folder)) else ""
+            )
+            raise CheckpointError(f"{folder} has no config.json{there}; give a model folder as saved for transformers")
         generation = _read_json(folder / "generation_config.json") or {}
         return cls(folder, config, generation, _read_entries(folder) if weights else {})
 
@@ -149,6 +152,7 @@ def _read_shards(folder: Path, index: Mapping[str, Any]) -> dict[str, TensorEntr
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{folder / INDEX} has no weight_map; fetch the file again")
+    # Names are judged as text: a hub's cache links each file of a folder to a blob elsewhere, and that is fine.
     for name in where.values():
         if (
             not isinstance(name, str)
@@ -186,12 +190,7 @@ def _read_shards(folder: Path, index: Mapping[str, Any]) -> dict[str, TensorEntr
 
 
 def _no_weights(folder: Path) -> str:
-    others = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.suffix in (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".npz")
-    )
-    if others:
+    if others := _other_weights(folder):
         return (
             f"{folder} has no {SINGLE} or {INDEX}, only {_some(others)}, which evener does not read; save the model as "
             "safetensors (transformers' save_pretrained does), or use load=dummy for random weights"
@@ -199,6 +198,11 @@ def _no_weights(folder: Path) -> str:
     return (
         f"{folder} has no weights: neither {SINGLE} nor {INDEX}; put them there, or use load=dummy for random weights"
     )
+
+
+def _other_weights(folder: Path) -> list[str]:
+    endings = (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".npz")
+    return sorted(path.name for path in folder.iterdir() if path.suffix in endings)
 
 
 def _some(names: list[str], limit: int = 10) -> str:

@@ -1,1 +1,2 @@
-"""The built-in ops: their schemas (``schemas``), what they mean (``reference``) and the composites' expansions (``composites``)."""
+"""The built-in ops: their schemas (``schemas``), what they mean (``reference``) and the composites' expansions
+(``composites``)."""

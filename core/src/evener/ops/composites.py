@@ -1,7 +1,7 @@
 """What the composites mean: expansions into other ops. Each function takes ``(static, use)`` and returns the callable.
 
-``use`` gives whatever resolution chose for the parts, so a faster primitive serves inside an expanded composite, and a kernel for the
-composite replaces all of them, without an edit in any model.
+``use`` gives whatever resolution chose for the parts, so a faster primitive serves inside an expanded composite, and a
+kernel for the composite replaces all of them, without an edit in any model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ class MLPWeights(NamedTuple):
 
 
 def _norm(static: Static, hidden: int | None = None) -> dict[str, Any]:
-    return {"hidden": hidden or static["hidden"], "dtype": static["dtype"], "eps": static["eps"], "offset": static["offset"]}
+    return {
+        "hidden": hidden or static["hidden"],
+        "dtype": static["dtype"],
+        "eps": static["eps"],
+        "offset": static["offset"],
+    }
 
 
 def linear_static(weight: Any, dtype: str) -> dict[str, Any]:
@@ -60,11 +65,18 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
     norm, add_norm = use("rms_norm", **_norm(static)), use("add_rms_norm", **_norm(static))
     head_norm = use("rms_norm", **_norm(static, dim)) if static["qk_norm"] else None
     project = use("linear", **linear_static(static["qkv"], static["dtype"]))
-    rotate = use("rotary", head_dim=dim, rotary_dim=static["rotary_dim"], interleaved=static["interleaved"], dtype=static["dtype"])
+    rotate = use(
+        "rotary",
+        head_dim=dim,
+        rotary_dim=static["rotary_dim"],
+        interleaved=static["interleaved"],
+        dtype=static["dtype"],
+    )
     write = use("state.write", state=static["state"])
 
     def run(
-        x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, norm_weight: torch.Tensor, qkv: PackedWeight,
+        x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, norm_weight: torch.Tensor,
+        qkv: PackedWeight,
         qkv_bias: torch.Tensor | None, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos_sin: torch.Tensor,
         views: Any, meta: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -73,7 +85,11 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
         else:
             x, residual = add_norm(x, residual, norm_weight)
         q, k, v = project(x, qkv, qkv_bias).split(sizes, dim=-1)
-        q, k, v = q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, value_dim))
+        q, k, v = (
+            q.unflatten(-1, (heads, dim)),
+            k.unflatten(-1, (kv_heads, dim)),
+            v.unflatten(-1, (kv_heads, value_dim)),
+        )
         if head_norm is not None:
             q, k = head_norm(q, q_norm), head_norm(k, k_norm)
         q, k = rotate(positions, q, k, cos_sin)
@@ -90,11 +106,14 @@ def attention_block(static: Static, use: Use) -> OpFunction:
     post = use("rms_norm", **_norm(static)) if static["post_norm"] else None
 
     def run(
-        x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights, views: Any, meta: Any
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        w: AttentionWeights,
+        views: Any,
+        meta: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, stream = enter(
-            x, residual, positions, w.norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.cos_sin, views, meta
-        )
+        q, stream = enter(x, residual, positions, w.norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.cos_sin, views, meta)
         x = project(attend(views, meta, q, w.sinks).flatten(1), w.o, w.o_bias)
         return (post(x, w.post_norm) if post is not None else x), stream
 
@@ -135,7 +154,9 @@ def head(static: Static, use: Use) -> OpFunction:
     project = use("linear", **linear_static(static["weight"], static["dtype"]))
     cap = use("softcap", cap=static["cap"], dtype=static["dtype"]) if static["cap"] else None
 
-    def run(x: torch.Tensor, norm_weight: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        x: torch.Tensor, norm_weight: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         logits: torch.Tensor = project(norm(x, norm_weight), weight, bias)
         return cap(logits) if cap is not None else logits
 

@@ -1,6 +1,8 @@
-"""Schemas of the built-in ops. Torch-free: the meaning stands in ``evener.ops.reference`` and ``evener.ops.composites``.
+"""Schemas of the built-in ops. Torch-free: the meaning stands in ``evener.ops.reference`` and
+``evener.ops.composites``.
 
-In shapes, ``T`` is the step's token count and ``R`` the number of output rows; both are dynamic. Upper-case names are static sizes.
+In shapes, ``T`` is the step's token count and ``R`` the number of output rows; both are dynamic. Upper-case names are
+static sizes.
 """
 
 from __future__ import annotations
@@ -75,7 +77,12 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
         name="linear",
         doc="x @ weightᵀ + bias; the parts of a packed weight are stacked along the out-features.",
-        static={"weight": "the declared LinearWeight", "columns": "in-features", "rows": "out-features", "dtype": "compute type"},
+        static={
+            "weight": "the declared LinearWeight",
+            "columns": "in-features",
+            "rows": "out-features",
+            "dtype": "compute type",
+        },
         inputs=(
             Tensor("x", ("T", "columns")),
             Tensor("weight", ("rows", "columns"), "packed"),
@@ -89,8 +96,13 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
         name="grouped_linear",
         doc="y[i] = x[i] @ weight[slots[i]]ᵀ: one matrix of a stack for each row; rows with slot -1 give 0.",
-        static={"weight": "the declared LinearWeight, stacked", "experts": "matrices in the stack", "columns": "in-features",
-                "rows": "out-features of one matrix", "dtype": "compute type"},
+        static={
+            "weight": "the declared LinearWeight, stacked",
+            "experts": "matrices in the stack",
+            "columns": "in-features",
+            "rows": "out-features of one matrix",
+            "dtype": "compute type",
+        },
         inputs=(
             Tensor("x", ("T", "columns")),
             Tensor("weight", ("experts", "rows", "columns"), "packed"),
@@ -98,14 +110,19 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         ),
         outputs=(Tensor("y", ("T", "rows")),),
         reference=f"{_REF}.linear:grouped_linear",
+        capturable=False,
         weights=("weight",),
         cases=f"{_CASES}:grouped_linear",
     ),
     OpSchema(
         name="rotary",
-        doc="Rotate the first ``rotary_dim`` of each head of query and key by the position's angles (Su et al. 2021), in float32.",
-        static={"head_dim": "D", "rotary_dim": "leading part that is rotated", "interleaved": "pairs (2i, 2i+1), not halves",
-                "dtype": "compute type"},
+        doc="Rotate the first ``rotary_dim`` of each head of query and key by position, in float32 (Su et al. 2021).",
+        static={
+            "head_dim": "D",
+            "rotary_dim": "leading part that is rotated",
+            "interleaved": "pairs (2i, 2i+1), not halves",
+            "dtype": "compute type",
+        },
         inputs=(
             Tensor("positions", ("T",), "int32"),
             Tensor("query", ("T", "heads", "head_dim"), donated=True),
@@ -146,8 +163,13 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
         name="route",
         doc="The ``top`` likeliest experts of each row and their weights; ties go to the lowest id.",
-        static={"experts": "E", "top": "experts a token", "scoring": "softmax or sigmoid", "renormalize": "weights sum to 1",
-                "scale": "factor on the weights"},
+        static={
+            "experts": "E",
+            "top": "experts a token",
+            "scoring": "softmax or sigmoid",
+            "renormalize": "weights sum to 1",
+            "scale": "factor on the weights",
+        },
         inputs=(Tensor("logits", ("T", "experts"), "float32"), Tensor("bias", ("experts",), "float32", optional=True)),
         outputs=(Tensor("ids", ("T", "top"), "int32"), Tensor("weights", ("T", "top"), "float32")),
         reference=f"{_REF}.experts:route",
@@ -164,7 +186,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     ),
     OpSchema(
         name="sample",
-        doc="One id a row by temperature, top-k, top-p and min-p, with counter-based Gumbel noise of (seed, position, id).",
+        doc="One id a row by temperature, top-k, top-p and min-p, with Gumbel noise from (seed, position, id).",
         static={"vocab": "V"},
         inputs=(
             Tensor("logits", ("R", "vocab")),
@@ -206,7 +228,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
 COMPOSITES: tuple[OpSchema, ...] = (
     OpSchema(
         name="norm_qkv_rotary_write",
-        doc="(add +) norm, QKV projection, head norms, rotary, write of keys and values; returns the rotated query and the stream.",
+        doc="(add +) norm, QKV projection, head norms, rotary, write of keys and values; returns query and stream.",
         static=_ATTENTION_IN,
         inputs=(
             Tensor("x", ("T", "hidden"), donated=True),
@@ -230,7 +252,11 @@ COMPOSITES: tuple[OpSchema, ...] = (
     OpSchema(
         name="attention_block",
         doc="norm_qkv_rotary_write, attention, output projection, (post-norm).",
-        static={**_ATTENTION_IN, "o": "the declared LinearWeight of the output projection", "post_norm": "norm after it"},
+        static={
+            **_ATTENTION_IN,
+            "o": "the declared LinearWeight of the output projection",
+            "post_norm": "norm after it",
+        },
         inputs=(
             Tensor("x", ("T", "hidden"), donated=True),
             Tensor("residual", ("T", "hidden"), donated=True, optional=True),

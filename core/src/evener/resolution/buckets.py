@@ -1,4 +1,4 @@
-"""Token buckets: ranges of token counts that share one table entry. Powers of two, so that finding one is a bit length."""
+"""Token buckets: ranges of token counts that share one table entry. Powers of two: finding one is a bit length."""
 
 from __future__ import annotations
 

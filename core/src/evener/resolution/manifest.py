@@ -23,6 +23,7 @@ class Choice:
     provider: str
     version: str
     refused: tuple[tuple[str, str], ...] = ()
+    capturable: bool = True
 
     @property
     def fallback(self) -> bool:
@@ -43,7 +44,7 @@ class Manifest:
         return [c for c in self.choices if c.fallback]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row for each op, provider and run of buckets, with the number of sites and the reasons of those who lost."""
+        """One row for each op, provider and run of buckets: how many sites, and why others lost."""
         sites: Counter[tuple[Any, ...]] = Counter()
         buckets: dict[tuple[Any, ...], list[Bucket]] = {}
         for c in self.choices:

@@ -1,4 +1,5 @@
-"""The resolver: state units first, then packings, then ops from the largest composite down; everything freezes to plain callables."""
+"""The resolver: state units first, then packings, then ops from the largest composite down; everything freezes to plain
+callables."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Market:
         reference_packing: what the reference ``linear`` reads.
         device: capabilities of the device.
         buckets: token buckets, ascending.
-        reference_ops, reference_attention: use the reference wherever ``forced`` does not say otherwise; the option that asked for it.
+        reference_ops, reference_attention: use the reference wherever ``forced`` does not say otherwise; the option
+            that asked for it.
         forced: ``{op: provider}``; an op name or "attention"; a provider is a kernel, a package or "reference".
         max_fallback: "none" refuses primitives that only the reference serves.
         version: core's own, for the manifest.
@@ -89,7 +91,9 @@ class Resolver:
             offers = self.market.states if op == "attention" else self._by_op.get(op, [])
             known = {REFERENCE} | {n for o in offers for n in (o.value.name, o.package, o.label)}
             if wanted not in known:
-                raise UnknownNameError(f"provider of {op}", wanted, known, f"Set ops.{op}=reference to use the reference.")
+                raise UnknownNameError(
+                    f"provider of {op}", wanted, known, f"Set ops.{op}=reference to use the reference."
+                )
 
     def _forbidden(self, op: str, offer: Offer) -> str | None:
         """The option that keeps a provider from an op; None if it may serve."""
@@ -123,13 +127,15 @@ class Resolver:
         if slot.spec.kind not in reference.kinds:
             detail = "; ".join(f"{name}: {reason}" for name, reason in refused)
             raise ResolveError(
-                f"{slot.name}: no installed package serves state of kind {slot.spec.kind!r}" + (f" ({detail})" if detail else "")
+                f"{slot.name}: no installed package serves state of kind {slot.spec.kind!r}"
+                + (f" ({detail})" if detail else "")
             )
         self._record("attention", slot.name, None, REFERENCE, self.market.version, refused)
         return reference
 
     def packings(self, weights: Sequence[LinearWeight], op: str = "linear") -> None:
-        """Give every linear weight a layout that some kernel accepts in each bucket; the best kernel's first choice wins."""
+        """Give every linear weight a layout that some kernel accepts in each bucket; the best kernel's first choice
+        wins."""
         chosen: dict[Any, str] = {}
         for weight in weights:
             key = (tuple((p.rows, p.columns, p.format) for p in weight.parts), weight.dtype)
@@ -140,7 +146,7 @@ class Resolver:
     def _layout(self, weight: LinearWeight, op: str) -> str:
         refused = []
         offers = [o for o in self._by_op.get(op, []) if self._forbidden(op, o) is None]
-        layouts = dict.fromkeys(p.layout for o in offers for p in o.value.packings)
+        layouts: dict[str, None] = dict.fromkeys(p.layout for o in offers for p in o.value.packings)
         for layout in [*layouts, self.market.reference_packing.layout]:
             reason = self._packings[layout].supports(weight.parts, weight.dtype)
             if reason is None and layout != self.market.reference_packing.layout:
@@ -187,10 +193,11 @@ class Resolver:
             kernel: Kernel = offer.value
             reason = self._forbidden(op, offer) or self._refusal(kernel, call)
             if reason is None:
-                self._record(op, path, bucket, offer.label, offer.version, refused)
+                self._record(op, path, bucket, offer.label, offer.version, refused, kernel.capturable)
                 return kernel.build(call)
             refused.append((offer.label, reason))
-        self._record(op, path, bucket, EXPANDED if schema.composite else REFERENCE, self.market.version, refused)
+        provider = EXPANDED if schema.composite else REFERENCE
+        self._record(op, path, bucket, provider, self.market.version, refused, schema.capturable)
         return self._reference(schema, path, static, bucket)
 
     def _reference(self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
@@ -215,9 +222,11 @@ class Resolver:
         return kernel.supports(call)
 
     def _record(
-        self, op: str, path: str, bucket: Bucket | None, provider: str, version: str, refused: Sequence[tuple[str, str]]
-    ) -> None:
-        self.manifest.choices.append(Choice(op, path, bucket, provider, version, tuple(refused)))
+        self, op: str, path: str, bucket: Bucket | None, provider: str, version: str,
+        refused: Sequence[tuple[str, str]],
+        capturable: bool = True,
+    ) -> None:  # fmt: skip
+        self.manifest.choices.append(Choice(op, path, bucket, provider, version, tuple(refused), capturable))
 
 
 def load_reference(schema: OpSchema) -> Any:

@@ -1,8 +1,8 @@
 """Comparing an engine with an oracle, by the rule for "equal" greedy text (design §8).
 
-Greedy tokens are equal if each is the largest of the oracle's logits after the same tokens. One teacher-forced pass of the oracle over prompt
-and answer shows that. Where they differ, the oracle's two largest logits must be closer than ``TIE``; then the comparison resumes from
-the oracle's token. Ties are counted, and too many of them are a failure.
+Greedy tokens are equal if each is the largest of the oracle's logits after the same tokens. One teacher-forced pass of
+the oracle over prompt and answer shows that. Where they differ, the oracle's two largest logits must be closer than
+``TIE``; then the comparison resumes from the oracle's token. Ties are counted, and too many of them are a failure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Comparison:
 def generate(
     client: InlineClient, prompts: Sequence[Sequence[int]], count: int, every: int = 0, tag: str = ""
 ) -> list[list[int]]:
-    """Greedy answers of ``count`` tokens. With ``every``, a further prompt is sent after so many events instead of all at once."""
+    """Greedy answers of ``count`` tokens. With ``every``, a further prompt is sent after so many events instead of all
+    at once."""
     answers: dict[str, list[int]] = {f"{tag}{i}": [] for i in range(len(prompts))}
     waiting: Iterator[tuple[int, Sequence[int]]] = iter(enumerate(prompts))
 
@@ -69,7 +70,8 @@ def generate(
 
 
 def teacher_forced(worker: Worker, ids: Sequence[int]) -> torch.Tensor:
-    """Logits float32 [n, vocab] after each of ``ids``, in one step on the worker's first slot. No other request may be running."""
+    """Logits float32 [n, vocab] after each of ``ids``, in one step on the worker's first slot. No other request may be
+    running."""
     geometry = worker.assembly.geometry
     columns = -(-len(ids) // geometry.block_size)
     groups = len(geometry.groups)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Readback, ReadyReadback
@@ -13,14 +15,20 @@ from evener.contracts.hooks import hookimpl
 from evener.errors import EngineError
 
 _POISON = -0x5A5A5A5
-#: Ops through which a step would wait for the device.
+_ATEN = torch.ops.aten
+#: Ops through which a step would wait for the device, because their result's shape or a Python value depends on its data.
 _SYNCHRONIZING = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-}
+    _ATEN._local_scalar_dense.default, _ATEN.is_nonzero.default, _ATEN.equal.default, _ATEN.nonzero.default,
+    _ATEN.masked_select.default, _ATEN._unique2.default, _ATEN.unique_dim.default, _ATEN.unique_consecutive.default,
+    _ATEN.bincount.default, _ATEN.allclose.default,
+}  # fmt: skip
+#: Methods that hand values to Python. A tensor in host memory serves them without any op, so a dispatch mode does not see them.
+_READING = {
+    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.__array__, torch.Tensor.__bool__, torch.Tensor.__int__,
+    torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__contains__, torch.Tensor.__dlpack__, torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+}  # fmt: skip
+_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 class HostDevice(Device):
@@ -49,9 +57,39 @@ class HostDevice(Device):
 class ForbidHostReads(TorchDispatchMode):
     """While active, an op that needs a value on the host raises."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler, two seconds, to keep it out of here. Nothing is compiled under this mode.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SYNCHRONIZING:
+        kwargs = kwargs or {}
+        if func in _SYNCHRONIZING or _counts_on_the_host(func, args, kwargs):
             raise EngineError(f"{func} reads a value on the host during a step")
+        if func._can_decompose():  # inference mode shows an op that is made of others as a whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _counts_on_the_host(func: Any, args: Any, kwargs: Any) -> bool:
+    """Indexing by a mask, and repeats by a tensor, need a count from the device unless it is given."""
+    if func is _ATEN.index.Tensor or func is _ATEN.index_put_.default:
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return func is _ATEN.repeat_interleave.Tensor and kwargs.get("output_size") is None
+
+
+def _sliced_by_tensor(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(i, slice) and any(isinstance(e, torch.Tensor) for e in (i.start, i.stop, i.step)) for i in parts)
+
+
+class _ForbidReadingMethods(TorchFunctionMode):
+    """The same for methods of tensors in host memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READING or (func in _INDEXING and _sliced_by_tensor(args[1])):
+            raise EngineError(f"Tensor.{func.__name__} reads a value on the host during a step")
         return func(*args, **(kwargs or {}))
 
 
@@ -80,13 +118,23 @@ class DelayedDevice(HostDevice):
 
     Attributes:
         submitted: uploads so far, which is at least one a step.
-        stepping: True while the engine is inside a step.
+        stepping: True inside ``step``.
     """
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.submitted = 0
         self.stepping = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the submission of a step: whatever reads a value on the host, or waits, raises ``EngineError``."""
+        self.stepping = True
+        try:
+            with _ForbidReadingMethods(), ForbidHostReads():
+                yield
+        finally:
+            self.stepping = False
 
     def upload(self, array: Any) -> torch.Tensor:
         self.submitted += 1

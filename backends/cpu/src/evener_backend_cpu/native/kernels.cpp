@@ -15,7 +15,7 @@ static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, 
   Sizes s = Sizes::of<T>(*l, tokens, step ? step->parts : 0, threads);
   char* base = scratch().want(s.total);
   if (!base) return 1;
-  Run<T> run{*l, step, tokens, (T*)x, (T*)stream, (T*)out, positions, positions64, flags, {}, {}, {}, {}, {}};
+  Run<T> run{*l, step, tokens, (T*)x, (T*)stream, (T*)out, positions, positions64, flags, {}, {}, {}, {}, {}, {}};
   run(base, s);
   return 0;
 }
@@ -34,10 +34,11 @@ static int attend(const Geometry* g, const Step* step, const T* q, const T* sink
   Sizes s = Sizes::of<T>(l, 0, step->parts, threads);
   char* base = scratch().want(s.total);
   if (!base) return 1;
-  Run<T> run{l, step, step->tokens, nullptr, nullptr, nullptr, nullptr, 0, 0, {}, {}, {}, {}, {}};
+  Run<T> run{l, step, step->tokens, nullptr, nullptr, nullptr, nullptr, 0, 0, {}, {}, {}, {}, {}, {}};
 #pragma omp parallel num_threads((int)threads)
   run.attend(*step, q, sinks, out, (float*)(base + s.parts),
-             (float*)(base + s.priv + omp_get_thread_num() * s.priv_bytes + Sizes::up(2 * MLP_PANEL * 16 * 4)));
+             (float*)(base + s.priv + omp_get_thread_num() * s.priv_bytes + Sizes::up(2 * MLP_PANEL * 16 * 4)),
+             omp_get_thread_num(), omp_get_num_threads());
   return 0;
 }
 

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "meet.h"
 #include "rows.h"
 
 enum Part { ENTER = 1, ATTEND = 2, MLP = 4 };
@@ -97,6 +98,7 @@ template <class T> struct Run {
   T *x, *stream, *out;
   const void* positions;
   long positions64, flags;
+  Meet meet;
   Share qkv_share, attend_share, o_share, up_share, down_share;
 
   T* norms(T* add, const void* post, const void* weight, float eps, float offset, T* xn, T* priv, long tid, long threads, T** sum) {
@@ -119,9 +121,7 @@ template <class T> struct Run {
       }
       norm_row<T>(in, (const T*)weight, y + t * H, H, eps, offset);
     }
-    if (!few) {
-#pragma omp barrier
-    }
+    if (!few) meet.wait(threads);
     return y;
   }
 
@@ -172,16 +172,17 @@ template <class T> struct Run {
       if (flags & ENTER) {
         T* y = norms(x, nullptr, l.norm, l.eps, l.offset, xn, priv, tid, threads, &sum);
         gemm_share<T, T>(qkv_share, threads, y, tokens, l.qkv, l.qkv_bias, width, H, qkv);
-#pragma omp barrier
+        meet.wait(threads);
         keep(sum, tid);
         heads(qkv, q, tid, threads);
       }
       if (flags & ATTEND) {
-#pragma omp barrier
-        attend(*step, q, (const T*)l.sinks, attn, parts, scratch);
+        meet.wait(threads);
+        attend(*step, q, (const T*)l.sinks, attn, parts, scratch, tid, threads);
+        meet.wait(threads);
         gemm_share<T, T>(o_share, threads, attn, tokens, l.o, l.o_bias, H, g.heads * g.dv, ao);
         if (l.post_norm && !(flags & MLP)) {
-#pragma omp barrier
+          meet.wait(threads);
           for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
             norm_row<T>(ao + t * H, (const T*)l.post_norm, ao + t * H, H, l.eps, l.offset);
         }
@@ -190,21 +191,18 @@ template <class T> struct Run {
     }
   }
 
-  void attend(const Step& st, const T* q, const T* sinks, T* attn, float* parts, float* scratch) {
+  void attend(const Step& st, const T* q, const T* sinks, T* attn, float* parts, float* scratch, long tid, long threads) {
     const Geometry& g = l.g;
-    long n0, n1;
+    long n0, n1, covered = st.query_start[st.requests];
+    if (tid == 0 && covered < tokens) memset((void*)(attn + covered * g.heads * g.dv), 0, (tokens - covered) * g.heads * g.dv * sizeof(T));
     while (attend_share.take(st.items * g.kv_heads, 1, &n0, &n1))
       attend_item<T>(g, st, st.plan[n0 / g.kv_heads], n0 % g.kv_heads, q, sinks, attn, parts, scratch);
-    long covered = st.query_start[st.requests];
-#pragma omp single
-    if (covered < tokens) memset((void*)(attn + covered * g.heads * g.dv), 0, (tokens - covered) * g.heads * g.dv * sizeof(T));
-    if (st.parts) {
-#pragma omp for schedule(static)
-      for (long i = 0; i < st.items * g.kv_heads; i++) {
-        const Item& item = st.plan[i / g.kv_heads];
-        if (item.spans > 1 && (i / g.kv_heads == 0 || st.plan[i / g.kv_heads - 1].request != item.request))
-          merge_item<T>(g, st, item, i % g.kv_heads, q, sinks, attn, parts);
-      }
+    if (!st.parts) return;
+    meet.wait(threads);
+    for (long i = tid; i < st.items * g.kv_heads; i += threads) {
+      const Item& item = st.plan[i / g.kv_heads];
+      if (item.spans > 1 && (i / g.kv_heads == 0 || st.plan[i / g.kv_heads - 1].request != item.request))
+        merge_item<T>(g, st, item, i % g.kv_heads, q, sinks, attn, parts);
     }
   }
 
@@ -212,9 +210,7 @@ template <class T> struct Run {
     long H = l.hidden, I = l.inner;
     const T *gu = (const T*)l.gate_up, *bias = (const T*)l.gate_up_bias;
     T* sum;
-    if (flags & ATTEND) {
-#pragma omp barrier
-    }
+    if (flags & ATTEND) meet.wait(threads);
     T* y = norms(add, flags & ATTEND ? l.post_norm : nullptr, l.mlp_norm, l.mlp_eps, l.mlp_offset, xn, priv, tid, threads, &sum);
     for (long p = 0; p < tokens; p += MLP_PANEL) {
       long M = tokens - p < MLP_PANEL ? tokens - p : MLP_PANEL, i0, i1;
@@ -227,11 +223,11 @@ template <class T> struct Run {
           gemm<T, float>(y + p * H, H, M, gu, I + i, I + i + n, H, bias, up, 16);
           for (long m = 0; m < M; m++) act_row<float, T>(gate + m * 16, up + m * 16, h + m * I + i, n, l.activation);
         }
-#pragma omp barrier
+      meet.wait(threads);
       if (tid == 0) up_share.reset();
       if (p == 0) keep(sum, tid);
       gemm_share<T, T>(down_share, threads, h, M, l.down, l.down_bias, H, I, out + p * H);
-#pragma omp barrier
+      meet.wait(threads);
       if (tid == 0) down_share.reset();
     }
     if (l.mlp_post_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from evener.contracts.ops import OpFunction, Use
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -49,6 +49,7 @@ def softcap(static: Mapping[str, Any], use: Use) -> OpFunction:
     cap = static["cap"]
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+        capped: torch.Tensor = torch.tanh(x.float() / cap) * cap
+        return capped.to(x.dtype)
 
     return run

@@ -11,7 +11,12 @@ from evener.contracts.ops import OpFunction, Use
 
 
 def route(static: Mapping[str, Any], use: Use) -> OpFunction:
-    top, sigmoid, renormalize, scale = static["top"], static["scoring"] == "sigmoid", static["renormalize"], static["scale"]
+    top, sigmoid, renormalize, scale = (
+        static["top"],
+        static["scoring"] == "sigmoid",
+        static["renormalize"],
+        static["scale"],
+    )
 
     def run(logits: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)

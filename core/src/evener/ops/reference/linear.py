@@ -16,6 +16,7 @@ class PlainPacking(Packing):
     """One contiguous [rows, columns] matrix in the compute type."""
 
     layout = "plain"
+    copies = False
 
     def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
         odd = [p.format.storage for p in parts if not p.format.plain]
@@ -29,7 +30,9 @@ class PlainPacking(Packing):
         pieces = [p.tensors["weight"].to(device=device, dtype=wanted) for p in parts]
         data = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         data = data.contiguous()
-        return PackedWeight(self.layout, (data.shape[0], data.shape[1]), data, data.nbytes, tuple(p.format for p in parts))
+        return PackedWeight(
+            self.layout, (data.shape[0], data.shape[1]), data, data.nbytes, tuple(p.format for p in parts)
+        )
 
 
 PLAIN = PlainPacking()

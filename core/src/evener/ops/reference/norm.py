@@ -14,11 +14,12 @@ def rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
     eps, offset = static["eps"], static["offset"]
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
+        wide: torch.Tensor = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         if offset:
             # Gemma multiplies before it rounds; the Llama family rounds first.
-            return (wide * (weight.float() + offset)).to(x.dtype)
+            wide = wide * (weight.float() + offset)
+            return wide.to(x.dtype)
         return wide.to(x.dtype) * weight
 
     return run
@@ -38,7 +39,7 @@ def layer_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
     eps = static["eps"]
 
     def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        wide = x.float()
+        wide: torch.Tensor = x.float()
         wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
         return (wide if bias is None else wide + bias.float()).to(x.dtype)

@@ -1,8 +1,8 @@
 """Greedy and random sampling, packed masks and log-probabilities.
 
-Noise is a function of (seed, position, token id) alone, so a request's tokens do not depend on its company or on the device. It uses int32
-arithmetic with wrap-around, which every device has. The hash is Chris Wellons' lowbias32; the choice by noise is the Gumbel-max trick
-(Gumbel 1954; Maddison et al. 2014): argmax(logit / temperature - log(-log(u))).
+Noise is a function of (seed, position, token id) alone, so a request's tokens do not depend on its company or on the
+device. It uses int32 arithmetic with wrap-around, which every device has. The hash is Chris Wellons' lowbias32; the
+choice by noise is the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): argmax(logit / temperature - log(-log(u))).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def filtered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Candidates of each row, best first: ids [R, n] and scores [R, n], -inf where a filter removed them.
 
-    ``scores`` are logits over temperature. top-k first, then top-p over what is left (the token that crosses the bound stays), then min-p
-    relative to the likeliest; the order of Hugging Face's warpers.
+    ``scores`` are logits over temperature. top-k first, then top-p over what is left (the token that crosses the bound
+    stays), then min-p relative to the likeliest; the order of Hugging Face's warpers.
     """
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(values.shape[1], device=values.device, dtype=torch.int32)[None]

@@ -1,4 +1,5 @@
-"""The reference state provider: plain paged keys and values, attended one request at a time in float32. Any device, any lengths."""
+"""The reference state provider: plain paged keys and values, attended one request at a time in float32. Any device, any
+lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class _Meta:
 
 
 def cut_page(storage: torch.Tensor, spec: StateSpec, block_size: int) -> tuple[torch.Tensor, ...]:
-    """The spec's tensors as views of a pool [blocks, page_bytes]: [blocks, block_size, *shape], or [blocks, *shape] for rows."""
+    """The spec's tensors as views of a pool [blocks, page_bytes]: [blocks, block_size, *shape], or [blocks, *shape] for
+    rows."""
     views, start = [], 0
     count = block_size if spec.per == "token" else 1
     for tensor in spec.tensors:
@@ -66,17 +68,15 @@ class ReferenceState(StateProvider):
         for view, value in zip(views, values, strict=True):
             view[meta.blocks, meta.offsets] = value.to(view.dtype)
 
-    def attend(
-        self, views: Any, meta: _Meta, query: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, views: Any, meta: _Meta, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         keys, values = views
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
         start = 0
-        for row, (count, length) in enumerate(
-            zip(meta.step.host_query_lens, meta.step.host_kv_lens, strict=True)
-        ):
+        for row, (count, length) in enumerate(zip(meta.step.host_query_lens, meta.step.host_kv_lens, strict=True)):
             if count:
-                out[start : start + count] = self._attend_one(keys, values, meta, row, query[start : start + count], length, sinks)
+                out[start : start + count] = self._attend_one(
+                    keys, values, meta, row, query[start : start + count], length, sinks
+                )
             start += count
         return out
 

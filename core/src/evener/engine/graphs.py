@@ -1,0 +1,136 @@
+"""Captured decode steps: every row adds one token and samples one, padded to a ladder of row counts.
+
+A capture is two segments over fixed addresses, forward and sample. What varies goes into one buffer of int32 arrays;
+padding rows use the tables' spare slot, whose blocks are all the null block. Whatever does not fit a capture runs
+eagerly, which is always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from evener.contracts.device import Device
+from evener.contracts.graph import GraphCapture, Replay
+from evener.engine.plan import Plan
+from evener.engine.step_layout import StepShape
+from evener.errors import EngineError
+
+if TYPE_CHECKING:
+    from evener.engine.runner import Runner
+
+_ARRAYS = ("positions", "token_slots", "kv_lens")
+
+
+@dataclass
+class _Captured:
+    """One size: its input buffer, its replays and where they leave the ids."""
+
+    buffer: torch.Tensor
+    replays: tuple[Replay, ...]
+    ids: torch.Tensor
+
+
+class DecodeGraphs:
+    """Captures sizes when they are first used.
+
+    Args:
+        capture: how the device captures.
+        sizes: row counts that may be captured, ascending; the device's ``max_captures`` counts segments.
+        spare_slot: a row of the tables that no request has.
+        length: longest sequence; captured attention is built for it.
+
+    Attributes:
+        notes: sizes that could not be captured, and why; for the manifest.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        device: Device,
+        capture: GraphCapture,
+        sizes: tuple[int, ...],
+        spare_slot: int,
+        length: int,
+    ) -> None:
+        self._runner, self._device, self._capture = runner, device, capture
+        self._sizes, self._spare, self._length = sizes, spare_slot, length
+        self._captured: dict[tuple[int, bool], _Captured | None] = {}
+        limit = device.capabilities.max_captures
+        self._left = None if limit is None else limit // 2
+        self.notes: list[str] = []
+
+    def run(self, plan: Plan) -> torch.Tensor | None:
+        """Run the plan from a capture: int32 ids of its rows. None: nothing was done, it must run eagerly."""
+        rows = len(plan.slots)
+        plain = len(plan.samples) == rows and max(plan.counts) == 1 and not plan.logprobs and not plan.copies
+        size = next((s for s in self._sizes if s >= rows), None) if plain else None
+        if size is None:
+            return None
+        captured = self._get(size, bool(plan.random))
+        if captured is None:
+            return None
+        self._runner.apply(plan)
+        self._fill(captured, plan, rows, size)
+        for replay in captured.replays:
+            if self._device.capabilities.graph_update:
+                replay.update()
+            replay()
+        return captured.ids[:rows]
+
+    def _fill(self, captured: _Captured, plan: Plan, rows: int, size: int) -> None:
+        host = np.zeros((len(_ARRAYS), size), dtype=np.int32)
+        host[0, :rows], host[1, :rows] = plan.starts, plan.slots
+        host[1, rows:] = self._spare
+        host[2] = host[0] + 1
+        captured.buffer.copy_(self._device.upload(host))
+
+    def _get(self, size: int, random: bool) -> _Captured | None:
+        key = (size, random)
+        if key not in self._captured:
+            self._captured[key] = self._try(size, random) if self._left != 0 else None
+        return self._captured[key]
+
+    def _try(self, size: int, random: bool) -> _Captured | None:
+        forward, sample, buffer, ids = self._segments(size, random)
+        # The first run of each builds what must not be built while capturing; it only touches the spare slot.
+        try:
+            replays = []
+            for segment in (forward, sample):
+                segment()
+                replays.append(self._capture.capture(segment))
+        except EngineError as error:
+            self.notes.append(f"decode of {size} rows runs eagerly: {error}")
+            return None
+        if self._left is not None:
+            self._left -= 1
+        return _Captured(buffer, tuple(replays), ids)
+
+    def _segments(
+        self, size: int, random: bool
+    ) -> tuple[Callable[[], None], Callable[[], None], torch.Tensor, torch.Tensor]:
+        runner, where = self._runner, self._device.torch_device
+        buffer = torch.zeros(len(_ARRAYS), size, dtype=torch.int32, device=where)
+        buffer[1], buffer[2] = self._spare, 1
+        positions, slots, lengths = buffer
+        every = torch.arange(size + 1, dtype=torch.int32, device=where)
+        parts = {"positions": positions, "token_slots": slots, "slots": slots, "kv_lens": lengths, "query_start": every}
+        shape = StepShape(size, size, 1, self._length, [1] * size, [self._length] * size)
+        logits = torch.zeros(size, runner.model.vocab_size, dtype=runner.logits_dtype, device=where)
+        ids = torch.zeros(size, dtype=torch.int32, device=where)
+
+        def forward() -> None:
+            step = runner.step(shape, parts)
+            logits.copy_(runner.logits(runner.model.forward(step), step))
+
+        def sample() -> None:
+            floats = runner.tables.floats.index_select(0, slots)
+            ints = runner.tables.ints.index_select(0, slots)
+            ids.copy_(runner.sampler.ids(logits, floats, ints, lengths, every[:size] if random else None))
+            runner.tables.tokens[slots, lengths] = ids
+
+        return forward, sample, buffer, ids

@@ -1,0 +1,64 @@
+"""A plan as arrays: positions, slots and offsets of one step, computed on the host in time that follows the step's own
+tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.contracts.device import Device
+from evener.engine.plan import Plan
+
+
+@dataclass
+class StepShape:
+    """The numbers of a step that the host knows; see ``evener.contracts.state.StateStep``."""
+
+    tokens: int
+    requests: int
+    max_query: int
+    max_kv: int
+    query_lens: Sequence[int]
+    kv_lens: Sequence[int]
+
+
+class StepLayout(StepShape):
+    """One upload a step: int32 arrays joined on the host, sliced on the device."""
+
+    def __init__(self, plan: Plan) -> None:
+        starts, counts = np.array(plan.starts, dtype=np.int32), np.array(plan.counts, dtype=np.int32)
+        slots = np.array(plan.slots, dtype=np.int32)
+        ends = starts + counts
+        super().__init__(
+            tokens=int(counts.sum()), requests=len(plan.slots), max_query=int(counts.max()), max_kv=int(ends.max()),
+            query_lens=plan.counts, kv_lens=ends.tolist(),
+        )  # fmt: skip
+        query_start = np.zeros(self.requests + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        if self.max_query == 1:
+            positions, token_slots = starts, slots
+        else:
+            inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
+            positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
+        picked = np.array(plan.samples, dtype=np.int32)
+        self.arrays: dict[str, np.ndarray[Any, Any]] = {
+            "positions": positions,
+            "token_slots": token_slots,
+            "query_start": query_start,
+            "kv_lens": ends,
+            "slots": slots,
+            "last": query_start[1:][picked] - 1,
+            "sample_slots": slots[picked],
+            "sample_positions": ends[picked],
+            "random": np.array(plan.random, dtype=np.int32),
+            "logprobs": np.array(plan.logprobs, dtype=np.int32),
+        }
+
+    def upload(self, device: Device) -> dict[str, torch.Tensor]:
+        """The arrays on the device, as slices of one tensor."""
+        whole = device.upload(np.concatenate(list(self.arrays.values())))
+        return dict(zip(self.arrays, whole.split([len(p) for p in self.arrays.values()]), strict=True))

@@ -1,0 +1,79 @@
+"""The fenced blocks of the documents, by what their info strings say of them.
+
+``file=PATH``     a file of an example package; a later block with the same path takes its place
+``smallest``      (beside ``file=``) the file belongs to the smallest version of the package
+``run``           a shell command or Python program that works as it stands
+``serve``         a shell command that serves until it is stopped; the document's ``client`` blocks talk to it
+``error=NAME``    what evener says when NAME happens
+``name=NAME``     output or data that a test compares with the real thing
+
+In blocks that are run, ``MODEL_DIR`` stands for a model folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from source_tree import ROOT
+
+DOCS = ROOT / "docs"
+_FENCE = re.compile(r"^```(\S*)[ \t]*(.*?)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, the words after it (``flags``), its ``key=value`` words, and its text."""
+
+    document: str
+    line: int
+    language: str
+    text: str
+    flags: frozenset[str] = frozenset()
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    """Every fenced block of ``document``, in order."""
+    source = document.read_text(encoding="utf-8")
+    for match in _FENCE.finditer(source):
+        words = match[2].split()
+        yield Block(
+            document=document.relative_to(ROOT).as_posix(),
+            line=source.count("\n", 0, match.start()) + 1,
+            language=match[1],
+            text=match[3],
+            flags=frozenset(word for word in words if "=" not in word),
+            values=dict(word.split("=", 1) for word in words if "=" in word),
+        )
+
+
+def documents() -> list[Path]:
+    """README, CONTRIBUTING and everything in ``docs``."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def package_files(document: Path, smallest: bool = False) -> dict[str, str]:
+    """The files that ``document`` shows, by path; of the smallest version, or the last version of each."""
+    found: dict[str, str] = {}
+    for block in blocks(document):
+        if "file" in block.values and (not smallest or "smallest" in block.flags):
+            found[block.values["file"]] = block.text
+    return found
+
+
+def named(document: Path, key: str) -> dict[str, str]:
+    """Texts of the blocks that have ``key=NAME``, by name."""
+    return {block.values[key]: block.text for block in blocks(document) if key in block.values}
+
+
+def write(files: Mapping[str, str], folder: Path) -> None:
+    """Write ``files`` below ``folder``."""
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
