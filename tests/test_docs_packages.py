@@ -1,4 +1,4 @@
-"""The two packages whose every line stands in the documents: installed by pip, found, chosen or refused, run, removed; and broken."""
+"""The two packages whose every line stands in the documents: installed by pip, found, chosen, run, removed; broken."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_the_model_gives_equal_tokens_on_the_backend_which_uses_its_kernel(place
     assert abacus["tokens"] == cpu["tokens"]
     assert {len(tokens) for tokens in abacus["tokens"]} == {16}
     assert abacus["info"]["device"] == "Abacus 0"
-    assert said["rows"] and max(said["rows"]) <= 64 * 4, "the kernel ran, and not on more tokens (of 4 heads) than it serves"
+    assert said["rows"] and max(said["rows"]) <= 64, "the kernel ran, and never on more tokens than it serves"
     rows = abacus["info"]["manifest"]["ops"]
     for shown in json.loads(named(BACKEND, "name")["manifest"]):
         assert any(shown.items() <= row.items() for row in rows), shown
@@ -215,10 +215,12 @@ def test_the_smallest_version_runs_the_model_on_the_reference(tmp_path: Path) ->
 def test_an_option_of_the_backend_is_checked_before_it_is_imported_and_reaches_its_hooks(place: Place) -> None:
     wrong = place.evener("config", place.haiku, "abacus.rod=8", **place.chip)
     assert wrong.returncode == 2 and says(wrong, "option")
-    code = (
-        "from evener import LLM; llm = LLM('haiku', load='dummy', backend='abacus', **{'abacus.rods': 8, 'infer.kv_memory': '4MiB'}); "
-        "print(*[r['buckets'] for r in llm.info['manifest']['ops'] if r['provider'] == 'abacus/bead_norm'])"
-    )
+    code = """
+from evener import LLM
+keys = {"abacus.rods": "8", "infer.kv_memory": "4MiB"}
+with LLM("haiku", load="dummy", backend="abacus", **keys) as llm:
+    print(*[row["buckets"] for row in llm.info["manifest"]["ops"] if row["provider"] == "abacus/bead_norm"])
+"""
     done = place.python("-c", code, **place.chip)
     assert done.stdout.strip() == "['1', '2', '3..4', '5..8']", done.stderr
 
@@ -226,7 +228,8 @@ def test_an_option_of_the_backend_is_checked_before_it_is_imported_and_reaches_i
 def test_the_model_passes_the_test_that_its_page_shows(place: Place) -> None:
     write({name: text for name, text in package_files(MODEL).items() if "/tests/" in name}, place.scratch)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:asyncio"]
-    done = place.python("-m", "pytest", *options, "evener-model-haiku/tests")
+    # Without a compiler on its path the CPU backend starts at once, on plain torch.
+    done = place.python("-m", "pytest", *options, "evener-model-haiku/tests", PATH="/nowhere")
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -240,8 +243,8 @@ def test_an_uninstalled_package_is_gone_without_trace(spoilt: Callable[..., Plac
     assert place.json("doctor", **place.chip)["backend"] == "cpu"
     done = place.evener("run", folder, "load=dummy", "request.prompt_tokens_len=3")
     assert done.returncode == 1 and says(done, "architecture", MODEL)
-    asked = place.evener("doctor", "--backend", "abacus")
-    assert "no backend 'abacus' is installed" in asked.stdout and "pip install evener-backend-abacus" in plain(asked.stdout)
+    asked = plain(place.evener("doctor", "--backend", "abacus").stdout)
+    assert "no backend 'abacus' is installed" in asked and "pip install evener-backend-abacus" in asked
 
 
 INIT, PROBE, DEVICE, HOOKS, KERNELS = (

@@ -7,11 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from evener_backend_cpu.composites import COMPOSITES
-from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import Native
-from evener_backend_cpu.primitives import PRIMITIVES
-from evener_backend_cpu.state import PagedState
 
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
@@ -24,6 +19,11 @@ from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
 from evener.resolution.resolver import Market, Offer, Resolver, load_reference
+from evener_backend_cpu.composites import COMPOSITES
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.native_library import Native
+from evener_backend_cpu.primitives import PRIMITIVES
+from evener_backend_cpu.state import PagedState
 
 DTYPES = ["float32", "bfloat16"]
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
@@ -104,7 +104,10 @@ def test_rotary_of_slices(device: CpuDevice, dtype: str, interleaved: bool, dim:
     static = {"head_dim": 64, "rotary_dim": dim, "interleaved": interleaved, "dtype": dtype}
     wide = noise(6, 64 * 5, dtype=dtype)
     q, k = wide[:, : 3 * 64].unflatten(1, (3, 64)), wide[:, 3 * 64 :].unflatten(1, (2, 64))
-    table, positions = RotaryConfig(dim)._angles(50, torch.device("cpu")), torch.tensor([0, 3, 49, 7, 7, 1], dtype=index)
+    table, positions = (
+        RotaryConfig(dim)._angles(50, torch.device("cpu")),
+        torch.tensor([0, 3, 49, 7, 7, 1], dtype=index),
+    )
     want = reference("rotary", static)(positions, q.clone(), k.clone(), table)
     for a, b in zip(built(device, "rotary", static)(positions, q, k, table), want, strict=True):
         close(a, b, dtype)
@@ -133,16 +136,29 @@ def test_greedy_takes_the_lowest_id_of_a_tie(device: CpuDevice, dtype: str) -> N
 class Model:
     """One or two declared decoder layers with weights and pages, resolved with or without this backend's kernels."""
 
-    def __init__(self, device: CpuDevice, dtype: str, attention: AttentionConfig, mlp: MLPConfig, ops: set[str], native: bool,
-                 offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        device: CpuDevice,
+        dtype: str,
+        attention: AttentionConfig,
+        mlp: MLPConfig,
+        ops: set[str],
+        native: bool,
+        offset: float = 0.0,
+    ) -> None:
         self.builder = Builder(dtype, 1024)
         self.layers = [DecoderLayer(self.builder, f"layers.{i}", 96, attention, mlp, 1e-5, offset) for i in range(2)]
         kernels = [kind(device) for kind in (*PRIMITIVES, *COMPOSITES) if kind.op in ops]
         self.state = PagedState(device) if native else ReferenceState()
         offers = [Offer(k, "cpu", "0") for k in kernels] if native else []
         market = Market(
-            schemas=SCHEMAS, kernels=offers, states=[Offer(self.state, "cpu", "0")], reference_state=ReferenceState(),
-            reference_packing=PLAIN, device=device.capabilities, buckets=[Bucket(1, 512)],
+            schemas=SCHEMAS,
+            kernels=offers,
+            states=[Offer(self.state, "cpu", "0")],
+            reference_state=ReferenceState(),
+            reference_packing=PLAIN,
+            device=device.capabilities,
+            buckets=[Bucket(1, 512)],
         )
         self.resolver = Resolver(market)
         self.resolver.states(self.builder.slots)
@@ -170,13 +186,22 @@ class Model:
         table = torch.arange(1, 25, dtype=torch.int32).view(len(now), -1)
         rows = list(enumerate(zip(before, now, strict=True)))
         positions = torch.cat([torch.arange(b, b + n) for _, (b, n) in rows])
-        slots = torch.cat([table[r, torch.arange(b, b + n) // 16] * 16 + torch.arange(b, b + n) % 16 for r, (b, n) in rows])
+        slots = torch.cat(
+            [table[r, torch.arange(b, b + n) // 16] * 16 + torch.arange(b, b + n) % 16 for r, (b, n) in rows]
+        )
         lengths = [b + n for b, n in zip(before, now, strict=True)]
         step = StateStep(
-            tokens=sum(now), requests=len(now), max_query=max(now), max_kv=max(lengths),
+            tokens=sum(now),
+            requests=len(now),
+            max_query=max(now),
+            max_kv=max(lengths),
             query_start=torch.tensor([0, *torch.tensor(now).cumsum(0).tolist()], dtype=torch.int32),
-            kv_lens=torch.tensor(lengths, dtype=torch.int32), positions=positions, slot_mapping=slots, block_table=table,
-            host_query_lens=now, host_kv_lens=lengths,
+            kv_lens=torch.tensor(lengths, dtype=torch.int32),
+            positions=positions,
+            slot_mapping=slots,
+            block_table=table,
+            host_query_lens=now,
+            host_kv_lens=lengths,
         )
         slot = self.builder.slots[0]
         meta = self.state.prepare(step, slot.spec, slot.attention, 16)
@@ -193,10 +218,24 @@ class Model:
 
 ATTENTIONS = {
     "plain": {"heads": 9, "kv_heads": 3, "head_dim": 64, "rotary": RotaryConfig(64)},
-    "gemma": {"heads": 2, "kv_heads": 1, "head_dim": 32, "rotary": RotaryConfig(32), "qk_norm": True, "post_norm": "post",
-              "window": 24, "softcap": 20.0},
-    "biases": {"heads": 4, "kv_heads": 4, "head_dim": 16, "rotary": RotaryConfig(8, interleaved=True), "qkv_bias": True,
-               "o_bias": True},
+    "gemma": {
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 32,
+        "rotary": RotaryConfig(32),
+        "qk_norm": True,
+        "post_norm": "post",
+        "window": 24,
+        "softcap": 20.0,
+    },
+    "biases": {
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 16,
+        "rotary": RotaryConfig(8, interleaved=True),
+        "qkv_bias": True,
+        "o_bias": True,
+    },
 }
 MLPS = {
     "plain": {"inner": 160},

@@ -1,4 +1,4 @@
-"""The provider "cpu.paged" against the reference provider, and its promises: lengths in any mix, dirty memory, company."""
+"""The provider "cpu.paged" against the reference provider: lengths in any mix, dirty memory, and company."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import Native
-from evener_backend_cpu.state import PagedState
 
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
 from evener.ops.reference.state import ReferenceState
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.native_library import Native
+from evener_backend_cpu.state import PagedState
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
@@ -126,13 +126,22 @@ CASES = [
     {"requests": [(700, 1), (200, 90), (0, 33)], "window": 100, "block_size": 32},
     {"requests": [(700, 1), (50, 60)], "window": 16},
     {"requests": [(90, 1), (0, 40)], "softcap": 5.0, "heads": 8, "kv_heads": 8, "head_dim": 80, "value_dim": 48},
-    {"requests": [(400, 1), (90, 1), (0, 40)], "sinks": True, "heads": 12, "kv_heads": 2, "head_dim": 16, "value_dim": 32},
+    {
+        "requests": [(400, 1), (90, 1), (0, 40)],
+        "sinks": True,
+        "heads": 12,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "value_dim": 32,
+    },
 ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_equals_the_reference_on_pages_full_of_nan(device: CpuDevice, case: dict[str, Any], dtype: str) -> None:
+def test_attention_equals_the_reference_on_pages_full_of_nan(
+    device: CpuDevice, case: dict[str, Any], dtype: str
+) -> None:
     made = Case(**case, dtype=dtype)
     provider = PagedState(device)
     assert provider.supports(made.spec, made.attention, device.capabilities) is None
@@ -143,7 +152,9 @@ def test_attention_equals_the_reference_on_pages_full_of_nan(device: CpuDevice, 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_result_does_not_depend_on_company_chunks_or_threads(device: CpuDevice, dtype: str, window: int | None) -> None:
+def test_a_result_does_not_depend_on_company_chunks_or_threads(
+    device: CpuDevice, dtype: str, window: int | None
+) -> None:
     provider = PagedState(device)
     company = Case(requests=[(70, 300), (700, 1), (0, 20)], dtype=dtype, window=window)
     together, _ = run(company, provider)
@@ -181,9 +192,13 @@ def test_tokens_that_belong_to_no_request_attend_to_nothing(device: CpuDevice) -
     case = Case(requests=[(0, 5)])
     provider = PagedState(device)
     table, blocks = case.tables()
-    views = provider.bind(torch.zeros(blocks, provider.bytes_per_block(case.spec, 16), dtype=torch.uint8), case.spec, 16)
+    views = provider.bind(
+        torch.zeros(blocks, provider.bytes_per_block(case.spec, 16), dtype=torch.uint8), case.spec, 16
+    )
     step = case.step(table, [0], [5])
-    padded = StateStep(**{**step.__dict__, "tokens": 8, "slot_mapping": torch.nn.functional.pad(step.slot_mapping, (0, 3))})
+    padded = StateStep(
+        **{**step.__dict__, "tokens": 8, "slot_mapping": torch.nn.functional.pad(step.slot_mapping, (0, 3))}
+    )
     meta = provider.prepare(padded, case.spec, case.attention, 16)
     query, keys, values = (torch.randn(8, n, 64) for n in (9, 3, 3))
     provider.write(views, meta, keys, values)
@@ -198,7 +213,9 @@ def test_tokens_that_belong_to_no_request_attend_to_nothing(device: CpuDevice) -
         ({"heads": 8}, "evenly"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_with_the_reason(device: CpuDevice, change: dict[str, Any], reason: str) -> None:
+def test_what_it_cannot_serve_is_refused_with_the_reason(
+    device: CpuDevice, change: dict[str, Any], reason: str
+) -> None:
     case = Case(requests=[(0, 1)], **change)
     refusal = PagedState(device).supports(case.spec, case.attention, device.capabilities)
     assert refusal is not None and reason in refusal

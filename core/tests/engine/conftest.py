@@ -13,8 +13,8 @@ import pytest
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.engine.controller import Controller
-from evener.engine.kinds import BUILTIN_KINDS
-from evener.engine.messages import Abort, Dead, Finished, FromController, NewRequest, Ready, Tokens, ToController
+from evener.builtin.kinds import BUILTIN_KINDS
+from evener.engine.messages import Abort, Dead, Finish, Finished, FromController, NewRequest, Ready, Tokens, ToController
 from evener.engine.scheduler import Scheduler
 from evener.engine.state import StateManager
 from evener.testing.installed import install_reference_backend
@@ -103,11 +103,12 @@ def shrink_pool() -> Callable[[Controller, int], None]:
 
 @pytest.fixture
 def play() -> Play:
-    """``play(controller, messages, aborts={"a": 3})``: run to the end; ``aborts`` are sent once that many tokens were seen."""
+    """``play(controller, messages, aborts={"a": 3})``: run to the end; aborts (or Finish) are sent once that many tokens were seen."""
 
     def run(
         controller: Controller, messages: Sequence[ToController], aborts: Mapping[str, int] | None = None,
-        arrivals: Mapping[str, int] | None = None, steps: int = 5000,
+        arrivals: Mapping[str, int] | None = None, how: type[Abort] | type[Finish] = Abort,
+        steps: int = 5000,
     ) -> Played:  # fmt: skip
         played, waiting = Played(), dict(aborts or {})
         later = [(arrivals or {}).get(m.id, 0) if isinstance(m, NewRequest) else 0 for m in messages]
@@ -119,7 +120,7 @@ def play() -> Play:
             for name, count in list(waiting.items()):
                 if len(played.tokens.get(name, [])) >= count:
                     del waiting[name]
-                    played.see(controller.handle([Abort(name)]))
+                    played.see(controller.handle([how(name)]))
         raise AssertionError(f"{controller.scheduler.open} requests are open after {steps} steps")
 
     return run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from evener.engine.controller import Controller
-from evener.engine.messages import NewRequest, Sampling
+from evener.engine.messages import Finish, NewRequest, Sampling
 from evener.engine.plan import Plan, StepResult
 from evener.engine.runner import PendingStep, Runner
 from evener.errors import ConfigError, EngineError
@@ -80,7 +80,7 @@ def depths(make_config: Any, play: Any, shrink_pool: Any) -> Callable[..., tuple
 
 
 def test_depths_agree_with_the_naive_engine_on_mixed_steps_and_prefix_hits(make_config: Any, depths: Any) -> None:
-    messages = requests()
+    messages = requests(6)
     played, controllers = depths(messages, arrivals=arriving(messages))
     assert played[0].tokens == played[1].tokens == played[2].tokens
     for controller in controllers:
@@ -102,8 +102,9 @@ def test_depths_agree_on_random_requests_and_their_log_probabilities(depths: Any
 
 
 def test_depths_agree_under_preemption(depths: Any) -> None:
-    messages = requests(sampling=WARM)
-    played, controllers = depths(messages, blocks=5)
+    prompts = {name: [ord(name), *range(13)] for name in "abcd"}
+    messages = [NewRequest(id=name, prompt=prompt, max_tokens=24, sampling=WARM) for name, prompt in prompts.items()]
+    played, controllers = depths(messages, blocks=6)
     assert played[0].tokens == played[1].tokens == played[2].tokens
     assert all(c.scheduler.stats.preemptions > 0 for c in controllers)
     roomy, _ = depths(messages, depths=(1,))
@@ -235,3 +236,14 @@ def test_a_result_is_not_ready_before_more_was_submitted_and_cannot_be_waited_fo
 def test_the_strict_executor_wants_the_delayed_device(make_config: Any) -> None:
     with pytest.raises(ConfigError, match=r"set backend=reference and reference\.delay=true"):
         strict_controller(make_config())
+
+
+@pytest.mark.parametrize("index", [2, 6])
+def test_depths_agree_up_to_the_token_at_which_the_front_end_found_a_stop_string(depths: Any, index: int) -> None:
+    messages = requests()
+    free, _ = depths(messages, depths=(1,))
+    played, _ = depths(messages, aborts={"r1": index}, how=Finish)
+    for one in played:
+        assert one.reasons()["r1"] == "stop"
+        assert index <= len(one.tokens["r1"]) and one.tokens["r1"] == free[0].tokens["r1"][: len(one.tokens["r1"])]
+        assert all(one.tokens[name] == free[0].tokens[name] for name in ("r0", "r2", "r3"))

@@ -15,7 +15,7 @@ import pytest
 from evener.contracts.state import StateSpec, StateTensor
 from evener.engine.controller import Controller
 from evener.engine.executor import Executor
-from evener.engine.kinds import BUILTIN_KINDS
+from evener.builtin.kinds import BUILTIN_KINDS
 from evener.engine.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
 from evener.engine.plan import Plan, StepResult
 from evener.engine.scheduler import Scheduler

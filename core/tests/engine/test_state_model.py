@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from evener.contracts.state import StateSpec, StateTensor
 from evener.engine.blocks import BlockPool
-from evener.engine.kinds import BUILTIN_KINDS
+from evener.builtin.kinds import BUILTIN_KINDS
 from evener.engine.state import BlockTable, StateManager
 from evener.errors import UnknownNameError
 from hypothesis import HealthCheck, settings

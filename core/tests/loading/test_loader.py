@@ -36,23 +36,18 @@ class Tiny(CausalLM):
         return MLPConfig(inner=config["intermediate_size"])
 
 
-class Kept(PlainPacking):
-    """Says what it does: a part of the compute type stays where it is."""
-
-    copies = False
-
-
 class Blocked(PlainPacking):
     """Always makes a copy."""
 
     layout = "blocked"
+    copies = True
 
     def pack(self, parts: Any, dtype: str, device: torch.device) -> Any:
         packed = super().pack(parts, dtype, device)
         return type(packed)(self.layout, packed.shape, (packed.data.clone(),), packed.nbytes, packed.formats)
 
 
-PACKINGS = {"plain": Kept(), "blocked": Blocked()}
+PACKINGS = {"plain": PlainPacking(), "blocked": Blocked()}
 
 
 def declare(config: Mapping[str, Any], dtype: str = "bfloat16", headers: Any = None, layout: str = "plain") -> Builder:

@@ -21,7 +21,6 @@ descriptor = Descriptor(
         "compiler": Option(
             type=str, default=None, help="C++ compiler; default: the first found of $CXX, g++, clang++ and c++."
         ),
-        "huge_pages": Option(type=bool, default=True, help="Ask the system for huge pages under the weights."),
     },
     ops=(
         "linear",

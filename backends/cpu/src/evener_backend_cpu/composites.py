@@ -12,7 +12,6 @@ from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
-from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import Layer
 from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
 from evener_backend_cpu.state import LAYOUT, MAX_HEAD_DIM, PagedMeta, PagedViews
@@ -24,8 +23,8 @@ _NO_MEMORY = "no memory for a layer's scratch; lower infer.step_tokens or infer.
 class _Site:
     """One call site: the C struct of its sizes, and of the addresses of the weights that it was called with last."""
 
-    def __init__(self, device: CpuDevice, attention: Mapping[str, Any] | None, mlp: Mapping[str, Any] | None) -> None:
-        self._device, self._attention_static, self.struct = device, attention, Layer()
+    def __init__(self, attention: Mapping[str, Any] | None, mlp: Mapping[str, Any] | None) -> None:
+        self._attention_static, self.struct = attention, Layer()
         self.address = ctypes.addressof(self.struct)
         self._key: tuple[Any, ...] = (None, None, None)
         self._kept: list[torch.Tensor] = []
@@ -62,9 +61,6 @@ class _Site:
             return None
         tensor: torch.Tensor = value.data if isinstance(value, PackedWeight) else value
         assert tensor.is_contiguous(), "plain packing and the loader give contiguous weights"
-        if isinstance(value, PackedWeight) and self._device.huge_pages:
-            native = self._device.native
-            native.collapse(tensor.data_ptr(), tensor.nbytes)  # type: ignore[union-attr]
         self._kept.append(tensor)
         return tensor.data_ptr()
 
@@ -95,7 +91,7 @@ class _Composite(NativeKernel):
         return None
 
     def workspace(self, call: OpCall) -> int:
-        site = _Site(self.device, *self._parts(call.static))
+        site = _Site(*self._parts(call.static))
         scratch = self.native.function("scratch", call.static["dtype"])
         return int(scratch(site.address, call.bucket.high, 0, self.device.threads))
 
@@ -112,7 +108,7 @@ class NativeDecoderLayer(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("layer", call.static["dtype"])
-        site, flags = _Site(device, *self._parts(call.static)), self.flags
+        site, flags = _Site(*self._parts(call.static)), self.flags
         bind = site.bind
 
         def run(
@@ -152,7 +148,7 @@ class NativeAttentionBlock(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("layer", call.static["dtype"])
-        site, flags = _Site(device, *self._parts(call.static)), self.flags
+        site, flags = _Site(*self._parts(call.static)), self.flags
 
         def run(
             x: torch.Tensor,
@@ -190,7 +186,7 @@ class NativeNormQkvRotaryWrite(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         device, function, static = self.device, self.native.function("layer", call.static["dtype"]), call.static
-        site, heads, dim = _Site(device, *self._parts(static)), static["heads"], static["head_dim"]
+        site, heads, dim = _Site(*self._parts(static)), static["heads"], static["head_dim"]
         last: list[Any] = [None]
 
         def run(
@@ -238,7 +234,7 @@ class NativeMlpBlock(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("layer", call.static["dtype"])
-        site = _Site(device, *self._parts(call.static))
+        site = _Site(*self._parts(call.static))
 
         def run(x: torch.Tensor, residual: torch.Tensor, weights: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
             if function(

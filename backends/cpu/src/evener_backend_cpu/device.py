@@ -56,11 +56,6 @@ class CpuDevice(Device):
                 )
         return self._native
 
-    @property
-    def huge_pages(self) -> bool:
-        """Whether weights should lie on huge pages."""
-        return bool(self._options.get("huge_pages", True))
-
     def select(self) -> None:
         # OpenMP's thread count belongs to the calling thread, so the thread that runs the steps sets its own.
         torch.set_num_threads(self.threads)

@@ -105,8 +105,6 @@ class Native:
         self._functions: dict[tuple[str, str], Any] = {}
         self.plan = self._library.evener_plan
         self.plan.restype, self.plan.argtypes = _I, (_P, _P, _P, _I, _P, _P)
-        self._collapse = self._library.evener_collapse
-        self._collapse.restype, self._collapse.argtypes = ctypes.c_int, (_P, _I)
 
     def function(self, name: str, dtype: str) -> Any:
         """Kernel ``name`` for a dtype of ``DTYPES``; takes addresses and integers."""
@@ -115,10 +113,6 @@ class Native:
             function = self._functions[name, dtype] = getattr(self._library, f"evener_{name}_{_SUFFIXES[dtype]}")
             function.restype, function.argtypes = _SIGNATURES[name]
         return function
-
-    def collapse(self, address: int, nbytes: int) -> bool:
-        """Ask for huge pages under this memory; False where the system has none to give. Contents stay as they are."""
-        return bool(self._collapse(address, nbytes) == 0)
 
 
 DTYPES = frozenset(_SUFFIXES)

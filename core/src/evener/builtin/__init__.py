@@ -3,8 +3,8 @@ scheme."""
 
 from __future__ import annotations
 
+from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.descriptor import Descriptor
-from evener.engine.kinds import BUILTIN_KINDS
 from evener.ops.schemas import BUILTIN
 from evener.plugins.discover import Builtin
 

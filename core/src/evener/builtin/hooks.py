@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import OpSchema
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
-from evener.engine.kinds import BUILTIN_KINDS
 from evener.loading.scheme import Unquantized
 from evener.ops.schemas import BUILTIN
 

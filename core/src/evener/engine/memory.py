@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from evener.contracts.device import MemoryInfo
 from evener.contracts.quant import DTYPE_BYTES
-from evener.engine.geometry import Geometry
 from evener.errors import MemoryPlanError
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
@@ -78,38 +77,57 @@ def activation_bytes(build: Builder, step_tokens: int, rows: int, vocab: int) ->
     return step_tokens * (_HIDDEN_COPIES * hidden + _INNER_COPIES * inner) * element + rows * vocab * (element + 4)
 
 
-def plan_memory(
-    *, weights: WeightEstimate, rows_bytes: int, workspace: int, geometry: Geometry, memory: MemoryInfo,
-    kv_bytes: int | None, useful_blocks: int, least_blocks: int, max_seq_len: int,
-) -> MemoryPlan:  # fmt: skip
-    """Divide the memory; state gets ``kv_bytes``, or what is left when None, but no more than ``useful_blocks``.
+@dataclass(frozen=True)
+class Demand:
+    """What has to fit beside the state, and what the state is good for.
 
-    Args:
-        rows_bytes: the engine's device tables.
-        useful_blocks: blocks that all slots can hold at once.
-        least_blocks: blocks that one request of ``max_seq_len`` needs.
+    Attributes:
+        weights: as estimated from headers and packings.
+        rows: bytes of the engine's device tables; workspace: bytes of the largest step's scratch.
+        block_bytes: bytes of one block over all layers.
+        useful: blocks that all slots can hold at once; least: blocks that one request of ``max_seq_len`` needs.
+    """
+
+    weights: WeightEstimate
+    rows: int
+    workspace: int
+    block_bytes: int
+    useful: int
+    least: int
+    max_seq_len: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes beside the state."""
+        return self.weights.counted + self.rows + self.workspace
+
+
+def plan_memory(demand: Demand, memory: MemoryInfo, kv_bytes: int | None) -> MemoryPlan:
+    """Divide the memory; state gets ``kv_bytes``, or what is left when None, but no more than is useful.
 
     Raises:
         MemoryPlanError: it does not fit; with the numbers and what to change.
     """
-    fixed = weights.counted + rows_bytes + workspace
-    left = memory.free - fixed
-    block_bytes = max(1, geometry.block_bytes)
+    left = memory.free - demand.fixed
     budget = left if kv_bytes is None else kv_bytes
-    blocks = min(max(0, budget) // block_bytes, useful_blocks + 1)
-    state = blocks * block_bytes
-    copies = sum(second.nbytes for second in weights.second_copies)
+    blocks = min(max(0, budget) // demand.block_bytes, demand.useful + 1)
+    copies = sum(second.nbytes for second in demand.weights.second_copies)
     plan = MemoryPlan(
-        weights.counted, copies, weights.mapped, rows_bytes, workspace, state, blocks, block_bytes, memory.free
-    )
-    if blocks < least_blocks + 1 or state > left:
-        need = (least_blocks + 1) * block_bytes
-        smaller = max(1, max_seq_len // 2)
-        raise MemoryPlanError(
-            f"the model does not fit: {fixed / GIB:.2f} GiB for weights, tables and workspace and {need / GIB:.2f} GiB "
-            f"for one request of infer.max_seq_len={max_seq_len}, but {memory.free / GIB:.2f} GiB are free"
-            + (f" and infer.kv_memory allows {kv_bytes / GIB:.2f} GiB for state" if kv_bytes is not None else "")
-            + f"; lower infer.max_seq_len (try infer.max_seq_len={smaller}), infer.max_reqs or infer.step_tokens, or "
-            "raise infer.kv_memory\n" + "\n".join(plan.lines())
-        )
+        weights=demand.weights.counted, copies=copies, mapped=demand.weights.mapped, tables=demand.rows,
+        workspace=demand.workspace, state=blocks * demand.block_bytes, blocks=blocks, block_bytes=demand.block_bytes,
+        free=memory.free,
+    )  # fmt: skip
+    if blocks < demand.least + 1 or plan.state > left:
+        raise MemoryPlanError(_does_not_fit(demand, memory, kv_bytes) + "\n" + "\n".join(plan.lines()))
     return plan
+
+
+def _does_not_fit(demand: Demand, memory: MemoryInfo, kv_bytes: int | None) -> str:
+    need, length = (demand.least + 1) * demand.block_bytes, demand.max_seq_len
+    allowed = f" and infer.kv_memory allows {kv_bytes / GIB:.2f} GiB for state" if kv_bytes is not None else ""
+    return (
+        f"the model does not fit: {demand.fixed / GIB:.2f} GiB for weights, tables and workspace and {need / GIB:.2f} "
+        f"GiB for one request of infer.max_seq_len={length}, but {memory.free / GIB:.2f} GiB are free{allowed}; lower "
+        f"infer.max_seq_len (try infer.max_seq_len={max(2, length // 2)}), infer.max_reqs or infer.step_tokens, or "
+        "change infer.kv_memory"
+    )

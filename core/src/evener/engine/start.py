@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
 from evener.contracts.state import StateKind
 from evener.engine.client import EngineClient
 from evener.engine.controller import Controller
 from evener.engine.executor import Executor, InlineExecutor
-from evener.engine.kinds import BUILTIN_KINDS
 from evener.engine.messages import Ready
 from evener.engine.scheduler import Scheduler
 from evener.engine.search import Search

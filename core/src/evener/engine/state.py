@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from evener.contracts.state import StateKind, StateSpec
 from evener.engine.blocks import BlockPool
-from evener.engine.kinds import longest_prefix
 from evener.errors import UnknownNameError
 
 
@@ -189,3 +188,13 @@ class StateManager:
             parent = table.digests[-1] if table.digests else table.salt
             ids = array("i", tokens[column * size : (column + 1) * size]).tobytes()
             table.digests.append(hashlib.sha256(parent + ids).digest())
+
+
+def longest_prefix(kind: StateKind, spec: StateSpec, cached: Sequence[bool], block_size: int) -> int:
+    """The largest n such that all of the first n blocks that token ``n * block_size`` can read are cached."""
+    best = run = 0
+    for end, found in enumerate(cached, 1):
+        run = run + 1 if found else 0
+        if run >= end - kind.first_live_block(spec, end * block_size, block_size):
+            best = end
+    return best

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
 from typing import Any
 
-from evener.config.resolve import ResolvedConfig
 from evener.config.schema import Config
 from evener.engine.assembly import Assembly, assemble
 from evener.engine.device_tables import DeviceTables
 from evener.engine.graphs import DecodeGraphs
-from evener.engine.memory import MemoryPlan, activation_bytes, plan_memory
+from evener.engine.memory import MemoryPlan
 from evener.engine.messages import Sampling
 from evener.engine.plan import Admission, Plan, TableUpdate
+from evener.engine.provision import provision
 from evener.engine.runner import PendingStep, Runner
 from evener.engine.search import Search
-from evener.engine.state import StateManager
 from evener.engine.worker_facts import WorkerFacts
 from evener.loading.dummy import load_dummy
-from evener.loading.estimate import estimate_weights
 from evener.loading.loader import WeightBytes, load_weights
 from evener.resolution.buckets import token_buckets
 
 __all__ = ["PendingStep", "Worker", "WorkerFacts"]
+
+log = logging.getLogger("evener.worker")
+#: Of the memory that a warm-up leaves, how much state may take; allocators round up and libraries keep some back.
+_MEASURED_SHARE = 0.95
 
 
 class Worker:
@@ -34,24 +38,26 @@ class Worker:
 
     def __init__(self, config: Config, search: Search, serving: bool = False) -> None:
         began = time.monotonic()
-        self._assembly = a = assemble(config, search, serving)
-        self.config: ResolvedConfig = a.config
-        plan = self._plan_memory(a)
+        a = assemble(config, search, serving)
+        resolved, plan = provision(a)
+        self._assembly = a = replace(a, config=resolved)
         loaded = self._load(a, config)
-        tables = DeviceTables(
-            a.device, a.config.max_reqs, a.config.max_seq_len, len(a.geometry.groups), a.geometry.block_size
-        )
+        length, size = resolved.max_seq_len, a.geometry.block_size
+        tables = DeviceTables(a.device, resolved.max_reqs, length, len(a.geometry.groups), size)
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, resolved.dtype)
+        if resolved.kv_memory is None:
+            plan = self._measure(a, plan)
         self._pool = a.geometry.bind(plan.blocks, a.device)
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.config.dtype)
         self._use_graphs(a)
-        self._warm_up()
+        self._warm_up(1)
+        self._report(a, plan, loaded)
         self.facts = WorkerFacts(
             specs=[g.spec for g in a.geometry.groups],
             blocks=plan.blocks,
-            block_size=a.geometry.block_size,
-            max_reqs=a.config.max_reqs,
-            max_seq_len=a.config.max_seq_len,
-            step_tokens=a.config.step_tokens,
+            block_size=size,
+            max_reqs=resolved.max_reqs,
+            max_seq_len=length,
+            step_tokens=resolved.step_tokens,
             info=self._info(a, plan, loaded, time.monotonic() - began),
         )
 
@@ -64,32 +70,15 @@ class Worker:
         """Submit one step."""
         return self.runner.execute(plan)
 
-    def _plan_memory(self, a: Assembly) -> MemoryPlan:
-        c = a.config
-        state = StateManager([g.spec for g in a.geometry.groups], a.kinds, a.geometry.block_size, 1)
-        least = state.blocks_for(c.max_seq_len, min(c.step_tokens, c.max_seq_len))
-        columns = -(-c.max_seq_len // a.geometry.block_size)
-        rows = (c.max_reqs + 1) * (4 * (c.max_seq_len + 1) + 20 + 4 * columns * len(a.geometry.groups))
-        scratch = sum({
-            g.provider.workspace(g.spec, g.attention, c.step_tokens, c.max_seq_len) for g in a.geometry.groups
-        })  # fmt: skip
-        return plan_memory(
-            weights=estimate_weights(
-                a.build.weights,
-                a.resolver.packings_by_layout,
-                a.checkpoint.headers or None,
-                a.scheme,
-                mappable=a.device.capabilities.host_memory,
-            ),
-            rows_bytes=rows,
-            workspace=scratch + activation_bytes(a.build, c.step_tokens, c.max_reqs, a.model.vocab_size),
-            geometry=a.geometry,
-            memory=a.device.memory(),
-            kv_bytes=c.kv_memory,
-            useful_blocks=c.max_reqs * least,
-            least_blocks=least,
-            max_seq_len=c.max_seq_len,
-        )
+    def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
+        """State gets what is left after a step at the largest bucket over one block of pool, not an estimate."""
+        a.geometry.bind(1, a.device)
+        self._warm_up(min(a.config.step_tokens, a.config.max_seq_len))
+        left = int(a.device.memory().free * _MEASURED_SHARE)
+        blocks = min(plan.blocks, left // plan.block_bytes)
+        if blocks < plan.blocks:
+            log.info("state gets %d blocks instead of %d: a warm-up left %d MiB", blocks, plan.blocks, left >> 20)
+        return replace(plan, blocks=blocks, state=blocks * plan.block_bytes)
 
     def _load(self, a: Assembly, config: Config) -> WeightBytes:
         where = a.device.torch_device
@@ -120,20 +109,30 @@ class Worker:
         self.runner.use_graphs(graphs)
         a.resolver.manifest.notes.append(f"decode steps of up to {sizes[-1]} rows are captured by {offer.package}")
 
-    def _warm_up(self) -> None:
-        """One step of one token: kernels are built and first-call costs are paid before the first request. It writes to
-        block 0."""
+    def _warm_up(self, tokens: int) -> None:
+        """One step of so many tokens, over the null block: kernels are built and first-call costs are paid before the
+        first request."""
         a = self._assembly
-        one = Plan(
+        columns = -(-tokens // a.geometry.block_size)
+        step = Plan(
             id=-1,
-            admissions=[Admission(0, [0], Sampling(temperature=0.0))],
-            updates=[TableUpdate(0, 0, [[0]] * len(a.geometry.groups))],
+            admissions=[Admission(0, [0] * tokens, Sampling(temperature=0.0))],
+            updates=[TableUpdate(0, 0, [[0] * columns] * len(a.geometry.groups))],
             slots=[0],
             starts=[0],
-            counts=[1],
+            counts=[tokens],
             samples=[0],
         )
-        self.execute(one).wait()
+        self.execute(step).wait()
+
+    def _report(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes) -> None:
+        """The log's account of the start: memory, estimated and measured, and what runs on the reference."""
+        for line in plan.lines():
+            log.info("memory: %s", line)
+        log.info("memory: weights estimated %d, measured %d bytes", plan.weights, loaded.counted)
+        if a.config.config.max_fallback == "listed":
+            for op in sorted({c.op for c in a.resolver.manifest.fallbacks()}):
+                log.warning("only the reference serves %s here", op)
 
     def _info(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes, seconds: float) -> dict[str, Any]:
         b = a.loaded.backend

@@ -16,11 +16,13 @@ from evener.errors import EngineError
 
 _POISON = -0x5A5A5A5
 _ATEN = torch.ops.aten
-#: Ops through which a step would wait for the device, because their result's shape or a Python value depends on its data.
+#: Ops through which a step would wait for the device, because their result's shape or a Python value depends on its data. In inference
+#: mode an op that is made of others arrives here whole, so those are named too.
 _SYNCHRONIZING = {
-    _ATEN._local_scalar_dense.default, _ATEN.is_nonzero.default, _ATEN.equal.default, _ATEN.nonzero.default,
-    _ATEN.masked_select.default, _ATEN._unique2.default, _ATEN.unique_dim.default, _ATEN.unique_consecutive.default,
-    _ATEN.bincount.default, _ATEN.allclose.default,
+    _ATEN._local_scalar_dense.default, _ATEN.item.default, _ATEN.is_nonzero.default, _ATEN.equal.default, _ATEN.allclose.default,
+    _ATEN.nonzero.default, _ATEN.nonzero_numpy.default, _ATEN.argwhere.default, _ATEN.where.default, _ATEN.masked_select.default,
+    _ATEN._unique2.default, _ATEN.unique_dim.default, _ATEN.unique_consecutive.default, _ATEN.bincount.default,
+    _ATEN.tensor_split.tensor_indices_or_sections,
 }  # fmt: skip
 #: Methods that hand values to Python. A tensor in host memory serves them without any op, so a dispatch mode does not see them.
 _READING = {
@@ -28,6 +30,7 @@ _READING = {
     torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__contains__, torch.Tensor.__dlpack__, torch.Tensor.__repr__,
     torch.Tensor.__format__,
 }  # fmt: skip
+_REPEATS = {_ATEN.repeat_interleave.Tensor, _ATEN.repeat_interleave.self_Tensor}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
@@ -53,6 +56,9 @@ class HostDevice(Device):
     def readback(self, tensor: torch.Tensor) -> Readback:
         return ReadyReadback(tensor.clone())
 
+    def limit_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
 
 class ForbidHostReads(TorchDispatchMode):
     """While active, an op that needs a value on the host raises."""
@@ -66,9 +72,6 @@ class ForbidHostReads(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _SYNCHRONIZING or _counts_on_the_host(func, args, kwargs):
             raise EngineError(f"{func} reads a value on the host during a step")
-        if func._can_decompose():  # inference mode shows an op that is made of others as a whole
-            with self:
-                return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -76,7 +79,7 @@ def _counts_on_the_host(func: Any, args: Any, kwargs: Any) -> bool:
     """Indexing by a mask, and repeats by a tensor, need a count from the device unless it is given."""
     if func is _ATEN.index.Tensor or func is _ATEN.index_put_.default:
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return func is _ATEN.repeat_interleave.Tensor and kwargs.get("output_size") is None
+    return func in _REPEATS and kwargs.get("output_size") is None
 
 
 def _sliced_by_tensor(index: Any) -> bool:

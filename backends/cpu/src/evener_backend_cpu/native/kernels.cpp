@@ -1,7 +1,5 @@
 // What Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Functions that need memory return 0, or 1 if
 // there was none.
-#include <sys/mman.h>
-
 #include "layer.h"
 
 static Scratch& scratch() {
@@ -134,14 +132,5 @@ EXPORT(bf16, bf16)
 
 int64_t evener_plan(const Geometry* g, const int32_t* query_start, const int32_t* kv_lens, int64_t requests, Item* plan, int64_t* parts) {
   return make_plan(*g, query_start, kv_lens, requests, plan, parts);
-}
-
-// Asks for huge pages under a weight, now where the kernel can (Linux 6.1). Contents do not change; failure costs only speed.
-int evener_collapse(void* p, int64_t n) {
-  const uintptr_t huge = 2 << 20;
-  uintptr_t from = ((uintptr_t)p + huge - 1) & ~(huge - 1), to = ((uintptr_t)p + n) & ~(huge - 1);
-  if (to <= from) return 1;
-  madvise((void*)from, to - from, 14);         // MADV_HUGEPAGE
-  return madvise((void*)from, to - from, 25);  // MADV_COLLAPSE
 }
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from evener.contracts.state import StateKind, StateSpec
 
 
@@ -43,13 +41,3 @@ BUILTIN_KINDS: tuple[StateKind, ...] = (
     WindowKind(),
     RecurrentKind(),
 )
-
-
-def longest_prefix(kind: StateKind, spec: StateSpec, cached: Sequence[bool], block_size: int) -> int:
-    """The largest n such that all of the first n blocks that token ``n * block_size`` can read are cached."""
-    best = run = 0
-    for end, found in enumerate(cached, 1):
-        run = run + 1 if found else 0
-        if run >= end - kind.first_live_block(spec, end * block_size, block_size):
-            best = end
-    return best

@@ -1,0 +1,185 @@
+"""The package around the kernels: descriptor, probe, device, memory limits, and the compiler that may not be there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
+from evener.errors import BackendError
+from evener_backend_cpu import descriptor, isa, memory, native_library, plugin, probe
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.native_library import Native, Unavailable, load, loaded_openmp
+
+
+def test_the_descriptor_and_the_probe_do_not_import_torch() -> None:
+    code = (
+        "import sys, evener_backend_cpu.probe as p; p.result_from_marks(p.marks()); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_cpu_is_always_there_and_scores_below_accelerators() -> None:
+    result = probe.result_from_marks(probe.marks())
+    assert result.score == 10 and len(result.devices) == 1 and result.devices[0].memory > 0
+
+
+def test_the_hooks_deliver_what_the_descriptor_names() -> None:
+    device = plugin.evener_device(0, {"native": "off"})
+    kernels, states = plugin.evener_kernels(device, {}), plugin.evener_state_providers(device, {})
+    assert {k.op for k in kernels} == set(descriptor.ops) and {s.name for s in states} == set(descriptor.states)
+
+
+def test_a_second_cpu_is_refused() -> None:
+    with pytest.raises(BackendError, match="use index 0"):
+        CpuDevice(1, {})
+
+
+def test_a_readback_outlives_its_tensor() -> None:
+    tensor = torch.ones(3)
+    back = CpuDevice(0, {}).readback(tensor)
+    tensor.zero_()
+    assert back.ready() and back.wait().tolist() == [1, 1, 1]
+
+
+def test_threads_are_limited_for_torch_and_for_the_kernels() -> None:
+    before = torch.get_num_threads()
+    try:
+        device = CpuDevice(0, {})
+        device.limit_threads(1)
+        device.select()
+        assert torch.get_num_threads() == device.threads == 1
+        with pytest.raises(BackendError, match="use 1 or more"):
+            device.limit_threads(0)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variant"),
+    [
+        ("flags : avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni", "avx512_bf16"),
+        ("flags : sse4_2 avx2 fma", "avx2"),
+        ("Features : fp asimd bf16", "neon_bf16"),
+        ("flags : sse2", "generic"),
+    ],
+)
+def test_the_variant_is_the_best_instruction_set(tmp_path: Path, flags: str, variant: str) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name : A chip\n{flags}\nmodel name : another\n")
+    assert isa.read(tmp_path / "cpuinfo").variant == variant
+    assert isa.read(tmp_path / "nothing").variant == "generic"
+
+
+def _machine(root: Path, cgroup: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+
+
+def test_without_a_limit_memory_is_the_machines(tmp_path: Path) -> None:
+    _machine(tmp_path, "0::/\n")
+    assert memory.free_and_total(tmp_path) == (800 * 1024, 1000 * 1024)
+
+
+def test_a_parents_version_2_limit_counts_and_its_page_cache_is_free(tmp_path: Path) -> None:
+    _machine(tmp_path, "0::/outer/inner\n")
+    (tmp_path / "sys/fs/cgroup/outer/inner").mkdir(parents=True)
+    for folder, limit in (("outer", "400000"), ("outer/inner", "max")):
+        at = tmp_path / "sys/fs/cgroup" / folder
+        (at / "memory.max").write_text(limit)
+        (at / "memory.current").write_text("300000")
+        (at / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    assert memory.free_and_total(tmp_path) == (200000, 400000)
+
+
+def test_a_version_1_limit_counts(tmp_path: Path) -> None:
+    _machine(tmp_path, "4:cpu:/\n3:memory:/box\n")
+    at = tmp_path / "sys/fs/cgroup/memory/box"
+    at.mkdir(parents=True)
+    (at / "memory.limit_in_bytes").write_text("500000")
+    (at / "memory.usage_in_bytes").write_text("600000")
+    assert memory.free_and_total(tmp_path) == (0, 500000)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/evener/cpu-kernels"
+
+
+def _calls(device: CpuDevice) -> list[str | None]:
+    spec = StateSpec("full", tuple(StateTensor(n, (1, 16), "float32") for n in ("key", "value")))
+    attention = AttentionSpec(1, 16, 1.0)
+    states = plugin.evener_state_providers(device, {})
+    call = OpCall("rms_norm", {"dtype": "float32"}, Bucket(1, 1), device.capabilities)
+    kernels = plugin.evener_kernels(device, {})
+    return [s.supports(spec, attention, device.capabilities) for s in states] + [k.supports(call) for k in kernels]
+
+
+def test_without_a_compiler_everything_refuses_with_the_reason(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_library.shutil, "which", lambda name: None)
+    reasons = _calls(CpuDevice(0, {"native": "auto"}))
+    assert reasons and all(reason is not None and "no C++ compiler was found" in reason for reason in reasons)
+    with pytest.raises(BackendError, match=r"cpu\.native=require"):
+        _ = CpuDevice(0, {"native": "require"}).native
+
+
+def test_native_off_is_a_reason(empty_cache: Path) -> None:
+    assert set(_calls(CpuDevice(0, {"native": "off"}))) == {"cpu.native=off"}
+
+
+def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing_behind(empty_cache: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho 'x.h:1: error: no such header' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    found = load(isa.read(), str(broken))
+    assert isinstance(found, Unavailable) and "no such header" in found.reason
+    assert list(empty_cache.iterdir()) == []
+    missing = load(isa.read(), "no-such-compiler")
+    assert isinstance(missing, Unavailable) and "cpu.compiler=no-such-compiler" in missing.reason
+
+
+def test_kernels_are_compiled_once_and_again_when_their_source_changes(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, log = tmp_path / "native", tmp_path / "log"
+    sources.mkdir()
+    (sources / "kernels.cpp").write_text('extern "C" void evener_plan() {}')
+    compiler = tmp_path / "counting-cc"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native_library, "SOURCES", sources)
+    for change in ("", "", "// more"):
+        with (sources / "kernels.cpp").open("a") as source:
+            source.write(change)
+        assert isinstance(load(isa.read(), str(compiler)), Native)
+    compiles = [line for line in log.read_text().splitlines() if " -c " in line]
+    assert len(compiles) == len(list(empty_cache.glob("*.so"))) == 2
+
+
+def test_another_processor_gets_kernels_of_its_own() -> None:
+    here = isa.read()
+    there = isa.Processor("another", here.variant, here.features - {"avx2"})
+    keys = {native_library._key("c++", ("-O3",), None, p) for p in (here, there)}
+    assert len(keys) == 2
+
+
+def test_only_one_openmp_runtime_is_loaded() -> None:
+    assert isinstance(CpuDevice(0, {}).native, Native)
+    text = Path("/proc/self/maps").read_text()
+    assert len(set(re.findall(r"/\S*lib(?:gomp|iomp|omp)[^/\s]*\.so\S*", text))) == 1
+    assert loaded_openmp() is not None
+
+
+def test_hooks_refuse_another_backends_device() -> None:
+    with pytest.raises(BackendError, match="own device"):
+        plugin.evener_kernels(SimpleNamespace(), {})  # type: ignore[arg-type]

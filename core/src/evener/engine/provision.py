@@ -1,0 +1,65 @@
+"""Provision: what a model demands of its device, how long its requests may be, and the plan that follows."""
+
+from __future__ import annotations
+
+from evener.config.resolve import ResolvedConfig
+from evener.engine.assembly import Assembly
+from evener.engine.memory import Demand, MemoryPlan, activation_bytes, plan_memory
+from evener.engine.state import StateManager
+from evener.loading.estimate import estimate_weights
+
+
+def provision(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
+    """The memory plan, before a weight is read. A longest request that nobody asked for is cut to what the state holds.
+
+    Raises:
+        MemoryPlanError: it does not fit; with the numbers and what to change.
+    """
+    config, memory = a.config, a.device.memory()
+    demand = _demand(a, config)
+    left = memory.free - demand.fixed
+    budget = left if config.kv_memory is None else min(left, config.kv_memory)
+    held = budget // demand.block_bytes - 1
+    if config.config.infer.max_seq_len == "auto" and demand.least > held > 0:
+        length = _longest(a, config, held)
+        config = config.with_value("infer.max_seq_len", length, "what the memory for state holds")
+        demand = _demand(a, config)
+    return config, plan_memory(demand, memory, config.kv_memory)
+
+
+def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
+    groups, size = a.geometry.groups, a.geometry.block_size
+    least = _blocks_for(a, config, config.max_seq_len)
+    columns = -(-config.max_seq_len // size)
+    scratch = max(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups)
+    weights = estimate_weights(
+        a.build.weights,
+        a.resolver.packings_by_layout,
+        a.checkpoint.headers or None,
+        a.scheme,
+        mappable=a.device.capabilities.host_memory,
+    )
+    return Demand(
+        weights=weights,
+        rows=(config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 20 + 4 * columns * len(groups)),
+        workspace=scratch + activation_bytes(a.build, config.step_tokens, config.max_reqs, a.model.vocab_size),
+        block_bytes=max(1, a.geometry.block_bytes),
+        useful=config.max_reqs * least,
+        least=least,
+        max_seq_len=config.max_seq_len,
+    )
+
+
+def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
+    state = StateManager([g.spec for g in a.geometry.groups], a.kinds, a.geometry.block_size, 1)
+    return state.blocks_for(length, min(config.step_tokens, length))
+
+
+def _longest(a: Assembly, config: ResolvedConfig, blocks: int) -> int:
+    """The longest request, in whole blocks, that ``blocks`` can hold; the need grows with the length."""
+    size = a.geometry.block_size
+    low, high = 1, -(-config.max_seq_len // size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _blocks_for(a, config, middle * size) <= blocks else (low, middle - 1)
+    return low * size

@@ -1,0 +1,185 @@
+"""Writes the documents that are made from the source: ``docs/contracts.md`` and ``docs/configuration.md``.
+
+``--check`` writes nothing and fails if a document is not what it would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from docs_from_source import inline, module_text
+
+from evener.cli.main import find
+from evener.config.schema import key_specs
+from evener.contracts.descriptor import Descriptor
+from evener.contracts.ops import OpSchema, Tensor
+from evener.ops.schemas import COMPOSITES, PRIMITIVES
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTRACTS = ROOT / "core/src/evener/contracts"
+#: The contracts in the order in which an implementer meets them.
+MODULES = (
+    "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "communicator", "graph",
+    "experts", "request_plugin",
+)  # fmt: skip
+COMMANDS = ("run", "serve", "config", "plugins", "doctor", "models", "version")
+MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
+
+
+def main() -> int:
+    """Write or check; 0 if the documents are what they should be."""
+    parser = argparse.ArgumentParser(description="Write the documents that are made from the source.")
+    parser.add_argument("--check", action="store_true", help="only say what would change")
+    check = parser.parse_args().check
+    stale = [path for path, text in generated().items() if not path.is_file() or path.read_text("utf-8") != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'is stale; type: make docs' if check else 'written'}")
+        if not check:
+            path.write_text(generated()[path], "utf-8")
+    return 1 if check and stale else 0
+
+
+def generated() -> dict[Path, str]:
+    """Every document that is made from the source, by path."""
+    return {ROOT / "docs/contracts.md": contracts(), ROOT / "docs/configuration.md": configuration()}
+
+
+def contracts() -> str:
+    """The reference of the contracts."""
+    found = {path.stem for path in CONTRACTS.glob("*.py")} - {"__init__"}
+    if found != set(MODULES):
+        raise SystemExit(f"MODULES in {__file__} and the files in {CONTRACTS} differ: {sorted(found ^ set(MODULES))}")
+    parts = [
+        "# Contracts", MADE,
+        "What a package implements. Everything is imported from `evener.contracts.<module>`; no module imports torch.\n"
+        "**required** methods are abstract; (optional) ones say what their default does. `T` is a step's token count, "
+        "`R` its output rows.\nHow they fit together: [architecture.md](architecture.md). By example: "
+        "[backend-author.md](backend-author.md), [model-author.md](model-author.md).",
+        "\n".join(f"- [{name}](#{name})" for name in MODULES) + "\n- [built-in ops](#built-in-ops)",
+    ]  # fmt: skip
+    for name in MODULES:
+        parts.append(f"## {name}\n\n{module_text(CONTRACTS / f'{name}.py')}")
+    parts.append("## Built-in ops")
+    parts.append(
+        "The meaning of an op is its reference, in plain torch, in `evener.ops.reference`; a composite's is its expansion "
+        "in `evener.ops.composites`. Lower-case names in shapes are static parameters. `*` is the call site's dtype."
+    )
+    parts += ["### Primitive ops", *map(_op, PRIMITIVES), "### Composite ops", *map(_op, COMPOSITES)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _op(schema: OpSchema) -> str:
+    lines = [f"#### `{schema.name}`", "", inline(schema.doc), ""]
+    lines += [f"- static: {_list(f'`{name}` ({text})' for name, text in schema.static.items())}"]
+    lines += [f"- in: {_list(map(_tensor, schema.inputs))}", f"- out: {_list(map(_tensor, schema.outputs))}"]
+    lines += [f"- {text}" for text in ("touches state" if schema.state else "",) if text]
+    if not schema.composite:
+        tolerance = (f"{dtype} {relative:g} / {absolute:g}" for dtype, (relative, absolute) in schema.tolerance.items())
+        lines.append(f"- tolerance (relative / absolute): {_list(tolerance)}")
+    return "\n".join(lines)
+
+
+def _tensor(tensor: Tensor) -> str:
+    shape = f"[{', '.join(map(str, tensor.shape))}]" if tensor.shape else ""
+    marks = [word for word, on in (("donated", tensor.donated), ("or None", tensor.optional)) if on]
+    return f"`{tensor.name}` {' '.join(filter(None, (tensor.dtype, shape)))}".replace("* [", "[") + "".join(
+        f", {mark}" for mark in marks
+    )
+
+
+def _list(items: Iterable[str]) -> str:
+    return "; ".join(items)
+
+
+def configuration() -> str:
+    """The reference of keys and commands."""
+    keys = [
+        (f"`{key}`", spec.takes(), "required" if spec.default is dataclasses.MISSING else _default(spec.default),
+         spec.help + (f" Not built yet: only {_supported(spec.supported)}." if spec.missing else ""))
+        for key, spec in key_specs().items()
+    ]  # fmt: skip
+    keys.append(("`ops.<op>`", "a kernel, a package, or reference", "none", "Who computes one op, by name."))
+    options = [
+        (f"`{name}.{key}`", _NOUNS[option.type] + (f": {', '.join(option.choices)}" if option.choices else ""),
+         _default(option.default), option.help)
+        for name, descriptor in _descriptors().items() for key, option in descriptor.options.items()
+    ]  # fmt: skip
+    parts = [
+        "# Configuration", MADE,
+        "`evener serve MODEL_DIR` needs no key. `evener config MODEL_DIR` shows what each resolves to here, and why; "
+        "`evener config --keys` is this page for what you have installed.\n\n"
+        "Three spellings of one thing: `infer.max_reqs=8` or `--infer.max-reqs 8` on the command line, and "
+        '`LLM(folder, **{"infer.max_reqs": 8})` in Python. A YAML file of keys: `--config FILE` or `CONFIG_NAME=FILE`. '
+        "An unknown key or value is an error that suggests the nearest one.",
+        "## Keys", _table(("key", "takes", "default", "what for"), keys),
+        "## Options of packages in this repository", _table(("key", "takes", "default", "what for"), options),
+        "## Environment", _table(("variable", "what for"), ENVIRONMENT),
+        "## Commands",
+        *(f"### `evener {name}`\n\n{command_help(name)}" for name in COMMANDS),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+_NOUNS: Mapping[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+ENVIRONMENT = (
+    ("`EVENER_BACKEND`", "The backend, as `--backend`; the option wins."),
+    ("`EVENER_DISABLE_PLUGINS`", "Packages to leave out: names or distributions, with commas between."),
+    ("`EVENER_PLUGINS`", "The only distributions whose packages are used; empty: none."),
+    ("`EVENER_PROBE_TIMEOUT`", "Seconds that each backend's probe may take."),
+    ("`EVENER_DEBUG`", "1: errors with their stack traces."),
+    ("`CONFIG_NAME`", "A YAML file of keys, as `--config`."),
+    ("`XDG_CACHE_HOME`", "Where answers of probes and compiled kernels are kept; default `~/.cache`."),
+)
+
+
+def _descriptors() -> dict[str, Descriptor]:
+    """Descriptors of the backends in this repository, by name; whatever else is installed here is left out."""
+    ours = {path.parent.name: path.parent for path in ROOT.glob("backends/*/pyproject.toml")}
+    return {entry.name: entry.load() for entry in entry_points(group="evener.backends") if entry.name in ours}
+
+
+def _supported(values: tuple[Any, ...]) -> str:
+    return " and ".join(_default(value) for value in values)
+
+
+def _default(value: object) -> str:
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return "none" if value is None or value == () else f"`{value}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def command_help(name: str) -> str:
+    """What ``evener NAME --help`` says, as Markdown. Python's own layout differs between its versions."""
+    out = io.StringIO()
+    with mock.patch.object(argparse.ArgumentParser, "format_help", _format_help), contextlib.redirect_stdout(out):
+        run: Callable[[list[str]], int] = find(name)
+        with contextlib.suppress(SystemExit):
+            run(["--help"])
+    return out.getvalue().strip()
+
+
+def _format_help(parser: argparse.ArgumentParser) -> str:
+    rows = []
+    for action in parser._actions:
+        value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+        rows.append((f"`{', '.join(action.option_strings)}{value}`", action.help or ""))
+    usage = parser.usage or f"{parser.prog} [options]"
+    return f"{parser.description}\n\n```text\n{usage}\n```\n\n" + _table(("option", "what for"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

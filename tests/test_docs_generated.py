@@ -1,0 +1,83 @@
+"""The documents say what the source says: generated pages are fresh, links lead somewhere, claims name tests that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from docs_blocks import DOCS, documents
+from docs_from_source import module_text
+from generate_docs import CONTRACTS, generated
+from source_tree import ROOT
+
+from evener.contracts.descriptor import Descriptor, Option
+from evener.ops.schemas import BUILTIN
+from evener.plugins.hook_check import specified
+
+_LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("path", list(generated()), ids=lambda path: path.name)
+def test_a_generated_page_is_what_the_source_gives(path: Path) -> None:
+    assert path.read_text("utf-8") == generated()[path], f"{path.name} is stale; type: make docs"
+
+
+def test_every_hook_field_and_op_stands_in_the_reference() -> None:
+    text = (DOCS / "contracts.md").read_text("utf-8")
+    for name, arguments in specified().items():
+        heading = next(line for line in text.splitlines() if line.startswith(f"### `{name}("))
+        assert all(f"{argument}:" in heading for argument in arguments), heading
+    fields = [*Descriptor.__dataclass_fields__, *Option.__dataclass_fields__]
+    assert [field for field in fields if f"- `{field}`: " not in text] == []
+    assert [schema.name for schema in BUILTIN if f"#### `{schema.name}`" not in text] == []
+
+
+def test_required_and_optional_methods_look_different() -> None:
+    text = module_text(CONTRACTS / "device.py")
+    assert "- **required** `readback(tensor: torch.Tensor) -> Readback`" in text
+    assert "- (optional) `new_stream() -> Any`" in text
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = [line.lstrip("#").strip() for line in text.splitlines() if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_every_link_inside_the_repository_leads_somewhere(path: Path) -> None:
+    broken = []
+    for link in _LINK.findall(path.read_text("utf-8")):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("name", ["features.md", "support.md", "performance.md", "architecture.md", "backend-author.md"])
+def test_every_path_that_a_page_names_as_proof_exists(name: str) -> None:
+    paths = re.findall(r"`((?:core|models|server|backends|tests|scripts|benchmarks|\.ci)/[\w./*-]*)`", (DOCS / name).read_text("utf-8"))
+    assert [path for path in paths if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+#: Every id of the list of features, one a row.
+FEATURES = (
+    "C1 G1 K8, C2, C3, C4 K22, C5, E1, C6 C7 C13, C16 K11, C17 K6 K7, C18, K4, K13 K14, K24, C8, C20 K21 G10, G8 G9, K12, E2, C33, "
+    "C9 K5 C10 C11, C12 K16 G7, C19 K18, C31, G5, E3, C29, K9, G2, K23, E4, K3, C14, K19, C23, K20 G3, G11, C-q, K25, C27, C15, G6, "
+    "G12, E5, K2, K17, C21 C24 C26, E6, E7, E8, E9, E10, E11, E12, E13"
+)
+
+
+def test_each_feature_has_one_row_with_a_state_and_a_done_one_names_its_test() -> None:
+    table = [line.split(" | ") for line in (DOCS / "features.md").read_text("utf-8").splitlines() if line.startswith("| ")]
+    rows = {cells[0].removeprefix("| "): cells for cells in table if cells[0] not in ("| id", "| ---")}
+    assert list(rows) == sorted(rows, key=list(rows).index) and set(rows) == set(FEATURES.split(", "))
+    for ids, (_, _, state, where, test, verified) in rows.items():
+        assert state.split(":")[0] in ("done", "partly", "not yet"), ids
+        if state == "done":
+            assert "`" in where and "test" in test and verified.strip(" |"), ids
