@@ -13,6 +13,8 @@ In blocks that are run, ``MODEL_DIR`` stands for a model folder.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,3 +79,16 @@ def write(files: Mapping[str, str], folder: Path) -> None:
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
+
+
+def install(files: Mapping[str, str], source: Path, target: Path) -> None:
+    """Write packages below ``source`` and let pip install each that has a project file into ``target``, offline."""
+    write(files, source)
+    projects = sorted(str(path.parent) for path in source.glob("*/pyproject.toml"))
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"),
+            *("--no-deps", "--no-build-isolation", "--target", str(target), *projects),
+        ],
+        check=True,
+    )

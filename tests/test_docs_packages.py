@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs_blocks import DOCS, named, package_files, write
+from docs_blocks import DOCS, install, named, package_files, write
 from importlib_metadata import distributions
 
 BACKEND, MODEL = DOCS / "backend-author.md", DOCS / "model-author.md"
@@ -67,15 +67,6 @@ class Place:
         return str(folder)
 
 
-def install(files: Mapping[str, str], source: Path, target: Path) -> None:
-    write(files, source)
-    projects = sorted(str(path.parent) for path in source.glob("*/pyproject.toml"))
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
-         "--no-build-isolation", "--target", str(target), *projects], check=True,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both packages, as pip leaves them."""
@@ -125,6 +116,18 @@ def test_the_packages_are_as_short_as_the_documents_say() -> None:
     assert lines(package_files(BACKEND, smallest=True)) < 60
     assert lines(package_files(BACKEND)) < 110
     assert lines(package_files(MODEL)) < 100
+
+
+def test_a_package_of_kernels_alone_is_described_as_the_page_shows() -> None:
+    from evener.contracts.descriptor import CORE_CONTRACTS, Descriptor
+    from evener.plugins.catalog import Origin
+    from evener.plugins.validate import check_contracts, check_descriptor
+
+    shown = eval(named(BACKEND, "name")["kernels-only"], {"Descriptor": Descriptor})
+    origin = Origin(group="evener.kernels", name="swift-beads", distribution="swift-beads", version="0.1.0")
+    check_contracts(origin, check_descriptor(origin, shown), CORE_CONTRACTS)
+    full = package_files(BACKEND)["evener-backend-abacus/evener_backend_abacus/__init__.py"]
+    assert all(tag in full for tag in shown.needs), "the page's backend serves what they need"
 
 
 def test_both_are_found_with_their_distributions_and_versions(place: Place) -> None:

@@ -104,13 +104,19 @@ def small_pool(folder: Path) -> int:
     return int(1200 * layers * heads * dim * 2 * 4)
 
 
-def test_bf16_log_probabilities_and_perplexity_equal_those_of_transformers_in_bf16(model_dir: Path) -> None:
+def test_bf16_log_probabilities_and_perplexity_stay_within_the_rounding_of_bf16(model_dir: Path) -> None:
     ids = text_ids(model_dir)[:513]
-    rounded = oracle_of(model_dir, torch.bfloat16)(ids[:-1]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    def chosen(logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    exact, rounded = (chosen(oracle_of(model_dir, dtype)(ids[:-1])) for dtype in (torch.float32, torch.bfloat16))
     for client in engine(model_dir, **{"dtype": "bfloat16", "infer.max_seq_len": 1024, "infer.max_reqs": 2}):
         executor = client.controller.executor
         assert isinstance(executor, InlineExecutor)
-        logits = teacher_forced(executor.worker, ids[:-1])
-        got = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    assert (got - rounded).abs().mean() < 0.02
-    assert abs(float((rounded.mean() - got.mean()).exp()) - 1) < 0.005
+        got = chosen(teacher_forced(executor.worker, ids[:-1]))
+    for wanted in (exact, rounded):
+        assert abs(float((got - wanted).mean())) < 0.02
+        assert abs(float((wanted.mean() - got.mean()).exp()) - 1) < 0.005
+    # transformers itself is about 0.04 (SmolLM2) away from its float32 in bf16; rounding in another order must not be worse.
+    assert (got - exact).abs().mean() < 1.1 * (rounded - exact).abs().mean()

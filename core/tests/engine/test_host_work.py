@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+
 from evener.engine.controller import Controller
 from evener.engine.messages import NewRequest, Sampling
 from evener.engine.start import build_controller
@@ -32,7 +33,8 @@ class Calls:
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            self.found[frame.f_globals.get("__name__", ""), frame.f_code.co_qualname] += 1
+            code = frame.f_code
+            self.found[frame.f_globals.get("__name__", ""), f"{code.co_name}:{code.co_firstlineno}"] += 1
         elif event == "c_call":
             self.found[argument.__module__ or "", argument.__qualname__] += 1
 
@@ -44,7 +46,9 @@ class Calls:
 def calls_of_a_block_period(controller: Controller, context: int, sampling: Sampling) -> Calls:
     """Calls of the decode steps that compute one block of tokens, with ``context`` tokens or a few more before them."""
     size = controller.scheduler.state.block_size
-    controller.handle([NewRequest(id="a", prompt=[i % 900 for i in range(context)], max_tokens=4 * size, sampling=sampling)])
+    controller.handle(
+        [NewRequest(id="a", prompt=[i % 900 for i in range(context)], max_tokens=4 * size, sampling=sampling)]
+    )
     (request,) = controller.scheduler.waiting
     while request.planned <= context or request.planned % size:
         controller.step()
@@ -74,7 +78,11 @@ def test_calls_of_a_decode_step_do_not_grow_with_the_context_or_the_vocabulary(c
     for context, vocabulary in ((4000, 1000), (100, 150_000)):
         other = calls(context, vocabulary, sampling)
         assert other.found == little.found, "these differ: " + str(
-            {k: (little.found[k], other.found[k]) for k in little.found | other.found if little.found[k] != other.found[k]}
+            {
+                k: (little.found[k], other.found[k])
+                for k in little.found | other.found
+                if little.found[k] != other.found[k]
+            }
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from evener.engine.controller import Controller
 from evener.engine.messages import Finish, NewRequest, Sampling
 from evener.engine.plan import Plan, StepResult
@@ -26,7 +27,11 @@ def requests(count: int = 4, sampling: Sampling = GREEDY, **fields: Any) -> list
     shared = [7 * i % 200 + 1 for i in range(33)]
     return [
         NewRequest(
-            id=f"r{i}", prompt=[*(shared if i % 2 else []), *range(3 + i, 12 + 2 * i)], max_tokens=6 + 3 * i, sampling=sampling, **fields
+            id=f"r{i}",
+            prompt=[*(shared if i % 2 else []), *range(3 + i, 12 + 2 * i)],
+            max_tokens=6 + 3 * i,
+            sampling=sampling,
+            **fields,
         )
         for i in range(count)
     ]
@@ -47,7 +52,9 @@ def test_plan_n_plus_one_is_submitted_before_result_n_is_read(make_config: Any, 
     read_at = {plan: at for at, (kind, plan) in enumerate(log) if kind == "read"}
     submitted_at = {plan: at for at, (kind, plan) in enumerate(log) if kind == "submit"}
     for plan in plans[: 1 - depth]:
-        assert submitted_at[plan + depth - 1] < read_at[plan], f"plan {plan} was read with fewer than {depth} plans in flight"
+        assert submitted_at[plan + depth - 1] < read_at[plan], (
+            f"plan {plan} was read with fewer than {depth} plans in flight"
+        )
     # Length limits are planned: the prompt, then a plan for each token but the last, and no surplus.
     assert len(plans) == message.max_tokens
 
@@ -119,7 +126,9 @@ def test_depths_agree_on_where_a_stop_token_ends_an_answer(depths: Any) -> None:
     assert played[0].tokens == played[1].tokens == played[2].tokens
     assert set(played[0].reasons().values()) == {"stop"}
     for name, tokens in played[0].tokens.items():
-        assert tokens == free[0].tokens[name][: len(tokens)] and tokens[-1] in stops and not set(tokens[:-1]) & set(stops)
+        assert (
+            tokens == free[0].tokens[name][: len(tokens)] and tokens[-1] in stops and not set(tokens[:-1]) & set(stops)
+        )
 
 
 @pytest.mark.parametrize("index", [1, 7])
@@ -220,7 +229,9 @@ def test_a_runner_that_looks_at_a_result_before_it_has_arrived_gets_poison(make_
     assert all(token < 0 for tokens in played.tokens.values() for token in tokens)
 
 
-def test_a_result_is_not_ready_before_more_was_submitted_and_cannot_be_waited_for_inside_a_step(make_config: Any) -> None:
+def test_a_result_is_not_ready_before_more_was_submitted_and_cannot_be_waited_for_inside_a_step(
+    make_config: Any,
+) -> None:
     _, executor = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
     device = executor.worker.assembly.device
     value = torch.arange(3)

@@ -1,8 +1,8 @@
-"""Scheduler and state manager against a model of the device: who wrote which token's state into which block, and who reads it.
+"""Scheduler and state manager against a model of the device: who wrote whose state into which block, and who reads it.
 
-The simulated device keeps, for each block, the keys of the prefixes whose state was written there. A key names (salt, all tokens up to a position),
-so a read of anything but the reader's own prefix is seen at once, whatever went wrong: a block handed out twice, freed early, found under
-a wrong key, a missing table entry or a copy that was not made.
+The simulated device keeps, for each block, the keys of the prefixes whose state was written there. A key names (salt,
+all tokens up to a position), so a read of anything but the reader's own prefix is seen at once, whatever went wrong: a
+block handed out twice, freed early, found under a wrong key, a missing table entry or a copy that was not made.
 """
 
 from __future__ import annotations
@@ -12,17 +12,25 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.state import StateSpec, StateTensor
 from evener.engine.controller import Controller
 from evener.engine.executor import Executor
-from evener.builtin.kinds import BUILTIN_KINDS
 from evener.engine.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
 from evener.engine.plan import Plan, StepResult
 from evener.engine.scheduler import Scheduler
 from evener.engine.state import StateManager
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
 TENSORS = (StateTensor("key", (1, 2), "float32"),)
@@ -109,8 +117,12 @@ class SimulatedDevice(Executor):
                 if start:
                     self._expect(slot, group, start - 1, 0)
                 size = self.state.block_size
-                for last in sorted({min((column + 1) * size, start + count) - 1
-                                    for column in range(start // size, (start + count - 1) // size + 1)}):  # fmt: skip
+                for last in sorted(
+                    {
+                        min((column + 1) * size, start + count) - 1
+                        for column in range(start // size, (start + count - 1) // size + 1)
+                    }
+                ):
                     self._write(slot, group, last, 0)
                 continue
             for position in range(start, start + count):
@@ -133,9 +145,10 @@ class SimulatedDevice(Executor):
     def _write(self, slot: int, group: int, position: int, offset: int) -> None:
         block = self._block(slot, group, position)
         holders = [
-            r for r in (*self.scheduler.running, *self.scheduler._leaving)
+            r
+            for r in (*self.scheduler.running, *self.scheduler._leaving)
             if r.slot != slot and r.table is not None and any(block in blocks for blocks in r.table.blocks)
-        ]  # fmt: skip
+        ]
         assert not holders, f"block {block} is written by slot {slot} and held by {[r.id for r in holders]}"
         assert self.state.pool._keys[block] is None, f"block {block} is written though it can be found by its key"
         self.content[block, offset] = (group, self._key(slot, position + 1))
@@ -145,9 +158,16 @@ class Harness:
     """A controller over the simulated device, and what every request got."""
 
     def __init__(
-        self, specs: Sequence[StateSpec], *, block_size: int = 2, blocks: int = 40, depth: int = 2, max_requests: int = 3,
-        step_tokens: int = 5, prefix_cache: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        specs: Sequence[StateSpec],
+        *,
+        block_size: int = 2,
+        blocks: int = 40,
+        depth: int = 2,
+        max_requests: int = 3,
+        step_tokens: int = 5,
+        prefix_cache: bool = True,
+    ) -> None:
         self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache)
         self.device = SimulatedDevice(self.state)
         self.scheduler = self.device.scheduler = Scheduler(self.state, max_requests, step_tokens)
@@ -203,7 +223,7 @@ class Harness:
         assert all(pool._references[block] == held[block] for block in range(1, pool.count))
 
     def check_answers(self, cut: Sequence[str] = ()) -> None:
-        """One terminal event each, and the very tokens of an undisturbed run; those ``cut`` short got a beginning of them."""
+        """One terminal event each, and the tokens of an undisturbed run; those ``cut`` short a beginning of them."""
         for name, message in self.messages.items():
             (end,) = self.reasons[name]
             expected = answer(message)
@@ -222,9 +242,7 @@ class Harness:
         assert len(self.scheduler._slots) == self.max_requests
 
 
-GROUPS = st.lists(
-    st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.just(RECURRENT)), min_size=1, max_size=3
-)
+GROUPS = st.lists(st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.just(RECURRENT)), min_size=1, max_size=3)
 PREFIXES = ([], [1, 2, 3, 0, 1, 2, 3, 0], [1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
 
 
@@ -232,32 +250,67 @@ class Traffic(RuleBasedStateMachine):
     """Random arrivals, aborts and steps."""
 
     @initialize(
-        specs=GROUPS, block_size=st.sampled_from([1, 2, 4]), blocks=st.integers(6, 40), depth=st.integers(1, 3),
-        max_requests=st.integers(1, 4), step_tokens=st.integers(1, 9), prefix_cache=st.sampled_from([True, True, False]),
-    )  # fmt: skip
+        specs=GROUPS,
+        block_size=st.sampled_from([1, 2, 4]),
+        blocks=st.integers(6, 40),
+        depth=st.integers(1, 3),
+        max_requests=st.integers(1, 4),
+        step_tokens=st.integers(1, 9),
+        prefix_cache=st.sampled_from([True, True, False]),
+    )
     def start(
-        self, specs: list[StateSpec], block_size: int, blocks: int, depth: int, max_requests: int, step_tokens: int, prefix_cache: bool
+        self,
+        specs: list[StateSpec],
+        block_size: int,
+        blocks: int,
+        depth: int,
+        max_requests: int,
+        step_tokens: int,
+        prefix_cache: bool,
     ) -> None:
         self.harness = Harness(
-            specs, block_size=block_size, blocks=blocks, depth=depth, max_requests=max_requests, step_tokens=step_tokens,
+            specs,
+            block_size=block_size,
+            blocks=blocks,
+            depth=depth,
+            max_requests=max_requests,
+            step_tokens=step_tokens,
             prefix_cache=prefix_cache,
-        )  # fmt: skip
+        )
         self.ids = itertools.count()
         self.cut: list[str] = []
 
     @rule(
-        prefix=st.sampled_from(PREFIXES), rest=st.lists(st.integers(0, VOCABULARY - 1), max_size=9), max_tokens=st.integers(1, 12),
-        stops=st.sampled_from([[], [], [0], [1, 3]]), salt=st.sampled_from(["", "", "tenant"]), priority=st.sampled_from([0, 0, 1]),
+        prefix=st.sampled_from(PREFIXES),
+        rest=st.lists(st.integers(0, VOCABULARY - 1), max_size=9),
+        max_tokens=st.integers(1, 12),
+        stops=st.sampled_from([[], [], [0], [1, 3]]),
+        salt=st.sampled_from(["", "", "tenant"]),
+        priority=st.sampled_from([0, 0, 1]),
         copies=st.sampled_from([1, 1, 3]),
-    )  # fmt: skip
+    )
     def arrive(
-        self, prefix: list[int], rest: list[int], max_tokens: int, stops: list[int], salt: str, priority: int, copies: int
+        self,
+        prefix: list[int],
+        rest: list[int],
+        max_tokens: int,
+        stops: list[int],
+        salt: str,
+        priority: int,
+        copies: int,
     ) -> None:
         for _ in range(copies):
-            self.harness.send(NewRequest(
-                id=f"r{next(self.ids)}", prompt=prefix + rest, max_tokens=max_tokens, stop_token_ids=stops, cache_salt=salt,
-                priority=priority, sampling=Sampling(temperature=0.0),
-            ))  # fmt: skip
+            self.harness.send(
+                NewRequest(
+                    id=f"r{next(self.ids)}",
+                    prompt=prefix + rest,
+                    max_tokens=max_tokens,
+                    stop_token_ids=stops,
+                    cache_salt=salt,
+                    priority=priority,
+                    sampling=Sampling(temperature=0.0),
+                )
+            )
 
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
@@ -284,10 +337,17 @@ class Traffic(RuleBasedStateMachine):
 
 
 def traffic(examples: int, steps: int) -> None:
-    run_state_machine_as_test(Traffic, settings=settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True, database=None,
-        suppress_health_check=list(HealthCheck),
-    ))  # fmt: skip
+    run_state_machine_as_test(
+        Traffic,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
 
 
 def test_random_traffic_gets_its_own_tokens_one_terminal_event_each_and_leaves_no_block_behind() -> None:
@@ -301,9 +361,13 @@ def test_a_lot_of_random_traffic_gets_its_own_tokens_one_terminal_event_each_and
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
-    specs=GROUPS, block_size=st.sampled_from([1, 2, 4]), step_tokens=st.integers(1, 9), depth=st.integers(1, 3),
-    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=24), max_tokens=st.integers(1, 12),
-)  # fmt: skip
+    specs=GROUPS,
+    block_size=st.sampled_from([1, 2, 4]),
+    step_tokens=st.integers(1, 9),
+    depth=st.integers(1, 3),
+    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=24),
+    max_tokens=st.integers(1, 12),
+)
 def test_a_request_that_just_fits_is_finished_and_one_block_fewer_is_refused_in_words(
     specs: list[StateSpec], block_size: int, step_tokens: int, depth: int, prompt: list[int], max_tokens: int
 ) -> None:

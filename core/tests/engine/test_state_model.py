@@ -1,4 +1,4 @@
-"""Block pool and state manager by themselves: reference counts, prefix reuse, forks and copies against a model of what each block holds."""
+"""Block pool and state manager by themselves: references, prefix reuse and forks against a model of every block."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from evener.contracts.state import StateSpec, StateTensor
-from evener.engine.blocks import BlockPool
-from evener.builtin.kinds import BUILTIN_KINDS
-from evener.engine.state import BlockTable, StateManager
-from evener.errors import UnknownNameError
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from evener.builtin.kinds import BUILTIN_KINDS
+from evener.contracts.state import StateSpec, StateTensor
+from evener.engine.blocks import BlockPool
+from evener.engine.state import BlockTable, StateManager
+from evener.errors import UnknownNameError
 
 KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
 TENSORS = (StateTensor("key", (1, 2), "float32"),)
@@ -27,10 +36,17 @@ def window(size: int) -> StateSpec:
 
 
 def run(machine: type[RuleBasedStateMachine], examples: int) -> None:
-    run_state_machine_as_test(machine, settings=settings(
-        max_examples=examples, stateful_step_count=30, deadline=None, derandomize=True, database=None,
-        suppress_health_check=list(HealthCheck),
-    ))  # fmt: skip
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
 
 
 class PoolModel(RuleBasedStateMachine):
@@ -133,9 +149,13 @@ class StateModel(RuleBasedStateMachine):
     sequences = Bundle("sequences")
 
     @initialize(
-        specs=st.lists(st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.just(RECURRENT)), min_size=1, max_size=3),
-        block_size=st.sampled_from([1, 2, 4]), blocks=st.integers(4, 60), prefix_cache=st.sampled_from([True, True, False]),
-    )  # fmt: skip
+        specs=st.lists(
+            st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.just(RECURRENT)), min_size=1, max_size=3
+        ),
+        block_size=st.sampled_from([1, 2, 4]),
+        blocks=st.integers(4, 60),
+        prefix_cache=st.sampled_from([True, True, False]),
+    )
     def start(self, specs: list[StateSpec], block_size: int, blocks: int, prefix_cache: bool) -> None:
         self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache)
         self.live: list[Sequence] = []

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
@@ -129,26 +128,16 @@ def load(processor: Processor, compiler: str | None = None) -> Native | Unavaila
     found = _compiler(compiler)
     if isinstance(found, Unavailable):
         return found
-    runtime = loaded_openmp()
     flags = _flags()
-    path = cache_folder() / f"{_key(found, flags, runtime, processor)}.so"
+    path = cache_folder() / f"{_key(found, flags, processor)}.so"
     if not path.exists():
-        problem = _compile(found, flags, runtime, path)
+        problem = _compile(found, flags, path)
         if problem is not None:
             return problem
     try:
         return Native(path)
     except OSError as error:
         return Unavailable(f"the compiled kernels cannot be loaded: {error}")
-
-
-def loaded_openmp(maps: Path = Path("/proc/self/maps")) -> Path | None:
-    """The libgomp that torch has loaded, or None. Two pools of spinning threads would fight for cores."""
-    if not maps.exists():
-        return None
-    text = maps.read_text(encoding="utf-8", errors="replace")
-    found = re.findall(r"(/\S*/libgomp[^/\s]*\.so[^/\s]*)$", text, re.MULTILINE)
-    return Path(found[0]) if found else None
 
 
 def _compiler(wanted: str | None) -> str | Unavailable:
@@ -164,37 +153,31 @@ def _compiler(wanted: str | None) -> str | Unavailable:
 
 def _flags() -> tuple[str, ...]:
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return ("-O3", native, "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-w")
+    return ("-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w")
 
 
-def _key(compiler: str, flags: tuple[str, ...], runtime: Path | None, processor: Processor) -> str:
+def _key(compiler: str, flags: tuple[str, ...], processor: Processor) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
-    for word in (compiler, *flags, str(runtime and runtime.name), processor.name, *sorted(processor.features)):
+    for word in (compiler, *flags, processor.name, *sorted(processor.features)):
         digest.update(word.encode() + b"\0")
     digest.update(version)
     return digest.hexdigest()[:24]
 
 
-def _compile(compiler: str, flags: tuple[str, ...], runtime: Path | None, path: Path) -> Unavailable | None:
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> Unavailable | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / "kernels.so"
-            unit = Path(folder) / "kernels.o"
-            # Linked by hand: -fopenmp would link the compiler's libgomp, a second one where torch brings its own.
-            openmp = [str(runtime)] if runtime else ["-fopenmp"]
-            for command in (
-                [compiler, *flags, "-c", str(SOURCES / "kernels.cpp"), "-o", str(unit)],
-                [compiler, "-shared", str(unit), *openmp, "-lpthread", "-o", str(made)],
-            ):
-                done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-                if done.returncode:
-                    lines = done.stderr.splitlines()
-                    error = next((line for line in lines if "error" in line), done.stderr.strip()[-200:])
-                    return Unavailable(f"{compiler} could not compile the kernels: {error}")
+            command = [compiler, *flags, str(SOURCES / "kernels.cpp"), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            if done.returncode:
+                lines = done.stderr.splitlines()
+                error = next((line for line in lines if "error" in line), done.stderr.strip()[-200:])
+                return Unavailable(f"{compiler} could not compile the kernels: {error}")
             os.replace(made, path)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Unavailable(f"the kernels could not be compiled into {path.parent}: {error}")

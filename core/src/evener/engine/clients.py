@@ -31,8 +31,8 @@ class InlineClient(EngineClient):
     def receive(self, timeout: float | None) -> list[FromController]:
         deadline = None if timeout is None else time.monotonic() + timeout
         self._take()
-        while not self._events and not self.controller.idle and not self._closed:
-            self._events.extend(self.controller.step())
+        while not self._events and not self._at_rest():
+            self._events.extend(self._step())
             self._take()
             if deadline is not None and time.monotonic() >= deadline:
                 break
@@ -45,10 +45,21 @@ class InlineClient(EngineClient):
             return
         self._inbox.put(Shutdown(drain=drain))
         self._take()
-        while not self.controller.idle and not self.controller.dead:
-            self._events.extend(self.controller.step())
+        while not self._at_rest():
+            self._events.extend(self._step())
         self._closed = True
         self.controller.executor.close()
+
+    def _at_rest(self) -> bool:
+        """Nothing to step for. A dead engine's plans in flight are never read."""
+        return self.controller.idle or self.controller.dead is not None or self._closed
+
+    def _step(self) -> list[FromController]:
+        try:
+            return self.controller.step()
+        except BaseException as error:  # half a step was made: nothing may be built on it
+            self._events.extend(self.controller.die(f"a step failed: {type(error).__name__}: {error}"))
+            raise
 
     def _take(self) -> None:
         while not self._inbox.empty():

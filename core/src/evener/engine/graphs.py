@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,11 +16,9 @@ import torch
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture, Replay
 from evener.engine.plan import Plan
+from evener.engine.runner import PendingStep, Runner
 from evener.engine.step_layout import StepShape
 from evener.errors import EngineError
-
-if TYPE_CHECKING:
-    from evener.engine.runner import Runner
 
 _ARRAYS = ("positions", "token_slots", "kv_lens")
 
@@ -33,10 +30,12 @@ class _Captured:
     buffer: torch.Tensor
     replays: tuple[Replay, ...]
     ids: torch.Tensor
+    #: They hold whatever else the replays read and write; a graph knows addresses and keeps nothing alive.
+    segments: tuple[Callable[[], None], ...]
 
 
 class DecodeGraphs:
-    """Captures sizes when they are first used.
+    """Captures sizes when they are first used, or all of them with ``capture_all``.
 
     Args:
         capture: how the device captures.
@@ -45,7 +44,7 @@ class DecodeGraphs:
         length: longest sequence; captured attention is built for it.
 
     Attributes:
-        notes: sizes that could not be captured, and why; for the manifest.
+        notes: sizes that are not captured, and why; for the manifest.
     """
 
     def __init__(
@@ -60,12 +59,17 @@ class DecodeGraphs:
         self._runner, self._device, self._capture = runner, device, capture
         self._sizes, self._spare, self._length = sizes, spare_slot, length
         self._captured: dict[tuple[int, bool], _Captured | None] = {}
-        limit = device.capabilities.max_captures
-        self._left = None if limit is None else limit // 2
+        self._held = 0
         self.notes: list[str] = []
 
-    def run(self, plan: Plan) -> torch.Tensor | None:
-        """Run the plan from a capture: int32 ids of its rows. None: nothing was done, it must run eagerly."""
+    def capture_all(self) -> None:
+        """Capture every size now, small ones and greedy ones first: ``notes`` is complete and no request waits for it."""
+        for random in (False, True):
+            for size in self._sizes:
+                self._get(size, random)
+
+    def execute(self, plan: Plan) -> PendingStep | None:
+        """Submit a step by replaying a capture. None: nothing was done, the step must run eagerly."""
         rows = len(plan.slots)
         plain = len(plan.samples) == rows and max(plan.counts) == 1 and not plan.logprobs and not plan.copies
         size = next((s for s in self._sizes if s >= rows), None) if plain else None
@@ -74,13 +78,14 @@ class DecodeGraphs:
         captured = self._get(size, bool(plan.random))
         if captured is None:
             return None
-        self._runner.apply(plan)
-        self._fill(captured, plan, rows, size)
-        for replay in captured.replays:
-            if self._device.capabilities.graph_update:
-                replay.update()
-            replay()
-        return captured.ids[:rows]
+        with torch.inference_mode():
+            self._runner.apply(plan)
+            self._fill(captured, plan, rows, size)
+            for replay in captured.replays:
+                if self._device.capabilities.graph_update:
+                    replay.update()
+                replay()
+            return PendingStep(plan, self._device.readback(captured.ids[:rows]))
 
     def _fill(self, captured: _Captured, plan: Plan, rows: int, size: int) -> None:
         host = np.zeros((len(_ARRAYS), size), dtype=np.int32)
@@ -92,23 +97,27 @@ class DecodeGraphs:
     def _get(self, size: int, random: bool) -> _Captured | None:
         key = (size, random)
         if key not in self._captured:
-            self._captured[key] = self._try(size, random) if self._left != 0 else None
+            try:
+                self._captured[key] = self._make(size, random)
+            except EngineError as error:
+                self._captured[key] = None
+                kind = "sampled" if random else "greedy"
+                self.notes.append(f"{kind} decode of {size} rows runs eagerly: {error}")
         return self._captured[key]
 
-    def _try(self, size: int, random: bool) -> _Captured | None:
+    def _make(self, size: int, random: bool) -> _Captured:
+        limit = self._device.capabilities.max_captures
+        if limit is not None and self._held + 2 > limit:
+            raise EngineError(f"{self._device.name} holds {limit} captures at once and a step takes 2")
         forward, sample, buffer, ids = self._segments(size, random)
         # The first run of each builds what must not be built while capturing; it only touches the spare slot.
-        try:
-            replays = []
+        replays = []
+        with torch.inference_mode():
             for segment in (forward, sample):
                 segment()
                 replays.append(self._capture.capture(segment))
-        except EngineError as error:
-            self.notes.append(f"decode of {size} rows runs eagerly: {error}")
-            return None
-        if self._left is not None:
-            self._left -= 1
-        return _Captured(buffer, tuple(replays), ids)
+                self._held += 1
+        return _Captured(buffer, tuple(replays), ids, (forward, sample))
 
     def _segments(
         self, size: int, random: bool

@@ -34,14 +34,11 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
     def error(self) -> EngineError | errors.EvenerError:
-        """The error to raise on this side: of the same class where it takes a plain message."""
-        cls = getattr(errors, self.kind, None)
-        if (
-            isinstance(cls, type)
-            and issubclass(cls, errors.EvenerError)
-            and cls.__init__ is errors.EvenerError.__init__
-        ):
-            return cls(self.message)
+        """The error to raise on this side: of the same class, or of its nearest base that takes a plain message."""
+        named = getattr(errors, self.kind, None)
+        for cls in named.__mro__ if isinstance(named, type) else ():
+            if issubclass(cls, errors.EvenerError) and cls.__init__ is errors.EvenerError.__init__:
+                return cls(self.message)
         return EngineError(self.message)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from evener.engine.plan import Plan, StepResult
 from evener.engine.sampler import LogprobTensors, Sampler
 from evener.engine.step_layout import StepLayout, StepShape
 from evener.resolution.buckets import bucket_index
-
-if TYPE_CHECKING:
-    from evener.engine.graphs import DecodeGraphs
 
 
 @dataclass
@@ -72,7 +69,6 @@ class Runner:
         dtype: str,
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
-        self._graphs: DecodeGraphs | None = None
         self._logits_dtype: torch.dtype = getattr(torch, dtype)
 
     @property
@@ -80,16 +76,9 @@ class Runner:
         """Of ``logits``: the compute type."""
         return self._logits_dtype
 
-    def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """Replay captured steps where ``graphs`` has one."""
-        self._graphs = graphs
-
     def execute(self, plan: Plan) -> PendingStep:
         """Submit a step; returns before the device has finished it, where the device allows."""
         with torch.inference_mode():
-            ids = self._graphs.run(plan) if self._graphs is not None else None
-            if ids is not None:
-                return PendingStep(plan, self.device.readback(ids))
             hidden, step, parts = self.forward(plan)
             last = parts["last"]
             if not last.shape[0]:

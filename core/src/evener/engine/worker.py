@@ -45,10 +45,11 @@ class Worker:
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, len(a.geometry.groups), size)
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, resolved.dtype)
+        self._graphs: DecodeGraphs | None = None
         if resolved.kv_memory is None:
             plan = self._measure(a, plan)
         self._pool = a.geometry.bind(plan.blocks, a.device)
-        self._use_graphs(a)
+        self._graphs = self._decode_graphs(a)
         self._warm_up(1)
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
@@ -68,7 +69,8 @@ class Worker:
 
     def execute(self, plan: Plan) -> PendingStep:
         """Submit one step."""
-        return self.runner.execute(plan)
+        replayed = self._graphs.execute(plan) if self._graphs is not None else None
+        return replayed or self.runner.execute(plan)
 
     def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
         """State gets what is left after a step at the largest bucket over one block of pool, not an estimate."""
@@ -94,20 +96,20 @@ class Worker:
             group.bind()
         return loaded
 
-    def _use_graphs(self, a: Assembly) -> None:
+    def _decode_graphs(self, a: Assembly) -> DecodeGraphs | None:
         """Replay decode steps where the device, every state provider and every kernel can; say why not otherwise."""
         offer = a.loaded.graph_capture(a.device) if a.config.use_cuda_graph else None
         if offer is None:
-            return
+            return None
         eager = [g.provider.name for g in a.geometry.groups if g.provider.graph == "never"]
         eager += sorted({c.provider for c in a.resolver.manifest.choices if not c.capturable})
         if eager:
             a.resolver.manifest.notes.append(f"steps run eagerly: {', '.join(dict.fromkeys(eager))} cannot be captured")
-            return
+            return None
         sizes = tuple(b.high for b in token_buckets(a.config.max_reqs))
         graphs = DecodeGraphs(self.runner, a.device, offer.value, sizes, a.config.max_reqs, a.config.max_seq_len)
-        self.runner.use_graphs(graphs)
         a.resolver.manifest.notes.append(f"decode steps of up to {sizes[-1]} rows are captured by {offer.package}")
+        return graphs
 
     def _warm_up(self, tokens: int) -> None:
         """One step of so many tokens, over the null block: kernels are built and first-call costs are paid before the

@@ -146,8 +146,8 @@ class Resolver:
     def _layout(self, weight: LinearWeight, op: str) -> str:
         refused = []
         offers = [o for o in self._by_op.get(op, []) if self._forbidden(op, o) is None]
-        layouts: dict[str, None] = dict.fromkeys(p.layout for o in offers for p in o.value.packings)
-        for layout in [*layouts, self.market.reference_packing.layout]:
+        layouts = [p.layout for o in offers for p in o.value.packings]
+        for layout in dict.fromkeys([*layouts, self.market.reference_packing.layout]):
             reason = self._packings[layout].supports(weight.parts, weight.dtype)
             if reason is None and layout != self.market.reference_packing.layout:
                 reason = self._unserved(weight, op, layout, offers)

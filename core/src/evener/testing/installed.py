@@ -9,7 +9,10 @@ from pathlib import Path
 def write_distribution(
     folder: Path, name: str, entry_points: Mapping[str, Mapping[str, str]], version: str = "1.0"
 ) -> Path:
-    """Write ``<name>-<version>.dist-info`` into ``folder``, with ``{group: {name: value}}``. Put ``folder`` on ``sys.path`` to install it."""
+    """Write ``<name>-<version>.dist-info`` into ``folder``, with ``{group: {name: value}}``.
+
+    ``folder`` on ``sys.path`` (and in PYTHONPATH, for child processes) installs it. Returns the new folder in it.
+    """
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

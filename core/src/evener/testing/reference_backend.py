@@ -1,7 +1,9 @@
-"""The smallest backend: host memory, every op from the reference. It is not registered; a test puts its entry point on the path.
+"""The smallest backend: host memory, every op from the reference. It is not registered: a test puts its entry point on
+the path (``evener.testing.installed``).
 
-With the option ``delay`` it behaves like an asynchronous device: results are not there when a step was submitted, whatever is read before
-``Readback.wait`` is poison, and a step that looks at a value on the host is an error.
+With the option ``delay`` it behaves like an asynchronous device: results are not there when a step was submitted, and
+whatever is read before ``Readback.wait`` is poison. ``reference_executor`` makes a look at a value inside a step an
+error.
 """
 
 from __future__ import annotations

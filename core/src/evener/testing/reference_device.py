@@ -1,4 +1,4 @@
-"""The devices of ``reference_backend``: a plain one, and one that delays results and raises when they are read early."""
+"""The devices of ``reference_backend``: a plain one, and one that delays results and raises on early reads."""
 
 from __future__ import annotations
 
@@ -16,20 +16,41 @@ from evener.errors import EngineError
 
 _POISON = -0x5A5A5A5
 _ATEN = torch.ops.aten
-#: Ops through which a step would wait for the device, because their result's shape or a Python value depends on its data. In inference
-#: mode an op that is made of others arrives here whole, so those are named too.
+#: Ops through which a step would wait for the device, because their result's shape or a Python value depends on its
+#: data. In inference mode an op that is made of others arrives here whole, so those are named too.
 _SYNCHRONIZING = {
-    _ATEN._local_scalar_dense.default, _ATEN.item.default, _ATEN.is_nonzero.default, _ATEN.equal.default, _ATEN.allclose.default,
-    _ATEN.nonzero.default, _ATEN.nonzero_numpy.default, _ATEN.argwhere.default, _ATEN.where.default, _ATEN.masked_select.default,
-    _ATEN._unique2.default, _ATEN.unique_dim.default, _ATEN.unique_consecutive.default, _ATEN.bincount.default,
+    _ATEN._local_scalar_dense.default,
+    _ATEN.item.default,
+    _ATEN.is_nonzero.default,
+    _ATEN.equal.default,
+    _ATEN.allclose.default,
+    _ATEN.nonzero.default,
+    _ATEN.nonzero_numpy.default,
+    _ATEN.argwhere.default,
+    _ATEN.where.default,
+    _ATEN.masked_select.default,
+    _ATEN._unique2.default,
+    _ATEN.unique_dim.default,
+    _ATEN.unique_consecutive.default,
+    _ATEN.bincount.default,
     _ATEN.tensor_split.tensor_indices_or_sections,
-}  # fmt: skip
-#: Methods that hand values to Python. A tensor in host memory serves them without any op, so a dispatch mode does not see them.
+}
+#: Methods that hand values to Python. A tensor in host memory serves them without any op, so a dispatch mode does not
+#: see them.
 _READING = {
-    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.__array__, torch.Tensor.__bool__, torch.Tensor.__int__,
-    torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__contains__, torch.Tensor.__dlpack__, torch.Tensor.__repr__,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.item,
+    torch.Tensor.__array__,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__contains__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__repr__,
     torch.Tensor.__format__,
-}  # fmt: skip
+}
 _REPEATS = {_ATEN.repeat_interleave.Tensor, _ATEN.repeat_interleave.self_Tensor}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
@@ -84,7 +105,9 @@ def _counts_on_the_host(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _sliced_by_tensor(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(i, slice) and any(isinstance(e, torch.Tensor) for e in (i.start, i.stop, i.step)) for i in parts)
+    return any(
+        isinstance(i, slice) and any(isinstance(e, torch.Tensor) for e in (i.start, i.stop, i.step)) for i in parts
+    )
 
 
 class _ForbidReadingMethods(TorchFunctionMode):
@@ -97,7 +120,7 @@ class _ForbidReadingMethods(TorchFunctionMode):
 
 
 class DelayedReadback(Readback):
-    """Holds poison until it is waited for; ``ready`` only after the device has been given more work or was waited for."""
+    """The device's tensor turns to poison, ``seen`` until it is waited for; ``ready`` once there is more work."""
 
     def __init__(self, device: DelayedDevice, tensor: torch.Tensor) -> None:
         self._device, self._value = device, tensor.clone()

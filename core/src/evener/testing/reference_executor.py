@@ -1,4 +1,4 @@
-"""The strict executor: an inline worker whose steps must not read anything on the host, and a record of what was submitted and read."""
+"""The strict executor: an inline worker whose steps must not read anything on the host, and a log of its plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class StrictExecutor(InlineExecutor):
         super().__init__(worker)
         device = worker.assembly.device
         if not isinstance(device, DelayedDevice):
-            raise ConfigError(f"{device.name} does not delay its results; set backend=reference and reference.delay=true")
+            raise ConfigError(
+                f"{device.name} does not delay its results; set backend=reference and reference.delay=true"
+            )
         self._device = device
         self.log: list[tuple[str, int]] = []
 

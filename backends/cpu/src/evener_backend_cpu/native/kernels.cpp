@@ -21,8 +21,7 @@ static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, 
 template <class T>
 static void linear(const T* x, int64_t M, const T* w, const T* bias, int64_t N, int64_t K, T* y, int64_t threads) {
   Share share;
-#pragma omp parallel num_threads((int)threads)
-  gemm_share<T, T>(share, omp_get_num_threads(), x, M, w, bias, N, K, y);
+  Pool::run(threads, [&](long, long n) { gemm_share<T, T>(share, n, x, M, w, bias, N, K, y); });
 }
 
 template <class T>
@@ -33,54 +32,53 @@ static int attend(const Geometry* g, const Step* step, const T* q, const T* sink
   char* base = scratch().want(s.total);
   if (!base) return 1;
   Run<T> run{l, step, step->tokens, nullptr, nullptr, nullptr, nullptr, 0, 0, {}, {}, {}, {}, {}, {}};
-#pragma omp parallel num_threads((int)threads)
-  run.attend(*step, q, sinks, out, (float*)(base + s.parts),
-             (float*)(base + s.priv + omp_get_thread_num() * s.priv_bytes + Sizes::up(2 * MLP_PANEL * 16 * 4)),
-             omp_get_thread_num(), omp_get_num_threads());
+  Pool::run(threads, [&](long tid, long n) {
+    char* mine = base + s.priv + tid * s.priv_bytes + Sizes::up(2 * MLP_PANEL * 16 * 4);
+    run.attend(*step, q, sinks, out, (float*)(base + s.parts), (float*)mine, tid, n);
+  });
   return 0;
 }
 
 template <class T>
 static void write(const Geometry* g, const Step* s, const T* k, int64_t ldk, const T* v, int64_t ldv, int64_t threads) {
-#pragma omp parallel for num_threads((int)threads) if (s->tokens > 64)
-  for (long t = 0; t < s->tokens; t++) {
+  Pool::each(s->tokens > 64 ? threads : 1, s->tokens, [&](long t) {
     long slot = index_at(s->slots, t, s->slots64);
     for (long h = 0; h < g->kv_heads; h++) {
       write_key<T>(*g, slot, h, k + t * ldk + h * g->d);
       write_value<T>(*g, slot, h, v + t * ldv + h * g->dv);
     }
-  }
+  });
 }
 
 // With ``residual``: sum = x + residual first; sum may be residual.
 template <class T>
 static void norm(const T* x, int64_t ldx, const T* residual, const T* w, T* y, T* sum, int64_t rows, int64_t n, float eps, float offset,
                  int64_t threads) {
-#pragma omp parallel for num_threads((int)threads) if (rows * n > 65536)
-  for (long r = 0; r < rows; r++) {
+  Pool::each(rows * n > 65536 ? threads : 1, rows, [&](long r) {
     const T* in = x + r * ldx;
     if (residual) {
       add_row<T>(in, residual + r * n, sum + r * n, n);
       in = sum + r * n;
     }
     norm_row<T>(in, w, y + r * n, n, eps, offset);
-  }
+  });
 }
 
 template <class T>
 static void rotary(const void* positions, int64_t is64, T* q, int64_t ldq, int64_t heads, T* k, int64_t ldk, int64_t kv_heads, int64_t tokens,
                    int64_t d, int64_t dim, int64_t interleaved, const float* cos_sin, int64_t threads) {
-#pragma omp parallel for num_threads((int)threads) if (tokens * (heads + kv_heads) * d > 65536)
-  for (long t = 0; t < tokens; t++) {
+  Pool::each(tokens * (heads + kv_heads) * d > 65536 ? threads : 1, tokens, [&](long t) {
     const float* at = cos_sin + index_at(positions, t, is64) * dim;
     for (long h = 0; h < heads; h++) rotate_row<T>(q + t * ldq + h * d, q + t * ldq + h * d, at, dim, d, interleaved);
     for (long h = 0; h < kv_heads; h++) rotate_row<T>(k + t * ldk + h * d, k + t * ldk + h * d, at, dim, d, interleaved);
-  }
+  });
 }
 
 template <class T> static void act(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {
-#pragma omp parallel for num_threads((int)threads) if (rows * inner > 32768)
-  for (long r = 0; r < rows; r++) act_row<T, T>(x + r * 2 * inner, x + r * 2 * inner + inner, y + r * inner, inner, (int)kind);
+  Pool::each(rows * inner > 32768 ? threads : 1, rows, [&](long r) {
+    const T* gate = x + r * 2 * inner;
+    act_row<T, T>(gate, gate + inner, y + r * inner, inner, (int)kind);
+  });
 }
 
 template <class T> static void greedy(const T* x, int64_t rows, int64_t n, int32_t* ids) {

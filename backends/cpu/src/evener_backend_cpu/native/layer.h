@@ -1,13 +1,11 @@
 // A decoder layer, or a part of it, as one parallel region: threads share rows of weights and meet at barriers.
 #pragma once
-#include <omp.h>
-
 #include <atomic>
 #include <cstdlib>
 
 #include "attention.h"
 #include "gemm.h"
-#include "meet.h"
+#include "pool.h"
 #include "rows.h"
 
 enum Part { ENTER = 1, ATTEND = 2, MLP = 4 };
@@ -161,9 +159,7 @@ template <class T> struct Run {
     T* q = flags == ENTER ? out : (T*)(base + s.q);
     T* ao = flags & MLP ? (T*)(base + s.ao) : out;
     float* parts = (float*)(base + s.parts);
-#pragma omp parallel num_threads((int)s.threads)
-    {
-      long tid = omp_get_thread_num(), threads = omp_get_num_threads();
+    Pool::run(s.threads, [&](long tid, long threads) {
       char* mine = base + s.priv + tid * s.priv_bytes;
       T* priv = (T*)mine;
       float* temp = (float*)(mine + Sizes::up(2 * FEW * H * sizeof(T)));
@@ -188,7 +184,7 @@ template <class T> struct Run {
         }
       }
       if (flags & MLP) mlp(flags & ATTEND ? ao : x, xn, h, priv, temp, tid, threads);
-    }
+    });
   }
 
   void attend(const Step& st, const T* q, const T* sinks, T* attn, float* parts, float* scratch, long tid, long threads) {

@@ -83,7 +83,9 @@ def filtered(
     values = values.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), float("-inf"))
     probability = values.softmax(-1)
     before = probability.cumsum(-1) - probability
-    values = values.masked_fill((before >= top_p[:, None]) & (rank > 0), float("-inf"))
+    # A sum of rounded probabilities reaches 1 before the last of them, so 1 has to mean "off" by itself.
+    beyond = (before >= top_p[:, None]) & (top_p[:, None] < 1) & (rank > 0)
+    values = values.masked_fill(beyond, float("-inf"))
     return ids, values.masked_fill(probability < min_p[:, None] * probability[:, :1], float("-inf"))
 
 

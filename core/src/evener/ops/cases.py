@@ -1,0 +1,255 @@
+"""Test cases of the primitive ops: odd sizes, ties, empty steps. What ``OpSchema.cases`` names.
+
+Each function takes ``(dtype, generator)`` and yields ``OpCase``. For an input that the schema calls *packed* a case
+holds the tuple of ``WeightPart`` to be packed, because every kernel has a packing of its own; the static ``weight`` has
+the attributes of a declared ``LinearWeight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evener.contracts.ops import OpCase
+from evener.contracts.quant import WeightPart, plain
+
+
+@dataclass(frozen=True)
+class CaseWeight:
+    """Stands for a declared ``LinearWeight``, with the attributes that a kernel reads before weights are loaded."""
+
+    name: str
+    parts: tuple[WeightPart, ...]
+    rows: int
+    columns: int
+    dtype: str
+    layout: str = ""
+
+
+class _Maker:
+    """Random inputs of one dtype, on the CPU."""
+
+    def __init__(self, dtype: str, generator: torch.Generator) -> None:
+        self.dtype, self._generator = dtype, generator
+
+    def noise(self, *shape: int, dtype: str | None = None, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        """Normal noise, rounded to the dtype."""
+        values = torch.randn(shape, generator=self._generator) * scale + shift
+        return values.to(getattr(torch, dtype or self.dtype))
+
+    def ids(self, below: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Integers from 0 to below - 1."""
+        return torch.randint(below, shape, generator=self._generator, dtype=dtype)
+
+    def permutations(self, rows: int, size: int, step: float) -> torch.Tensor:
+        """[rows, size]: multiples of ``step`` in any order, so that nothing but an equal value is close to another."""
+        order = [torch.randperm(size, generator=self._generator) for _ in range(rows)]
+        return (torch.stack(order) * step if order else torch.empty(0, size)).to(getattr(torch, self.dtype))
+
+    def parts(self, sizes: Sequence[int], columns: int) -> tuple[WeightPart, ...]:
+        """Unquantized parts with these numbers of rows."""
+        return tuple(
+            WeightPart(
+                f"part{i}", n, columns, plain(self.dtype), {"weight": self.noise(n, columns, scale=columns**-0.5)}
+            )
+            for i, n in enumerate(sizes)
+        )
+
+
+def _declared(parts: tuple[WeightPart, ...], dtype: str) -> CaseWeight:
+    bare = tuple(WeightPart(p.name, p.rows, p.columns, p.format) for p in parts)
+    return CaseWeight("weight", bare, sum(p.rows for p in parts), parts[0].columns, dtype)
+
+
+def embedding(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Without and with a factor; no rows; first and last id."""
+    make = _Maker(dtype, generator)
+    for tokens, vocab, hidden, scale in ((1, 7, 8, 1.0), (13, 211, 36, 6.0), (0, 5, 16, 1.0), (3, 33, 7, 0.3)):
+        ids = make.ids(vocab, tokens)
+        ids[:1], ids[1:2] = vocab - 1, 0
+        static = {"hidden": hidden, "dtype": dtype, "vocab": vocab, "scale": scale}
+        yield OpCase(static, (ids, make.noise(vocab, hidden)))
+
+
+def _norm_static(hidden: int, dtype: str, offset: float = 0.0, eps: float = 1e-5) -> dict[str, Any]:
+    return {"hidden": hidden, "dtype": dtype, "eps": eps, "offset": offset}
+
+
+def rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Rows of any width, heads [T, heads, D], large and zero rows, both orders of rounding."""
+    make = _Maker(dtype, generator)
+    for shape, offset in (((1, 64), 0.0), ((5, 60), 0.0), ((3, 576), 1.0), ((7, 9, 80), 0.0), ((2, 3, 256), 1.0)):
+        x = make.noise(*shape, scale=3.0)
+        x[-1] = 0
+        weight = make.noise(shape[-1], scale=0.2, shift=1.0 - offset)
+        yield OpCase(_norm_static(shape[-1], dtype, offset), (x, weight))
+    yield OpCase(_norm_static(37, dtype, eps=1e-6), (make.noise(4, 37, scale=100.0), make.noise(37)))
+
+
+def add_rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Rows of any width."""
+    make = _Maker(dtype, generator)
+    for tokens, hidden, offset in ((1, 64, 0.0), (6, 60, 1.0), (33, 37, 0.0), (2, 576, 1.0)):
+        weight = make.noise(hidden, scale=0.2, shift=1.0 - offset)
+        yield OpCase(
+            _norm_static(hidden, dtype, offset), (make.noise(tokens, hidden), make.noise(tokens, hidden), weight)
+        )
+
+
+def layer_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """With and without bias; rows far from zero."""
+    make = _Maker(dtype, generator)
+    for tokens, hidden, biased, shift in ((1, 64, True, 0.0), (5, 60, False, 0.0), (9, 37, True, 2.0)):
+        bias = make.noise(hidden) if biased else None
+        static = {"hidden": hidden, "dtype": dtype, "eps": 1e-5}
+        yield OpCase(static, (make.noise(tokens, hidden, shift=shift), make.noise(hidden, scale=0.2, shift=1.0), bias))
+
+
+def linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """One to three parts, with and without bias, sizes that no vector divides."""
+    make = _Maker(dtype, generator)
+    sizes: tuple[tuple[int, Sequence[int], int, bool], ...] = (
+        (1, (64,), 64, False), (3, (90, 30, 30), 60, True), (17, (33,), 40, False), (5, (88, 88), 37, False),
+        (2, (7,), 576, True), (0, (16,), 16, False),
+    )  # fmt: skip
+    for tokens, rows, columns, biased in sizes:
+        parts = make.parts(rows, columns)
+        weight = _declared(parts, dtype)
+        static = {"weight": weight, "columns": columns, "rows": weight.rows, "dtype": dtype}
+        yield OpCase(static, (make.noise(tokens, columns), parts, make.noise(weight.rows) if biased else None))
+
+
+def grouped_linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Rows without a slot, experts without a row, one expert only, no rows at all; experts of two parts."""
+    make = _Maker(dtype, generator)
+    for tokens, experts, rows, columns in ((1, 3, (16,), 24), (11, 5, (12, 7), 20), (0, 2, (8,), 8), (9, 1, (5,), 33)):
+        parts = make.parts(rows * experts, columns)
+        slots = make.ids(experts, tokens)
+        slots[2::3] = -1
+        weight = _declared(parts, dtype)
+        static = {"weight": weight, "experts": experts, "columns": columns, "rows": sum(rows), "dtype": dtype}
+        yield OpCase(static, (make.noise(tokens, columns), parts, slots))
+    parts = make.parts((6,) * 4, 10)
+    static = {"weight": _declared(parts, dtype), "experts": 4, "columns": 10, "rows": 6, "dtype": dtype}
+    yield OpCase(static, (make.noise(3, 10), parts, torch.full((3,), -1, dtype=torch.int32)))
+
+
+def rotary(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Heads 9/3 and 1/1, sizes 64, 256 and 80, whole and partial rotation, both pairings, first and last position."""
+    make = _Maker(dtype, generator)
+    sizes = (
+        (1, 9, 3, 64, 64, False), (7, 9, 3, 64, 64, True), (5, 1, 1, 256, 64, False), (3, 4, 2, 80, 32, True),
+        (6, 2, 2, 80, 80, False), (4, 5, 1, 18, 10, True),
+    )  # fmt: skip
+    for tokens, heads, kv_heads, head_dim, dim, interleaved in sizes:
+        length = 130
+        positions = make.ids(length, tokens)
+        positions[:1], positions[1:2] = length - 1, 0
+        inverse = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
+        static = {"head_dim": head_dim, "rotary_dim": dim, "interleaved": interleaved, "dtype": dtype}
+        heads_in = (make.noise(tokens, heads, head_dim), make.noise(tokens, kv_heads, head_dim))
+        yield OpCase(static, (positions, *heads_in, torch.cat((angles.cos(), angles.sin()), dim=-1)))
+
+
+def act_and_mul(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Every activation; inputs at which they saturate."""
+    make = _Maker(dtype, generator)
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        for tokens, inner, scale in ((1, 64, 1.0), (5, 88, 3.0), (3, 13, 8.0)):
+            static = {"inner": inner, "activation": activation, "dtype": dtype}
+            yield OpCase(static, (make.noise(tokens, 2 * inner, scale=scale),))
+
+
+def take_rows(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Repeated rows, no rows, the last row."""
+    make = _Maker(dtype, generator)
+    for tokens, hidden, picked in ((1, 8, 1), (9, 37, 5), (4, 60, 0), (3, 64, 7)):
+        rows = make.ids(tokens, picked, dtype=torch.int64)
+        rows[:1] = tokens - 1
+        yield OpCase({"hidden": hidden, "dtype": dtype}, (make.noise(tokens, hidden), rows))
+
+
+def softcap(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Values far below and far above the cap."""
+    make = _Maker(dtype, generator)
+    for rows, vocab, cap, scale in ((1, 33, 30.0, 1.0), (4, 211, 30.0, 60.0), (2, 64, 50.0, 10.0)):
+        yield OpCase({"cap": cap, "dtype": dtype}, (make.noise(rows, vocab, scale=scale),))
+
+
+def route(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Both scorings, with and without bias and renormalising; rows of equal logits, where the lowest ids win."""
+    make = _Maker("float32", generator)
+    kinds = (
+        (1, 8, 2, "softmax", True, 1.0, False), (7, 60, 4, "softmax", False, 1.0, False),
+        (5, 13, 3, "sigmoid", True, 2.5, True), (9, 16, 16, "sigmoid", False, 1.0, False),
+    )  # fmt: skip
+    for tokens, experts, top, scoring, renormalize, scale, biased in kinds:
+        static = {"experts": experts, "top": top, "scoring": scoring, "renormalize": renormalize, "scale": scale}
+        logits = make.permutations(tokens, experts, 0.05) - 0.5
+        if not biased:
+            logits[-1] = 0.25
+            logits[tokens // 2, ::3] = logits[tokens // 2].max() + 0.1
+        bias = torch.arange(experts, dtype=torch.float32).flip(0) * 0.11 if biased else None
+        yield OpCase(static, (logits, bias))
+
+
+def greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """The largest first, last and several times; rows of equal logits; -inf elsewhere."""
+    make = _Maker(dtype, generator)
+    for rows, vocab in ((1, 1), (1, 259), (5, 211), (3, 1000)):
+        logits = make.noise(rows, vocab)
+        logits[-1] = 0.5
+        if rows > 2:
+            logits[0, vocab - 1] = 9.0
+            logits[1, [3, vocab // 2, vocab - 2]] = 9.0
+            logits[2] = -torch.inf
+            logits[2, 7] = -3.0
+        yield OpCase({"vocab": vocab}, (logits,))
+
+
+def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Every filter alone, all together, none; greedy rows among them; seeds and positions at both ends."""
+    make = _Maker(dtype, generator)
+    mixes = (
+        (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1),
+        (0.9, 40, 0.95, 0.02), (1.0, 1, 1.0, 0.0), (2.0, 10000, 1e-6, 0.0), (0.01, 0, 1.0, 0.0),
+    )  # fmt: skip
+    for vocab in (33, 259):
+        rows = len(mixes)
+        temperature, top_k, top_p, min_p = (list(column) for column in zip(*mixes, strict=True))
+        seed = make.ids(2**31 - 1, rows)
+        seed[0], seed[1], seed[2] = 0, -1, -(2**31)
+        position = make.ids(5000, rows)
+        position[0] = 0
+        yield OpCase(
+            {"vocab": vocab},
+            (
+                make.permutations(rows, vocab, 0.125), torch.tensor(temperature),
+                torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p),
+                seed, position,
+            ),
+        )  # fmt: skip
+
+
+def apply_mask(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Vocabularies that 32 divides and does not; nothing and everything allowed; the sign bit."""
+    make = _Maker(dtype, generator)
+    for rows, vocab in ((1, 32), (3, 33), (4, 211), (2, 5)):
+        words = -(-vocab // 32)
+        mask = make.ids(2**31 - 1, rows, words) * 2 + make.ids(2, rows, words)
+        mask[0] = -1
+        mask[-1, 0] = -(2**31) if rows > 1 else -1
+        yield OpCase({"vocab": vocab}, (make.noise(rows, vocab), mask))
+
+
+def logprobs(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """No, one and several of the largest; chosen ids at both ends; large logits."""
+    make = _Maker(dtype, generator)
+    for rows, vocab, top, step in ((1, 33, 0, 0.125), (3, 211, 1, 0.125), (5, 64, 20, 0.25), (2, 100, 100, 0.25)):
+        ids = make.ids(vocab, rows)
+        ids[0], ids[-1] = 0, vocab - 1
+        yield OpCase({"vocab": vocab}, (make.permutations(rows, vocab, step), ids, top))

@@ -1,0 +1,172 @@
+"""Recording torch calls over fixed addresses and running them again, as a device's graph does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from evener.contracts.graph import GraphCapture, Replay
+from evener.errors import EngineError
+from evener.testing.reference_device import ForbidHostReads
+
+#: What a capture leaves in integers that it made; floats become NaN.
+_POISON = 99
+
+
+@dataclass(frozen=True)
+class _Made:
+    """An output of an earlier call."""
+
+    index: int
+
+
+class _Outside:
+    """A tensor that the segment did not make. Its memory is not kept alive: a graph would not keep it either."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+        self._address, self._dtype = tensor.data_ptr(), tensor.dtype
+        self._view = (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def tensor(self) -> torch.Tensor:
+        """The memory as it is now.
+
+        Raises:
+            EngineError: it was freed, or lies elsewhere.
+        """
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            raise EngineError(f"a replay reads memory that was freed since capture: {self._dtype} {self._view[1]}")
+        found = torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
+        if found.data_ptr() != self._address:
+            raise EngineError("a replay reads a buffer that has moved since capture")
+        return found
+
+
+@dataclass
+class _Call:
+    """One recorded call; ``kept`` has its outputs that are memory of their own, None for views of an argument."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    first: int
+    kept: list[torch.Tensor | None] = field(default_factory=list)
+
+
+class Recorder(TorchDispatchMode):
+    """While active, every call is recorded. Nothing may read a value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Call] = []
+        self._index: dict[int, int] = {}
+        self._alive: list[Any] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As in the reference device: torch would import its compiler to keep it out of here.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        storages = {t.untyped_storage()._cdata for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
+        call = _Call(func, tree_map(self._reference, args), tree_map(self._reference, kwargs), len(self._alive))
+        for value in _tensors(result):
+            own = value.untyped_storage()._cdata not in storages
+            call.kept.append(value if own else None)
+            self._index[id(value)] = len(self._alive)
+            self._alive.append(value)
+        self.calls.append(call)
+        return result
+
+    def _reference(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        index = self._index.get(id(value))
+        if index is not None:
+            return _Made(index)
+        self._alive.append(value)  # while recording, so that nothing else gets its id
+        return _Outside(value)
+
+    def finish(self) -> list[_Call]:
+        """The calls, with poison in everything that they made: capturing is not running."""
+        calls, self._alive, self._index = self.calls, [], {}
+        for call in calls:
+            for made in call.kept:
+                if made is not None and made.numel():
+                    made.fill_(float("nan") if made.is_floating_point() else _POISON)
+        return calls
+
+
+class RecordedReplay(Replay):
+    """Runs the calls again. ``updates`` and ``runs`` count.
+
+    Raises:
+        EngineError: (when called) an update was due, or memory of the capture is gone.
+    """
+
+    def __init__(self, calls: list[_Call], needs_update: bool) -> None:
+        self._calls, self._needs_update, self._updated = calls, needs_update, False
+        self.updates = self.runs = 0
+
+    def update(self) -> None:
+        self.updates += 1
+        self._updated = True
+
+    def __call__(self) -> None:
+        if self._needs_update and not self._updated:
+            raise EngineError("this device's replays need an update before each run")
+        self._updated = False
+        self.runs += 1
+        values: dict[int, torch.Tensor] = {}
+
+        def value(reference: Any) -> Any:
+            if isinstance(reference, _Made):
+                return values[reference.index]
+            return reference.tensor() if isinstance(reference, _Outside) else reference
+
+        for call in self._calls:
+            result = call.function(*tree_map(value, call.args), **tree_map(value, call.kwargs))
+            for offset, (new, kept) in enumerate(zip(_tensors(result), call.kept, strict=True)):
+                values[call.first + offset] = new if kept is None else kept.copy_(new)
+
+
+class RecordingCapture(GraphCapture):
+    """Captures by recording.
+
+    Args:
+        limit: captures that may live at once; None is no limit.
+        needs_update: replays refuse to run without an update.
+
+    Attributes:
+        replays: all captures, in order.
+    """
+
+    def __init__(self, limit: int | None, needs_update: bool) -> None:
+        self._limit, self._needs_update = limit, needs_update
+        self.replays: list[RecordedReplay] = []
+
+    def capture(self, segment: Callable[[], None]) -> Replay:
+        if self._limit is not None and len(self.replays) >= self._limit:
+            raise EngineError(f"this device holds {self._limit} captures at once, and all are in use")
+        recorder = Recorder()
+        with torch.inference_mode(), ForbidHostReads(), recorder:  # type: ignore[no-untyped-call]
+            segment()
+        with torch.inference_mode():
+            replay = RecordedReplay(recorder.finish(), self._needs_update)
+        self.replays.append(replay)
+        return replay
+
+    def release(self) -> None:
+        self.replays.clear()
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]

@@ -1,0 +1,115 @@
+"""Clients in this process: what a failing step leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evener.engine.clients import InlineClient, ThreadClient
+from evener.engine.messages import Dead, Finished, NewRequest, Ready
+from evener.engine.plan import Plan, StepResult
+from evener.engine.start import build_controller
+from evener.errors import EngineDeadError, EngineError
+
+MESSAGES = [NewRequest(id=name, prompt=[1, 2, 3], max_tokens=9) for name in "ab"]
+
+
+@pytest.fixture
+def failing(make_config: Any) -> Any:
+    """``failing(error)``: a controller whose third result raises it, and its Ready."""
+
+    def make(error: BaseException) -> Any:
+        controller, ready = build_controller(make_config())
+        inner, left = controller.executor, [2]
+
+        class Failing(type(inner)):  # type: ignore[misc]
+            def read(self) -> StepResult:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise error
+                return super().read()  # type: ignore[no-any-return]
+
+        inner.__class__ = Failing
+        return controller, ready
+
+    return make
+
+
+def ends(events: list[Any]) -> list[tuple[str, str]]:
+    return [(e.id, e.reason) for e in events if isinstance(e, Finished)]
+
+
+def everything(client: Any) -> list[Any]:
+    events: list[Any] = []
+    while not any(isinstance(e, Dead) for e in events):
+        new = client.receive(20)
+        assert new
+        events += new
+    return events
+
+
+@pytest.mark.parametrize("kind", [InlineClient, ThreadClient])
+def test_a_dead_worker_ends_every_request_once_and_then_nothing_more_comes(failing: Any, kind: Any) -> None:
+    client = kind(*failing(EngineDeadError("the worker is gone")))
+    for message in MESSAGES:
+        client.send(message)
+    events = everything(client)
+    assert isinstance(events[0], Ready) and ends(events) == [("a", "error"), ("b", "error")]
+    assert isinstance(events[-1], Dead) and events[-1].reason == "the worker is gone"
+    assert client.receive(0) == []
+    client.close()
+
+
+def test_a_defect_inside_an_inline_step_reaches_the_caller_and_leaves_no_request_open(failing: Any) -> None:
+    client = InlineClient(*failing(ZeroDivisionError("ours")))
+    for message in MESSAGES:
+        client.send(message)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        while True:
+            client.receive(None)
+    events = everything(client)
+    assert ends(events) == [("a", "error"), ("b", "error")]
+    assert "ZeroDivisionError: ours" in events[-1].reason
+    assert client.receive(None) == [], "a dead engine does not wait for ever"
+    client.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_inside_a_threaded_step_ends_every_request_with_its_words(failing: Any) -> None:
+    client = ThreadClient(*failing(ZeroDivisionError("ours")))
+    for message in MESSAGES:
+        client.send(message)
+    events = everything(client)
+    assert ends(events) == [("a", "error"), ("b", "error")] and "ZeroDivisionError: ours" in events[-1].reason
+    client.close()
+
+
+def test_a_step_that_reads_early_ends_its_requests_with_the_reason(make_config: Any) -> None:
+    from evener.testing.reference_executor import StrictExecutor, strict_controller
+
+    controller, executor = strict_controller(make_config(**{"reference.delay": True}))
+    runner = executor.worker.runner
+    inner = runner.sampler.ids
+    runner.sampler.ids = lambda logits, *rest: inner(logits + logits.max().item() * 0, *rest)  # type: ignore[method-assign]
+    controller.handle(MESSAGES)
+    events = controller.step()
+    assert ends(events) == [("a", "error"), ("b", "error")] and isinstance(events[-1], Dead)
+    assert "reads a value on the host during a step" in events[-1].reason
+    assert isinstance(executor, StrictExecutor) and controller.step() == []
+
+
+def test_an_executor_that_says_its_worker_is_gone_while_nothing_is_open_kills_the_engine(make_config: Any) -> None:
+    controller, _ = build_controller(make_config())
+
+    class Gone(type(controller.executor)):  # type: ignore[misc]
+        def check(self) -> None:
+            raise EngineError("gone")
+
+        def submit(self, plan: Plan) -> None:
+            pytest.fail("a dead engine submits nothing")
+
+    controller.executor.__class__ = Gone
+    assert controller.check() == [Dead("gone")] and controller.check() == []
+    events = controller.handle(MESSAGES)
+    assert ends(events) == [("a", "error"), ("b", "error")] and controller.step() == []

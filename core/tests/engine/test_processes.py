@@ -1,0 +1,218 @@
+"""Worker and controller in processes: same tokens as in memory, and every death is told to whoever waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.config import to_flat
+from evener.engine.clients import InlineClient
+from evener.engine.messages import Dead, NewRequest, Ready, Sampling
+from evener.engine.process import Failed
+from evener.engine.process_client import ProcessExecutor
+from evener.engine.start import build_controller, start_engine
+from evener.errors import ArchitectureError, ConfigError, EngineError, MemoryPlanError, NoBackendError
+
+PATIENCE = 30.0
+
+
+def requests(prefix: str = "r", max_tokens: int = 12) -> list[NewRequest]:
+    warm = Sampling(temperature=0.9, top_k=30, seed=4, logprobs=1)
+    return [
+        NewRequest(id=f"{prefix}{i}", prompt=list(range(1 + i, 20 + 9 * i)), max_tokens=max_tokens, sampling=s)
+        for i, s in enumerate((Sampling(temperature=0.0), warm, warm))
+    ]
+
+
+def same(played: Any, expected: Any) -> None:
+    """Equal tokens; log-probabilities but for the last bits, as requests that arrive one by one have other company."""
+    assert played.tokens == expected.tokens
+    for name, rows in played.logprobs.items():
+        assert [row.ids for row in rows] == [row.ids for row in expected.logprobs[name]]
+        ours, theirs = ([v for row in r for v in row.values] for r in (rows, expected.logprobs[name]))
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+class Watched:
+    """A process of somebody else, by a handle that does not mistake a reused id for it."""
+
+    def __init__(self, pid: int) -> None:
+        self.handle = os.pidfd_open(pid)
+
+    def wait(self) -> bool:
+        """True once it has ended; False when it has not in time."""
+        ready, _, _ = select.select([self.handle], [], [], PATIENCE)
+        os.close(self.handle)
+        return bool(ready)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def ended_with(played: Any, names: list[str], *words: str) -> None:
+    assert played.reasons() == dict.fromkeys(names, "error")
+    for ends in played.ends.values():
+        assert all(word in ends[0].error for word in words)
+
+
+@pytest.fixture
+def expected(make_config: Any, drive: Any) -> Any:
+    """Tokens and log-probabilities of the engine in this thread."""
+    client = start_engine(make_config(), "inline")
+    played = drive(client, requests())
+    client.close()
+    return played
+
+
+def test_a_thread_gives_the_tokens_of_the_inline_engine(make_config: Any, drive: Any, expected: Any) -> None:
+    client = start_engine(make_config(), "thread")
+    try:
+        played = drive(client, requests())
+        same(played, expected)
+    finally:
+        client.close()
+    assert client.receive(0) == []
+
+
+def test_a_worker_process_gives_the_same_tokens_and_its_death_ends_requests_with_the_reason(
+    make_config: Any, drive: Any, expected: Any
+) -> None:
+    controller, ready = build_controller(make_config(executor="process"))
+    executor = controller.executor
+    assert isinstance(executor, ProcessExecutor)
+    client = InlineClient(controller, ready)
+    try:
+        played = drive(client, requests())
+        same(played, expected)
+        for message in requests("later", 60):
+            client.send(message)
+        after = type(played)()
+        while not after.tokens:
+            after.see(client.receive(PATIENCE))
+        os.kill(executor.pid, signal.SIGKILL)
+        while not after.dead:
+            after.see(client.receive(PATIENCE))
+        ended_with(after, ["later0", "later1", "later2"], "worker", "SIGKILL")
+        client.send(requests("too_late")[0])
+        assert not any(isinstance(e, Dead) for e in client.receive(0)), "it says once that it is dead"
+    finally:
+        client.close()
+
+
+def test_an_engine_of_processes_gives_the_same_tokens_and_tells_when_its_worker_is_killed(
+    make_config: Any, drive: Any, expected: Any
+) -> None:
+    client: Any = start_engine(make_config(), "process")
+    try:
+        (first,) = client.receive(PATIENCE)
+        assert isinstance(first, Ready) and first.info["backend"] == "reference"
+        played = drive(client, requests())
+        same(played, expected)
+        for message in requests("later", 90):
+            client.send(message)
+        (worker,) = children(client._child.process.pid)
+        os.kill(worker, signal.SIGKILL)
+        after = type(played)()
+        while not after.dead:
+            events = client.receive(PATIENCE)
+            assert events and not after.dead
+            after.see(events)
+        ended_with(after, ["later0", "later1", "later2"], "worker", "SIGKILL")
+        assert isinstance(events[-1], Dead), "Dead comes last"
+    finally:
+        client.close()
+
+
+def test_a_killed_controller_is_told_by_its_client_and_takes_its_worker_along(make_config: Any) -> None:
+    client: Any = start_engine(make_config(), "process")
+    try:
+        assert isinstance(client.receive(PATIENCE)[0], Ready)
+        controller = client._child.process.pid
+        (worker,) = (Watched(pid) for pid in children(controller))
+        os.kill(controller, signal.SIGKILL)
+        (event,) = client.receive(PATIENCE)
+        assert isinstance(event, Dead) and "controller" in event.reason and "SIGKILL" in event.reason
+        assert client.receive(0) == []
+        client.send(requests()[0])  # dropped: nobody would answer
+        assert worker.wait(), "the worker outlived its controller"
+    finally:
+        client.close()
+
+
+def test_no_process_outlives_a_parent_that_is_killed(make_config: Any) -> None:
+    flat = to_flat(make_config())
+    code = (
+        "import json, sys\n"
+        "from evener.config import from_overrides\n"
+        "from evener.engine.start import start_engine\n"
+        "flat = json.loads(sys.stdin.readline())\n"
+        "client = start_engine(from_overrides(flat.pop('model'), flat), 'process')\n"
+        "client.receive(None)\n"
+        "print(client._child.process.pid, flush=True)\n"
+        "client.receive(None)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        parent.stdin.write(json.dumps(flat).encode() + b"\n")
+        parent.stdin.flush()
+        controller = int(parent.stdout.readline())
+        watched = [Watched(controller), *(Watched(pid) for pid in children(controller))]
+        assert len(watched) == 2
+        parent.kill()
+    assert all(process.wait() for process in watched)
+
+
+def test_a_start_up_error_in_a_child_has_the_class_and_the_words_that_it_has_here(make_config: Any) -> None:
+    wrong = make_config("Llama", {"architectures": ["LamaForCausalLM"]})
+    with pytest.raises(ArchitectureError) as here:
+        start_engine(wrong, "inline")
+    with pytest.raises(ArchitectureError) as in_worker:
+        ProcessExecutor(wrong)
+    client = start_engine(wrong, "process")
+    with pytest.raises(ArchitectureError) as in_controller:
+        client.receive(PATIENCE)
+    client.close()
+    assert str(here.value) == str(in_worker.value) == str(in_controller.value)
+    assert "LamaForCausalLM" in str(here.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls"),
+    [
+        ("MemoryPlanError", MemoryPlanError),
+        ("NoBackendError", NoBackendError),
+        ("UnknownNameError", ConfigError),
+        ("did_you_mean", EngineError),
+        ("Nonsense", EngineError),
+    ],
+)
+def test_a_child_s_error_becomes_its_own_class_or_the_nearest_that_takes_a_message(
+    kind: str, cls: type[Exception]
+) -> None:
+    error = Failed(kind, "the words").error()
+    assert type(error) is cls and str(error) == "the words"
+
+
+def test_closing_with_drain_finishes_what_is_open_and_without_it_aborts(
+    make_config: Any, drive: Any, expected: Any
+) -> None:
+    for drain, reason in ((True, "length"), (False, "abort")):
+        client = start_engine(make_config(), "thread")
+        for message in requests():
+            client.send(message)
+        client.close(drain=drain)
+        client.close()
+        played = type(expected)()
+        played.see(client.receive(0))
+        assert set(played.reasons().values()) == {reason} and len(played.ends) == 3
+        if drain:
+            assert played.tokens == expected.tokens

@@ -1,0 +1,172 @@
+"""Sampling against the exact distribution, with noise that depends on (seed, position, id) alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from evener.contracts.ops import OpFunction
+from evener.ops.reference import sampling
+
+DRAWS, VOCABULARY = 20_000, 12
+GENERATOR = torch.Generator().manual_seed(11)
+LOGITS = torch.randn(VOCABULARY, generator=GENERATOR) * 1.5
+
+
+def op(name: str, vocabulary: int = VOCABULARY) -> OpFunction:
+    function: OpFunction = getattr(sampling, name)(
+        {"vocab": vocabulary}, lambda *_, **__: pytest.fail("it is a primitive")
+    )
+    return function
+
+
+def draw(
+    logits: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    rows = logits.shape[0]
+    counter = torch.arange(rows, dtype=torch.int32)
+    return op("sample", logits.shape[1])(  # type: ignore[no-any-return]
+        logits,
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k, dtype=torch.int32),
+        torch.full((rows,), top_p),
+        torch.full((rows,), min_p),
+        torch.full_like(counter, 7) if seeds is None else seeds,
+        counter if positions is None else positions,
+    )
+
+
+def exact(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
+    """The distribution by hand, one token after another."""
+    weights = [math.exp(v / temperature) for v in LOGITS.tolist()]
+    order = sorted(range(VOCABULARY), key=lambda i: -weights[i])
+    kept = order[:top_k] if top_k else order
+    total = sum(weights[i] for i in kept)
+    nucleus, mass = [], 0.0
+    for i in kept:
+        if mass < top_p:
+            nucleus.append(i)
+        mass += weights[i] / total
+    final = [i for i in nucleus if weights[i] >= min_p * weights[order[0]]]
+    mass = sum(weights[i] for i in final)
+    return [weights[i] / mass if i in final else 0.0 for i in range(VOCABULARY)]
+
+
+def fits(counts: list[int], expected: list[float]) -> bool:
+    """Chi-square at one in ten thousand, by Wilson and Hilferty's cube root."""
+    total = sum(counts)
+    assert all(count == 0 for count, p in zip(counts, expected, strict=True) if p == 0), "a filtered token was drawn"
+    statistic = sum((c - total * p) ** 2 / (total * p) for c, p in zip(counts, expected, strict=True) if p > 0)
+    freedom = sum(p > 0 for p in expected) - 1
+    if freedom == 0:
+        return statistic < 1e-9
+    normal = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return normal < 3.72
+
+
+@pytest.mark.parametrize("by", ["position", "seed"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_k": 4},
+        {"top_k": 99},
+        {"top_p": 0.7},
+        {"top_p": 0.01},
+        {"min_p": 0.15},
+        {"temperature": 1.4, "top_k": 8, "top_p": 0.85, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_draws_have_the_exact_distribution(settings: dict[str, Any], by: str) -> None:
+    counter = torch.arange(DRAWS, dtype=torch.int32)
+    fixed = torch.full_like(counter, 12345)
+    seeds, positions = (fixed, counter) if by == "position" else (counter, fixed)
+    ids = draw(LOGITS.expand(DRAWS, -1), seeds=seeds, positions=positions, **settings)
+    assert ids.dtype == torch.int32
+    assert fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), exact(**settings))
+
+
+def test_the_check_itself_notices_a_wrong_distribution() -> None:
+    ids = draw(LOGITS.expand(DRAWS, -1), temperature=1.05)
+    assert not fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), exact())
+
+
+def test_neighbouring_positions_are_independent() -> None:
+    ids = draw(torch.zeros(DRAWS, 4)).long()
+    pairs = torch.bincount(ids[:-1] * 4 + ids[1:], minlength=16)
+    assert fits(pairs.tolist(), [1 / 16] * 16)
+
+
+def test_a_row_s_draw_does_not_depend_on_its_company_or_its_place() -> None:
+    rows = torch.randn(9, 300, generator=GENERATOR)
+    seeds = torch.arange(9, dtype=torch.int32) * 1001 - 4000
+    positions = torch.arange(9, dtype=torch.int32) * 7
+    together = draw(rows, 1.3, 50, 0.95, 0.001, seeds, positions)
+    order = torch.randperm(9, generator=GENERATOR)
+    assert torch.equal(draw(rows[order], 1.3, 50, 0.95, 0.001, seeds[order], positions[order]), together[order])
+    for i in range(9):
+        assert draw(rows[i : i + 1], 1.3, 50, 0.95, 0.001, seeds[i : i + 1], positions[i : i + 1]).item() == together[i]
+
+
+def test_a_cold_row_takes_the_likeliest_whatever_its_filters_and_neighbours() -> None:
+    rows = torch.randn(6, 40, generator=GENERATOR)
+    temperature = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 1.0])
+    ones, none = torch.ones(6), torch.zeros(6, dtype=torch.int32)
+    ids = op("sample", 40)(rows, temperature, none, ones * 0.9, ones * 0, none, none)
+    cold = temperature == 0
+    assert torch.equal(ids[cold], op("greedy", 40)(rows)[cold])
+
+
+def test_the_noise_is_fixed_bit_for_bit() -> None:
+    """The integers are the contract: every backend must give them."""
+    bits = sampling.hash32(torch.tensor([0, 1, -1, 123456789], dtype=torch.int32))
+    assert bits.dtype == torch.int32
+    assert [b & 0xFFFFFFFF for b in bits.tolist()] == [lowbias32(x) for x in (0, 1, 0xFFFFFFFF, 123456789)]
+
+
+def lowbias32(x: int) -> int:
+    """Chris Wellons' function in unbounded integers."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def test_noise_is_finite_for_every_hash() -> None:
+    ids = torch.arange(200_000, dtype=torch.int32)[None]
+    noise = sampling.gumbel(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), ids)
+    assert noise.isfinite().all() and abs(noise.mean().item() - 0.5772) < 0.01
+
+
+def test_log_probabilities_are_those_of_the_raw_logits() -> None:
+    rows = torch.randn(5, 30, generator=GENERATOR) * 3
+    ids = torch.tensor([0, 3, 7, 29, 11], dtype=torch.int32)
+    chosen, values, top = op("logprobs", 30)(rows, ids, 4)
+    expected = rows.log_softmax(-1)
+    assert torch.equal(chosen, expected[torch.arange(5), ids.long()])
+    best, where = expected.topk(4)
+    assert torch.equal(values, best) and torch.equal(top.long(), where) and top.dtype == torch.int32
+    assert op("logprobs", 30)(rows, ids, 0)[1].shape == (5, 0)
+
+
+def test_a_packed_mask_removes_exactly_the_ids_whose_bit_is_zero() -> None:
+    allowed = torch.rand(3, 70, generator=GENERATOR) < 0.5
+    mask = torch.zeros(3, 3, dtype=torch.int64)
+    for i in range(70):
+        mask[:, i // 32] |= allowed[:, i].long() << (i % 32)
+    packed = torch.where(mask >= 1 << 31, mask - (1 << 32), mask).to(torch.int32)
+    rows = torch.randn(3, 70, generator=GENERATOR)
+    masked = op("apply_mask", 70)(rows.clone(), packed)
+    assert torch.equal(masked.isfinite(), allowed) and torch.equal(masked[allowed], rows[allowed])

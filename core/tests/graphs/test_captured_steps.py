@@ -1,0 +1,129 @@
+"""Captured decode steps give the tokens of eager ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from evener.engine.messages import NewRequest, Sampling
+
+ONE_LAYER = {"num_hidden_layers": 1}
+EAGER = {"infer.use_cuda_graph": False}
+GREEDY = Sampling(temperature=0.0)
+WARM = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=5)
+
+
+def requests(count: int, *kinds: Sampling) -> list[NewRequest]:
+    """Prompts and answers of different lengths."""
+    return [
+        NewRequest(
+            id=f"r{i}", prompt=list(range(1 + 7 * i, 6 + 9 * i)), max_tokens=12 - i if i % 2 else 5 + i,
+            sampling=kinds[i % len(kinds)],
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds", [(GREEDY,), (WARM,), (GREEDY, WARM)], ids=["greedy", "random", "mixed"])
+def test_captured_and_eager_tokens_are_equal_at_every_batch_size(start: Any, kinds: tuple[Sampling, ...]) -> None:
+    captured, eager = start("Llama", ONE_LAYER), start("Llama", ONE_LAYER, **EAGER)
+    assert captured.play(requests(9, *kinds), every=1) == eager.play(requests(9, *kinds), every=1)
+    assert set(range(1, 10)) <= set(captured.sizes)
+    assert sum(r.runs for r in captured.replays) > 20
+    assert eager.replays == []
+
+
+def test_windows_and_several_groups_are_captured_too(start: Any) -> None:
+    captured, eager = start("Gemma3"), start("Gemma3", **EAGER)
+    messages = [NewRequest(id=f"r{i}", prompt=[3 + i] * 20, max_tokens=20 + i, sampling=GREEDY) for i in range(3)]
+    assert captured.play(messages, every=2) == eager.play(messages, every=2)
+    assert captured.replays and len(captured.worker.assembly.geometry.groups) > 1
+
+
+def test_arrivals_endings_and_aborts_in_between_change_nothing(start: Any) -> None:
+    messages = requests(12, GREEDY, WARM)
+    played = [start("Llama", ONE_LAYER, **options) for options in ({}, EAGER)]
+    for run in played:
+        run.play(messages, every=2, aborts={"r3": 2, "r8": 4})
+        assert run.ends["r3"] == run.ends["r8"] == "abort"
+        assert run.controller.scheduler.state.pool.used == 0
+    captured, eager = played
+    assert captured.tokens == eager.tokens
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_captures_serve_any_number_of_plans_in_flight(start: Any, depth: int) -> None:
+    runs = [start("Llama", ONE_LAYER, **{"infer.depth": depth}, **options) for options in ({}, EAGER)]
+    a, b = (run.play(requests(5, GREEDY, WARM), every=1) for run in runs)
+    assert a == b and runs[0].replays
+
+
+def test_log_probabilities_run_eagerly(start: Any) -> None:
+    run = start("Llama", ONE_LAYER)
+    before = sum(r.runs for r in run.replays)
+    run.play([NewRequest(id="a", prompt=[5, 6], max_tokens=4, sampling=Sampling(temperature=0.0, logprobs=2))])
+    assert sum(r.runs for r in run.replays) == before
+
+
+def test_a_device_that_needs_updates_gets_one_before_each_run(start: Any) -> None:
+    run = start("Llama", ONE_LAYER, **{"graphs.update": True})
+    eager = start("Llama", ONE_LAYER, **EAGER)
+    assert run.play(requests(3, GREEDY)) == eager.play(requests(3, GREEDY))
+    assert run.replays and all(r.updates == r.runs > 0 for r in run.replays)
+
+
+def test_no_more_is_captured_than_the_device_holds_and_the_rest_runs_eagerly(start: Any) -> None:
+    run, eager = start("Llama", ONE_LAYER, **{"graphs.max_captures": 5}), start("Llama", ONE_LAYER, **EAGER)
+    assert run.play(requests(9, GREEDY, WARM), every=1) == eager.play(requests(9, GREEDY, WARM), every=1)
+    # A step is two captures, so the fifth stays free.
+    assert len(run.replays) == 4
+    notes = run.worker._graphs.notes
+    assert "sampled decode of 9 rows runs eagerly: recording host holds 5 captures at once and a step takes 2" in notes
+    assert len(notes) == 8
+
+
+def test_everything_can_be_captured_before_the_first_request(start: Any) -> None:
+    run = start("Llama", ONE_LAYER)
+    run.worker._graphs.capture_all()
+    made = len(run.replays)
+    assert made == 2 * 2 * 5, "two segments, greedy and sampled, 1, 2, 4, 8 and 9 rows"
+    run.play(requests(9, GREEDY, WARM), every=1)
+    assert len(run.replays) == made and run.worker._graphs.notes == []
+
+
+def test_padding_writes_only_to_the_null_block_and_the_spare_row(start: Any) -> None:
+    run = start("Llama", ONE_LAYER)
+    tables, pool = run.worker.runner.tables, run.worker._pool
+    held = run.controller.scheduler.state.pool.count
+    # Nobody has these: each step may change blocks and rows of its own requests only.
+    run.controller.handle(requests(3, GREEDY))
+    run.controller.step()
+    used = {b for r in run.controller.scheduler.running for blocks in r.table.blocks for b in blocks}
+    free = [b for b in range(1, held) if b not in used]
+    slots = [s for s in range(9) if s not in {r.slot for r in run.controller.scheduler.running}]
+    pool[:, free] = 0x5A
+    tables.tokens[slots] = 77
+    for _ in range(4):
+        run.controller.step()
+    later = {b for r in run.controller.scheduler.running for blocks in r.table.blocks for b in blocks}
+    untouched = [b for b in free if b not in later]
+    assert run.replays and torch.all(pool[:, untouched] == 0x5A) and torch.all(tables.tokens[slots] == 77)
+    assert all(not table[9].any() for table in tables.blocks), "the spare row has the null block only"
+
+
+def test_the_manifest_says_that_steps_are_captured(start: Any) -> None:
+    run = start("Llama", ONE_LAYER)
+    assert [n for n in run.notes if "captured" in n] == ["decode steps of up to 9 rows are captured by graphs"]
+
+
+def test_the_manifest_says_why_steps_run_eagerly(start: Any) -> None:
+    run = start("Llama", ONE_LAYER, **{"infer.attn_type": "ref"})
+    assert "steps run eagerly: reference cannot be captured" in run.notes
+    run.play(requests(2, GREEDY))
+    assert run.replays == []
+
+
+def test_without_the_option_nothing_is_captured_and_nothing_said(start: Any) -> None:
+    run = start("Llama", ONE_LAYER, **EAGER)
+    assert not any("captured" in n for n in run.notes)

@@ -1,0 +1,290 @@
+"""The resolver by itself: who is chosen, who is refused and why, for each call site and bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from evener.contracts.device import DeviceCapabilities
+from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
+from evener.contracts.quant import PackedWeight, Packing, WeightPart
+from evener.contracts.state import StateProvider
+from evener.errors import ResolveError, UnknownNameError
+from evener.layers.builder import Builder
+from evener.layers.declared import LinearWeight
+from evener.ops.reference.linear import PLAIN, PlainPacking
+from evener.ops.reference.state import ReferenceState
+from evener.ops.schemas import BUILTIN
+from evener.resolution.buckets import bucket_index, token_buckets
+from evener.resolution.resolver import Market, Offer, Resolver
+from evener.testing.naive import find_architecture
+
+BUCKETS = token_buckets(16)
+
+
+class Tiled(PlainPacking):
+    layout = "tiled"
+
+
+class Odd(Packing):
+    """Cannot hold anything."""
+
+    layout = "odd"
+
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        return "wants a multiple of 1000 rows"
+
+    def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
+        raise AssertionError("it was refused")
+
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        raise AssertionError("it was refused")
+
+
+class Fast(Kernel):
+    """A kernel for any op that serves some token counts."""
+
+    def __init__(self, op: str, name: str = "fast", low: int = 1, high: int = 10**9, **attributes: Any) -> None:
+        self.op, self.name, self._low, self._high = op, name, low, high
+        self.built: list[Bucket] = []
+        for key, value in attributes.items():
+            setattr(self, key, value)
+
+    def supports(self, call: OpCall) -> str | None:
+        fits = self._low <= call.bucket.low and call.bucket.high <= self._high
+        return None if fits else f"serves {self._low} to {self._high} tokens"
+
+    def build(self, call: OpCall) -> OpFunction:
+        self.built.append(call.bucket)
+        return lambda *args: (self, *args)
+
+
+class Picky(ReferenceState):
+    """A state provider that refuses, or serves under another layout's name."""
+
+    def __init__(
+        self, name: str, reason: str | None = None, priority: int = 5, kinds: Sequence[str] = ("full", "window")
+    ) -> None:
+        self.name = self.layout = name
+        self.priority, self.kinds, self._reason = priority, frozenset(kinds), reason
+
+    def supports(self, *_: Any) -> str | None:
+        return self._reason
+
+
+def market(kernels: Sequence[Kernel] = (), states: Sequence[StateProvider] = (), **fields: Any) -> Market:
+    return Market(
+        **{
+            "schemas": {s.name: s for s in BUILTIN},
+            "kernels": [Offer(k, vars(k).get("package", "acme"), "1.2") for k in kernels],
+            "states": [Offer(s, "acme", "1.2") for s in states],
+            "reference_state": ReferenceState(),
+            "reference_packing": PLAIN,
+            "device": DeviceCapabilities(),
+            "buckets": BUCKETS,
+            "version": "0.1",
+            **fields,
+        }
+    )
+
+
+def resolved(
+    *kernels: Kernel, family: str = "Llama", states: Sequence[StateProvider] = (), **fields: Any
+) -> tuple[Resolver, Builder]:
+    build = Builder("float32", 64)
+    cls = find_architecture(f"{family}ForCausalLM")
+    cls(cls.tiny_config(), build)
+    resolver = Resolver(market(kernels, states, **fields))
+    resolver.states(build.slots)
+    resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
+    resolver.sites(build.sites)
+    return resolver, build
+
+
+def rows(resolver: Resolver, op: str) -> list[dict[str, Any]]:
+    return [row for row in resolver.manifest.rows() if row["op"] == op]
+
+
+def test_every_token_count_falls_into_its_bucket() -> None:
+    buckets = token_buckets(100)
+    assert [str(b) for b in buckets] == ["1", "2", "3..4", "5..8", "9..16", "17..32", "33..64", "65..100"]
+    for tokens in range(1, 101):
+        bucket = buckets[bucket_index(tokens)]
+        assert bucket.low <= tokens <= bucket.high
+
+
+def test_without_kernels_every_primitive_is_the_reference_and_every_composite_is_expanded() -> None:
+    resolver, build = resolved()
+    assert {c.provider for c in resolver.manifest.choices} == {"reference", "expanded"}
+    assert {c.op for c in resolver.manifest.choices if c.provider == "expanded"} == {
+        "decoder_layer",
+        "attention_block",
+        "norm_qkv_rotary_write",
+        "mlp_block",
+        "head",
+    }
+    assert "linear" in resolver.manifest.to_json()["fallbacks"]
+    assert all(len(site.table) == len(BUCKETS) for site in build.sites)
+
+
+def test_a_kernel_that_serves_some_buckets_leaves_the_rest_to_the_reference_and_the_manifest_says_why() -> None:
+    kernel = Fast("rotary", high=4)
+    resolver, _ = resolved(kernel)
+    ours, rest = rows(resolver, "rotary")
+    assert (ours["provider"], ours["version"], ours["buckets"], ours["refused"]) == (
+        "acme/fast",
+        "1.2",
+        ["1", "2", "3..4"],
+        [],
+    )
+    assert (rest["provider"], rest["version"], rest["buckets"]) == ("reference", "0.1", ["5..8", "9..16"])
+    assert rest["refused"] == [{"provider": "acme/fast", "reason": "serves 1 to 4 tokens"}]
+    assert ours["sites"] == rest["sites"] == 3 and set(kernel.built) == set(BUCKETS[:3])
+
+
+def test_a_kernel_must_serve_the_whole_bucket() -> None:
+    resolver, _ = resolved(Fast("rotary", high=7))
+    assert [row["buckets"] for row in rows(resolver, "rotary")] == [["1", "2", "3..4"], ["5..8", "9..16"]]
+
+
+def test_the_highest_priority_that_fits_wins_a_bucket_and_a_tie_goes_to_the_name_that_sorts_first() -> None:
+    few, many = Fast("rotary", "few", high=2, priority=9), Fast("rotary", "many", low=9, priority=9)
+    zeta, alpha = Fast("rotary", "zeta"), Fast("rotary", "alpha")
+    resolver, _ = resolved(zeta, many, alpha, few)
+    found = {tuple(row["buckets"]): row["provider"] for row in rows(resolver, "rotary")}
+    assert found == {("1", "2"): "acme/few", ("3..4", "5..8"): "acme/alpha", ("9..16",): "acme/many"}
+
+
+def test_a_kernel_for_a_composite_is_used_at_every_site_and_its_parts_are_not_resolved() -> None:
+    kernel = Fast("decoder_layer")
+    resolver, build = resolved(kernel)
+    assert len(kernel.built) == 3 * len(BUCKETS)
+    assert not rows(resolver, "rotary") and not rows(resolver, "mlp_block")
+    layers = [site for site in build.sites if site.op == "decoder_layer"]
+    assert all(call(1)[0] is kernel for site in layers for call in site.table)
+
+
+def test_a_fused_kernel_is_a_candidate_only_where_its_state_layout_won() -> None:
+    fused = Fast("norm_qkv_rotary_write", state_layout="acme.paged")
+    (refused,) = rows(resolved(fused)[0], "norm_qkv_rotary_write")
+    assert refused["provider"] == "expanded"
+    assert refused["refused"] == [
+        {"provider": "acme/fast", "reason": "is written for state layout 'acme.paged', but 'reference' was chosen"}
+    ]
+    (taken,) = rows(resolved(fused, states=[Picky("acme.paged")])[0], "norm_qkv_rotary_write")
+    assert taken["provider"] == "acme/fast"
+
+
+def test_a_layout_is_chosen_when_kernels_read_it_in_every_bucket() -> None:
+    small, large = (
+        Fast("linear", "small", high=4, packings=(Tiled(),)),
+        Fast("linear", "large", low=5, packings=(Tiled(),)),
+    )
+    resolver, build = resolved(small, large)
+    assert set(resolver.manifest.packings.values()) == {"tiled"}
+    assert {w.layout for w in build.weights if isinstance(w, LinearWeight)} == {"tiled"}
+    assert "reference" not in {row["provider"] for row in rows(resolver, "linear")}
+
+
+def test_a_layout_that_one_bucket_cannot_read_is_not_chosen() -> None:
+    resolver, _ = resolved(Fast("linear", high=4, packings=(Tiled(),)))
+    assert set(resolver.manifest.packings.values()) == {"plain"}
+    assert all(row["provider"] == "reference" for row in rows(resolver, "linear"))
+    assert {r["reason"] for row in rows(resolver, "linear") for r in row["refused"]} == {
+        "does not read weight in layout 'plain'"
+    }
+
+
+def test_a_kernel_that_also_reads_the_plain_layout_serves_its_buckets_beside_the_reference() -> None:
+    resolver, _ = resolved(Fast("linear", high=4, packings=(Tiled(), PLAIN)))
+    assert set(resolver.manifest.packings.values()) == {"plain"}
+    assert {row["provider"] for row in rows(resolver, "linear")} == {"acme/fast", "reference"}
+
+
+def test_a_packing_that_cannot_hold_the_weight_is_passed_over() -> None:
+    resolver, _ = resolved(Fast("linear", packings=(Odd(), Tiled())))
+    assert set(resolver.manifest.packings.values()) == {"tiled"}
+
+
+def test_a_weight_that_no_packing_can_hold_is_an_error_with_every_reason() -> None:
+    with pytest.raises(
+        ResolveError, match=r"hold .*qkv_proj for compute in float32 \(odd: wants a multiple of 1000 rows\)"
+    ):
+        resolved(Fast("linear", packings=(Odd(),)), reference_packing=Odd())
+
+
+def test_the_best_state_provider_that_supports_a_group_gets_it_as_a_unit() -> None:
+    best, good = Picky("best", "no head_dim of 22", 9), Picky("good", None, 5, ["full"])
+    resolver, build = resolved(family="Gemma3", states=[good, best])
+    assert [slot.provider.name for slot in build.slots if slot.provider] == ["reference"] * 3 + ["good"]
+    reasons = {row["provider"]: [r["reason"] for r in row["refused"]] for row in rows(resolver, "attention")}
+    assert reasons == {
+        "acme/good": ["no head_dim of 22"],
+        "reference": ["no head_dim of 22", "does not serve state of kind 'window'"],
+    }
+
+
+def test_state_of_a_kind_that_nobody_serves_is_an_error_with_the_reasons() -> None:
+    class Nothing(ReferenceState):
+        kinds = frozenset()
+
+    with pytest.raises(ResolveError, match=r"serves state of kind 'full' \(acme/best: too wide\)"):
+        resolved(states=[Picky("best", "too wide")], reference_state=Nothing())
+
+
+@pytest.mark.parametrize("wanted", ["slow", "acme", "acme/slow"])
+def test_a_forced_provider_is_used_though_another_has_priority(wanted: str) -> None:
+    kernels = [Fast("rotary", "slow"), Fast("rotary", "rapid", priority=9, package="other"), Fast("rms_norm", "quick")]
+    resolver, _ = resolved(*kernels, forced={"rotary": wanted})
+    assert [row["provider"] for row in rows(resolver, "rotary")] == ["acme/slow"]
+    assert [row["provider"] for row in rows(resolver, "rms_norm")] == ["acme/quick"]
+
+
+def test_a_forced_name_keeps_the_others_out_and_the_manifest_names_the_option() -> None:
+    resolver, _ = resolved(Fast("rotary", "a", priority=9), Fast("rotary", "b"), forced={"rotary": "b"})
+    (row,) = rows(resolver, "rotary")
+    assert row["provider"] == "acme/b" and row["refused"] == [{"provider": "acme/a", "reason": "ops.rotary=b"}]
+    resolver, _ = resolved(
+        Fast("rotary"), states=[Picky("best")], forced={"rotary": "reference", "attention": "reference"}
+    )
+    assert rows(resolver, "rotary")[0]["provider"] == rows(resolver, "attention")[0]["provider"] == "reference"
+    assert rows(resolver, "attention")[0]["refused"] == [{"provider": "acme/best", "reason": "ops.attention=reference"}]
+
+
+@pytest.mark.parametrize(
+    ("forced", "words"),
+    [
+        ({"rotory": "reference"}, ["unknown op 'rotory'", "'rotary'"]),
+        ({"rotary": "acne"}, ["unknown provider of rotary 'acne'", "'acme'", "ops.rotary=reference"]),
+        ({"attention": "bst"}, ["unknown provider of attention 'bst'", "'best'"]),
+    ],
+)
+def test_a_forced_name_that_does_not_exist_is_an_error_with_what_does(forced: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(UnknownNameError) as error:
+        resolved(Fast("rotary"), states=[Picky("best")], forced=forced)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_an_op_that_nobody_defined_is_an_error_that_names_the_call_site() -> None:
+    build = Builder("float32", 64)
+    build.op("rms_nrom", "model.norm", hidden=4)
+    with pytest.raises(UnknownNameError, match=r"op 'rms_nrom'; did you mean 'rms_norm'\?.*model\.norm"):
+        Resolver(market()).sites(build.sites)
+
+
+def test_without_fallbacks_allowed_an_op_that_only_the_reference_serves_is_an_error_with_its_buckets() -> None:
+    with pytest.raises(ResolveError) as error:
+        resolved(
+            Fast("decoder_layer", high=8), Fast("head"), Fast("embedding"), states=[Picky("best")], max_fallback="none"
+        )
+    message = str(error.value)
+    assert "rotary at 9..16" in message and "rotary at 5..8" not in message and "--max-fallback any" in message
+
+
+def test_without_fallbacks_allowed_a_model_that_is_served_in_full_is_fine() -> None:
+    kernels = Fast("decoder_layer"), Fast("head"), Fast("embedding")
+    resolver, _ = resolved(*kernels, states=[Picky("best")], max_fallback="none")
+    assert not resolver.manifest.fallbacks()

@@ -1,0 +1,64 @@
+"""Every supported Python imports the packages and passes the plugin manager's and the configuration's tests, without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+#: What the torch-free parts need; the ranges stand in core/pyproject.toml.
+NEEDED = ("pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "jinja2", "tokenizers", "pyzmq", "safetensors")
+TESTING = ("pytest", "hypothesis", "pytest-timeout", "pytest-asyncio", "packaging")
+MODULES = ("evener", "evener.plugins.choose", "evener.config", "evener.cli.main", "evener.engine.scheduler",
+           "evener.engine.search", "evener.layers", "evener.ops.schemas", "evener_models", "evener_server",
+           "evener_backend_cpu")  # fmt: skip
+
+
+def interpreter(version: str) -> str | None:
+    """The interpreter of a version: this one, one on the path, or one that pyenv installed."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = sorted(pyenv.glob(f"{version}.*/bin/python"))
+    return str(found[-1]) if found else shutil.which(f"python{version}")
+
+
+def requirement(name: str) -> str:
+    """A dependency with the range that core asks for, so that what is tested is what is promised."""
+    text = (ROOT / "core" / "pyproject.toml").read_text()
+    match = re.search(rf'"({re.escape(name)}[^"]*)"', text)
+    assert match, f"core does not depend on {name}"
+    return match[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_supported_python_imports_everything_torch_free_and_passes_the_plugin_tests(version: str, tmp_path: Path) -> None:
+    python = interpreter(version)
+    assert python, f"there is no Python {version} here; install it (pyenv install {version}) to run this test"
+    subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
+    inside = tmp_path / "venv" / "bin" / "python"
+    subprocess.run(
+        [inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", "hatchling", "editables",
+         *map(requirement, NEEDED), *TESTING], check=True,
+    )  # fmt: skip
+    for folder in ("core", "models", "server", "backends/cpu"):
+        command = [inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*command, "-e", ROOT / folder], check=True)
+    # Some tests try to import torch too early; an empty package stands for it.
+    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").touch()
+    (site / "torch" / "version.py").write_text("__version__ = '0'\n")
+    imports = "; ".join(f"import {module}" for module in MODULES)
+    subprocess.run([inside, "-c", f"import sys; {imports}; assert 'torch' not in sys.modules"], check=True)
+    tests = [ROOT / "core" / "tests" / "plugins", ROOT / "core" / "tests" / "config"]
+    done = subprocess.run([inside, "-m", "pytest", "-q", "-x", *tests], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
