@@ -3,7 +3,8 @@
 ``file=PATH``     a file of an example package; a later block with the same path takes its place
 ``smallest``      (beside ``file=``) the file belongs to the smallest version of the package
 ``run``           a shell command or Python program that works as it stands
-``serve``         a shell command that serves until it is stopped; the document's ``client`` blocks talk to it
+``serve``         a shell command that serves until it is stopped
+``client``        a program that talks to that server
 ``error=NAME``    what evener says when NAME happens
 ``name=NAME``     output or data that a test compares with the real thing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docs_blocks import DOCS, documents
@@ -38,6 +39,22 @@ def test_required_and_optional_methods_look_different() -> None:
     text = module_text(CONTRACTS / "device.py")
     assert "- **required** `readback(tensor: torch.Tensor) -> Readback`" in text
     assert "- (optional) `new_stream() -> Any`" in text
+
+
+def test_the_parameters_that_the_server_takes_are_those_on_the_page() -> None:
+    from evener_server.protocol import ChatBody, CompletionBody, GenerationBody
+
+    def taken(body: type[GenerationBody], beside: type[GenerationBody] | None = None) -> set[str]:
+        """Fields that may ask for something; ``Any`` marks those that are understood and refused."""
+        left = set(beside.model_fields) if beside else set()
+        return {name for name, field in body.model_fields.items() if field.annotation is not Any and name not in left}
+
+    text = (DOCS / "serving.md").read_text("utf-8")
+    bodies = {"GenerationBody": taken(GenerationBody)}
+    bodies |= {body.__name__: taken(body, GenerationBody) for body in (ChatBody, CompletionBody)}
+    for name, fields in bodies.items():
+        shown = text.split(f"<!-- parameters: {name} -->")[1].split("\n\n")[0]
+        assert set(re.findall(r"`(\w+)`", shown)) == fields, name
 
 
 def anchors(path: Path) -> set[str]:

@@ -176,3 +176,20 @@ def test_a_log_line_names_the_request_and_what_became_of_it(api: Any, caplog: py
     for part in (*parts.split(), r"user='eve\nrequest_id=forged'", "id=cmpl-"):
         assert part in line
     assert "\n" not in line
+
+
+def test_stats_say_how_busy_the_engine_is(make_api: Any, error: Any) -> None:
+    api = make_api(FakeEngine(auto_ready=False), wait=False)
+    assert api.get("/stats").status_code == 503
+    api.engine.become_ready()
+    api.run(api.llm.wait_ready())
+    api.engine.hold()
+    running = api.run(api.llm.submit("hello"))
+    found = api.get("/stats").json()
+    assert (found["running"], found["blocks_used"], found["waiting"]) == (1, 1, 0) and found["blocks"] > 1
+    assert set(found) >= {"steps", "preemptions", "prefix_hits", "cached_tokens", "computed_tokens", "finished"}
+    api.run(running.aclose())
+    assert api.get("/stats").json()["blocks_used"] == 0
+    api.engine.die("the worker was killed")
+    response = api.get("/stats")
+    assert response.status_code == 503 and "the worker was killed" in error(response)["message"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.engine.client import EngineClient
-from evener.engine.messages import Dead, FromController, Ready
+from evener.engine.messages import Dead, FromController, GetStats, Ready, StatsReport
 from evener.errors import EngineDeadError, EngineError, EvenerError, OverloadedError, RequestError
 from evener.frontend.chat import Chat
 from evener.frontend.frontend import Frontend, Kind
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 #: Prompts with more characters are tokenized in a thread, so that the loop goes on.
 _INLINE_CHARS = 4000
+_NOT_READY = "the engine is not ready yet: wait for wait_ready()"
 
 
 class AsyncLLM:
@@ -62,6 +63,7 @@ class AsyncLLM:
         self._start_error: EvenerError | None = None
         self._draining = False
         self._streams: dict[str, RequestStream] = {}
+        self._report: asyncio.Future[StatsReport] | None = None
         self._ready_or_dead = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -241,6 +243,32 @@ class AsyncLLM:
             for message in self._frontend.abort(request_id):
                 self._client.send(message)
 
+    async def stats(self) -> StatsReport:
+        """How busy the engine is. Callers that wait at the same time get one report.
+
+        Raises:
+            EngineDeadError: the engine is gone or not ready.
+        """
+        self._check_alive()
+        if self._frontend is None:
+            raise EngineDeadError(_NOT_READY)
+        if self._report is None:
+            self._report = self._loop.create_future()
+            self._client.send(GetStats())
+        # Shielded: one caller that is cancelled must not take the report from the others.
+        return await asyncio.shield(self._report)
+
+    async def warm_up_chat(self) -> None:
+        """Start what renders chat templates, so that the first chat does not wait for it.
+
+        Raises:
+            TemplateError: it does not start.
+            EngineDeadError: the engine is gone or not ready.
+        """
+        self._ready_frontend()
+        assert self._chat is not None, "made together with the front end"
+        await asyncio.to_thread(self._chat.warm_up)
+
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait for the open ones; False if ``timeout`` seconds were not enough."""
         self._draining = True
@@ -265,7 +293,7 @@ class AsyncLLM:
     def _ready_frontend(self) -> Frontend:
         self._check_alive()
         if self._frontend is None:
-            raise EngineDeadError("the engine is not ready yet: wait for wait_ready()")
+            raise EngineDeadError(_NOT_READY)
         if self._draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
         return self._frontend
@@ -330,11 +358,18 @@ class AsyncLLM:
             self._become_ready(event)
         elif isinstance(event, Dead):
             self._die(event.reason)
+        elif isinstance(event, StatsReport):
+            self._take_report(event)
         elif self._frontend is not None:
             deltas, replies = self._frontend.handle(event)
             for reply in replies:
                 self._client.send(reply)
             self._give_out(deltas)
+
+    def _take_report(self, report: StatsReport) -> None:
+        waiting, self._report = self._report, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(report)
 
     def _become_ready(self, event: Ready) -> None:
         assert self._built is not None, "the reader thread built it before it handed Ready over"
@@ -346,6 +381,9 @@ class AsyncLLM:
             self._dead_reason = reason
         if self._frontend is not None:
             self._give_out(self._frontend.handle(Dead(self._dead_reason))[0])
+        if self._report is not None and not self._report.done():
+            self._report.set_exception(EngineDeadError(f"the engine has stopped: {self._dead_reason}"))
+            self._report.exception()  # seen: a caller that has gone leaves no complaint behind
         self._ready_or_dead.set()
 
     def _give_out(self, deltas: list[Delta]) -> None:

@@ -18,7 +18,7 @@ def requests(count: int, *kinds: Sampling) -> list[NewRequest]:
     """Prompts and answers of different lengths."""
     return [
         NewRequest(
-            id=f"r{i}", prompt=list(range(1 + 7 * i, 6 + 9 * i)), max_tokens=12 - i if i % 2 else 5 + i,
+            id=f"r{i}", prompt=list(range(1 + 7 * i, 6 + 9 * i)), max_tokens=24 - i if i % 2 else 14 + i,
             sampling=kinds[i % len(kinds)],
         )
         for i in range(count)

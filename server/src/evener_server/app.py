@@ -59,6 +59,10 @@ def _add_status(app: FastAPI, service: Service) -> None:
         status.check_ready(service.llm)
         return _json({"status": "ready"})
 
+    @app.get("/stats")
+    async def stats() -> Response:
+        return _json(await status.stats(service))
+
     @app.get("/version")
     async def version() -> Response:
         return _json(status.version_info(service))

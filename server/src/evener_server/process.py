@@ -49,6 +49,7 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
     with contextlib.closing(listener):
         llm = await (start or start_engine)(config)
         try:
+            await llm.warm_up_chat()
             return await _Serving(llm, config, listener, drain_timeout).run()
         finally:
             await llm.close()

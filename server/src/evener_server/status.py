@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from evener.async_llm import AsyncLLM
 from evener_server.errors import ApiError
 from evener_server.service import Service
@@ -45,6 +47,17 @@ def check_ready(llm: AsyncLLM) -> None:
     reason = unready_reason(llm)
     if reason is not None:
         raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "1"})
+
+
+async def stats(service: Service) -> dict[str, int]:
+    """``GET /stats``: how busy the engine is, as its ``StatsReport`` says.
+
+    Raises:
+        EngineDeadError: there is no engine, or not yet.
+    """
+    found: dict[str, int] = msgspec.to_builtins(await service.llm.stats())
+    del found["type"]
+    return found
 
 
 def version_info(service: Service) -> dict[str, Any]:

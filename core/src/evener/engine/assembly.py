@@ -55,10 +55,10 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     checkpoint = Checkpoint.open(config.model, weights=config.load != "dummy")
     loaded = search.load(config.options)
     device = loaded.open_device()
-    device.select()
     facts = facts_of(config.model, checkpoint.config)
     resolved = resolve_config(config, facts, DeviceFacts.of(device, loaded.backend.name), serving=serving)
     device.limit_threads(resolved.threads)
+    device.select()
     scheme = pick_scheme(checkpoint.config, [p.value for p in loaded.quant_schemes()], config.quant)
     build = Builder(
         resolved.dtype,

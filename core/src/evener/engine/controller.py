@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from evener.engine.executor import Executor
-from evener.engine.messages import Abort, Dead, Finish, FromController, NewRequest, Shutdown, ToController
+from evener.engine.messages import (
+    Abort,
+    Dead,
+    Finish,
+    FromController,
+    GetStats,
+    NewRequest,
+    Shutdown,
+    StatsReport,
+    ToController,
+)
 from evener.engine.scheduler import Scheduler
 from evener.errors import EngineError
 
@@ -45,9 +56,21 @@ class Controller:
                 return self.scheduler.end(message.id, "abort")
             case Finish():
                 return self.scheduler.end(message.id, "stop")
+            case GetStats():
+                return [self._stats()]
             case Shutdown():
                 self.stopping = True
                 return [] if message.drain else self.scheduler.end_all("abort")
+
+    def _stats(self) -> StatsReport:
+        scheduler, pool = self.scheduler, self.scheduler.state.pool
+        return StatsReport(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            blocks=pool.count - 1,
+            blocks_used=pool.used,
+            **asdict(scheduler.stats),
+        )
 
     def step(self) -> list[FromController]:
         """Fill the executor up to ``depth`` plans, then read the oldest result. Does nothing when there is nothing to

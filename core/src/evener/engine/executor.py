@@ -27,6 +27,10 @@ class Executor(ABC):
             EngineDeadError: the worker is gone.
         """
 
+    def attach(self) -> None:
+        """(optional) Called once by the thread that will submit, where that is not the one that made the executor."""
+        return
+
     def check(self) -> None:
         """(optional) Raise ``EngineDeadError`` if the worker is gone. Default: it lives as long as this process."""
         return
@@ -43,6 +47,9 @@ class InlineExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._pending: deque[PendingStep] = deque()
+
+    def attach(self) -> None:
+        self.worker.assembly.device.select()
 
     def submit(self, plan: Plan) -> None:
         self._pending.append(self.worker.execute(plan))

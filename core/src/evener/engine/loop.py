@@ -24,6 +24,7 @@ class Mailbox(Protocol):
 
 def run_controller(controller: Controller, mailbox: Mailbox) -> None:
     """Run until told to stop and nothing is open. A dead engine goes on answering that it is dead."""
+    controller.executor.attach()
     while not (controller.stopping and (controller.idle or controller.dead)):
         idle = controller.idle or controller.dead is not None
         events = controller.handle(mailbox.take(_HEARTBEAT if idle else 0))

@@ -1,9 +1,8 @@
 """What the three roles say to each other: plain msgspec structs, the same in memory and between processes.
 
-Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``Shutdown``. Controller to front end: ``Tokens``,
-    ``Finished``,
-``Ready``, ``Dead``. Controller to worker and back: see ``plan``. Every request that was accepted ends in exactly one
-    ``Finished``.
+Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``GetStats``, ``Shutdown``. Controller to front end:
+``Tokens``, ``Finished``, ``StatsReport``, ``Ready``, ``Dead``. Controller to worker and back: see ``plan``. Every request
+that was accepted ends in exactly one ``Finished``.
 """
 
 from __future__ import annotations
@@ -57,13 +56,17 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     id: str
 
 
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
+    """Answer with one ``StatsReport``."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop. With ``drain`` running requests are finished first; otherwise they end with reason ``abort``."""
 
     drain: bool = True
 
 
-ToController = NewRequest | Abort | Finish | Shutdown
+ToController = NewRequest | Abort | Finish | GetStats | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +95,24 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     status: int = 500
 
 
+class StatsReport(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """How busy the engine is, between two steps. ``waiting``, ``running``, ``blocks`` (of the pool) and ``blocks_used``
+    (held by requests; prefixes that are only remembered hold none) are of this moment; the rest are counters since the
+    start, as in ``scheduler.Stats``."""
+
+    waiting: int
+    running: int
+    blocks: int
+    blocks_used: int
+    steps: int
+    mixed_steps: int
+    preemptions: int
+    prefix_hits: int
+    cached_tokens: int
+    computed_tokens: int
+    finished: int
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine takes requests. ``info`` is the run's manifest in brief (backend, why, versions, memory)."""
 
@@ -104,4 +125,4 @@ class Dead(msgspec.Struct, frozen=True, tag="dead"):
     reason: str
 
 
-FromController = Tokens | Finished | Ready | Dead
+FromController = Tokens | Finished | StatsReport | Ready | Dead

@@ -31,7 +31,8 @@ def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
     groups, size = a.geometry.groups, a.geometry.block_size
     least = _blocks_for(a, config, config.max_seq_len)
     columns = -(-config.max_seq_len // size)
-    scratch = max(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups)
+    attention = max(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups)
+    scratch = max(attention, a.resolver.workspace)
     weights = estimate_weights(
         a.build.weights,
         a.resolver.packings_by_layout,

@@ -92,6 +92,15 @@ class Chat:
             raise RequestError("template_kwargs must not have 'messages'", "template_kwargs")
         return self._renderer.render(template, plain, continue_final_message, variables)
 
+    def warm_up(self) -> None:
+        """Start the render process, if there is anything to render.
+
+        Raises:
+            TemplateError: it does not start.
+        """
+        if self._templates:
+            self._renderer.start()
+
     def close(self) -> None:
         """End the render process, if one was started."""
         self._renderer.close()

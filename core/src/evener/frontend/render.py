@@ -59,6 +59,15 @@ class Renderer:
             raise TemplateError(f"the model's chat template refused the messages: {answer['error']}", "messages")
         return answer["text"]
 
+    def start(self) -> None:
+        """Start the process now instead of with the first ``render``.
+
+        Raises:
+            TemplateError: it does not start.
+        """
+        with self._lock:
+            self._started()
+
     def close(self) -> None:
         """End the process; a later ``render`` starts another."""
         with self._lock:

@@ -65,11 +65,17 @@ class Market:
 
 
 class Resolver:
-    """Resolves one model. Call ``states``, then ``packings``, then ``sites``."""
+    """Resolves one model. Call ``states``, then ``packings``, then ``sites``.
+
+    Attributes:
+        manifest: what was decided, and why.
+        workspace: bytes of the largest scratch that a chosen kernel holds; call sites run one after another.
+    """
 
     def __init__(self, market: Market) -> None:
         self.market = market
         self.manifest = Manifest()
+        self.workspace = 0
         self._by_op: dict[str, list[Offer]] = {}
         for offer in market.kernels:
             self._by_op.setdefault(offer.value.op, []).append(offer)
@@ -194,6 +200,7 @@ class Resolver:
             reason = self._forbidden(op, offer) or self._refusal(kernel, call)
             if reason is None:
                 self._record(op, path, bucket, offer.label, offer.version, refused, kernel.capturable)
+                self.workspace = max(self.workspace, kernel.workspace(call))
                 return kernel.build(call)
             refused.append((offer.label, reason))
         provider = EXPANDED if schema.composite else REFERENCE

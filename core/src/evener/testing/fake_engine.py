@@ -26,9 +26,11 @@ from evener.engine.messages import (
     Finished,
     FinishReason,
     FromController,
+    GetStats,
     NewRequest,
     Ready,
     Shutdown,
+    StatsReport,
     ToController,
     TokenLogprobs,
     Tokens,
@@ -101,6 +103,8 @@ class FakeEngine(EngineClient):
                 self._running[message.id] = _Running(message, self._script(message)[: message.max_tokens])
             elif isinstance(message, (Abort, Finish)):
                 self._end(message.id, "abort" if isinstance(message, Abort) else "stop")
+            elif isinstance(message, GetStats):
+                self._events.append(self._stats())
             elif isinstance(message, Shutdown) and not message.drain:
                 for request_id in list(self._running):
                     self._end(request_id, "abort")
@@ -189,6 +193,12 @@ class FakeEngine(EngineClient):
             self._end(request.id, "stop")
         elif running.done >= len(running.tokens):
             self._end(request.id, "length")
+
+    def _stats(self) -> StatsReport:
+        """One block a request, and nothing counted."""
+        nothing = dict.fromkeys(StatsReport.__struct_fields__, 0)
+        running = len(self._running)
+        return StatsReport(**{**nothing, "running": running, "blocks": 100, "blocks_used": running})
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None, status: int = 500) -> None:
         if self._running.pop(request_id, None) is not None:

@@ -120,6 +120,7 @@ class RecordedReplay(Replay):
         self.updates += 1
         self._updated = True
 
+    @torch.inference_mode()
     def __call__(self) -> None:
         if self._needs_update and not self._updated:
             raise EngineError("this device's replays need an update before each run")
