@@ -21,7 +21,7 @@ PORT ?= 8000
 ARGS ?=
 DIST ?= dist
 
-.PHONY: help install models model run serve test test-all check wheels wheelhouse bench clean
+.PHONY: help install models model run serve test test-all check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -68,9 +68,11 @@ wheels: install  ## a wheel of every distribution in dist/
 wheelhouse: install  ## the same and their dependencies' wheels in wheelhouse/, without torch
 	@$(PY) scripts/build_wheels.py --out wheelhouse --with-dependencies $(DISTRIBUTIONS)
 
-bench: model  ## tokens per second, against transformers
-	@$(PY) benchmarks/offline.py --engine transformers $(ARGS)
-	@$(PY) benchmarks/offline.py --engine evener $(ARGS)
+bench: model  ## tokens per second, against transformers, in one run
+	@$(PY) benchmarks/offline.py "$${EVENER_MODELS:-$${XDG_CACHE_HOME:-$$HOME/.cache}/evener/models}/SmolLM2-135M-Instruct" --engine evener --engine transformers $(ARGS)
+
+docs: install  ## write the pages that are made from the source
+	@$(PY) scripts/generate_docs.py
 
 clean:  ## remove everything that was made here (models stay in the cache)
 	rm -rf $(VENV) dist wheelhouse build outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

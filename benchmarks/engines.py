@@ -13,8 +13,9 @@ Run = Callable[[Job], tuple[float, float]]
 
 def evener(model: str, dtype: str, threads: int, overrides: dict[str, Any]) -> tuple[Run, str]:
     """This project, engine only: tokens in, tokens out, in this process."""
-    from evener import LLM, SamplingParams
     from importlib_metadata import version
+
+    from evener import LLM, SamplingParams
 
     llm = LLM(model, **{"dtype": dtype, "infer.threads": threads, "infer.prefix_cache": False, **overrides})
 
@@ -49,7 +50,9 @@ def transformers_generate(model: str, dtype: str, threads: int, overrides: dict[
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        config = GenerationConfig(do_sample=False, max_new_tokens=count, min_new_tokens=count, eos_token_id=None, pad_token_id=0)
+        config = GenerationConfig(
+            do_sample=False, max_new_tokens=count, min_new_tokens=count, eos_token_id=None, pad_token_id=0
+        )
         began = time.perf_counter()
         with torch.inference_mode():
             out = net.generate(ids, attention_mask=mask, generation_config=config)
@@ -65,7 +68,8 @@ def transformers_generate(model: str, dtype: str, threads: int, overrides: dict[
 
 
 def transformers_batch(model: str, dtype: str, threads: int, overrides: dict[str, Any]) -> tuple[Run, str]:
-    """``generate_batch``: transformers' own continuous batching. It takes one limit for all, so each length is a call's maximum."""
+    """``generate_batch``: transformers' own continuous batching. It takes one limit for all, so each length is a call's
+    maximum."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
@@ -79,7 +83,11 @@ def transformers_batch(model: str, dtype: str, threads: int, overrides: dict[str
         began = time.perf_counter()
         with torch.no_grad():
             out = net.generate_batch(
-                prompts, generation_config=config, continuous_batching_config=pool, progress_bar=False, persistent_manager=True
+                prompts,
+                generation_config=config,
+                continuous_batching_config=pool,
+                progress_bar=False,
+                persistent_manager=True,
             )
         seconds = time.perf_counter() - began
         assert len(out) == len(prompts)

@@ -2,8 +2,8 @@
 
     python benchmarks/offline.py MODEL --engine evener --engine transformers
 
-Each engine lives in a process of its own; their repeats alternate, so that a machine that slows down slows all of them. Prints one JSON
-line an engine and job, then a table with ratios against the first engine.
+Each engine lives in a process of its own; their repeats alternate, so that a machine that slows down slows all of them.
+Prints one JSON line an engine and job, then a table with ratios against the first engine.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def start(engine: str, argv: list[str], threads: int) -> tuple[subprocess.Popen[
 
 def summary(label: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """Medians over the repeats of one engine and job."""
+
     def median(values: list[float]) -> float:
         return round(statistics.median(values), 4)
 
@@ -90,7 +91,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--workload", type=Path, default=HERE / "workload-16.json")
-    parser.add_argument("--fixed", action="append", default=[], metavar="BATCH,PROMPT,NEW", help="equal lengths instead")
+    parser.add_argument(
+        "--fixed", action="append", default=[], metavar="BATCH,PROMPT,NEW", help="equal lengths instead"
+    )
     parser.add_argument("--mixed", action="store_true", help="the workload file as well as --fixed")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=40000, help="token ids are drawn below this")
@@ -126,11 +129,15 @@ def report(found: list[dict[str, Any]], out: Path | None) -> None:
         with out.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)
     base = {r["job"]: r for r in found if r["engine"] == found[0]["engine"]}
-    print("\n| job | engine | useful tok/s | prefill tok/s | decode tok/s | first engine is … times as fast |\n|---|---|---|---|---|---|")
+    print(
+        "\n| job | engine | useful tok/s | prefill tok/s | decode tok/s | first engine is … times as fast |\n|---|---|---|---|---|---|"
+    )
     for r in sorted(found, key=lambda r: r["job"]):
         ratio = base[r["job"]]["useful_tok_s"] / r["useful_tok_s"]
         decode = "" if r["decode_tok_s"] is None else f"{r['decode_tok_s']:.1f}"
-        print(f"| {r['job']} | {r['engine']} | {r['useful_tok_s']:.1f} | {r['prefill_tok_s']:.0f} | {decode} | {ratio:.2f} |")
+        print(
+            f"| {r['job']} | {r['engine']} | {r['useful_tok_s']:.1f} | {r['prefill_tok_s']:.0f} | {decode} | {ratio:.2f} |"
+        )
 
 
 if __name__ == "__main__":

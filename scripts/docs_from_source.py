@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,5 +127,5 @@ def _constant(node: ast.Assign | ast.AnnAssign, lines: list[str]) -> str:
     if not comments:
         return ""
     target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-    source = inspect.cleandoc("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
     return f"### `{ast.unparse(target)}`\n\n{inline(' '.join(comments))}\n\n```python\n{source}\n```"

@@ -71,7 +71,8 @@ def contracts() -> str:
     parts.append("## Built-in ops")
     parts.append(
         "The meaning of an op is its reference, in plain torch, in `evener.ops.reference`; a composite's is its "
-        "expansion in `evener.ops.composites`. Lower-case names in shapes are static parameters. `*` is the call site's dtype."
+        "expansion in `evener.ops.composites`. Lower-case names in shapes are static parameters. `*` is the call "
+        "site's dtype."
     )
     parts += ["### Primitive ops", *map(_op, PRIMITIVES), "### Composite ops", *map(_op, COMPOSITES)]
     return "\n\n".join(parts) + "\n"

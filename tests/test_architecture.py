@@ -162,7 +162,8 @@ def test_no_descriptor_imports_torch() -> None:
 def test_the_core_is_small() -> None:
     lines: Counter[str] = Counter()
     for name, module in CORE.items():
-        # What tests and other packages' tests stand on is shipped with core, but is not what a maintainer reads in an afternoon.
+        # What tests and other packages' tests stand on is shipped with core, but is not what a maintainer reads in an
+        # afternoon.
         if folder(name) != "evener.testing":
             lines[folder(name)] += code_lines(module)
     assert lines["evener.engine"] <= 2_500

@@ -44,17 +44,18 @@ def test_required_and_optional_methods_look_different() -> None:
 def test_the_parameters_that_the_server_takes_are_those_on_the_page() -> None:
     from evener_server.protocol import ChatBody, CompletionBody, GenerationBody
 
-    def taken(body: type[GenerationBody], beside: type[GenerationBody] | None = None) -> set[str]:
-        """Fields that may ask for something; ``Any`` marks those that are understood and refused."""
-        left = set(beside.model_fields) if beside else set()
-        return {name for name, field in body.model_fields.items() if field.annotation is not Any and name not in left}
-
+    shared = GenerationBody.model_fields
+    bodies = {
+        "GenerationBody": shared,
+        "ChatBody": {name: field for name, field in ChatBody.model_fields.items() if name not in shared},
+        "CompletionBody": {name: field for name, field in CompletionBody.model_fields.items() if name not in shared},
+    }
     text = (DOCS / "serving.md").read_text("utf-8")
-    bodies = {"GenerationBody": taken(GenerationBody)}
-    bodies |= {body.__name__: taken(body, GenerationBody) for body in (ChatBody, CompletionBody)}
-    for name, fields in bodies.items():
-        shown = text.split(f"<!-- parameters: {name} -->")[1].split("\n\n")[0]
-        assert set(re.findall(r"`(\w+)`", shown)) == fields, name
+    for body, fields in bodies.items():
+        # ``Any`` marks fields that are understood and refused.
+        taken = {name for name, field in fields.items() if field.annotation is not Any}
+        shown = text.split(f"<!-- parameters: {body} -->")[1].split("\n\n")[0]
+        assert set(re.findall(r"`(\w+)`", shown)) == taken, body
 
 
 def anchors(path: Path) -> set[str]:
@@ -109,3 +110,22 @@ def test_each_feature_has_one_row_with_a_state_and_a_done_one_names_its_test() -
             assert where and test.startswith("test `") and verified, ids
         if state.startswith("partly"):
             assert where and ": " in state, ids
+
+
+def test_the_weights_that_a_model_declares_have_the_names_on_the_page() -> None:
+    from evener.layers import Builder, CausalLM
+    from evener.layers.declared import LinearWeight, Weight
+    from evener_models.qwen3 import Qwen3ForCausalLM
+
+    text = (DOCS / "model-author.md").read_text("utf-8")
+    build = Builder("float32", 64)
+    Qwen3ForCausalLM({**Qwen3ForCausalLM.tiny_config(), "attention_bias": True, "tie_word_embeddings": False}, build)
+    names = {name for weight in build.weights if isinstance(weight, Weight) for name in weight.sources}
+    names |= {part.name for weight in build.weights if isinstance(weight, LinearWeight) for part in weight.parts}
+    last = {re.sub(r"\.\d+\.", ".<i>.", name).rsplit(".", 1)[0].split(".")[-1] for name in names}
+    assert {name for name in last if f"{name}.weight`" not in text and f"`{name}`" not in text} == set()
+    assert {name for name in names if "layers." not in name and f"`{name}`" not in text} == set()
+    for name in ("embedding_scale", "logit_cap", "tied", "norm_offset"):
+        assert hasattr(CausalLM, name) and f"`{name}`" in text
+    for name in re.findall(r"`build\.(\w+)", text):
+        assert hasattr(build, name), name

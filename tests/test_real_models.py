@@ -118,5 +118,6 @@ def test_bf16_log_probabilities_and_perplexity_stay_within_the_rounding_of_bf16(
     for wanted in (exact, rounded):
         assert abs(float((got - wanted).mean())) < 0.02
         assert abs(float((wanted.mean() - got.mean()).exp()) - 1) < 0.005
-    # transformers itself is about 0.04 (SmolLM2) away from its float32 in bf16; rounding in another order must not be worse.
+    # transformers itself is about 0.04 (SmolLM2) away from its float32 in bf16; rounding in another order must not be
+    # worse.
     assert (got - exact).abs().mean() < 1.1 * (rounded - exact).abs().mean()

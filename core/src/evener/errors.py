@@ -54,7 +54,7 @@ class UnknownNameError(ConfigError):
 
     def __init__(self, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
         self.what, self.name, self.known = what, name, sorted(known)
-        super().__init__(f"unknown {what} {name!r}" + did_you_mean(name, self.known) + (f" {hint}" if hint else ""))
+        super().__init__(f"unknown {what} {name!r}" + _sentence(did_you_mean(name, self.known), hint))
 
 
 class PluginError(EvenerError):
@@ -161,6 +161,13 @@ class EngineDeadError(EngineError):
     """A worker or the controller is gone."""
 
     status = 503
+
+
+def _sentence(text: str, hint: str) -> str:
+    """``text`` and then ``hint`` as a sentence of its own."""
+    if not hint:
+        return text
+    return f"{text} {hint}" if text.endswith("?") else f"{text}. {hint}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

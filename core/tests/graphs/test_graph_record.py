@@ -12,8 +12,11 @@ from evener.errors import EngineError
 from evener.testing.graph_record import RecordingCapture
 
 
-def captured(segment: Callable[[], None], limit: int | None = None, needs_update: bool = False) -> Replay:
-    return RecordingCapture(limit, needs_update).capture(segment)
+def captured(segment: Callable[[], object], needs_update: bool = False) -> Replay:
+    def run() -> None:
+        segment()
+
+    return RecordingCapture(None, needs_update).capture(run)
 
 
 def test_a_replay_reads_its_buffers_anew_and_writes_to_the_same_addresses() -> None:

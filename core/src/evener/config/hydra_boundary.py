@@ -133,7 +133,7 @@ def quote(value: str) -> str:
     """``value`` as quoted text of Hydra's grammar: it comes back letter by letter."""
     # Backslashes count only where a quote follows them, at the end too.
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)
-    return "'" + re.sub(r"(\\+)$", lambda match: match[1] * 2, escaped) + "'"
+    return "'" + re.sub(r"(\\+)\Z", lambda match: match[1] * 2, escaped) + "'"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,10 +1,8 @@
 """The state contract: what a layer remembers, and who owns its layout.
 
 A layer declares a ``StateSpec``; equal specs form a *group* with one block table a request. A ``StateProvider`` is
-resolved as a unit for a
-group: it decides the layout of a block, writes it and attends over it. Core keeps block ids and nothing else. Block 0
-    is the null
-block: never read for a real token, writable garbage for padding.
+resolved as a unit for a group: it decides the layout of a block, writes it and attends over it. Core keeps block ids
+and nothing else. Block 0 is the null block: never read for a real token, writable garbage for padding.
 
 A block holds ``block_size`` tokens of one layer (``per="token"``), or one row of state as it stood after the block's
 last computed token (``per="request"``). All groups draw blocks of equal bytes from one pool.
@@ -112,7 +110,8 @@ class StateStep:
         kv_lens: int32 [R], tokens of state after this step's writes.
         positions: int32 or int64 [T].
         slot_mapping: int32 or int64 [T], ``block * block_size + offset`` where each token is written.
-        block_table: int32 [R, C], block ids; entries before the first live block are 0.
+        block_table: int32 [R, C], block ids. Entries before the first live block may be stale: they name blocks of others
+            and must not be read.
         host_query_lens, host_kv_lens: the same numbers on the host, in row order.
     """
 

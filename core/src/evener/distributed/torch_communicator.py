@@ -26,12 +26,23 @@ class TorchCommunicator(Communicator):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+        if str(tensor.dtype).removeprefix("torch.") in self.capabilities.dtypes:
+            tensor = tensor.contiguous()
+            dist.all_reduce(tensor, group=self._group)
+            return tensor
+        if not tensor.is_floating_point():
+            raise EngineError(
+                f"all_reduce in group {self.name!r}: its library sums {', '.join(sorted(self.capabilities.dtypes))}, "
+                f"not {tensor.dtype}; convert it, or declare the type in CommunicatorCapabilities.dtypes"
+            )
+        wide = tensor.float().contiguous()
+        dist.all_reduce(wide, group=self._group)
+        return tensor.copy_(wide)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        mine = tensor.contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather([_bytes(p) for p in parts], _bytes(mine), group=self._group)
         return torch.cat(parts, dim=dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -43,6 +54,15 @@ class TorchCommunicator(Communicator):
         return self.all_reduce(tensor).chunk(self.size, dim)[self.rank].contiguous()
 
     def all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        if len(send) != self.size or len(receive) != self.size:
+            raise EngineError(
+                f"all_to_all in group {self.name!r} of {self.size} ranks: {len(send)} send and {len(receive)} receive "
+                "splits; give one for each rank"
+            )
+        if sum(send) != len(tensor):
+            raise EngineError(
+                f"all_to_all in group {self.name!r}: the splits send {sum(send)} rows, but the tensor has {len(tensor)}"
+            )
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         sent = dict(enumerate(tensor.split(list(send))))
         got = dict(enumerate(out.split(list(receive))))
@@ -58,23 +78,30 @@ class TorchCommunicator(Communicator):
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        dist.broadcast(tensor, group=self._group, group_src=source)
+        tensor = tensor.contiguous()
+        dist.broadcast(_bytes(tensor), group=self._group, group_src=source)
         return tensor
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         if tensor.numel():
-            dist.send(tensor.contiguous(), group=self._group, group_dst=target)
+            dist.send(_bytes(tensor.contiguous()), group=self._group, group_dst=target)
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        if tensor.numel():
-            dist.recv(tensor, group=self._group, group_src=source)
-        return tensor
+        whole = tensor.contiguous()
+        if whole.numel():
+            dist.recv(_bytes(whole), group=self._group, group_src=source)
+        return whole if whole is tensor else tensor.copy_(whole)
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes, which every library moves."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def open_torch_communicator(
@@ -87,8 +114,10 @@ def open_torch_communicator(
         library: the backend string of ``torch.distributed`` ("gloo", or the vendor's).
 
     Raises:
-        EngineError: this rank is not in ``ranks``.
+        EngineError: this rank is not in ``ranks``, or they are not sorted (``torch.distributed`` would sort them).
     """
+    if list(ranks) != sorted(set(ranks)):
+        raise EngineError(f"group {name!r} was asked for with the ranks {list(ranks)}; list each once, the lowest first")
     if not dist.is_initialized():
         dist.init_process_group(library, init_method=init_method, rank=rank, world_size=world_size)
     group = dist.new_group(list(ranks), backend=library)

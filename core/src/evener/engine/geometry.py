@@ -1,9 +1,8 @@
 """State groups and page geometry: which layers share a block table, and how the pool is cut.
 
 Layers with equal spec and attention form a group. A group is cut into sub-groups of at most ``layer_slots`` layers, so
-that every sub-group can
-use every block: the pool is ``[layer_slots, blocks, page_bytes]``, and a block id means the same row in each layer
-    slot.
+that every sub-group can use every block: the pool is ``[layer_slots, blocks, page_bytes]``, and a block id means the
+same row in each layer slot.
 """
 
 from __future__ import annotations

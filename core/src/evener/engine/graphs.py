@@ -63,7 +63,8 @@ class DecodeGraphs:
         self.notes: list[str] = []
 
     def capture_all(self) -> None:
-        """Capture every size now, small ones and greedy ones first: ``notes`` is complete and no request waits for it."""
+        """Capture every size now, small ones and greedy ones first: ``notes`` is complete and no request waits for it.
+        """
         for random in (False, True):
             for size in self._sizes:
                 self._get(size, random)

@@ -1,8 +1,8 @@
 """What the three roles say to each other: plain msgspec structs, the same in memory and between processes.
 
 Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``GetStats``, ``Shutdown``. Controller to front end:
-``Tokens``, ``Finished``, ``StatsReport``, ``Ready``, ``Dead``. Controller to worker and back: see ``plan``. Every request
-that was accepted ends in exactly one ``Finished``.
+``Tokens``, ``Finished``, ``StatsReport``, ``Ready``, ``Dead``. Controller to worker and back: see ``plan``. Every
+request that was accepted ends in exactly one ``Finished``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from evener.plugins.choose import choose, requested_backend
 from evener.plugins.discover import discover
 from evener.plugins.load import Loaded, load
 from evener.plugins.probe import ProbeRun
+from evener.plugins.target import prepare_torch_import
 
 
 class Search:
@@ -20,6 +21,8 @@ class Search:
     """
 
     def __init__(self, backend: str | None) -> None:
+        # The caller goes on to import torch while the probes run, before ``load`` could see to this.
+        prepare_torch_import()
         self._backend = backend
         self._catalog = discover(builtins=BUILTINS)
         named, _ = requested_backend(backend)

@@ -133,8 +133,8 @@ class Worker:
             log.info("memory: %s", line)
         log.info("memory: weights estimated %d, measured %d bytes", plan.weights, loaded.counted)
         if a.config.config.max_fallback == "listed":
-            for op in sorted({c.op for c in a.resolver.manifest.fallbacks()}):
-                log.warning("only the reference serves %s here", op)
+            for line in a.resolver.manifest.fallback_lines():
+                log.warning("only the reference serves %s", line)
 
     def _info(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes, seconds: float) -> dict[str, Any]:
         b = a.loaded.backend

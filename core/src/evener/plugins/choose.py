@@ -146,7 +146,10 @@ def _not_usable(catalog: Catalog, name: str, source: str) -> EvenerError:
     installed = [package.name for package in catalog.backends]
     typed = name.lower()
     install = f"; or type: pip install evener-backend-{typed}" if NAME.fullmatch(typed) else ""
-    return NoBackendError(f"{source}: no backend {name!r} is installed{did_you_mean(name, installed)}{install}")
+    near = did_you_mean(name, installed)
+    if near.endswith("?"):
+        install = install.replace("; or type", " Or type")
+    return NoBackendError(f"{source}: no backend {name!r} is installed{near}{install}")
 
 
 def _named_failed(probe: Probed, source: str) -> ProbeError:

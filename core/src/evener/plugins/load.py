@@ -13,7 +13,7 @@ from evener.plugins.catalog import Package, targets
 from evener.plugins.choose import Selection
 from evener.plugins.hub import Hub, Provided
 from evener.plugins.options import options_by_package
-from evener.plugins.target import Target, disable_device_autoload
+from evener.plugins.target import Target, prepare_torch_import
 
 if TYPE_CHECKING:
     from evener.contracts.communicator import CommunicatorFactory
@@ -48,7 +48,7 @@ def load(selection: Selection, options: Mapping[str, Mapping[str, Any]] | None =
         DuplicateNameError: two packages deliver one name.
     """
     checked = options_by_package(selection.all_packages, options or {})
-    disable_device_autoload()
+    prepare_torch_import()
     hub = Hub()
     for package in selection.all_packages:
         hub.register(package, _module(package), checked[package.key])

@@ -43,6 +43,16 @@ class Manifest:
         """The choices that fell back to the reference."""
         return [c for c in self.choices if c.fallback]
 
+    def fallback_lines(self) -> list[str]:
+        """``op (at a..b tokens)`` for each op that fell back: the buckets from its first to its last."""
+        spans: dict[str, list[Bucket]] = {}
+        for choice in self.fallbacks():
+            spans.setdefault(choice.op, []).extend([choice.bucket] if choice.bucket else [])
+        return [
+            f"{op} (at {min(b.low for b in buckets)}..{max(b.high for b in buckets)} tokens)" if buckets else op
+            for op, buckets in sorted(spans.items())
+        ]
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """One row for each op, provider and run of buckets: how many sites, and why others lost."""
         sites: Counter[tuple[Any, ...]] = Counter()

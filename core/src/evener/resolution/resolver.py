@@ -152,7 +152,7 @@ class Resolver:
     def _layout(self, weight: LinearWeight, op: str) -> str:
         refused = []
         offers = [o for o in self._by_op.get(op, []) if self._forbidden(op, o) is None]
-        layouts = [p.layout for o in offers for p in o.value.packings]
+        layouts: list[str] = [p.layout for o in offers for p in o.value.packings]
         for layout in dict.fromkeys([*layouts, self.market.reference_packing.layout]):
             reason = self._packings[layout].supports(weight.parts, weight.dtype)
             if reason is None and layout != self.market.reference_packing.layout:
@@ -178,10 +178,10 @@ class Resolver:
         """
         for site in sites:
             site.table = tuple(self.resolve(site.op, site.path, site.static, bucket) for bucket in self.market.buckets)
-        fallbacks = sorted({f"{c.op} at {c.bucket}" if c.bucket else c.op for c in self.manifest.fallbacks()})
+        fallbacks = self.manifest.fallback_lines()
         if fallbacks and self.market.max_fallback == "none":
             raise ResolveError(
-                f"max_fallback=none, but only the reference serves: {', '.join(fallbacks)}; "
+                f"max_fallback=none, but only the reference serves {', '.join(fallbacks)}; "
                 "install a kernel package that serves them or set --max-fallback any"
             )
 

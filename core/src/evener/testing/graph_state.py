@@ -39,6 +39,7 @@ class MaskedState(ReferenceState):
     layout = "graphs.paged"
     priority = 10
     graph = "any"
+    batch_invariant = False
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         return "has no sinks" if attention.sinks else None

@@ -157,7 +157,7 @@ class DelayedDevice(HostDevice):
         """Around the submission of a step: whatever reads a value on the host, or waits, raises ``EngineError``."""
         self.stepping = True
         try:
-            with _ForbidReadingMethods(), ForbidHostReads():
+            with _ForbidReadingMethods(), ForbidHostReads():  # type: ignore[no-untyped-call]
                 yield
         finally:
             self.stepping = False

@@ -1,0 +1,244 @@
+"""Checking a kernel for a composite: a tiny declared model with it and one without, step by step.
+
+The model has two decoder layers and a head. One copy is resolved with the kernel and a state provider, the other with
+the expansion over reference ops in float32 from the same rounded weights. Hidden states, logits and the written state
+must agree over a prefill, a decode and a mixed step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from evener.contracts.device import Device
+from evener.contracts.ops import Kernel, OpSchema
+from evener.contracts.quant import plain
+from evener.contracts.state import StateProvider, StateStep
+from evener.layers.builder import Builder
+from evener.layers.declared import LinearWeight, Table
+from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
+from evener.layers.embedding import LMHead
+from evener.layers.rotary import RotaryConfig
+from evener.ops.reference.linear import PLAIN
+from evener.ops.reference.state import ReferenceState
+from evener.resolution.buckets import bucket_index, token_buckets
+from evener.resolution.resolver import Market, Offer, Resolver
+from evener.testing.op_check import DTYPES, CheckResult
+
+_HIDDEN, _VOCAB, _LONGEST, _BLOCK, _PACKAGE = 96, 67, 64, 16, "checked"
+_CLOSE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
+#: Tokens of each of two requests, step by step: prompts, a decode step, one of each.
+_STEPS = ((17, 5), (1, 1), (1, 20), (1, 1))
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of decoder layer."""
+
+    name: str
+    attention: AttentionConfig
+    mlp: MLPConfig
+    offset: float = 0.0
+    cap: float | None = None
+
+
+def families() -> tuple[Family, ...]:
+    """Grouped heads; everything that Gemma does; biases, partial and interleaved rotation."""
+    return (
+        Family(
+            "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
+        ),
+        Family(
+            "windowed",
+            AttentionConfig(
+                heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32), qk_norm=True, post_norm="post", window=12,
+                softcap=20.0,
+            ),
+            MLPConfig(inner=72, activation="gelu_tanh", post_norm="post_mlp"),
+            1.0,
+            30.0,
+        ),
+        Family(
+            "biased",
+            AttentionConfig(
+                heads=4, kv_heads=4, head_dim=16, rotary=RotaryConfig(8, interleaved=True), qkv_bias=True, o_bias=True
+            ),
+            MLPConfig(inner=40, bias=True, activation="gelu"),
+        ),
+    )  # fmt: skip
+
+
+@dataclass
+class _Step:
+    bucket: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    metas: tuple[Any, ...]
+
+
+class TinyModel:
+    """Two layers and a head, resolved over the given offers.
+
+    Args:
+        like: another model, whose weights are taken, in this one's type; None makes new ones.
+    """
+
+    def __init__(
+        self, device: Device, dtype: str, family: Family, kernels: Sequence[Kernel], provider: StateProvider,
+        schemas: Iterable[OpSchema], like: TinyModel | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.dtype, self.provider = device, dtype, provider
+        self.build = build = Builder(dtype, _LONGEST)
+        self.layers = [
+            DecoderLayer(build, f"layers.{i}", _HIDDEN, family.attention, family.mlp, 1e-5, family.offset)
+            for i in range(2)
+        ]
+        self.head = LMHead(build, "head.weight", "norm.weight", _VOCAB, _HIDDEN, 1e-5, family.offset, family.cap)
+        market = Market(
+            schemas={s.name: s for s in schemas}, kernels=[Offer(k, _PACKAGE, "0") for k in kernels],
+            states=[Offer(provider, _PACKAGE, "0")], reference_state=ReferenceState(), reference_packing=PLAIN,
+            device=device.capabilities, buckets=token_buckets(_LONGEST),
+        )  # fmt: skip
+        self.resolver = Resolver(market)
+        self.resolver.states(build.slots)
+        self.resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
+        self.resolver.sites(build.sites)
+        self.weights: list[list[torch.Tensor]] = []
+        self._fill(like)
+        self._bind()
+
+    def _fill(self, like: TinyModel | None) -> None:
+        where, noise = self.device.torch_device, torch.Generator().manual_seed(3)
+        wanted: torch.dtype = getattr(torch, self.dtype)
+        for index, weight in enumerate(self.build.weights):
+            if isinstance(weight, Table):
+                weight.value = weight.make(where)
+                self.weights.append([])
+                continue
+            shapes = [(p.rows, p.columns) for p in weight.parts] if isinstance(weight, LinearWeight) else [weight.shape]
+            if like is None:
+                made = [torch.randn(s, generator=noise) * (s[-1] ** -0.5 if len(s) > 1 else 0.2) for s in shapes]
+                made = [(m + (getattr(weight, "dummy", "") == "ones")).to(wanted) for m in made]
+            else:
+                made = [m.to(wanted) for m in like.weights[index]]
+            self.weights.append(made)
+            if isinstance(weight, LinearWeight):
+                parts = [
+                    replace(p, format=plain(self.dtype), tensors={"weight": m})
+                    for p, m in zip(weight.parts, made, strict=True)
+                ]
+                weight.value = self.resolver.packings_by_layout[weight.layout].pack(parts, self.dtype, where)
+            else:
+                weight.value = made[0].to(where, copy=True)
+        for group in self.build.groups:
+            group.bind()
+
+    def _bind(self) -> None:
+        self.table = torch.tensor([[3, 1, 6], [2, 5, 4]], dtype=torch.int32)
+        for slot in self.build.slots:
+            slot.group = 0
+            assert slot.provider is not None, "states were resolved"
+            page = -(-slot.provider.bytes_per_block(slot.spec, _BLOCK) // 64) * 64
+            storage = torch.zeros(8, page, dtype=torch.uint8, device=self.device.torch_device)
+            slot.views = slot.provider.bind(storage, slot.spec, _BLOCK)
+
+    def step(self, x: torch.Tensor, before: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
+        """Hidden states [T, hidden] and logits [2, vocab] of one step, on the host."""
+        lengths = [b + n for b, n in zip(before, counts, strict=True)]
+        at = [(r, p) for r, (b, e) in enumerate(zip(before, lengths, strict=True)) for p in range(b, e)]
+        where = self.device.torch_device
+
+        def put(values: Any) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=torch.int32).to(where)
+
+        ends = torch.tensor(counts).cumsum(0)
+        state = StateStep(
+            tokens=len(at), requests=len(counts), max_query=max(counts), max_kv=max(lengths),
+            query_start=put([0, *ends.tolist()]), kv_lens=put(lengths), positions=put([p for _, p in at]),
+            slot_mapping=put([int(self.table[r, p // _BLOCK]) * _BLOCK + p % _BLOCK for r, p in at]),
+            block_table=put(self.table), host_query_lens=list(counts), host_kv_lens=lengths,
+        )  # fmt: skip
+        slot = self.layers[0].slot
+        assert slot.provider is not None
+        meta = slot.provider.prepare(state, slot.spec, slot.attention, _BLOCK)
+        step = _Step(bucket_index(len(at)), state.positions, state.positions, (meta,))
+        stream = x.to(getattr(torch, self.dtype)).to(where, copy=True)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            stream, residual = layer(stream, residual, step)
+        assert residual is not None, "there is a layer"
+        hidden = stream + residual
+        rows = replace(step, bucket=bucket_index(len(counts)))
+        logits = self.head(hidden.index_select(0, (ends - 1).to(where)), rows)
+        return [self.device.readback(t).wait() for t in (hidden, logits)]
+
+    def written(self, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Every state tensor of every layer, for the tokens of each request."""
+        found = []
+        for slot in self.build.slots:
+            assert slot.provider is not None
+            for part in slot.provider.export_blocks(slot.views, self.table.flatten().long()):
+                rows = part.cpu().unflatten(0, tuple(self.table.shape)).flatten(1, 2)
+                found += [rows[r, :length] for r, length in enumerate(lengths)]
+        return found
+
+
+def check_composite(
+    kernel: Kernel, schemas: Sequence[OpSchema], device: Device, providers: Sequence[StateProvider],
+    linears: Sequence[Kernel] = (), dtypes: Iterable[str] = DTYPES,
+) -> list[CheckResult]:  # fmt: skip
+    """Check a kernel for a composite, over each family of layers and each provider.
+
+    Args:
+        schemas: all ops.
+        providers: state providers of the kernel's package; the reference is used where there are none.
+        linears: the package's kernels for ``linear``, if composites read weights in a packing of their own.
+    """
+    results = []
+    for dtype in dtypes:
+        for family in families():
+            for provider in providers or (ReferenceState(),):
+                case = f"{family.name} layers over {provider.name}"
+                status, detail = _check(kernel, schemas, device, provider, linears, dtype, family)
+                results.append(CheckResult(kernel.name, kernel.op, dtype, case, status, detail))
+    return results
+
+
+def _check(
+    kernel: Kernel, schemas: Sequence[OpSchema], device: Device, provider: StateProvider, linears: Sequence[Kernel],
+    dtype: str, family: Family,
+) -> tuple[Any, str]:  # fmt: skip
+    model = TinyModel(device, dtype, family, [kernel, *linears], provider, schemas)
+    choices = [c for c in model.resolver.manifest.choices if c.op == kernel.op]
+    if not choices:
+        return "failed", f"no layer calls op {kernel.op!r}; its composite needs a check of its own"
+    label = f"{_PACKAGE}/{kernel.name}"
+    refused = [reason for c in choices if c.provider != label for name, reason in c.refused if name == label]
+    if refused:
+        return "refused", refused[0]
+    reference = TinyModel(device, "float32", family, (), ReferenceState(), schemas, model)
+    problems = list(_differences(model, reference, _CLOSE[dtype]))
+    return ("failed", "; ".join(problems)) if problems else ("passed", "")
+
+
+def _differences(model: TinyModel, reference: TinyModel, close: float) -> Iterator[str]:
+    noise, lengths = torch.Generator().manual_seed(11), [0, 0]
+    with torch.inference_mode():
+        for number, counts in enumerate(_STEPS):
+            x = torch.randn(sum(counts), _HIDDEN, generator=noise).to(getattr(torch, model.dtype))
+            got, want = (m.step(x, lengths, counts) for m in (model, reference))
+            lengths = [b + n for b, n in zip(lengths, counts, strict=True)]
+            for what, a, b in zip(("hidden states", "logits"), got, want, strict=True):
+                yield from _off(f"step {number}: {what}", a, b, close)
+        for index, (a, b) in enumerate(zip(model.written(lengths), reference.written(lengths), strict=True)):
+            yield from _off(f"written state {index}", a, b, close)
+
+
+def _off(what: str, got: torch.Tensor, want: torch.Tensor, close: float) -> Iterator[str]:
+    """Errors relative to the largest value: rounding in one layer moves all of the next."""
+    worst = float((got.float() - want.float()).abs().max()) / max(1.0, float(want.float().abs().max()))
+    if not worst <= close:
+        yield f"{what} are off by {worst:.3g} of the largest value"

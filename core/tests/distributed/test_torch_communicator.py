@@ -1,0 +1,123 @@
+"""The default communicator over CPU processes, against numpy."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+RANKS = Path(__file__).with_name("ranks.py")
+_SPEC = importlib.util.spec_from_file_location("communicator_ranks", RANKS)
+assert _SPEC is not None and _SPEC.loader is not None
+ranks = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(ranks)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a world got."""
+    size, folder = request.param, tmp_path_factory.mktemp("world")
+    command = [sys.executable, str(RANKS)]
+    processes = [
+        subprocess.Popen([*command, str(r), str(size), str(folder)], stderr=subprocess.PIPE, text=True)
+        for r in range(size)
+    ]
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+    found = []
+    for rank in range(size):
+        with np.load(folder / f"{rank}.npz") as arrays:
+            found.append(dict(arrays))
+    return found
+
+
+def inputs(size: int, salt: int) -> list[np.ndarray[Any, Any]]:
+    return [ranks.data(rank, 6, 4 * size, salt=salt) for rank in range(size)]
+
+
+def same(world: list[dict[str, Any]], name: str, wanted: list[np.ndarray[Any, Any]]) -> None:
+    for rank, (got, want) in enumerate(zip(world, wanted, strict=True)):
+        np.testing.assert_array_equal(got[name], want, err_msg=f"{name} on rank {rank}")
+
+
+def test_all_reduce_sums_in_place_and_takes_slices(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    same(world, "all_reduce", [sum(inputs(size, 0))] * size)
+    same(world, "all_reduce_in_place", [sum(inputs(size, 0))] * size)
+    same(world, "reduce_slice", [sum(inputs(size, 6))[:, 1:3]] * size)
+
+
+def test_all_gather_joins_in_rank_order_along_any_axis(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    same(world, "all_gather_last", [np.concatenate(inputs(size, 1), -1)] * size)
+    same(world, "all_gather_first", [np.concatenate(inputs(size, 2), 0)] * size)
+    same(world, "all_gather_slice", [np.concatenate([x[:, 1:3] for x in inputs(size, 2)], -1)] * size)
+
+
+def test_reduce_scatter_keeps_each_ranks_part_of_the_sum(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    total = sum(ranks.data(rank, 2 * size, 5, salt=3) for rank in range(size))
+    same(world, "reduce_scatter", np.split(total, size, 0))
+    same(world, "reduce_scatter_last", np.split(sum(inputs(size, 4)), size, -1))
+
+
+def test_all_to_all_moves_any_number_of_rows(world: list[dict[str, Any]]) -> None:
+    size, table = len(world), ranks.splits(len(world))
+    assert (table == 0).any()
+    sent = [ranks.data(r, table[r].sum(), 3, salt=9) for r in range(size)]
+    pieces = [np.split(rows, np.cumsum(table[r])[:-1]) for r, rows in enumerate(sent)]
+    same(world, "all_to_all", [np.concatenate([pieces[s][r] for s in range(size)]) for r in range(size)])
+
+
+def test_broadcast_gives_everyone_the_sources_tensor(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    same(world, "broadcast", [inputs(size, 5)[-1]] * size)
+
+
+def test_send_and_receive_pass_a_ring(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    same(world, "ring", [ranks.data((r - 1) % size, 3, 2, salt=7) for r in range(size)])
+
+
+def test_narrow_types_are_reduced_and_bytes_are_gathered(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    same(world, "bfloat16", [sum(inputs(size, 7))] * size)
+    eighths = [torch.from_numpy(x[:1]).to(torch.float8_e4m3fn).float().numpy() for x in inputs(size, 1)]
+    same(world, "bytes", [np.concatenate(eighths)] * size)
+    same(world, "integers", [np.concatenate(inputs(size, 2))] * size)
+    same(world, "turned", [np.concatenate([x.T for x in inputs(size, 2)])] * size)
+
+
+def test_ranks_know_their_group(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    assert [str(got["identity"]) for got in world] == [f"tp {r}/{size}" for r in range(size)]
+    assert [str(got["pair"]) for got in world[-2:]] == ["ep 0/2", "ep 1/2"]
+    assert [got["pair_gather"].tolist() for got in world[-2:]] == [[size - 2.0, size - 1.0]] * 2
+
+
+def test_errors_say_what_does_not_fit(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    for got in world:
+        assert str(got["indivisible"]) == (
+            f"reduce_scatter: dimension 0 of size {size + 1} is not divisible by {size} ranks"
+        )
+        assert str(got["too_few"]) == (f"all_to_all in group 'tp': the splits send {size} rows, but the tensor has 4")
+        assert str(got["lengths"]) == (
+            f"all_to_all in group 'tp' of {size} ranks: 1 send and 1 receive splits; give one for each rank"
+        )
+        assert str(got["descending"]) == (
+            "group 'ep' was asked for with the ranks [1, 0]; list each once, the lowest first"
+        )
+        assert "its library sums float32, not torch.int64; convert it" in str(got["no_sum"])
+    for got in world[:-2]:
+        assert str(got["outside"]) == "rank 0 opened group 'ep', which has the ranks [1, 2]"

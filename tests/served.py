@@ -1,0 +1,138 @@
+"""``evener serve`` as a process, and a tiny model for it, for tests that go the whole way."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+from evener.testing.naive import find_architecture
+from evener.testing.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+
+#: Seconds for whatever must happen some time; a machine with other work is slow.
+PATIENCE = 60.0
+EVENER = Path(sys.executable).with_name("evener")
+
+
+def tiny_model(folder: Path, tokenizer: bool = True) -> Path:
+    """A folder for ``load=dummy``: a Llama of a few thousand weights, with a tokenizer of bytes unless not wanted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer:
+        write_tiny_tokenizer(folder)
+    shape = {**find_architecture("LlamaForCausalLM").tiny_config(), "max_position_embeddings": 4096}
+    shape["vocab_size"] = VOCAB_SIZE
+    (folder / "config.json").write_text(json.dumps(shape), "utf-8")
+    return folder
+
+
+class Served:
+    """A server that is ready, its URL and its log so far. Leaving the context ends it."""
+
+    def __init__(self, *command: str | Path) -> None:
+        self.process = subprocess.Popen(
+            [str(word) for word in command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self._lines: list[str] = []
+        self._ended = False
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        try:
+            self.url = self.wait_for(r"serving \S+ at (http://127\.0\.0\.1:\d+) on backend").group(1)
+            self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False)
+            eventually(lambda: self.get("/ready").status_code == 200)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def model(cls, folder: Path, *settings: str) -> Served:
+        """``evener serve FOLDER serve.port=0 SETTINGS``."""
+        return cls(EVENER, "serve", folder, "serve.port=0", *settings)
+
+    @property
+    def log(self) -> str:
+        """What it has written to standard error."""
+        return "".join(self._lines)
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return str(self.get("/v1/models").json()["data"][0]["id"])
+
+    def get(self, path: str) -> httpx.Response:
+        """GET, on a connection that is closed if the server has closed it."""
+        return self.http.get(path)
+
+    def stats(self) -> dict[str, int]:
+        """``GET /stats``."""
+        return dict(self.get("/stats").raise_for_status().json())
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until the log has ``pattern``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or re.search(pattern, self.log), PATIENCE)
+            found = re.search(pattern, self.log)
+        assert found is not None, f"no {pattern!r} in the log:\n{self.log}"
+        return found
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and wait; the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE)
+
+    def close(self) -> None:
+        """End it, whatever state it is in."""
+        if hasattr(self, "http"):
+            self.http.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._changed:
+                self._lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Command lines of all processes below ``pid``. Of any of its threads: the kernel lists children by thread."""
+    found: dict[int, str] = {}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (thread / "children").read_text().split()):
+            found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+            found.update(descendants(child))
+    return found
+
+
+def eventually(condition: Callable[[], Any]) -> None:
+    """Wait until ``condition`` is true."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)

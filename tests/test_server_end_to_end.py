@@ -1,0 +1,284 @@
+"""The real server and the official client: what a user sees, and what is left when clients or workers go away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from served import PATIENCE, Served, descendants, eventually, tiny_model
+
+CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
+SMALL = ("infer.kv_memory=268435456", "infer.max_seq_len=1024")
+TINY = ("load=dummy", "infer.kv_memory=4194304", "infer.max_seq_len=2048", "infer.max_reqs=16")
+
+
+@pytest.fixture(scope="module")
+def real(smollm2_dir: Path) -> Iterator[Served]:
+    """A real model behind a real server; for tests that leave nothing behind."""
+    with Served.model(smollm2_dir, *SMALL) as served:
+        yield served
+        assert served.stats()["blocks_used"] == 0
+        assert served.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def tiny(folder: Path) -> Iterator[Served]:
+    """A model of random weights behind a server of its own; for tests that end it or look at what is left."""
+    with Served.model(folder, *TINY) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(real: Served) -> Iterator[OpenAI]:
+    with connect(real) as client:
+        yield client
+
+
+def connect(served: Served) -> OpenAI:
+    return OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    given = {"model": "SmolLM2-135M-Instruct", "messages": CAPITAL, "temperature": 0, "max_tokens": 24, **fields}
+    return client.chat.completions.create(**given)
+
+
+def complete(client: OpenAI, **fields: Any) -> Any:
+    given = {"model": "SmolLM2-135M-Instruct", "prompt": "One, two, three,", "temperature": 0, "max_tokens": 16}
+    return client.completions.create(**{**given, **fields})
+
+
+def test_a_chat_is_answered_and_counted(client: OpenAI) -> None:
+    answer = chat(client)
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    (choice,) = answer.choices
+    assert "Paris" in choice.message.content and choice.message.role == "assistant" and choice.finish_reason == "stop"
+    usage = answer.usage
+    assert usage.prompt_tokens > 10 and 3 < usage.completion_tokens <= 24
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_a_streamed_chat_has_the_same_text_a_role_first_and_usage_last(client: OpenAI) -> None:
+    whole = chat(client)
+    first, *chunks, usage = chat(client, stream=True, stream_options={"include_usage": True})
+    assert first.choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in (first, *chunks)) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in (first, *chunks) if c.choices[0].finish_reason] == ["stop"]
+    assert usage.choices == [] and usage.usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in (first, *chunks))
+    assert len({chunk.id for chunk in (first, *chunks, usage)}) == 1
+
+
+def test_a_completion_streams_the_text_that_it_gives_at_once_and_stops_at_its_limit(client: OpenAI) -> None:
+    whole = complete(client)
+    assert whole.choices[0].text.startswith(" four") and whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 16
+    chunks = list(complete(client, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_prompts_may_be_ids_and_several(client: OpenAI) -> None:
+    alone = [complete(client, prompt=prompt).choices[0].text for prompt in ("One, two,", "The sky is")]
+    together = complete(client, prompt=["One, two,", "The sky is"])
+    assert [choice.text for choice in together.choices] == alone
+    assert complete(client, prompt=[1, 2, 3, 4], max_tokens=2).usage.prompt_tokens == 4
+
+
+def test_log_probabilities_of_a_chat_name_every_token_and_the_greedy_one_is_the_likeliest(client: OpenAI) -> None:
+    for answer in (chat(client, logprobs=True, top_logprobs=3, max_tokens=5), _streamed_logprobs(client)):
+        (choice,) = answer.choices
+        entries = choice.logprobs.content
+        assert len(entries) == 5
+        assert b"".join(bytes(entry.bytes) for entry in entries).decode() == choice.message.content
+        for entry in entries:
+            assert len(entry.top_logprobs) == 3 and entry.top_logprobs[0].token == entry.token
+            values = [top.logprob for top in entry.top_logprobs]
+            assert values == sorted(values, reverse=True) and 0 >= entry.logprob == values[0]
+
+
+def _streamed_logprobs(client: OpenAI) -> Any:
+    with client.chat.completions.stream(
+        model="SmolLM2-135M-Instruct", messages=CAPITAL, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
+    ) as stream:
+        for _ in stream:
+            continue
+        return stream.current_completion_snapshot
+
+
+def test_log_probabilities_of_a_completion_are_aligned_with_its_text(client: OpenAI) -> None:
+    (choice,) = complete(client, logprobs=2, max_tokens=4).choices
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text and len(found.tokens) == len(found.token_logprobs) == 4
+    starts = [choice.text.index(token, at) for token, at in zip(found.tokens, _starts(found.tokens), strict=True)]
+    assert [offset - found.text_offset[0] for offset in found.text_offset] == starts
+    assert all(len(top) >= 2 for top in found.top_logprobs)
+
+
+def _starts(tokens: list[str]) -> list[int]:
+    return [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+
+
+def test_a_seed_gives_the_same_samples_again_and_n_samples_differ(client: OpenAI) -> None:
+    def samples(seed: int) -> list[str]:
+        answer = chat(client, n=2, seed=seed, temperature=1.2, max_tokens=12)
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        return [choice.message.content for choice in answer.choices]
+
+    once, again, other = samples(7), samples(7), samples(8)
+    assert once == again and once != other and once[0] != once[1]
+
+
+def test_a_stop_string_within_tokens_ends_the_text_before_it(client: OpenAI) -> None:
+    text = complete(client).choices[0].text
+    at = text.index("ve, s")  # "five, six" without its ends: parts of several tokens
+    (choice,) = complete(client, stop=["nowhere", "ve, s"]).choices
+    assert choice.text == text[:at] and choice.finish_reason == "stop"
+    streamed = "".join(chunk.choices[0].text for chunk in complete(client, stop="ve, s", stream=True))
+    assert streamed == text[:at]
+
+
+def test_content_may_be_parts_and_every_role_has_its_place(client: OpenAI) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": CAPITAL[0]["content"]}]}]
+    assert chat(client, messages=parts).choices[0].message.content == chat(client).choices[0].message.content
+    talk = [{"role": "developer", "content": "Be brief."}, *CAPITAL, {"role": "assistant", "content": "Paris."}]
+    answer = chat(client, messages=[*talk, {"role": "user", "content": "And of Italy?"}], max_completion_tokens=8,
+                  max_tokens=openai.NOT_GIVEN)  # fmt: skip
+    assert answer.choices[0].message.content
+
+
+def test_what_cannot_be_served_is_an_exception_of_its_kind_that_names_the_field(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="SmolLM2-135M-Instruct") as missing:
+        chat(client, model="gpt-4o")
+    assert missing.value.code == "model_not_found"
+    too_long: Any = [{"role": "user", "content": "word " * 2000}]
+    with pytest.raises(openai.BadRequestError, match="1024 tokens") as long:
+        chat(client, messages=too_long)
+    assert long.value.code == "context_length_exceeded" and long.value.param == "messages"
+    for field, value in (("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("temperature", -1), ("n", 0)):
+        with pytest.raises(openai.BadRequestError, match=field) as wrong:
+            chat(client, **{field: value})
+        assert wrong.value.param == field and wrong.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="temperature") as unknown:
+        chat(client, extra_body={"temperatur": 1})
+    assert unknown.value.code == "unknown_parameter"
+
+
+def test_the_model_the_version_and_the_reason_for_the_backend_are_told(client: OpenAI, real: Served) -> None:
+    (model,) = client.models.list()
+    assert model.id == "SmolLM2-135M-Instruct" == client.models.retrieve(model.id).id
+    version = real.get("/version").json()
+    assert version["backend"] == "cpu" and version["backend_reason"] and version["manifest"]["ops"]
+
+
+def test_a_request_id_is_in_the_header_and_in_the_log(client: OpenAI, real: Served) -> None:
+    named = chat(client, max_tokens=1, extra_headers={"x-request-id": "end-to-end-7"})
+    assert named._request_id == "end-to-end-7"
+    real.wait_for(rf"request_id=end-to-end-7 method=POST path=/v1/chat/completions status=200 .*id={named.id}")
+    drawn = chat(client, max_tokens=1)._request_id
+    assert drawn and drawn != "end-to-end-7"
+    real.wait_for(f"request_id={drawn} ")
+
+
+async def test_64_clients_that_come_and_go_leave_no_block_in_use(tiny: Served) -> None:
+    draw = random.Random(2)
+    async with AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        ends = await asyncio.gather(*(visit(client, tiny.name, number, draw) for number in range(64)))
+        assert set(ends) == {"whole", "left the stream", "was cancelled"}
+        await asyncio.to_thread(eventually, lambda: idle(tiny))
+        after = await client.completions.create(model=tiny.name, prompt="still here?", max_tokens=3)
+        assert after.usage is not None and after.usage.completion_tokens <= 3
+    assert tiny.stats()["finished"] >= 64 and idle(tiny)
+    assert tiny.stop() == 0
+    assert "Traceback" not in tiny.log
+
+
+async def visit(client: AsyncOpenAI, model: str, number: int, draw: random.Random) -> str:
+    """One client: waits for all, leaves its stream after some pieces, or is cancelled at a moment of its own."""
+    tokens, pieces, moment = draw.randint(20, 200), draw.randint(1, 60), draw.random() / 2
+    ask: Any = {
+        "model": model, "prompt": "abc" * draw.randint(1, 60), "max_tokens": tokens, "n": 1 + number % 2,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    if number % 4 == 0:
+        answer = await client.completions.create(**ask)
+        assert answer.usage is not None and answer.usage.completion_tokens == tokens * ask["n"]
+        return "whole"
+    if number % 4 == 1:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(client.completions.create(**{**ask, "max_tokens": 1500}), moment)
+        return "was cancelled"
+    async with await client.completions.create(stream=True, **{**ask, "max_tokens": 1500}) as stream:
+        async for _ in stream:
+            pieces -= 1
+            if pieces == 0:
+                break
+    return "left the stream"
+
+
+def idle(served: Served) -> bool:
+    stats = served.stats()
+    return stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
+
+
+def test_a_killed_worker_ends_its_requests_with_the_reason_and_the_server_is_alive_but_not_ready(tiny: Served) -> None:
+    (worker,) = (pid for pid, command in descendants(tiny.process.pid).items() if "engine.child worker" in command)
+    with connect(tiny) as client:
+        stream = complete(client, model=tiny.name, stream=True, max_tokens=1900, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match=r"worker process was killed by signal SIGKILL"):
+            for _ in stream:
+                continue
+        assert tiny.get("/health").status_code == 200
+        ready = tiny.get("/ready")
+        assert ready.status_code == 503 and "SIGKILL" in ready.json()["error"]["message"]
+        with pytest.raises(openai.InternalServerError, match="SIGKILL") as refused:
+            complete(client, model=tiny.name)
+        assert refused.value.status_code == 503
+    below = descendants(tiny.process.pid)
+    assert tiny.stop() == 0
+    eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below))
+
+
+def test_a_worker_that_dies_at_rest_is_noticed(tiny: Served) -> None:
+    (worker,) = (pid for pid, command in descendants(tiny.process.pid).items() if "engine.child worker" in command)
+    os.kill(worker, signal.SIGKILL)
+    eventually(lambda: tiny.get("/ready").status_code == 503)
+    assert tiny.get("/health").status_code == 200 and tiny.get("/stats").status_code == 503
+    assert tiny.stop() == 0
+
+
+def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(tiny: Served, folder: Path) -> None:
+    with connect(tiny) as client:
+        stream = complete(
+            client, model=tiny.name, stream=True, max_tokens=1000, extra_body={"ignore_eos": True},
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        next(iter(stream))
+        tiny.process.send_signal(signal.SIGTERM)
+        tiny.wait_for("SIGTERM: 1 requests may run")
+        *_, last = stream
+        assert last.usage is not None and last.usage.completion_tokens == 1000
+    assert tiny.process.wait(PATIENCE) == 0
+    with pytest.raises(httpx.TransportError):
+        tiny.get("/health")
+    port = tiny.url.rpartition(":")[2]
+    with Served.model(folder, *TINY, f"serve.port={port}") as again, connect(again) as client:
+        assert again.url == tiny.url
+        assert complete(client, model=again.name, max_tokens=2).usage.completion_tokens <= 2
+        assert again.stop(signal.SIGINT) == 0
