@@ -57,10 +57,11 @@ test: model  ## the tests, under ten minutes
 test-all: models  ## the slow tests too
 	@$(PY) -m pytest -m "not gpu" $(ARGS)
 
-check: install  ## ruff, mypy and the architecture tests
+check: install  ## ruff, mypy, the architecture tests, and whether generated pages are fresh
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
 	@$(PY) -m pytest tests/test_architecture.py
+	@$(PY) scripts/generate_docs.py --check
 
 wheels: install  ## a wheel of every distribution in dist/
 	@$(PY) scripts/build_wheels.py --out $(DIST) $(DISTRIBUTIONS)

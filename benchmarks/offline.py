@@ -75,7 +75,8 @@ def summary(label: str, rows: list[dict[str, Any]], args: argparse.Namespace) ->
     totals, firsts = [r["total_s"] for r in rows], [r["first_s"] for r in rows]
     more = rows[0]["useful"] - rows[0]["requests"]
     return {
-        "engine": label, "job": rows[0]["job"], "model": Path(args.model).name, "dtype": args.dtype, "threads": args.threads,
+        "engine": label, "job": rows[0]["job"], "model": Path(args.model).name, "dtype": args.dtype,
+        "threads": args.threads,
         "repeats": len(rows), "total_s": [median(totals), round(min(totals), 4), round(max(totals), 4)],
         "useful_tok_s": median([r["useful"] / r["total_s"] for r in rows]),
         "prefill_tok_s": median([r["prompt"] / r["first_s"] for r in rows]),
@@ -129,15 +130,13 @@ def report(found: list[dict[str, Any]], out: Path | None) -> None:
         with out.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)
     base = {r["job"]: r for r in found if r["engine"] == found[0]["engine"]}
-    print(
-        "\n| job | engine | useful tok/s | prefill tok/s | decode tok/s | first engine is … times as fast |\n|---|---|---|---|---|---|"
-    )
+    print("\n| job | engine | useful tok/s | prefill tok/s | decode tok/s | the first engine is … × as fast |")
+    print("|---|---|---|---|---|---|")
     for r in sorted(found, key=lambda r: r["job"]):
         ratio = base[r["job"]]["useful_tok_s"] / r["useful_tok_s"]
         decode = "" if r["decode_tok_s"] is None else f"{r['decode_tok_s']:.1f}"
-        print(
-            f"| {r['job']} | {r['engine']} | {r['useful_tok_s']:.1f} | {r['prefill_tok_s']:.0f} | {decode} | {ratio:.2f} |"
-        )
+        speeds = f"{r['useful_tok_s']:.1f} | {r['prefill_tok_s']:.0f} | {decode}"
+        print(f"| {r['job']} | {r['engine']} | {speeds} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from typing import IO, Any
 import httpx
 from model_sources import SOURCES, models_root
 
-#: Seconds: the first start compiles nothing, but a loaded machine may read the weights slowly.
-START_LIMIT = 180.0
+#: Seconds: the first start compiles the CPU's kernels, which a loaded machine does slowly.
+START_LIMIT = 300.0
+#: Seconds after which a start that is still under way says so, again and again.
+PATIENCE = 5.0
 STOP_LIMIT = 30.0
 
 
@@ -73,7 +75,7 @@ def main() -> int:
 def run(command: list[str], url: str, prompt: str) -> int:
     """Start ``command``, which serves ``url``; ask, report, stop it; its exit status."""
     with server(command) as (process, log), httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
-        print(f"starting the server: {' '.join(command[1:])}", flush=True)
+        print(f"$ {' '.join([Path(command[0]).name, *command[1:]])}", flush=True)
         started = time.monotonic()
         _wait(client, process, log)
         print(f"ready after {time.monotonic() - started:.1f} s\n\n> {prompt}", flush=True)
@@ -153,8 +155,12 @@ def _summary(version: dict[str, Any], answer: Answer) -> str:
 
 def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
     """Return as soon as the server is ready."""
-    end = time.monotonic() + START_LIMIT
-    while time.monotonic() < end:
+    started = time.monotonic()
+    end, told = started + START_LIMIT, started + PATIENCE
+    while (now := time.monotonic()) < end:
+        if now > told:
+            told = now + PATIENCE
+            print(f"  starting for {now - started:.0f} s (the first start compiles kernels)", flush=True)
         if process.poll() is not None:
             raise DemoError(f"the server stopped at once with exit status {process.returncode}:\n{_tail(log)}")
         with contextlib.suppress(httpx.TransportError):  # it does not listen yet

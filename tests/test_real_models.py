@@ -13,7 +13,7 @@ import torch
 from evener.config import from_overrides
 from evener.engine.clients import InlineClient
 from evener.engine.executor import InlineExecutor
-from evener.engine.messages import Ready
+from evener.engine.messages import Finished, NewRequest, Ready, Sampling, Tokens
 from evener.engine.start import start_engine
 from evener.testing.oracle import Comparison, compare_greedy, generate, teacher_forced
 
@@ -121,3 +121,36 @@ def test_bf16_log_probabilities_and_perplexity_stay_within_the_rounding_of_bf16(
     # transformers itself is about 0.04 (SmolLM2) away from its float32 in bf16; rounding in another order must not be
     # worse.
     assert (got - exact).abs().mean() < 1.1 * (rounded - exact).abs().mean()
+
+
+@pytest.mark.slow
+def test_gemma_with_a_long_context_holds_only_its_windows_blocks_and_still_gets_prefix_hits(gemma_dir: Path) -> None:
+    ids = text_ids(gemma_dir)
+    prompt = (ids * 3)[:4000]
+    for client in engine(gemma_dir, **{"dtype": "bfloat16", "infer.max_seq_len": 4200, "infer.max_reqs": 2}):
+        first = generate_and_count(client, prompt, "first")
+        state = client.controller.scheduler.state
+        for spec, held in zip(state.specs, first, strict=True):
+            if spec.kind == "window":
+                assert spec.window is not None
+                assert held <= -(-spec.window // state.block_size) + 2, f"{held} blocks for a window of {spec.window}"
+            else:
+                assert held >= 4000 // state.block_size
+        assert {spec.kind for spec in state.specs} == {"window", "full"}
+        hits = client.controller.scheduler.stats.cached_tokens
+        generate_and_count(client, prompt, "second")
+        assert client.controller.scheduler.stats.cached_tokens - hits >= 3900
+
+
+def generate_and_count(client: InlineClient, prompt: Sequence[int], tag: str) -> list[int]:
+    """The blocks of each group that a request holds when it has eight tokens. It is finished afterwards."""
+    client.send(NewRequest(id=tag, prompt=list(prompt), max_tokens=16, sampling=Sampling(temperature=0.0)))
+    seen = 0
+    while seen < 8:
+        seen += sum(isinstance(event, Tokens) for event in client.receive(None))
+    table = client.controller.scheduler.running[0].table
+    assert table is not None
+    held = [sum(block != 0 for block in blocks) for blocks in table.blocks]
+    while not any(isinstance(event, Finished) for event in client.receive(None)):
+        pass
+    return held

@@ -42,7 +42,8 @@ def through(experts: ExpertMap, slots: Sequence[int], x: torch.Tensor, logits: t
         sizes = {"experts": len(slots), "columns": matrices.shape[2], "rows": matrices.shape[1], "dtype": "float32"}
         run = load_reference(SCHEMAS["grouped_linear"])({**sizes, "weight": None}, no_other_op)
         h = run(h, stack(matrices, slots), where)
-    return (h.unflatten(0, (-1, TOP)) * weights[..., None]).sum(1)
+    mixed: torch.Tensor = (h.unflatten(0, (-1, TOP)) * weights[..., None]).sum(1)
+    return mixed
 
 
 def dense(x: torch.Tensor, logits: torch.Tensor, here: Sequence[int]) -> torch.Tensor:

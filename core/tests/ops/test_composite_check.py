@@ -13,7 +13,7 @@ from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN, COMPOSITES
 from evener.resolution.resolver import load_reference
-from evener.testing.composite_check import check_composite
+from evener.testing.composite_check import TinyModel, check_composite, families
 from evener.testing.reference_device import HostDevice
 
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
@@ -63,6 +63,25 @@ def test_a_composite_that_is_two_percent_off_is_found(op: str) -> None:
     assert all(r.status == "failed" and "of the largest value" in r.detail for r in results)
 
 
+class Careless(Expansion):
+    """Right, but it leaves its norm's weight changed."""
+
+    def build(self, call: OpCall) -> OpFunction:
+        run, calls = super().build(call), iter(range(1000))
+
+        def go(x: torch.Tensor, residual: torch.Tensor, weights: Any) -> Any:
+            result = run(x, residual, weights)
+            weights.norm.mul_(1 + 1e-6 * (next(calls) == 0))
+            return result
+
+        return go
+
+
+def test_a_composite_that_writes_to_a_weight_is_found() -> None:
+    results = check_composite(Careless("mlp_block"), BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    assert all("weight layers.0.post_attention_layernorm.weight was changed" in r.detail for r in results)
+
+
 def test_a_refusal_is_recorded_with_its_reason() -> None:
     results = check_composite(Expansion("mlp_block", refuse="odd"), BUILTIN, HostDevice(0), [], dtypes=["float32"])
     assert {(r.status, r.detail) for r in results} == {("refused", "odd")}
@@ -74,8 +93,6 @@ def test_a_composite_that_no_layer_calls_needs_a_check_of_its_own() -> None:
     assert "no layer calls op 'sample'" in results[0].detail
 
 
-def test_the_weights_of_the_checked_model_are_declared_like_a_real_ones() -> None:
-    from evener.testing.composite_check import TinyModel, families
-
+def test_the_weights_of_the_checked_model_are_declared_like_those_of_real_ones() -> None:
     model = TinyModel(HostDevice(0), "float32", families()[0], (), ReferenceState(), BUILTIN)
     assert {len(w.parts) for w in model.build.weights if isinstance(w, LinearWeight)} == {1, 2, 3}

@@ -15,7 +15,7 @@ from evener.contracts.quant import WeightPart
 from evener.errors import DescriptorError
 from evener.ops.reference.sampling import filtered, gumbel, hash32
 from evener.ops.schemas import PRIMITIVES
-from evener.testing.op_check import expected, load_cases, outputs_of
+from evener.testing.op_check import difference, expected, load_cases, outputs_of
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SCHEMAS = {schema.name: schema for schema in PRIMITIVES}
@@ -74,7 +74,7 @@ def rotary(s: Static, positions: torch.Tensor, query: torch.Tensor, key: torch.T
 
 
 def act_and_mul(s: Static, x: torch.Tensor) -> torch.Tensor:
-    a, b = x.split(s["inner"], dim=-1)
+    a, b = x[:, : s["inner"]], x[:, s["inner"] :]
     kinds: dict[str, Callable[[], torch.Tensor]] = {
         "silu": lambda: a / (1 + torch.exp(-a)),
         "gelu": lambda: a * 0.5 * (1 + torch.erf(a / math.sqrt(2))),
@@ -88,8 +88,9 @@ def take_rows(s: Static, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def softcap(s: Static, x: torch.Tensor) -> torch.Tensor:
-    e = torch.exp(-2 * x.double().abs() / s["cap"])
-    return (x.sign() * s["cap"] * (1 - e) / (1 + e)).float()
+    cap: float = s["cap"]
+    e = torch.exp(-2 * x.double().abs() / cap)
+    return (x.sign() * cap * (1 - e) / (1 + e)).float()
 
 
 def route(s: Static, logits: torch.Tensor, bias: torch.Tensor | None) -> Any:
@@ -126,7 +127,8 @@ def kept(logits: list[float], temperature: float, top_k: int, top_p: float, min_
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]
     top = logits[order[0]]
     mass = [math.exp((logits[i] - top) / temperature) for i in order]
-    total, before, left = sum(mass), 0.0, {}
+    total, before = sum(mass), 0.0
+    left: dict[int, float] = {}
     for i, m in zip(order, mass, strict=True):
         if (not left or before / total < top_p) and m >= min_p * mass[0]:
             left[i] = logits[i] / temperature
@@ -218,7 +220,8 @@ def test_a_reference_agrees_with_an_independent_formula(name: str, dtype: str) -
         assert len(got) == len(want) == len(schema.outputs)
         for declared, a, b in zip(schema.outputs, got, want, strict=True):
             assert a.dtype == getattr(torch, "float32" if declared.dtype == "*" else declared.dtype)
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, d=declared: f"{name}.{d.name}: {m}")
+            problem = difference(a, b, {"float32": (1e-5, 1e-5)}, "float32")
+            assert problem is None, f"{name}.{declared.name}: {problem}"
 
 
 def test_every_primitive_has_a_formula_here() -> None:

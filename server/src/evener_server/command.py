@@ -8,6 +8,7 @@ import math
 import sys
 
 from evener.cli.command import Command, read_config
+from evener.engine.process import LOG_FORMAT
 from evener.errors import ConfigError
 from evener_server.process import serve
 
@@ -33,6 +34,6 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(
         level=config.serve.log_level.upper(),
         stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=LOG_FORMAT,
     )
     return asyncio.run(serve(config, drain_timeout=drain))

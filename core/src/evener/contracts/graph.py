@@ -1,8 +1,8 @@
 """The graph contract: capture a step once, replay it.
 
 A step is two segments over fixed addresses: forward (token ids to logits) and sample (logits to ids). What varies from
-step to step lives in buffers made before capture; the runner writes into them and never reallocates. Eager is always correct: a
-bucket that cannot be captured runs eagerly and the manifest says why.
+step to step lives in buffers made before capture; the runner writes into them and never reallocates. Eager is
+always correct: a bucket that cannot be captured runs eagerly and the manifest says why.
 """
 
 from __future__ import annotations

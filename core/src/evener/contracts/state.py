@@ -110,8 +110,8 @@ class StateStep:
         kv_lens: int32 [R], tokens of state after this step's writes.
         positions: int32 or int64 [T].
         slot_mapping: int32 or int64 [T], ``block * block_size + offset`` where each token is written.
-        block_table: int32 [R, C], block ids. Entries before the first live block may be stale: they name blocks of others
-            and must not be read.
+        block_table: int32 [R, C], block ids. Entries before the first live block may be stale (they name blocks of
+            others) and must not be read.
         host_query_lens, host_kv_lens: the same numbers on the host, in row order.
     """
 

@@ -117,7 +117,9 @@ def open_torch_communicator(
         EngineError: this rank is not in ``ranks``, or they are not sorted (``torch.distributed`` would sort them).
     """
     if list(ranks) != sorted(set(ranks)):
-        raise EngineError(f"group {name!r} was asked for with the ranks {list(ranks)}; list each once, the lowest first")
+        raise EngineError(
+            f"group {name!r} was asked for with the ranks {list(ranks)}; list each once, the lowest first"
+        )
     if not dist.is_initialized():
         dist.init_process_group(library, init_method=init_method, rank=rank, world_size=world_size)
     group = dist.new_group(list(ranks), backend=library)

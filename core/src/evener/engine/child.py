@@ -1,7 +1,8 @@
-"""The child processes: ``python -m evener.engine.child worker|controller ADDRESS``. Started by ``process.Child``."""
+"""The child processes: ``python -m evener.engine.child worker|controller ADDRESS LOG_LEVEL``. Started by ``process.Child``."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from evener.config.schema import Config
 from evener.engine.loop import run_controller
 from evener.engine.messages import FromController, ToController
 from evener.engine.plan import Plan
-from evener.engine.process import Failed, Parent, read_config
+from evener.engine.process import LOG_FORMAT, Failed, Parent, read_config
 from evener.engine.search import Search
 from evener.errors import EvenerError
 
@@ -34,11 +35,15 @@ def run_worker(config: Config, parent: Parent) -> None:
     decoder = msgspec.msgpack.Decoder(Plan)
     pending: deque[PendingStep] = deque()
     while True:
+        # What is there goes out before the next plan is begun: on a device that computes within ``execute``, the controller
+        # works on it meanwhile.
+        while pending and pending[0].ready():
+            parent.send(_ENCODER.encode(pending.popleft().wait()))
         # While a result is under way, take a further plan only if it is here already, so that the device stays busy.
         data = parent.receive(0 if pending else None)
         if data is not None:
             pending.append(worker.execute(decoder.decode(data)))
-        if pending and (data is None or pending[0].ready()):
+        elif pending:
             parent.send(_ENCODER.encode(pending.popleft().wait()))
 
 
@@ -77,7 +82,8 @@ ROLES: dict[str, Callable[[Config, Parent], None]] = {"worker": run_worker, "con
 
 def main(argv: list[str]) -> int:
     """Run one role; an error at start goes to the parent with its class and message."""
-    role, address = argv
+    role, address, level = argv
+    logging.basicConfig(level=int(level), stream=sys.stderr, format=LOG_FORMAT)
     flat = read_config()
     parent = Parent(address)
     try:

@@ -7,6 +7,7 @@ that its parent is gone, whatever the reason, and it ends at once. So no process
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,6 +26,8 @@ from evener.errors import EngineDeadError, EngineError
 
 #: Milliseconds between looks at whether the other side still lives.
 _BEAT_MS = 200
+#: Of log lines of a server and its children.
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -43,7 +46,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Child:
-    """A child process running ``python -m evener.engine.child ROLE``, and this side's end of its channel."""
+    """A child process running ``python -m evener.engine.child ROLE ADDRESS LOG_LEVEL``, and this side's end of its channel."""
 
     def __init__(self, role: str, config: Config) -> None:
         self.role = role
@@ -56,8 +59,10 @@ class Child:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM if end == "up" else zmq.SNDHWM, 0)
             socket.bind(f"{address}.{end}")
+        # The child logs as much as this process does: a server's worker says what a library's keeps to itself.
+        level = str(logging.getLogger("evener").getEffectiveLevel())
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "evener.engine.child", role, address], stdin=subprocess.PIPE
+            [sys.executable, "-m", "evener.engine.child", role, address, level], stdin=subprocess.PIPE
         )
         assert self.process.stdin is not None
         try:

@@ -11,7 +11,7 @@ from evener.contracts.ops import OpSchema, Tensor
 
 _REF = "evener.ops.reference"
 _COMP = "evener.ops.composites"
-_CASES = "evener.ops.cases"
+_CASES = "evener.testing.op_cases"
 _HIDDEN = {"hidden": "H, width of the rows", "dtype": "compute type"}
 _NORM = {**_HIDDEN, "eps": "added to the mean square", "offset": "added to the weight (Gemma: 1.0)"}
 _ATTENTION_IN = {

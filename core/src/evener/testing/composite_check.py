@@ -175,6 +175,15 @@ class TinyModel:
         logits = self.head(hidden.index_select(0, (ends - 1).to(where)), rows)
         return [self.device.readback(t).wait() for t in (hidden, logits)]
 
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Copies of what the weights hold, where that is one tensor."""
+        found = {}
+        for weight in self.build.weights:
+            value = weight.value.data if isinstance(weight, LinearWeight) and weight.value else weight.value
+            if isinstance(value, torch.Tensor):
+                found[str(weight.key if isinstance(weight, Table) else weight.name)] = value.clone()
+        return found
+
     def written(self, lengths: Sequence[int]) -> list[torch.Tensor]:
         """Every state tensor of every layer, for the tokens of each request."""
         found = []
@@ -226,6 +235,7 @@ def _check(
 
 def _differences(model: TinyModel, reference: TinyModel, close: float) -> Iterator[str]:
     noise, lengths = torch.Generator().manual_seed(11), [0, 0]
+    before = model.contents()
     with torch.inference_mode():
         for number, counts in enumerate(_STEPS):
             x = torch.randn(sum(counts), _HIDDEN, generator=noise).to(getattr(torch, model.dtype))
@@ -235,6 +245,9 @@ def _differences(model: TinyModel, reference: TinyModel, close: float) -> Iterat
                 yield from _off(f"step {number}: {what}", a, b, close)
         for index, (a, b) in enumerate(zip(model.written(lengths), reference.written(lengths), strict=True)):
             yield from _off(f"written state {index}", a, b, close)
+    for name, value in model.contents().items():
+        if not torch.equal(value, before[name]):
+            yield f"weight {name} was changed"
 
 
 def _off(what: str, got: torch.Tensor, want: torch.Tensor, close: float) -> Iterator[str]:

@@ -50,7 +50,7 @@ def load_cases(schema: OpSchema) -> CaseGenerator:
     """
     if not schema.cases:
         raise DescriptorError(
-            f"op {schema.name!r} has no test cases; add cases='module:function' to its schema (see evener.ops.cases)"
+            f"op {schema.name!r} has no test cases; add cases='module:function' to it (see evener.testing.op_cases)"
         )
     module, _, name = schema.cases.partition(":")
     generator: CaseGenerator = getattr(importlib.import_module(module), name)

@@ -1,0 +1,204 @@
+"""``LLM`` and ``AsyncLLM`` on real engines: what a program of a user relies on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import evener
+import pytest
+from evener import LLM, SamplingParams
+from evener.async_llm import AsyncLLM
+from evener.config import from_overrides
+from evener.errors import ConfigError, ContextLengthError, EngineDeadError, EvenerError, RequestError
+from served import PATIENCE, tiny_model
+
+SMALL = {"infer.kv_memory": 2**26, "infer.max_seq_len": 256, "infer.max_reqs": 8}
+TINY = {"load": "dummy", "infer.kv_memory": 2**22, "infer.max_seq_len": 1024, "infer.max_reqs": 4}
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_dir: Path) -> Iterator[LLM]:
+    with LLM(smollm2_dir, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with only ``config.json``."""
+    folder = tiny_model(tmp_path_factory.mktemp("bare") / "bare", tokenizer=False)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    return folder
+
+
+def test_strings_and_ids_are_prompts_and_outputs_keep_their_order(llm: LLM) -> None:
+    texts = ["The capital of France is", "One, two, three,"]
+    outputs = llm.generate(texts, GREEDY)
+    assert [output.prompt for output in outputs] == texts
+    assert "Paris" in outputs[0].outputs[0].text and " four" in outputs[1].outputs[0].text
+    for output in outputs:
+        (sample,) = output.outputs
+        assert output.finished and sample.finish_reason == "length" and len(sample.token_ids) == 8
+        assert sample.logprobs is None
+    ids = [output.prompt_token_ids for output in outputs]
+    again = llm.generate(ids, GREEDY)
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs]
+    (flat,) = llm.generate(ids[1], GREEDY)
+    assert flat.prompt_token_ids == ids[1] and flat.outputs[0].text == outputs[1].outputs[0].text
+    (single,) = llm.generate(texts[0], GREEDY)
+    assert single.outputs[0].text == outputs[0].outputs[0].text
+
+
+def test_every_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 5)]
+    assert [len(o.outputs[0].token_ids) for o in llm.generate(["a b c", "d e f"], params)] == [1, 5]
+    with pytest.raises(RequestError, match="2 prompts and 1 SamplingParams"):
+        llm.generate(["a", "b"], params[:1])
+
+
+def test_temperature_0_is_deterministic_alone_and_in_company(llm: LLM) -> None:
+    prompts = ["The sky is", "My name is", "Water boils at", "Dogs and cats"]
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    assert together == [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+
+
+def test_a_seed_fixes_the_samples_and_n_of_them_differ(llm: LLM) -> None:
+    def sample(seed: int) -> list[list[int]]:
+        (output,) = llm.generate("Once upon a time", SamplingParams(temperature=1.5, seed=seed, n=3, max_tokens=6))
+        return [each.token_ids for each in output.outputs]
+
+    first = sample(1)
+    assert first == sample(1) and first != sample(2) and len(set(map(tuple, first))) == 3
+
+
+def test_logprobs_are_dicts_of_the_raw_distribution_whatever_is_sampled(llm: LLM) -> None:
+    hot = SamplingParams(temperature=2.0, top_k=5, seed=3, max_tokens=4, logprobs=4, ignore_eos=True)
+    (output,) = llm.generate("The capital of France is", hot)
+    sample = output.outputs[0]
+    assert sample.logprobs is not None and len(sample.logprobs) == 4
+    (cold,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=1, logprobs=4))
+    assert cold.outputs[0].logprobs is not None
+    for token, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert next(iter(entry)) == token, "the sampled token comes first"
+        assert 4 <= len(entry) <= 5 and all(value <= 0 for value in entry.values())
+        assert sum(math.exp(value) for value in entry.values()) <= 1.0001
+    # Neither temperature nor top_k changes what the model said of the first token.
+    likeliest = cold.outputs[0].logprobs[0]
+    assert {id: sample.logprobs[0][id] for id in likeliest} == pytest.approx(likeliest, abs=1e-3)
+
+
+def test_chat_goes_through_the_template_and_takes_one_conversation_or_several(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    (answer,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=20))
+    assert "Paris" in answer.outputs[0].text and answer.outputs[0].finish_reason == "stop"
+    assert answer.prompt is not None and answer.prompt.endswith("<|im_start|>assistant\n")
+    both = llm.chat([conversation, conversation], GREEDY)
+    assert [output.outputs[0].text for output in both] == [answer.outputs[0].text[: len(both[0].outputs[0].text)]] * 2
+
+
+def test_ids_without_text_and_without_a_stop_at_eos(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    (stopped,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=20))
+    on = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    (output,) = llm.chat(conversation, on)
+    sample, ids = output.outputs[0], stopped.outputs[0].token_ids
+    assert sample.text == "" and sample.finish_reason == "length" and len(sample.token_ids) == 20
+    assert len(ids) < 20 and sample.token_ids[: len(ids)] == ids
+
+
+def test_a_stop_string_ends_a_sample_and_is_told(llm: LLM) -> None:
+    (output,) = llm.generate("One, two, three,", SamplingParams(temperature=0, max_tokens=20, stop=["ve, s"]))
+    sample = output.outputs[0]
+    assert sample.text == " four, fi" and (sample.finish_reason, sample.stop_reason) == ("stop", "ve, s")
+
+
+def test_wrong_requests_are_told_before_any_of_them_runs(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="256 tokens"):
+        llm.generate(["fine", "word " * 400], GREEDY)
+    with pytest.raises(RequestError, match="integers from 0"):
+        llm.generate([[1, 10**6]], GREEDY)
+    with pytest.raises(RequestError, match="temperature"):
+        SamplingParams(temperature=-1)
+    assert len(llm.generate("still fine", GREEDY)) == 1
+
+
+def test_a_folder_with_only_its_config_runs_on_made_up_weights(bare: Path) -> None:
+    with LLM(bare, **TINY) as llm:
+        assert llm.tokenizer is None
+        (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False))
+        assert len(output.outputs[0].token_ids) == 5
+        assert len(llm.generate([[1], [2, 3]])) == 2, "without parameters, text is not asked for where there is none"
+        with pytest.raises(RequestError, match="no tokenizer"):
+            llm.generate("text")
+    with pytest.raises(EvenerError, match="safetensors"):
+        LLM(bare, **{**TINY, "load": "auto"})
+
+
+def test_two_live_in_one_process_and_one_outlives_the_other(tiny: Path, bare: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+    with LLM(tiny, **TINY) as one:
+        other = LLM(bare, **{**TINY, "seed": 7})
+        before = one.generate([1, 2, 3], params)[0].outputs[0].token_ids
+        assert other.generate([1, 2, 3], params)[0].outputs[0].token_ids != before, "another seed, other weights"
+        other.close()
+        other.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            other.generate([1], params)
+        assert one.generate([1, 2, 3], params)[0].outputs[0].token_ids == before
+
+
+def test_a_wrong_key_or_value_names_the_right_one(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'infer\.max_reqs'"):
+        LLM(tiny, **{"infer.max_req": 2})
+    with pytest.raises(ConfigError, match="did you mean 'float32'"):
+        LLM(tiny, dtype="flaot32")
+
+
+async def test_the_async_engine_streams_and_a_closed_or_aborted_stream_holds_no_block(tiny: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
+    llm = await AsyncLLM.start(from_overrides(str(tiny), TINY), "thread")
+    try:
+        short = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        pieces = [delta async for delta in llm.stream("hello", short)]
+        assert sum(len(delta.token_ids) for delta in pieces) == 5 and pieces[-1].finish_reason == "length"
+        states = [output async for output in llm.generate("hello", short)]
+        assert states[-1].finished and states[-1].outputs[0].text == "".join(delta.text for delta in pieces)
+
+        stream = await llm.submit([1, 2, 3], params, request_id="mine")
+        first = await anext(stream)
+        assert first.token_ids and first.request_id == "mine"
+        assert (await llm.stats()).blocks_used > 0
+        llm.abort("mine")
+        ends = [delta.finish_reason async for delta in stream]
+        assert ends[-1] == "abort"
+        await idle(llm)
+
+        async with await llm.submit([1, 2, 3], params) as left:
+            await anext(left)
+        await idle(llm)
+    finally:
+        await llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        await llm.stats()
+
+
+async def idle(llm: AsyncLLM) -> None:
+    """Wait until nothing is open and no block is held."""
+
+    async def look() -> None:
+        while (stats := await llm.stats()).running or stats.waiting or stats.blocks_used:
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(look(), PATIENCE)
+
+
+def test_the_package_has_types_and_a_version() -> None:
+    assert (Path(evener.__file__).parent / "py.typed").exists()
