@@ -68,8 +68,7 @@ def transformers_generate(model: str, dtype: str, threads: int, overrides: dict[
 
 
 def transformers_batch(model: str, dtype: str, threads: int, overrides: dict[str, Any]) -> tuple[Run, str]:
-    """``generate_batch``: transformers' own continuous batching. It takes one limit for all, so each length is a call's
-    maximum."""
+    """Transformers' own continuous batching: the manager behind ``generate_batch``, each request with its own limit."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
@@ -77,27 +76,33 @@ def transformers_batch(model: str, dtype: str, threads: int, overrides: dict[str
     torch.set_num_threads(threads)
     net = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
 
-    def generate(prompts: list[list[int]], count: int) -> float:
-        config = GenerationConfig(do_sample=False, max_new_tokens=count, eos_token_id=-1, pad_token_id=0)
+    def generate(prompts: list[list[int]], counts: list[int]) -> float:
+        config = GenerationConfig(do_sample=False, max_new_tokens=max(counts), eos_token_id=-1, pad_token_id=0)
         pool = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048, max_requests_per_batch=16)
-        began = time.perf_counter()
-        with torch.no_grad():
-            out = net.generate_batch(
-                prompts,
-                generation_config=config,
-                continuous_batching_config=pool,
-                progress_bar=False,
-                persistent_manager=True,
-            )
-        seconds = time.perf_counter() - began
-        assert len(out) == len(prompts)
+        with (
+            torch.no_grad(),
+            net.continuous_batching_context_manager(
+                generation_config=config, continuous_batching_config=pool, block=True, timeout=5, persistent_manager=True
+            ) as manager,
+        ):
+            began = time.perf_counter()
+            for prompt, count in zip(prompts, counts, strict=True):
+                manager.add_request(prompt, max_new_tokens=count)
+            done: dict[str, int] = {}
+            while len(done) < len(prompts):
+                result = manager.get_result(timeout=60)
+                assert result is not None, "the manager's thread has stopped"
+                if result.is_finished():
+                    done[result.request_id] = len(result.generated_tokens)
+            seconds = time.perf_counter() - began
+        assert sorted(done.values()) == sorted(counts), f"asked for {counts} tokens, got {list(done.values())}"
         return seconds
 
     def run(job: Job) -> tuple[float, float]:
-        first = generate(job.prompts, 1)
-        return first, generate(job.prompts, max(job.counts)) if max(job.counts) > 1 else first
+        first = generate(job.prompts, [1] * len(job.prompts))
+        return first, generate(job.prompts, job.counts) if max(job.counts) > 1 else first
 
-    return run, f"transformers {transformers.__version__} generate_batch"
+    return run, f"transformers {transformers.__version__} continuous batching"
 
 
 ENGINES = {"evener": evener, "transformers": transformers_generate, "transformers-batch": transformers_batch}

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+
 from evener.testing.naive import find_architecture
 from evener.testing.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import evener
 import pytest
+from served import PATIENCE, tiny_model
+
+import evener
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
 from evener.errors import ConfigError, ContextLengthError, EngineDeadError, EvenerError, RequestError
-from served import PATIENCE, tiny_model
 
 SMALL = {"infer.kv_memory": 2**26, "infer.max_seq_len": 256, "infer.max_reqs": 8}
 TINY = {"load": "dummy", "infer.kv_memory": 2**22, "infer.max_seq_len": 1024, "infer.max_reqs": 4}

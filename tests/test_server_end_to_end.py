@@ -76,7 +76,8 @@ def test_a_streamed_chat_has_the_same_text_a_role_first_and_usage_last(client: O
     whole = chat(client)
     first, *chunks, usage = chat(client, stream=True, stream_options={"include_usage": True})
     assert first.choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in (first, *chunks)) == whole.choices[0].message.content
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in (first, *chunks))
+    assert text == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in (first, *chunks) if c.choices[0].finish_reason] == ["stop"]
     assert usage.choices == [] and usage.usage.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in (first, *chunks))

@@ -120,8 +120,10 @@ def test_an_engine_of_processes_gives_the_same_tokens_and_tells_when_its_worker_
         for message in requests("later", 90):
             client.send(message)
         (worker,) = children(client._child.process.pid)
-        os.kill(worker, signal.SIGKILL)
         after = type(played)()
+        while len(after.tokens) < 3:  # all have arrived: what comes after Dead is answered after it
+            after.see(client.receive(PATIENCE))
+        os.kill(worker, signal.SIGKILL)
         while not after.dead:
             events = client.receive(PATIENCE)
             assert events and not after.dead

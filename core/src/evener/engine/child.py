@@ -1,4 +1,4 @@
-"""The child processes: ``python -m evener.engine.child worker|controller ADDRESS LOG_LEVEL``. Started by ``process.Child``."""
+"""The child processes: ``python -m evener.engine.child worker|controller ADDRESS LOG_LEVEL``, by ``process.Child``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run_worker(config: Config, parent: Parent) -> None:
     decoder = msgspec.msgpack.Decoder(Plan)
     pending: deque[PendingStep] = deque()
     while True:
-        # What is there goes out before the next plan is begun: on a device that computes within ``execute``, the controller
-        # works on it meanwhile.
+        # What is there goes out before the next plan is begun: on a device that computes within ``execute``, the
+        # controller works on it meanwhile.
         while pending and pending[0].ready():
             parent.send(_ENCODER.encode(pending.popleft().wait()))
         # While a result is under way, take a further plan only if it is here already, so that the device stays busy.

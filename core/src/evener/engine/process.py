@@ -46,7 +46,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Child:
-    """A child process running ``python -m evener.engine.child ROLE ADDRESS LOG_LEVEL``, and this side's end of its channel."""
+    """A child process, ``python -m evener.engine.child ROLE ADDRESS LOG_LEVEL``, and this side's end of its channel."""
 
     def __init__(self, role: str, config: Config) -> None:
         self.role = role

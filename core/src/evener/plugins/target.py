@@ -65,8 +65,8 @@ def prepare_torch_import() -> None:
     not chosen must not open a device.
 
     OpenMP's default is to spin for milliseconds, which keeps a core from the very thread that is waited for as soon as
-    the machine has other work (measured with two busy neighbours on 2 cores: 930 ms a sampled step instead of 100; alone
-    22 instead of 16).
+    the machine has other work (measured with two busy neighbours on 2 cores: 930 ms a sampled step instead of 100;
+    alone 22 instead of 16).
     """
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
