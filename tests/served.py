@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -124,10 +125,12 @@ class Served:
 def descendants(pid: int) -> dict[int, str]:
     """Command lines of all processes below ``pid``. Of any of its threads: the kernel lists children by thread."""
     found: dict[int, str] = {}
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (thread / "children").read_text().split()):
-            found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-            found.update(descendants(child))
+    # Any of them may end while it is looked at.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+                found.update(descendants(child))
     return found
 
 

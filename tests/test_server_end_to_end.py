@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from served import PATIENCE, Served, descendants, eventually, tiny_model
+from served import EVENER, PATIENCE, Served, descendants, eventually, tiny_model
 
 CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
 SMALL = ("infer.kv_memory=268435456", "infer.max_seq_len=1024")
@@ -283,3 +284,24 @@ def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(tiny: Serv
         assert again.url == tiny.url
         assert complete(client, model=again.name, max_tokens=2).usage.completion_tokens <= 2
         assert again.stop(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_engine_starts_ends_every_process_with_one_line(
+    folder: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [str(word) for word in (EVENER, "serve", folder, "serve.port=0", *TINY)]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+    ) as process:
+        # As soon as the controller is there: it takes no messages before the model is loaded.
+        eventually(lambda: any("engine.child controller" in each for each in descendants(process.pid).values()))
+        below = descendants(process.pid)
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == 128 + number
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert said.count("\n") == 1 and f"{number.name}: stopped before the engine had started" in said
+    eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below))
+    eventually(lambda: not list(tmp_path.glob("evener-*")))

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -30,7 +31,7 @@ _KEEP_ALIVE_SECONDS = 65
 _BACKLOG = 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-Start = Callable[[Config], Awaitable[AsyncLLM]]
+Start = Callable[[Config], Coroutine[Any, Any, AsyncLLM]]
 
 
 async def serve(config: Config, *, drain_timeout: float, start: Start | None = None) -> int:
@@ -40,6 +41,8 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
         drain_timeout: seconds that running requests may go on after the first signal.
         start: makes the engine; default ``AsyncLLM.start``.
 
+    A signal that comes while the engine starts ends the start, with exit code 128 + its number.
+
     Raises:
         ConfigError: the address cannot be used.
         EvenerError: whatever starting the engine raises.
@@ -47,12 +50,36 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
     # Before the weights are read: a wrong port is not worth that wait.
     listener = bind(config.serve.host, config.serve.port)
     with contextlib.closing(listener):
-        llm = await (start or start_engine)(config)
+        llm = await _until_signal((start or start_engine)(config))
+        if not isinstance(llm, AsyncLLM):
+            logger.info("%s: stopped before the engine had started", llm.name)
+            return 128 + llm
         try:
             await llm.warm_up_chat()
             return await _Serving(llm, config, listener, drain_timeout).run()
         finally:
             await llm.close()
+
+
+async def _until_signal(starting: Coroutine[Any, Any, AsyncLLM]) -> AsyncLLM | signal.Signals:
+    """The engine, or the signal that came first and ended the start."""
+    loop, task, came = asyncio.get_running_loop(), asyncio.ensure_future(starting), list[int]()
+
+    def stop(number: int) -> None:
+        came.append(number)
+        task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not came:
+            raise
+        return signal.Signals(came[0])
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 async def start_engine(config: Config) -> AsyncLLM:

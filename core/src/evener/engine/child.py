@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     """Run one role; an error at start goes to the parent with its class and message."""
     role, address, level = argv
     logging.basicConfig(level=int(level), stream=sys.stderr, format=LOG_FORMAT)
-    flat = read_config()
+    flat = read_config(address)
     parent = Parent(address)
     try:
         ROLES[role](from_overrides(flat.pop("model"), flat), parent)

@@ -61,8 +61,11 @@ class Child:
             socket.bind(f"{address}.{end}")
         # The child logs as much as this process does: a server's worker says what a library's keeps to itself.
         level = str(logging.getLogger("evener").getEffectiveLevel())
+        # A session of its own: a terminal's Ctrl-C is for the supervisor, which decides what it means.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "evener.engine.child", role, address, level], stdin=subprocess.PIPE
+            [sys.executable, "-m", "evener.engine.child", role, address, level],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
         assert self.process.stdin is not None
         try:
@@ -111,9 +114,8 @@ class Child:
         """Wait until the child has ended by itself."""
         self.process.wait()
 
-    def close(self, patience: float = 10.0) -> None:
-        """End the child: its pipe is closed, and after ``patience`` seconds it is killed. Calling it again does
-        nothing."""
+    def end(self, patience: float = 10.0) -> None:
+        """End the child: its pipe is closed, and after ``patience`` seconds it is killed."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             try:
                 self.process.stdin.close()
@@ -124,6 +126,10 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    def close(self, patience: float = 10.0) -> None:
+        """``end`` it and let go of the channel. Calling it again does nothing."""
+        self.end(patience)
         if not self._in.closed:
             self._in.close()
             self._out.close()
@@ -157,12 +163,10 @@ class Parent:
         self._context.term()
 
 
-def read_config() -> dict[str, Any]:
+def read_config(address: str) -> dict[str, Any]:
     """In a child: the configuration from the first line of standard input; then end with the parent."""
-    # A terminal's Ctrl-C reaches every process of the group; the supervisor decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     flat: dict[str, Any] = json.loads(_read_line())
-    threading.Thread(target=_end_with_parent, name="evener-watch", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(address,), name="evener-watch", daemon=True).start()
     return flat
 
 
@@ -177,7 +181,9 @@ def _read_line() -> bytes:
     return line
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(address: str) -> None:
     while os.read(0, 1 << 16):
         pass
+    # A parent that was killed could not do it.
+    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
     os._exit(3)

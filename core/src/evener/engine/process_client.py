@@ -79,7 +79,7 @@ class ProcessClient(EngineClient):
     def __init__(self, config: Config) -> None:
         self._child = Child("controller", config)
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._closing = self._dead = False
+        self._closing = self._dead = self._started = False
 
     def send(self, message: ToController) -> None:
         with self._sending:
@@ -110,16 +110,21 @@ class ProcessClient(EngineClient):
         if failed is not None:
             self._dead = True
             raise failed.error()
+        self._started = True
         return _EVENTS.decode(data)
 
     def close(self, drain: bool = False) -> None:
         with self._sending:
             if self._closing:
                 return
-            if not self._dead:
+            if self._started and not self._dead:
                 self._send(Shutdown(drain=drain))
             self._closing = True
-        self._child.wait()
+        if self._started:
+            self._child.wait()
+        else:
+            # It reads no message before it has loaded the model, which may take minutes.
+            self._child.end()
         with self._receiving:  # a blocked ``receive`` has seen by now that the child is gone
             self._dead = True
             self._child.close()
