@@ -82,7 +82,7 @@ def transformers_batch(model: str, dtype: str, threads: int, overrides: dict[str
         with (
             torch.no_grad(),
             net.continuous_batching_context_manager(
-                generation_config=config, continuous_batching_config=pool, block=True, timeout=5, persistent_manager=True
+                generation_config=config, continuous_batching_config=pool, timeout=5, persistent_manager=True
             ) as manager,
         ):
             began = time.perf_counter()

@@ -91,7 +91,9 @@ def test_a_step_that_reads_early_ends_its_requests_with_the_reason(make_config: 
     controller, executor = strict_controller(make_config(**{"reference.delay": True}))
     runner = executor.worker.runner
     inner = runner.sampler.ids
-    runner.sampler.ids = lambda logits, *rest: inner(logits + logits.max().item() * 0, *rest)  # type: ignore[method-assign]
+    runner.sampler.ids = lambda logits, *rest, **more: inner(  # type: ignore[method-assign]
+        logits + logits.max().item() * 0, *rest, **more
+    )
     controller.handle(MESSAGES)
     events = controller.step()
     assert ends(events) == [("a", "error"), ("b", "error")] and isinstance(events[-1], Dead)

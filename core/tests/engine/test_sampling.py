@@ -18,7 +18,7 @@ LOGITS = torch.randn(VOCABULARY, generator=GENERATOR) * 1.5
 
 def op(name: str, vocabulary: int = VOCABULARY) -> OpFunction:
     function: OpFunction = getattr(sampling, name)(
-        {"vocab": vocabulary}, lambda *_, **__: pytest.fail("it is a primitive")
+        {"vocab": vocabulary, "filters": True}, lambda *_, **__: pytest.fail("it is a primitive")
     )
     return function
 
@@ -170,3 +170,13 @@ def test_a_packed_mask_removes_exactly_the_ids_whose_bit_is_zero() -> None:
     rows = torch.randn(3, 70, generator=GENERATOR)
     masked = op("apply_mask", 70)(rows.clone(), packed)
     assert torch.equal(masked.isfinite(), allowed) and torch.equal(masked[allowed], rows[allowed])
+
+
+def test_without_filters_the_short_way_draws_the_same_tokens_as_the_sorted_one() -> None:
+    rows, vocabulary = 64, 300
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3))
+    counter = torch.arange(rows, dtype=torch.int32)
+    none, ones = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
+    inputs = (logits, ones * 0.8, none, ones, ones * 0, counter * 7, counter)
+    short = sampling.sample({"vocab": vocabulary, "filters": False}, lambda *_, **__: pytest.fail("it is a primitive"))
+    assert torch.equal(short(*inputs), op("sample", vocabulary)(*inputs))

@@ -256,7 +256,7 @@ def test_samples_follow_the_filtered_distribution() -> None:
         torch.full((draws,), 0.97), torch.full((draws,), 0.02), torch.full((draws,), 11, dtype=torch.int32),
         torch.arange(draws, dtype=torch.int32),
     )  # fmt: skip
-    ids = expected(schema, OpCase({"vocab": 6}, inputs))[0]
+    ids = expected(schema, OpCase({"vocab": 6, "filters": True}, inputs))[0]
     left = kept(logits.tolist(), 0.9, 5, 0.97, 0.02)
     total = sum(math.exp(v) for v in left.values())
     for i in range(6):

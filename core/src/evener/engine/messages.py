@@ -27,6 +27,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     #: log-probabilities.
     logprobs: int | None = None
 
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p removes anything."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     """One sequence to generate. ``n`` samples of a prompt are ``n`` of these, which share the prompt's blocks.

@@ -36,7 +36,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         copies: ``[group, source block, target block]``, applied after them.
         slots, starts, counts: for each row its slot, the position of its first token and how many tokens it computes.
         samples: indices of rows whose last token's logits give a new token, which goes to position start + count.
-        random: positions in ``samples`` whose request is not greedy.
+        random: positions in ``samples`` whose request is not greedy; filtered: whether any of them has a filter on.
         logprobs: positions in ``samples`` that want log-probabilities; ``top_logprobs``: the largest number wanted.
     """
 
@@ -49,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     counts: list[int] = []
     samples: list[int] = []
     random: list[int] = []
+    filtered: bool = False
     logprobs: list[int] = []
     top_logprobs: int = 0
 

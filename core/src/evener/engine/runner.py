@@ -144,7 +144,7 @@ class Runner:
         slots, positions = parts["sample_slots"], parts["sample_positions"]
         floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
         random = parts["random"] if plan.random else None
-        ids = self.sampler.ids(logits, floats, ints, positions, random)
+        ids = self.sampler.ids(logits, floats, ints, positions, random, filtered=plan.filtered)
         self.tables.tokens[slots, positions] = ids
         if not plan.logprobs:
             return PendingStep(plan, self.device.readback(ids))

@@ -28,13 +28,13 @@ class Sampler:
 
     def __init__(self, build: Builder, vocab: int) -> None:
         self._greedy = build.op("greedy", "sampler", vocab=vocab)
-        self._sample = build.op("sample", "sampler", vocab=vocab)
+        self._sample = {on: build.op("sample", "sampler", vocab=vocab, filters=on) for on in (False, True)}
         self._mask = build.op("apply_mask", "sampler", vocab=vocab)
         self._logprobs = build.op("logprobs", "sampler", vocab=vocab)
 
     def ids(
         self, logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, positions: torch.Tensor,
-        random: torch.Tensor | None, mask: torch.Tensor | None = None,
+        random: torch.Tensor | None, mask: torch.Tensor | None = None, filtered: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """int32 [R] from logits [R, V].
 
@@ -42,6 +42,7 @@ class Sampler:
             floats, ints: the rows' sampling parameters as in ``DeviceTables``.
             positions: int32 [R], where each new token will stand: the noise's counter.
             random: indices of the rows that are not greedy; None if there are none.
+            filtered: False if none of the random rows has a filter on, which spares sorting the vocabulary.
             mask: packed vocabulary mask int32 [R, ceil(V / 32)]; None allows every id.
         """
         bucket = bucket_index(logits.shape[0])
@@ -52,7 +53,7 @@ class Sampler:
         whole = random.shape[0] == logits.shape[0]
         ids = None if whole else self._greedy.table[bucket](logits)
         f, i = floats.index_select(0, random), ints.index_select(0, random)
-        drawn: torch.Tensor = self._sample.table[bucket_index(random.shape[0])](
+        drawn: torch.Tensor = self._sample[filtered].table[bucket_index(random.shape[0])](
             logits.index_select(0, random),
             f[:, 0],
             i[:, 0],

@@ -201,6 +201,7 @@ class Scheduler:
         random: list[int] = []
         logprobs: list[int] = []
         top = 0
+        filtered = False
         for index, (request, start, count, sampled) in enumerate(draft.rows):
             request.planned = start + count
             request.last_plan = draft.plan_id
@@ -208,6 +209,7 @@ class Scheduler:
                 sampling = request.message.sampling
                 if sampling.temperature > 0:
                     random.append(len(samples))
+                    filtered = filtered or sampling.filtered
                 if sampling.logprobs is not None:
                     logprobs.append(len(samples))
                     top = max(top, sampling.logprobs)
@@ -217,7 +219,7 @@ class Scheduler:
             id=draft.plan_id, admissions=draft.admissions, updates=draft.updates,
             slots=[r.slot for r, *_ in draft.rows], starts=[s for _, s, *_ in draft.rows],
             counts=[c for _, _, c, _ in draft.rows], samples=samples, random=random,
-            logprobs=logprobs, top_logprobs=top,
+            filtered=filtered, logprobs=logprobs, top_logprobs=top,
         )  # fmt: skip
         self._next_plan += 1
         self._in_flight.append((plan, draft.rows))

@@ -187,7 +187,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
         name="sample",
         doc="One id a row by temperature, top-k, top-p and min-p, with Gumbel noise from (seed, position, id).",
-        static={"vocab": "V"},
+        static={"vocab": "V", "filters": "False if every row has top_k 0, top_p 1 and min_p 0"},
         inputs=(
             Tensor("logits", ("R", "vocab")),
             Tensor("temperature", ("R",), "float32"),

@@ -225,14 +225,12 @@ def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
         seed[0], seed[1], seed[2] = 0, -1, -(2**31)
         position = make.ids(5000, rows)
         position[0] = 0
-        yield OpCase(
-            {"vocab": vocab},
-            (
-                make.permutations(rows, vocab, 0.125), torch.tensor(temperature),
-                torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p),
-                seed, position,
-            ),
-        )  # fmt: skip
+        logits, heat = make.permutations(rows, vocab, 0.125), torch.tensor(temperature)
+        filters = torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p)
+        off = torch.zeros(rows, dtype=torch.int32), torch.ones(rows), torch.zeros(rows)
+        yield OpCase({"vocab": vocab, "filters": True}, (logits, heat, *filters, seed, position))
+        yield OpCase({"vocab": vocab, "filters": True}, (logits, heat, *off, seed, position))
+        yield OpCase({"vocab": vocab, "filters": False}, (logits, heat, *off, seed, position))
 
 
 def apply_mask(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:

@@ -90,6 +90,8 @@ def filtered(
 
 
 def sample(static: Mapping[str, Any], use: Use) -> OpFunction:
+    filters = static["filters"]
+
     def run(
         logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
         seed: torch.Tensor, position: torch.Tensor,
@@ -98,9 +100,12 @@ def sample(static: Mapping[str, Any], use: Use) -> OpFunction:
         cold = temperature <= 0
         scores = scores / torch.where(cold, torch.ones_like(temperature), temperature)[:, None]
         best = scores.argmax(dim=-1)
-        ids, values = filtered(scores, top_k, top_p, min_p)
+        if filters:
+            ids, values = filtered(scores, top_k, top_p, min_p)
+        else:  # every token is a candidate
+            ids, values = torch.arange(scores.shape[1], device=scores.device)[None], scores
         noise = gumbel(seed[:, None], position[:, None], ids.to(torch.int32))
-        drawn = ids.gather(1, (values + noise).argmax(dim=-1, keepdim=True)).squeeze(1)
+        drawn = ids.expand_as(values).gather(1, (values + noise).argmax(dim=-1, keepdim=True)).squeeze(1)
         return torch.where(cold, best, drawn).to(torch.int32)
 
     return run
