@@ -154,16 +154,21 @@ class AsyncLLM:
             EngineDeadError: the engine is gone, not ready or draining.
         """
         frontend = self._ready_frontend()
-        params = params or SamplingParams(detokenize=frontend.tokenizer is not None)
-        self._check_room(params.n)
+        wanted = params or SamplingParams(detokenize=frontend.tokenizer is not None)
+        self._check_room(wanted.n)
+        if frontend.plugins:
+            # In a thread: what a plugin does may take a while, and others are served meanwhile.
+            prompt, wanted = await asyncio.to_thread(frontend.plugins.before, prompt, wanted, kind)
+            self._ready_frontend()
+            self._check_room(wanted.n)
         text = prompt if isinstance(prompt, str) else None
         if text is not None and len(text) > _INLINE_CHARS:
-            prompt = await asyncio.to_thread(frontend.encode, text, params, kind)
+            prompt = await asyncio.to_thread(frontend.encode, text, wanted, kind)
             self._ready_frontend()
-            self._check_room(params.n)
+            self._check_room(wanted.n)
         request_id = request_id or uuid.uuid4().hex
-        messages = frontend.submit(prompt, params, request_id, kind)
-        stream = RequestStream(request_id, text, messages[0].prompt, params.n, self.abort)
+        messages = frontend.submit(prompt, wanted, request_id, kind)
+        stream = RequestStream(request_id, text, messages[0].prompt, wanted.n, self.abort)
         self._streams[request_id] = stream
         self._idle.clear()
         for message in messages:
@@ -229,13 +234,15 @@ class AsyncLLM:
             RequestError, OverloadedError, EngineDeadError: as ``submit``.
         """
         async with await self.submit(prompt, params, request_id=request_id, kind=kind) as stream:
+            plugins = self._ready_frontend().plugins
             builder = OutputBuilder(stream.request_id, stream.prompt, stream.prompt_token_ids, stream.n)
             async for delta in stream:
                 if delta.error is not None:
                     kinds = EngineDeadError if delta.status == EngineDeadError.status else EngineError
                     raise kinds(f"request {stream.request_id}: {delta.error}")
                 builder.add(delta)
-                yield builder.snapshot()
+                output = builder.snapshot()
+                yield plugins.whole(output) if output.finished else output
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets last deltas with reason ``abort``. An unknown id is ignored: it has ended."""

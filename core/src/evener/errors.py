@@ -20,7 +20,8 @@
     ├── RequestError                one request is invalid (HTTP 400)
     │   ├── UnsupportedParameter    a parameter that this server does not implement
     │   ├── ContextLengthError      the prompt, or prompt + max_tokens, is too long
-    │   └── TemplateError           the chat template refused the messages
+    │   ├── TemplateError           the chat template refused the messages
+    │   └── RequestPluginError      a request plugin failed on it (HTTP 500)
     ├── OverloadedError             too many requests are waiting (HTTP 429)
     └── EngineError                 the engine cannot go on
         └── EngineDeadError         a worker or the controller is gone (HTTP 503)
@@ -141,6 +142,12 @@ class ContextLengthError(RequestError):
 
 class TemplateError(RequestError):
     """The chat template refused the messages, or took too long."""
+
+
+class RequestPluginError(RequestError):
+    """A request plugin failed; the message names it."""
+
+    status = 500
 
 
 class OverloadedError(EvenerError):

@@ -153,6 +153,8 @@ class LLM:
                 raise EngineDeadError("this LLM was closed: make another")
             if self._dead_reason is not None:
                 raise EngineDeadError(f"the engine has stopped: {self._dead_reason}")
+            changed = [self._frontend.plugins.before(p, s, kind) for p, s in zip(prompts, params, strict=True)]
+            prompts, params = [p for p, _ in changed], [s for _, s in changed]
             encoded = [self._frontend.encode(p, s, kind) for p, s in zip(prompts, params, strict=True)]
             builders: dict[str, OutputBuilder] = {}
             try:
@@ -169,7 +171,7 @@ class LLM:
                     for message in self._frontend.abort(request_id):
                         self._client.send(message)
                 raise
-        outputs = [builder.snapshot() for builder in builders.values()]
+        outputs = [self._frontend.plugins.whole(builder.snapshot()) for builder in builders.values()]
         failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None and raise_on_error:
             error = EngineError if self._dead_reason is None else EngineDeadError

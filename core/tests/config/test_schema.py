@@ -25,6 +25,8 @@ def other_value(spec: KeySpec) -> tuple[str, Any]:
     if spec.choices:
         value = next(choice for choice in reversed(spec.choices) if choice != spec.default)
         return str(value), value
+    if spec.kind == "names":
+        return "first,second", ("first", "second")
     values = {"str": "some words", "path": "/a/b", "int": 7, "bool": spec.default is not True, "size": 2**31}
     return str(values[spec.kind]), values[spec.kind]
 

@@ -101,7 +101,6 @@ def test_a_slow_tokenizer_without_transformers_is_an_error_that_names_the_extra(
 def test_a_folder_with_vocabulary_files_only_goes_through_transformers(
     tmp_path: Path, byte_level_library: tokenizers.Tokenizer
 ) -> None:
-    pytest.importorskip("transformers")
     assert isinstance(byte_level_library.model, models.BPE)
     byte_level_library.model.save(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))

@@ -96,17 +96,13 @@ class _Composite(NativeKernel):
         return int(scratch(site.address, call.bucket.high, 0, self.device.threads))
 
 
-class NativeDecoderLayer(_Composite):
-    """A decoder layer in one parallel region."""
+class _Layer(_Composite):
+    """A kernel that ends in the stream's next pair: the attention half, or both halves."""
 
-    op = "decoder_layer"
-    flags = _ENTER | _ATTEND | _MLP
     state_layout = LAYOUT
 
-    def _parts(self, static: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-        return static["attention"], static["mlp"]
-
-    def build(self, call: OpCall) -> OpFunction:
+    def _run(self, call: OpCall) -> OpFunction:
+        """The call of both halves; ``mlp`` is None where the flags leave it out."""
         device, function = self.device, self.native.function("layer", call.static["dtype"])
         site, flags = _Site(*self._parts(call.static)), self.flags
         bind = site.bind
@@ -116,7 +112,7 @@ class NativeDecoderLayer(_Composite):
             residual: torch.Tensor | None,
             positions: torch.Tensor,
             attention: AttentionWeights,
-            mlp: MLPWeights,
+            mlp: MLPWeights | None,
             views: PagedViews,
             meta: PagedMeta,
         ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,16 +135,27 @@ class NativeDecoderLayer(_Composite):
         return run
 
 
-class NativeAttentionBlock(_Composite):
+class NativeDecoderLayer(_Layer):
+    """A decoder layer in one parallel region."""
+
+    op = "decoder_layer"
+    flags = _ENTER | _ATTEND | _MLP
+
+    def _parts(self, static: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        return static["attention"], static["mlp"]
+
+    def build(self, call: OpCall) -> OpFunction:
+        return self._run(call)
+
+
+class NativeAttentionBlock(_Layer):
     """The attention half of a layer in one parallel region."""
 
     op = "attention_block"
     flags = _ENTER | _ATTEND
-    state_layout = LAYOUT
 
     def build(self, call: OpCall) -> OpFunction:
-        device, function = self.device, self.native.function("layer", call.static["dtype"])
-        site, flags = _Site(*self._parts(call.static)), self.flags
+        layer = self._run(call)
 
         def run(
             x: torch.Tensor,
@@ -158,21 +165,7 @@ class NativeAttentionBlock(_Composite):
             views: PagedViews,
             meta: PagedMeta,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            stream, out, more = _streams(x, residual)
-            if function(
-                site.bind(weights, None, views),
-                meta.address,
-                x.shape[0],
-                more,
-                stream.data_ptr(),
-                out.data_ptr(),
-                positions.data_ptr(),
-                positions.dtype is torch.int64,
-                flags,
-                device.threads,
-            ):
-                raise MemoryError(_NO_MEMORY)
-            return out, stream
+            return layer(x, residual, positions, weights, None, views, meta)  # type: ignore[no-any-return]
 
         return run
 

@@ -183,6 +183,9 @@ class RequestConfig(Section):
             minimum=1,
         ),
     )
+    plugins: tuple[str, ...] = field(
+        default=(), metadata=key("names", "Request plugins that see every request, in this order.")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

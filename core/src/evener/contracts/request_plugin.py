@@ -1,6 +1,7 @@
 """The request-plugin contract: touch a request before it runs and a response before it is sent.
 
-A failure in a plugin fails the request, with the plugin's name in the error.
+Announce a class in ``Descriptor.request_plugins``; a run uses those that ``request.plugins=NAME,NAME`` names, in that
+order. A failure in a plugin fails the request, with the plugin's name in the error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ class RequestPlugin(ABC):
         """Called once, before the first request."""
 
     def preprocess(self, request: dict[str, Any]) -> dict[str, Any]:
-        """(optional) The request as the API received it, to be returned as it shall be run. Default: unchanged."""
+        """(optional) The request, to be returned as it shall be run. Default: unchanged.
+
+        Args:
+            request: ``prompt`` (text, a chat's after its template, or token ids), ``params`` (``SamplingParams``,
+                frozen: replace it) and ``kind`` ("chat" or "completion").
+
+        Raises:
+            RequestError: the request is refused; the caller gets the message.
+        """
         return request
 
     def postprocess(self, response: RequestOutput) -> RequestOutput:

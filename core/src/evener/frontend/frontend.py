@@ -28,6 +28,7 @@ from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.detokenize import Detokenizer
 from evener.frontend.outputs import Delta
+from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import SamplingParams
@@ -48,6 +49,7 @@ class _Sample:
     stops: StopStrings
     silent_ids: frozenset[int]
     stopped: bool = False
+    failure: str | None = None
     stop_reason: str | None = None
 
 
@@ -62,6 +64,7 @@ class Frontend:
         default_max_tokens: new tokens of requests that do not say; None: chat takes the rest of the
             context, completions 16.
         stop_with_eos: whether an EOS token ends requests that do not say.
+        plugins: see every request and what comes back of it.
         rng: draws the seeds of requests that bring none.
     """
 
@@ -74,11 +77,13 @@ class Frontend:
         defaults: GenerationDefaults | None = None,
         default_max_tokens: int | None = None,
         stop_with_eos: bool = True,
+        plugins: RequestPlugins | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.tokenizer, self.defaults = tokenizer, defaults or GenerationDefaults()
         self._default_max_tokens, self._stop_with_eos = default_max_tokens, stop_with_eos
+        self.plugins = plugins or RequestPlugins()
         self._rng = rng or random.SystemRandom()
         self._samples: dict[str, _Sample] = {}
         self._requests: dict[str, set[str]] = {}
@@ -186,7 +191,12 @@ class Frontend:
         logprobs = None if event.logprobs is None else [as_dict(entry) for entry in event.logprobs[:count]]
         delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
         delta.num_cached_tokens = event.cached
-        return [delta], [Finish(event.id)] if sample.stopped else []
+        try:
+            shown = self.plugins.chunk(delta)
+        except RequestError as error:
+            sample.stopped, sample.failure = True, str(error)
+            return [], [Abort(event.id)]
+        return [shown], [Finish(event.id)] if sample.stopped else []
 
     def _read(self, sample: _Sample, ids: list[int]) -> tuple[str, int]:
         """Text that may be shown, and how many of ``ids`` belong to the sample: a stop string may cut them."""
@@ -216,14 +226,24 @@ class Frontend:
             match = sample.stops.push(sample.detokenizer.finish())
             sample.stop_reason = match.stop
             delta.text = match.text if match.stop is not None else match.text + sample.stops.finish()
-        if sample.stop_reason is not None:
+        if sample.failure is not None:
+            delta.finish_reason, delta.error = "error", sample.failure
+        elif sample.stop_reason is not None:
             # The text is complete, whatever became of the request while Finish was under way.
             delta.finish_reason, delta.stop_reason = "stop", sample.stop_reason
         else:
             delta.finish_reason, delta.error, delta.status = event.reason, event.error, event.status
             if event.reason == "error" and delta.error is None:
                 delta.error = "the engine gave no reason"
-        return [delta]
+        return [delta if sample.failure is not None else self._last(delta)]
+
+    def _last(self, delta: Delta) -> Delta:
+        """The last delta as the plugins want it shown; one that fails on it makes it an error."""
+        try:
+            return self.plugins.chunk(delta)
+        except RequestError as error:
+            delta.text, delta.finish_reason, delta.error, delta.status = "", "error", str(error), error.status
+            return delta
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         size = self.vocab_size

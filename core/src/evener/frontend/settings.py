@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evener.frontend.chat import Chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
+from evener.frontend.plugins import RequestPlugins
 from evener.frontend.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class FrontendSettings:
         seed: fixes the seeds of requests that bring none; None draws them.
         max_tokens: new tokens of requests that do not say; None: chat takes the rest of the context, completions 16.
         stop_with_eos: whether an EOS token ends requests that do not say.
+        plugins: names of the request plugins that run, in order; options: of packages, by package name.
     """
 
     model_dir: Path | None = None
@@ -33,6 +36,8 @@ class FrontendSettings:
     seed: int | None = None
     max_tokens: int | None = None
     stop_with_eos: bool = True
+    plugins: tuple[str, ...] = ()
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: Config) -> FrontendSettings:
@@ -43,6 +48,8 @@ class FrontendSettings:
             seed=config.seed,
             max_tokens=config.request.max_new_tokens,
             stop_with_eos=config.infer.stop_with_eos,
+            plugins=config.request.plugins,
+            options=config.options,
         )
 
     def build(self, info: dict[str, object]) -> tuple[Frontend, Chat]:
@@ -61,6 +68,7 @@ class FrontendSettings:
             defaults=GenerationDefaults.from_folder(model_dir, None if tokenizer is None else tokenizer.eos_id),
             default_max_tokens=self.max_tokens,
             stop_with_eos=self.stop_with_eos,
+            plugins=RequestPlugins.load(self.plugins, model_dir, self.options),
             rng=None if self.seed is None else random.Random(self.seed),
         )
         return frontend, Chat.from_folder(tokenizer_dir, tokenizer)

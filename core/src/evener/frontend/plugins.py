@@ -1,0 +1,98 @@
+"""The request plugins of a run, in order: they see a request before it is submitted and what comes back of it.
+
+A failure fails the request it happened in, with the plugin's name in the error; others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evener.contracts.request_plugin import RequestPlugin
+from evener.errors import RequestError, RequestPluginError, UnknownNameError
+from evener.frontend.outputs import Delta, RequestOutput
+from evener.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+class RequestPlugins:
+    """Prepared plugins by name; none does nothing."""
+
+    def __init__(self, plugins: Sequence[tuple[str, RequestPlugin]] = ()) -> None:
+        self._plugins = tuple(plugins)
+
+    @classmethod
+    def load(
+        cls, names: Sequence[str], model_dir: Path, options: Mapping[str, Mapping[str, Any]]
+    ) -> RequestPlugins:
+        """Import and prepare the named plugins, in this order.
+
+        Raises:
+            UnknownNameError: no installed package brings one of them.
+            DescriptorError: its module cannot be imported.
+            RequestPluginError: its ``prepare`` failed.
+        """
+        if not names:
+            return cls()
+        from evener.plugins.catalog import targets
+        from evener.plugins.discover import discover
+
+        known = {target.name: target for target in targets(discover().packages, "request plugin")}
+        plugins = []
+        for name in names:
+            if name not in known:
+                raise UnknownNameError("request plugin", name, known, "Install its package, or change request.plugins.")
+            plugin: RequestPlugin = known[name].load()()
+            _call(name, "prepare", plugin.prepare, str(model_dir), options.get(known[name].package, {}))
+            plugins.append((name, plugin))
+        return cls(plugins)
+
+    def __bool__(self) -> bool:
+        return bool(self._plugins)
+
+    def before(
+        self, prompt: str | list[int], params: SamplingParams, kind: str
+    ) -> tuple[str | list[int], SamplingParams]:
+        """The request as the plugins want it run.
+
+        Raises:
+            RequestError: a plugin refuses the request.
+            RequestPluginError: a plugin failed.
+        """
+        request: dict[str, Any] = {"prompt": prompt, "params": params, "kind": kind}
+        for name, plugin in self._plugins:
+            request = _call(name, "preprocess", plugin.preprocess, request)
+        return request["prompt"], request["params"]
+
+    def chunk(self, delta: Delta) -> Delta:
+        """One streamed piece as the plugins want it shown.
+
+        Raises:
+            RequestPluginError: a plugin failed.
+        """
+        for name, plugin in self._plugins:
+            delta = _call(name, "postprocess_chunk", plugin.postprocess_chunk, delta)
+        return delta
+
+    def whole(self, output: RequestOutput) -> RequestOutput:
+        """A finished response as the plugins want it returned.
+
+        Raises:
+            RequestPluginError: a plugin failed.
+        """
+        for name, plugin in self._plugins:
+            output = _call(name, "postprocess", plugin.postprocess, output)
+        return output
+
+
+def _call(name: str, method: str, function: Callable[..., T], *arguments: Any) -> T:
+    try:
+        return function(*arguments)
+    except RequestError:
+        raise
+    except Exception as cause:  # a stranger's code; the cause is kept
+        raise RequestPluginError(
+            f"request plugin {name!r} failed in {method} with {type(cause).__name__}: {cause}"
+        ) from cause
