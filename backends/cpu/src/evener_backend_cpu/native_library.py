@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 from evener_backend_cpu.isa import Processor
 
 SOURCES = Path(__file__).parent / "native"
+log = logging.getLogger("evener.backend.cpu")
 _TIMEOUT_S = 120
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
@@ -173,6 +175,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> Unavailable |
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / "kernels.so"
             command = [compiler, *flags, str(SOURCES / "kernels.cpp"), "-o", str(made)]
+            log.info("compiling the kernels for this machine, once: about ten seconds")
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
             if done.returncode:
                 lines = done.stderr.splitlines()

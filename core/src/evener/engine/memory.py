@@ -13,7 +13,6 @@ from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.loading.estimate import WeightEstimate
 
-GIB = 1 << 30
 #: Tensors of hidden width that a forward pass of plain ops holds at once, and of the MLP's width.
 _HIDDEN_COPIES, _INNER_COPIES = 6, 3
 
@@ -59,12 +58,17 @@ class MemoryPlan:
             "mapped from files": self.mapped,
         }
         return [
-            f"{name:<24}{value / GIB:8.2f} GiB" for name, value in rows.items() if value or name in ("total", "free")
+            f"{name:<24}{_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")
         ]
 
     def to_json(self) -> dict[str, int]:
         """Plain data."""
         return {**dataclasses.asdict(self), "total": self.total}
+
+
+def _size(count: int) -> str:
+    """Bytes for a person."""
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
 
 
 def activation_bytes(build: Builder, step_tokens: int, rows: int, vocab: int) -> int:
@@ -124,10 +128,10 @@ def plan_memory(demand: Demand, memory: MemoryInfo, kv_bytes: int | None) -> Mem
 
 def _does_not_fit(demand: Demand, memory: MemoryInfo, kv_bytes: int | None) -> str:
     need, length = (demand.least + 1) * demand.block_bytes, demand.max_seq_len
-    allowed = f" and infer.kv_memory allows {kv_bytes / GIB:.2f} GiB for state" if kv_bytes is not None else ""
+    allowed = f" and infer.kv_memory allows {_size(kv_bytes)} for state" if kv_bytes is not None else ""
     return (
-        f"the model does not fit: {demand.fixed / GIB:.2f} GiB for weights, tables and workspace and {need / GIB:.2f} "
-        f"GiB for one request of infer.max_seq_len={length}, but {memory.free / GIB:.2f} GiB are free{allowed}; lower "
+        f"the model does not fit: {_size(demand.fixed)} for weights, tables and workspace and {_size(need)} "
+        f"for one request of infer.max_seq_len={length}, but {_size(memory.free)} are free{allowed}; lower "
         f"infer.max_seq_len (try infer.max_seq_len={max(2, length // 2)}), infer.max_reqs or infer.step_tokens, or "
         "change infer.kv_memory"
     )

@@ -276,7 +276,8 @@ class Scheduler:
             self._leaving.append(request)
             if not self._in_flight or request.last_plan < self._in_flight[0][0].id:
                 self._release_leaving(request.last_plan)
-        return Finished(id=request.id, reason=reason, error=error)
+        # Requests only fail here when the engine goes: elsewhere they may succeed.
+        return Finished(id=request.id, reason=reason, error=error, status=503)
 
     def _release_leaving(self, retired: int) -> None:
         """Blocks and slots of finished requests return when the last plan that names them is retired."""
