@@ -17,6 +17,9 @@ from evener.engine.messages import Finished, NewRequest, Ready, Sampling, Tokens
 from evener.engine.start import start_engine
 from evener.testing.oracle import Comparison, compare_greedy, generate, teacher_forced
 
+#: Whole models in float32 on two cores: minutes, not seconds.
+pytestmark = pytest.mark.timeout(1500)
+
 ANSWER = 64
 LENGTHS = (8, 9, 15, 16, 17, 31, 40, 48, 63, 80, 100, 129, 160, 200, 257, 300, 380, 450, 520, 600)
 TEXT = Path(__file__).parent.parent / "LICENSE"
