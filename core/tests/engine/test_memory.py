@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from evener.contracts.device import MemoryInfo
 from evener.engine.messages import NewRequest
 from evener.engine.start import build_controller
 from evener.errors import MemoryPlanError
+from evener.testing.reference_device import HostDevice
 from evener.testing.reference_engine import play
 
 
@@ -48,3 +51,23 @@ def test_a_pool_for_one_longest_request_serves_it_and_others_after_it(make_confi
     messages = [NewRequest(id=str(i), prompt=list(range(60 + 20 * i)), max_tokens=28 - i) for i in range(3)]
     played = play(controller, messages)
     assert set(played.reasons().values()) == {"length"} and controller.scheduler.state.pool.used == 0
+
+
+def test_on_a_device_with_memory_of_its_own_state_takes_what_a_warm_up_leaves(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([2 << 20, 2 << 20, 1 << 20])  # asked for the options, for the plan, and after the warm-up
+    plain = HostDevice.__init__
+
+    def apart(device: HostDevice, index: int) -> None:
+        plain(device, index)
+        device.capabilities = replace(device.capabilities, host_memory=False)
+
+    monkeypatch.setattr(HostDevice, "__init__", apart)
+    monkeypatch.setattr(HostDevice, "memory", lambda _: MemoryInfo(next(free), 2 << 20))
+    keys = {"infer.kv_memory": "auto", "infer.max_reqs": 64, "infer.step_tokens": 64}
+    controller, ready = build_controller(make_config(**keys))
+    memory: Any = ready.info["memory"]
+    assert memory["blocks"] == int(0.95 * (1 << 20)) // memory["block_bytes"] == controller.scheduler.state.pool.count
+    played = play(controller, [NewRequest(id="a", prompt=list(range(40)), max_tokens=8)])
+    assert played.reasons() == {"a": "length"}
