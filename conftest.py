@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,14 @@ def qwen_dir() -> Path:
 def gemma_dir() -> Path:
     """Gemma 3 270M (base, no chat template); for tests marked ``slow``."""
     return _folder("gemma3")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests whose tensors are tiny: threads would only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,12 +4,11 @@ follows from the registry: a kernel for an op without cases is a failure, and so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from evener.builtin import BUILTINS
 from evener.contracts.device import Device
@@ -54,12 +53,8 @@ def registered(backend: str) -> Registered:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here; threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread."""
 
 
 def offers() -> list[Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from evener.config import from_overrides
 from evener.engine.controller import Controller
@@ -74,12 +73,8 @@ Start = Callable[..., Run]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here; threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread."""
 
 
 @pytest.fixture(scope="session")

@@ -1,32 +1,20 @@
 """Test cases of the primitive ops: odd sizes, ties, empty steps. What ``OpSchema.cases`` names.
 
 Each function takes ``(dtype, generator)`` and yields ``OpCase``. For an input that the schema calls *packed* a case
-holds the tuple of ``WeightPart`` to be packed, because every kernel has a packing of its own; the static ``weight`` has
-the attributes of a declared ``LinearWeight``.
+holds the tuple of ``WeightPart`` to be packed, because every kernel has a packing of its own; the static ``weight`` is
+a declared ``LinearWeight``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from evener.contracts.ops import OpCase
 from evener.contracts.quant import WeightPart, plain
-
-
-@dataclass(frozen=True)
-class CaseWeight:
-    """Stands for a declared ``LinearWeight``, with the attributes that a kernel reads before weights are loaded."""
-
-    name: str
-    parts: tuple[WeightPart, ...]
-    rows: int
-    columns: int
-    dtype: str
-    layout: str = ""
+from evener.layers.declared import LinearWeight
 
 
 class _Maker:
@@ -59,9 +47,9 @@ class _Maker:
         )
 
 
-def _declared(parts: tuple[WeightPart, ...], dtype: str) -> CaseWeight:
+def _declared(parts: tuple[WeightPart, ...], dtype: str) -> LinearWeight:
     bare = tuple(WeightPart(p.name, p.rows, p.columns, p.format) for p in parts)
-    return CaseWeight("weight", bare, sum(p.rows for p in parts), parts[0].columns, dtype)
+    return LinearWeight("weight", bare, sum(p.rows for p in parts), parts[0].columns, dtype)
 
 
 def embedding(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
