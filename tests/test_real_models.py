@@ -107,23 +107,23 @@ def small_pool(folder: Path) -> int:
     return int(1200 * layers * heads * dim * 2 * 4)
 
 
-def test_bf16_log_probabilities_and_perplexity_stay_within_the_rounding_of_bf16(model_dir: Path) -> None:
+def test_bf16_log_probabilities_and_perplexity_stay_close_to_float32(model_dir: Path) -> None:
     ids = text_ids(model_dir)[:513]
 
     def chosen(logits: torch.Tensor) -> torch.Tensor:
         return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
-    exact, rounded = (chosen(oracle_of(model_dir, dtype)(ids[:-1])) for dtype in (torch.float32, torch.bfloat16))
+    exact = chosen(oracle_of(model_dir)(ids[:-1]))
     for client in engine(model_dir, **{"dtype": "bfloat16", "infer.max_seq_len": 1024, "infer.max_reqs": 2}):
         executor = client.controller.executor
         assert isinstance(executor, InlineExecutor)
         got = chosen(teacher_forced(executor.worker, ids[:-1]))
-    for wanted in (exact, rounded):
-        assert abs(float((got - wanted).mean())) < 0.02
-        assert abs(float((wanted.mean() - got.mean()).exp()) - 1) < 0.005
-    # transformers itself is about 0.04 (SmolLM2) away from its float32 in bf16; rounding in another order must not be
-    # worse.
-    assert (got - exact).abs().mean() < 1.1 * (rounded - exact).abs().mean()
+    away = float((got - exact).abs().mean())
+    drift = abs(float((exact.mean() - got.mean()).exp()) - 1)
+    print(f"\n{model_dir.name}: log-probabilities {away:.4f}, perplexity {drift:.2%} from transformers' float32")
+    # Not against its bf16, which is 0.03 to 0.04 away from its own float32.
+    assert away < 0.02
+    assert drift < 0.005
 
 
 @pytest.mark.slow

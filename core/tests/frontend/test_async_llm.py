@@ -212,8 +212,9 @@ async def test_a_channel_that_breaks_is_a_dead_engine(tiny_dir: Path) -> None:
             return super().receive(timeout)
 
     async with serving(tiny_dir, Broken()) as llm:
-        (delta,) = [delta async for delta in llm.stream("ab", FOUR)]
-        assert "ConnectionResetError: pipe" in (delta.error or "")
+        # A receive that was under way when the request came may still deliver.
+        *_, last = [delta async for delta in llm.stream("ab", FOUR)]
+        assert "ConnectionResetError: pipe" in (last.error or "")
         assert not llm.alive
 
 

@@ -61,8 +61,8 @@ class FusedEntry(Kernel):
         sizes = [s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"], s["kv_heads"] * s["value_dim"]]
 
         def fused_entry(x, residual, positions, norm, qkv, bias, q_norm, k_norm, cos_sin, views, meta):
-            stream = x if residual is None else x + residual
-            wide = stream.float()
+            stream = x.float() if residual is None else x + residual
+            wide = stream
             wide = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + s["eps"])).to(x.dtype) * norm
             q, k, v = torch.nn.functional.linear(wide, qkv.data, bias).split(sizes, -1)
             cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, -1)

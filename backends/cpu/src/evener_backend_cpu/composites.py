@@ -199,7 +199,7 @@ class NativeNormQkvRotaryWrite(_Composite):
             weights = AttentionWeights(norm, qkv, qkv, cos_sin, qkv_bias, None, q_norm, k_norm)
             if last[0] is None or any(a is not b for a, b in zip(last[0], weights, strict=True)):
                 last[0] = weights
-            stream = x if residual is None else residual
+            stream = x.float() if residual is None else residual
             query = x.new_empty(x.shape[0], heads, dim)
             if function(
                 site.bind(last[0], None, views),
@@ -249,9 +249,11 @@ class NativeMlpBlock(_Composite):
 
 
 def _streams(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """The stream, the output's memory, and the address of what is first added to the stream. Inputs are donated."""
+    """The float32 stream, the output's memory, and the address of what is first added to the stream. Inputs are
+    donated."""
     if residual is None:
-        return x, torch.empty_like(x), None
+        stream = x.float()
+        return stream, torch.empty_like(x) if stream is x else x, None
     return residual, x, x.data_ptr()
 
 

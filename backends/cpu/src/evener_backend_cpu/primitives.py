@@ -51,15 +51,21 @@ class NativeLinear(NativeKernel):
     op = "linear"
     packings = (PLAIN,)
 
+    def _judge(self, call: OpCall) -> str | None:
+        dtype, out = call.static["dtype"], call.static["out"]
+        return None if out in (dtype, "float32") else f"gives {dtype} or float32, not {out}"
+
     def build(self, call: OpCall) -> OpFunction:
-        device, function = self.device, self.native.function("linear", call.static["dtype"])
+        dtype, out = call.static["dtype"], getattr(torch, call.static["out"])
+        name = "linear" if call.static["out"] == dtype else "linear_wide"
+        device, function = self.device, self.native.function(name, dtype)
         rows, columns = call.static["rows"], call.static["columns"]
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
             if not x.is_contiguous():
                 x = x.contiguous()
             count = x.shape[0]
-            y = x.new_empty(count, rows)
+            y = x.new_empty(count, rows, dtype=out)
             function(
                 x.data_ptr(),
                 count,
@@ -96,7 +102,6 @@ class NativeRmsNorm(NativeKernel):
                 None,
                 weight.data_ptr(),
                 y.data_ptr(),
-                None,
                 x.numel() // size,
                 size,
                 eps,
@@ -125,7 +130,6 @@ class NativeAddRmsNorm(NativeKernel):
                 residual.data_ptr(),
                 weight.data_ptr(),
                 x.data_ptr(),
-                residual.data_ptr(),
                 x.shape[0],
                 x.shape[1],
                 eps,

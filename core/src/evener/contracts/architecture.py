@@ -55,11 +55,11 @@ class Architecture(ABC):
 
     @abstractmethod
     def forward(self, step: Step) -> torch.Tensor:
-        """Hidden states [T, hidden] of the step's tokens, before the head's norm."""
+        """Hidden states float32 [T, hidden] of the step's tokens, before the head's norm."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """Logits [R, vocab_size] for the rows ``hidden`` [R, hidden] that were picked from ``forward``'s result."""
+        """Logits float32 [R, vocab_size] for the rows ``hidden`` [R, hidden] that were picked from ``forward``'s result."""
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -72,7 +72,8 @@ class Tensor:
         name: as the reference names it.
         shape: dimension names or numbers; a name that ``static`` holds is static, ``T`` is the token count, others are
             dynamic.
-        dtype: a dtype name, ``*`` for the site's ``dtype``, or ``packed`` for a ``PackedWeight``.
+        dtype: a dtype name, ``*`` for the site's ``dtype``, ``out`` for its static of that name, or ``packed`` for a
+            ``PackedWeight``.
         donated: the op may overwrite it and return it.
         optional: may be None.
     """

@@ -130,7 +130,7 @@ class DecodeGraphs:
         every = torch.arange(size + 1, dtype=torch.int32, device=where)
         parts = {"positions": positions, "token_slots": slots, "slots": slots, "kv_lens": lengths, "query_start": every}
         shape = StepShape(size, size, 1, self._length, [1] * size, [self._length] * size)
-        logits = torch.zeros(size, runner.model.vocab_size, dtype=runner.logits_dtype, device=where)
+        logits = torch.zeros(size, runner.model.vocab_size, device=where)
         ids = torch.zeros(size, dtype=torch.int32, device=where)
 
         def forward() -> None:

@@ -14,7 +14,7 @@ from evener.layers.declared import LinearWeight
 from evener.loading.estimate import WeightEstimate
 
 #: Tensors of hidden width that a forward pass of plain ops holds at once, and of the MLP's width.
-_HIDDEN_COPIES, _INNER_COPIES = 6, 3
+_HIDDEN_COPIES, _INNER_COPIES, _STREAM_COPIES = 4, 3, 2
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,14 @@ def _size(count: int) -> str:
 
 
 def activation_bytes(build: Builder, step_tokens: int, rows: int, vocab: int) -> int:
-    """Scratch of the largest step with plain ops: a few tensors of each width, and the logits in float32 beside their
-    own."""
+    """Scratch of the largest step with plain ops: a few tensors of each width, the stream in float32, and the logits with
+    a copy."""
     element = int(DTYPE_BYTES[build.dtype])
     linears = [w for w in build.weights if isinstance(w, LinearWeight) and w.rows != vocab]
     hidden = max((w.columns for w in linears), default=0)
     inner = max((w.rows for w in linears), default=0)
-    return step_tokens * (_HIDDEN_COPIES * hidden + _INNER_COPIES * inner) * element + rows * vocab * (element + 4)
+    step = (_HIDDEN_COPIES * hidden + _INNER_COPIES * inner) * element + _STREAM_COPIES * hidden * 4
+    return step_tokens * step + rows * vocab * 8
 
 
 @dataclass(frozen=True)

@@ -61,20 +61,12 @@ class Runner:
     Args:
         tables: device-resident rows of requests.
         geometry: state groups and block size; its slots are bound.
-        dtype: compute type, by torch's name.
     """
 
     def __init__(
-        self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry,
-        dtype: str,
-    ) -> None:  # fmt: skip
+        self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry
+    ) -> None:
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
-        self._logits_dtype: torch.dtype = getattr(torch, dtype)
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """Of ``logits``: the compute type."""
-        return self._logits_dtype
 
     def execute(self, plan: Plan) -> PendingStep:
         """Submit a step; returns before the device has finished it, where the device allows."""

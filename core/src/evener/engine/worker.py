@@ -44,7 +44,7 @@ class Worker:
         loaded = self._load(a, config)
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, len(a.geometry.groups), size)
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, resolved.dtype)
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry)
         self._graphs: DecodeGraphs | None = None
         if resolved.kv_memory is None:
             plan = self._measure(a, plan)

@@ -50,19 +50,23 @@ class Builder:
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
 
-    def weight(self, name: str, *shape: int, dummy: str = "noise", sources: Sequence[str] = ()) -> Weight:
-        """A tensor called ``name`` in the checkpoint (or the join of ``sources`` along the first axis)."""
-        weight = Weight(name, shape, self.dtype, tuple(sources) or (name,), dummy)
+    def weight(
+        self, name: str, *shape: int, dummy: str = "noise", sources: Sequence[str] = (), dtype: str | None = None
+    ) -> Weight:
+        """A tensor called ``name`` in the checkpoint (or the join of ``sources`` along the first axis), held in
+        ``dtype``, by default the compute type."""
+        weight = Weight(name, shape, dtype or self.dtype, tuple(sources) or (name,), dummy)
         self.weights.append(weight)
         return weight
 
-    def linear(self, name: str, parts: Mapping[str, int], columns: int) -> LinearWeight:
-        """A linear weight made of checkpoint tensors: ``parts`` maps their names to their out-features.
+    def linear(self, name: str, parts: Mapping[str, int], columns: int, out: str | None = None) -> LinearWeight:
+        """A linear weight made of checkpoint tensors: ``parts`` maps their names to their out-features. ``out`` is the
+        type of its products if that is not the compute type.
 
         Sizes are the config's; the loader compares them with the checkpoint's and names every difference at once.
         """
         found = tuple(self._part(part, rows, columns) for part, rows in parts.items())
-        weight = LinearWeight(name, found, sum(parts.values()), columns, self.dtype)
+        weight = LinearWeight(name, found, sum(parts.values()), columns, self.dtype, out)
         self.weights.append(weight)
         return weight
 

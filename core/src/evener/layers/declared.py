@@ -34,7 +34,8 @@ class Weight:
 class LinearWeight:
     """A linear weight of one or more parts, stacked along out-features.
 
-    ``layout`` is chosen by resolution, ``value`` filled by the loader.
+    ``out`` is the type of its products if that is not ``dtype``. ``layout`` is chosen by resolution, ``value`` filled
+    by the loader.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LinearWeight:
     rows: int
     columns: int
     dtype: str
+    out: str | None = None
     layout: str = ""
     value: PackedWeight | None = None
 

@@ -30,8 +30,8 @@ class LMHead:
         self, build: Builder, name: str, norm: str, vocab: int, hidden: int, eps: float, offset: float = 0.0,
         cap: float | None = None,
     ) -> None:  # fmt: skip
-        self.norm = build.weight(norm, hidden, dummy="zeros" if offset else "ones")
-        self.weight = build.linear(name, {name: vocab}, hidden)
+        self.norm = build.weight(norm, hidden, dummy="zeros" if offset else "ones", dtype="float32")
+        self.weight = build.linear(name, {name: vocab}, hidden, out="float32")
         self.site = build.op(
             "head",
             name,
@@ -45,5 +45,5 @@ class LMHead:
         )
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """Logits [R, vocab] of the rows [R, hidden]."""
+        """Logits float32 [R, vocab] of the stream's rows, float32 [R, hidden]."""
         return self.site.table[step.bucket](hidden, self.norm.value, self.weight.value, None)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from evener.contracts.quant import PackedWeight
+    from evener.layers.declared import LinearWeight
 
 Static = Mapping[str, Any]
 
@@ -54,9 +55,10 @@ def _norm(static: Static, hidden: int | None = None) -> dict[str, Any]:
     }
 
 
-def linear_static(weight: Any, dtype: str) -> dict[str, Any]:
+def linear_static(weight: LinearWeight) -> dict[str, Any]:
     """Static parameters of the ``linear`` op for a declared weight."""
-    return {"weight": weight, "columns": weight.columns, "rows": weight.rows, "dtype": dtype}
+    sizes = {"columns": weight.columns, "rows": weight.rows}
+    return {"weight": weight, **sizes, "dtype": weight.dtype, "out": weight.out or weight.dtype}
 
 
 def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
@@ -64,7 +66,7 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
     sizes = [heads * dim, kv_heads * dim, kv_heads * value_dim]
     norm, add_norm = use("rms_norm", **_norm(static)), use("add_rms_norm", **_norm(static))
     head_norm = use("rms_norm", **_norm(static, dim)) if static["qk_norm"] else None
-    project = use("linear", **linear_static(static["qkv"], static["dtype"]))
+    project = use("linear", **linear_static(static["qkv"]))
     rotate = use(
         "rotary",
         head_dim=dim,
@@ -81,7 +83,7 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
         views: Any, meta: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         if residual is None:
-            residual, x = x, norm(x, norm_weight)
+            residual, x = x.float(), norm(x, norm_weight)
         else:
             x, residual = add_norm(x, residual, norm_weight)
         q, k, v = project(x, qkv, qkv_bias).split(sizes, dim=-1)
@@ -102,7 +104,7 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
 def attention_block(static: Static, use: Use) -> OpFunction:
     enter = use("norm_qkv_rotary_write", **{k: v for k, v in static.items() if k not in ("o", "post_norm")})
     attend = use("state.attend", state=static["state"])
-    project = use("linear", **linear_static(static["o"], static["dtype"]))
+    project = use("linear", **linear_static(static["o"]))
     post = use("rms_norm", **_norm(static)) if static["post_norm"] else None
 
     def run(
@@ -122,9 +124,9 @@ def attention_block(static: Static, use: Use) -> OpFunction:
 
 def mlp_block(static: Static, use: Use) -> OpFunction:
     add_norm = use("add_rms_norm", **_norm(static))
-    rise = use("linear", **linear_static(static["gate_up"], static["dtype"]))
+    rise = use("linear", **linear_static(static["gate_up"]))
     act = use("act_and_mul", inner=static["inner"], activation=static["activation"], dtype=static["dtype"])
-    fall = use("linear", **linear_static(static["down"], static["dtype"]))
+    fall = use("linear", **linear_static(static["down"]))
     post = use("rms_norm", **_norm(static)) if static["post_norm"] else None
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,14 +152,17 @@ def decoder_layer(static: Static, use: Use) -> OpFunction:
 
 
 def head(static: Static, use: Use) -> OpFunction:
-    norm = use("rms_norm", **_norm(static))
-    project = use("linear", **linear_static(static["weight"], static["dtype"]))
-    cap = use("softcap", cap=static["cap"], dtype=static["dtype"]) if static["cap"] else None
+    norm = use("rms_norm", **{**_norm(static), "dtype": "float32"})
+    project = use("linear", **linear_static(static["weight"]))
+    cap = use("softcap", cap=static["cap"], dtype="float32") if static["cap"] else None
+    narrow = static["dtype"]
 
     def run(
         x: torch.Tensor, norm_weight: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        logits: torch.Tensor = project(norm(x, norm_weight), weight, bias)
+        import torch
+
+        logits: torch.Tensor = project(norm(x, norm_weight).to(getattr(torch, narrow)), weight, bias)
         return cap(logits) if cap is not None else logits
 
     return run

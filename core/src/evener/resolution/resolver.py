@@ -144,7 +144,7 @@ class Resolver:
         wins."""
         chosen: dict[Any, str] = {}
         for weight in weights:
-            key = (tuple((p.rows, p.columns, p.format) for p in weight.parts), weight.dtype)
+            key = (tuple((p.rows, p.columns, p.format) for p in weight.parts), weight.dtype, weight.out)
             if key not in chosen:
                 chosen[key] = self._layout(weight, op)
             weight.layout = self.manifest.packings[weight.name] = chosen[key]
@@ -163,7 +163,7 @@ class Resolver:
         raise ResolveError(f"no packing can hold {weight.name} for compute in {weight.dtype} ({'; '.join(refused)})")
 
     def _unserved(self, weight: LinearWeight, op: str, layout: str, offers: Sequence[Offer]) -> str | None:
-        static = linear_static(weight, weight.dtype)
+        static = linear_static(weight)
         for bucket in self.market.buckets:
             call = OpCall(op, static, bucket, self.market.device, {"weight": layout})
             if not any(self._refusal(o.value, call) is None for o in offers):

@@ -82,9 +82,8 @@ def add_rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     make = _Maker(dtype, generator)
     for tokens, hidden, offset in ((1, 64, 0.0), (6, 60, 1.0), (33, 37, 0.0), (2, 576, 1.0)):
         weight = make.noise(hidden, scale=0.2, shift=1.0 - offset)
-        yield OpCase(
-            _norm_static(hidden, dtype, offset), (make.noise(tokens, hidden), make.noise(tokens, hidden), weight)
-        )
+        residual = make.noise(tokens, hidden, dtype="float32")
+        yield OpCase(_norm_static(hidden, dtype, offset), (make.noise(tokens, hidden), residual, weight))
 
 
 def layer_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
@@ -97,7 +96,7 @@ def layer_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 
 def linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
-    """One to three parts, with and without bias, sizes that no vector divides."""
+    """One to three parts, with and without bias, sizes that no vector divides, rounded and float32 results."""
     make = _Maker(dtype, generator)
     sizes: tuple[tuple[int, Sequence[int], int, bool], ...] = (
         (1, (64,), 64, False), (3, (90, 30, 30), 60, True), (17, (33,), 40, False), (5, (88, 88), 37, False),
@@ -106,8 +105,10 @@ def linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     for tokens, rows, columns, biased in sizes:
         parts = make.parts(rows, columns)
         weight = _declared(parts, dtype)
-        static = {"weight": weight, "columns": columns, "rows": weight.rows, "dtype": dtype}
-        yield OpCase(static, (make.noise(tokens, columns), parts, make.noise(weight.rows) if biased else None))
+        bias = make.noise(weight.rows) if biased else None
+        for out in sorted({dtype, "float32"}):
+            static = {"weight": weight, "columns": columns, "rows": weight.rows, "dtype": dtype, "out": out}
+            yield OpCase(static, (make.noise(tokens, columns), parts, bias))
 
 
 def grouped_linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:

@@ -64,7 +64,7 @@ def no_other_op(op: str, /, **static: Any) -> OpFunction:
 
 def expected(schema: OpSchema, case: OpCase) -> tuple[Any, ...]:
     """The reference's outputs for a case, computed in float32 on the CPU."""
-    static = {**case.static, "dtype": "float32"} if "dtype" in case.static else case.static
+    static = {k: "float32" if k in ("dtype", "out") else v for k, v in case.static.items()}
     inputs = []
     for declared, value in zip(schema.inputs, case.inputs, strict=True):
         if declared.dtype == "packed":
@@ -208,7 +208,7 @@ class _Checked:
             return [f"{len(got)} outputs instead of {len(want)}"]
         problems = []
         for declared, have, right in zip(self._schema.outputs, got, want, strict=True):
-            wanted = declared.dtype if declared.dtype != "*" else self._dtype
+            wanted = {"*": self._dtype, "out": self._case.static.get("out")}.get(declared.dtype, declared.dtype)
             if have.dtype != getattr(torch, wanted):
                 problems.append(f"{declared.name} is {have.dtype}, not {wanted}")
             elif problem := difference(have, right, self._schema.tolerance, self._dtype):

@@ -13,15 +13,15 @@ static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, 
   Sizes s = Sizes::of<T>(*l, tokens, step ? step->parts : 0, threads);
   char* base = scratch().want(s.total);
   if (!base) return 1;
-  Run<T> run{*l, step, tokens, (T*)x, (T*)stream, (T*)out, positions, positions64, flags, {}, {}, {}, {}, {}, {}};
+  Run<T> run{*l, step, tokens, (T*)x, (float*)stream, (T*)out, positions, positions64, flags, {}, {}, {}, {}, {}, {}};
   run(base, s);
   return 0;
 }
 
-template <class T>
-static void linear(const T* x, int64_t M, const T* w, const T* bias, int64_t N, int64_t K, T* y, int64_t threads) {
+template <class T, class O>
+static void linear(const T* x, int64_t M, const T* w, const T* bias, int64_t N, int64_t K, O* y, int64_t threads) {
   Share share;
-  Pool::run(threads, [&](long, long n) { gemm_share<T, T>(share, n, x, M, w, bias, N, K, y); });
+  Pool::run(threads, [&](long, long n) { gemm_share<T, O>(share, n, x, M, w, bias, N, K, y); });
 }
 
 template <class T>
@@ -50,17 +50,15 @@ static void write(const Geometry* g, const Step* s, const T* k, int64_t ldk, con
   });
 }
 
-// With ``residual``: sum = x + residual first; sum may be residual.
+// With ``stream``: stream += x first.
 template <class T>
-static void norm(const T* x, int64_t ldx, const T* residual, const T* w, T* y, T* sum, int64_t rows, int64_t n, float eps, float offset,
-                 int64_t threads) {
+static void norm(const T* x, int64_t ldx, float* stream, const T* w, T* y, int64_t rows, int64_t n, float eps, float offset, int64_t threads) {
   Pool::each(rows * n > 65536 ? threads : 1, rows, [&](long r) {
     const T* in = x + r * ldx;
-    if (residual) {
-      add_row<T>(in, residual + r * n, sum + r * n, n);
-      in = sum + r * n;
-    }
-    norm_row<T>(in, w, y + r * n, n, eps, offset);
+    if (!stream) return norm_row(in, w, y + r * n, n, eps, offset);
+    float* sum = stream + r * n;
+    add_row(sum, in, sum, n);
+    norm_row(sum, w, y + r * n, n, eps, offset);
   });
 }
 
@@ -69,8 +67,8 @@ static void rotary(const void* positions, int64_t is64, T* q, int64_t ldq, int64
                    int64_t d, int64_t dim, int64_t interleaved, const float* cos_sin, int64_t threads) {
   Pool::each(tokens * (heads + kv_heads) * d > 65536 ? threads : 1, tokens, [&](long t) {
     const float* at = cos_sin + index_at(positions, t, is64) * dim;
-    for (long h = 0; h < heads; h++) rotate_row<T>(q + t * ldq + h * d, q + t * ldq + h * d, at, dim, d, interleaved);
-    for (long h = 0; h < kv_heads; h++) rotate_row<T>(k + t * ldk + h * d, k + t * ldk + h * d, at, dim, d, interleaved);
+    for (long h = 0; h < heads; h++) rotate_row(q + t * ldq + h * d, q + t * ldq + h * d, at, dim, d, interleaved);
+    for (long h = 0; h < kv_heads; h++) rotate_row(k + t * ldk + h * d, k + t * ldk + h * d, at, dim, d, interleaved);
   });
 }
 
@@ -105,7 +103,10 @@ extern "C" {
     return Sizes::of<T>(*l, tokens, parts, threads).total;                                                                             \
   }                                                                                                                                    \
   void evener_linear_##S(const T* x, int64_t M, const T* w, const T* b, int64_t N, int64_t K, T* y, int64_t threads) {                 \
-    linear<T>(x, M, w, b, N, K, y, threads);                                                                                           \
+    linear(x, M, w, b, N, K, y, threads);                                                                                              \
+  }                                                                                                                                    \
+  void evener_linear_wide_##S(const T* x, int64_t M, const T* w, const T* b, int64_t N, int64_t K, float* y, int64_t threads) {        \
+    linear(x, M, w, b, N, K, y, threads);                                                                                              \
   }                                                                                                                                    \
   int evener_attend_##S(const Geometry* g, const Step* s, const T* q, const T* sinks, T* out, int64_t threads) {                       \
     return attend<T>(g, s, q, sinks, out, threads);                                                                                    \
@@ -113,9 +114,9 @@ extern "C" {
   void evener_write_##S(const Geometry* g, const Step* s, const T* k, int64_t ldk, const T* v, int64_t ldv, int64_t threads) {         \
     write<T>(g, s, k, ldk, v, ldv, threads);                                                                                           \
   }                                                                                                                                    \
-  void evener_norm_##S(const T* x, int64_t ldx, const T* res, const T* w, T* y, T* sum, int64_t rows, int64_t n, float eps,            \
-                       float offset, int64_t threads) {                                                                                \
-    norm<T>(x, ldx, res, w, y, sum, rows, n, eps, offset, threads);                                                                    \
+  void evener_norm_##S(const T* x, int64_t ldx, float* stream, const T* w, T* y, int64_t rows, int64_t n, float eps, float offset,     \
+                       int64_t threads) {                                                                                              \
+    norm<T>(x, ldx, stream, w, y, rows, n, eps, offset, threads);                                                                      \
   }                                                                                                                                    \
   void evener_rotary_##S(const void* pos, int64_t p64, T* q, int64_t ldq, int64_t heads, T* k, int64_t ldk, int64_t kv, int64_t n,     \
                          int64_t d, int64_t dim, int64_t inter, const float* table, int64_t threads) {                                 \

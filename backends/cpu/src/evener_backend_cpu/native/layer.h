@@ -73,14 +73,14 @@ struct Sizes {
     };
     s.threads = threads, s.tokens = tokens;
     s.xn = add(tokens * l.hidden * sizeof(T));
-    s.qkv = add(tokens * (g.heads * g.d + g.kv_heads * (g.d + g.dv)) * sizeof(T));
+    s.qkv = add(tokens * (g.heads * g.d + g.kv_heads * (g.d + g.dv)) * 4);
     s.q = add(tokens * g.heads * g.d * sizeof(T));
     s.attn = add(tokens * g.heads * g.dv * sizeof(T));
     s.ao = add(tokens * l.hidden * sizeof(T));
     s.h = add(panel * l.inner * sizeof(T));
     long part = add(parts * g.kv_heads * partial_floats(g.kv_heads ? g.heads / g.kv_heads : 0, g.dv) * 4);
     s.parts = part;
-    s.priv_bytes = up((g.kv_heads ? attention_floats(g) : 0) * 4) + up(2 * FEW * l.hidden * sizeof(T)) + up(2 * MLP_PANEL * 16 * 4);
+    s.priv_bytes = up((g.kv_heads ? attention_floats(g) : 0) * 4) + up(FEW * l.hidden * (4 + sizeof(T))) + up(2 * MLP_PANEL * 16 * 4);
     s.priv = add(s.priv_bytes * threads);
     s.total = at;
     return s;
@@ -88,66 +88,68 @@ struct Sizes {
   long parts, priv_bytes;
 };
 
-// x, stream: [T, hidden]; ``x`` is null where stream alone enters. ``out`` gets the layer's x, the query with ENTER alone.
+// x, stream: [T, hidden], the stream in float32; ``x`` is null where stream alone enters. ``out`` gets the layer's x, the query with ENTER alone.
 template <class T> struct Run {
   const Layer& l;
   const Step* step;
   long tokens;
-  T *x, *stream, *out;
+  T* x;
+  float* stream;
+  T* out;
   const void* positions;
   long positions64, flags;
   Meet meet;
   Share qkv_share, attend_share, o_share, up_share, down_share;
 
-  T* norms(T* add, const void* post, const void* weight, float eps, float offset, T* xn, T* priv, long tid, long threads, T** sum) {
+  T* norms(T* add, const void* post, const void* weight, float eps, float offset, T* xn, float* priv, long tid, long threads, float** sum) {
     long H = l.hidden;
     bool few = tokens <= FEW;
-    T* y = few ? priv + FEW * H : xn;
+    T* y = few ? (T*)(priv + FEW * H) : xn;
     *sum = few && add ? priv : nullptr;
     long from = few ? 0 : tokens * tid / threads, to = few ? tokens : tokens * (tid + 1) / threads;
     for (long t = from; t < to; t++) {
-      const T* in = stream + t * H;
+      const float* in = stream + t * H;
       if (add) {
-        T* s = few ? priv + t * H : stream + t * H;
+        float* s = few ? priv + t * H : stream + t * H;
         const T* more = add + t * H;
         if (post) {
-          norm_row<T>(more, (const T*)post, y + t * H, H, l.eps, l.offset);
+          norm_row(more, (const T*)post, y + t * H, H, l.eps, l.offset);
           more = y + t * H;
         }
-        add_row<T>(in, more, s, H);
+        add_row(in, more, s, H);
         in = s;
       }
-      norm_row<T>(in, (const T*)weight, y + t * H, H, eps, offset);
+      norm_row(in, (const T*)weight, y + t * H, H, eps, offset);
     }
     if (!few) meet.wait(threads);
     return y;
   }
 
-  void keep(T* sum, long tid) {
-    if (sum && tid == 0) memcpy((void*)stream, sum, tokens * l.hidden * sizeof(T));
+  void keep(float* sum, long tid) {
+    if (sum && tid == 0) memcpy((void*)stream, sum, tokens * l.hidden * sizeof(float));
   }
 
-  void heads(const T* qkv, T* q, long tid, long threads) {
+  // Queries and keys stay in float32 up to here: where keys have a large bias (Qwen2), rounding them before the rotation as well
+  // as after it costs more than all other roundings.
+  void heads(float* qkv, T* q, long tid, long threads) {
     const Geometry& g = l.g;
     long width = g.heads * g.d + g.kv_heads * (g.d + g.dv), all = g.heads + 2 * g.kv_heads, work = tokens * all;
     T row[1024];
     for (long i = work * tid / threads; i < work * (tid + 1) / threads; i++) {
       long t = i / all, h = i % all;
-      const T* in = qkv + t * width + h * g.d;
+      float* in = qkv + t * width + h * g.d;
       if (h >= g.heads + g.kv_heads) {
         long v = h - g.heads - g.kv_heads;
         in = qkv + t * width + (g.heads + g.kv_heads) * g.d + v * g.dv;
-        write_value<T>(g, index_at(step->slots, t, step->slots64), v, in);
+        for (long j = 0; j < g.dv; j++) put(row + j, in[j]);
+        write_value<T>(g, index_at(step->slots, t, step->slots64), v, row);
         continue;
       }
       bool is_q = h < g.heads;
       const T* norm = (const T*)(is_q ? l.q_norm : l.k_norm);
       T* to = is_q ? q + (t * g.heads + h) * g.d : row;
-      if (norm) {
-        norm_row<T>(in, norm, to, g.d, l.eps, l.offset);
-        in = to;
-      }
-      rotate_row<T>(in, to, (const float*)l.cos_sin + index_at(positions, t, positions64) * l.rotary, l.rotary, g.d, l.interleaved);
+      if (norm) norm_row(in, norm, in, g.d, l.eps, l.offset);
+      rotate_row(in, to, (const float*)l.cos_sin + index_at(positions, t, positions64) * l.rotary, l.rotary, g.d, l.interleaved);
       if (!is_q) write_key<T>(g, index_at(step->slots, t, step->slots64), h - g.heads, row);
     }
   }
@@ -155,19 +157,20 @@ template <class T> struct Run {
   void operator()(char* base, const Sizes& s) {
     const Geometry& g = l.g;
     long H = l.hidden, width = g.heads * g.d + g.kv_heads * (g.d + g.dv);
-    T *xn = (T*)(base + s.xn), *qkv = (T*)(base + s.qkv), *attn = (T*)(base + s.attn), *h = (T*)(base + s.h);
+    T *xn = (T*)(base + s.xn), *attn = (T*)(base + s.attn), *h = (T*)(base + s.h);
     T* q = flags == ENTER ? out : (T*)(base + s.q);
     T* ao = flags & MLP ? (T*)(base + s.ao) : out;
+    float* qkv = (float*)(base + s.qkv);
     float* parts = (float*)(base + s.parts);
     Pool::run(s.threads, [&](long tid, long threads) {
       char* mine = base + s.priv + tid * s.priv_bytes;
-      T* priv = (T*)mine;
-      float* temp = (float*)(mine + Sizes::up(2 * FEW * H * sizeof(T)));
+      float* priv = (float*)mine;
+      float* temp = (float*)(mine + Sizes::up(FEW * H * (4 + sizeof(T))));
       float* scratch = (float*)((char*)temp + Sizes::up(2 * MLP_PANEL * 16 * 4));
-      T* sum = nullptr;
+      float* sum = nullptr;
       if (flags & ENTER) {
         T* y = norms(x, nullptr, l.norm, l.eps, l.offset, xn, priv, tid, threads, &sum);
-        gemm_share<T, T>(qkv_share, threads, y, tokens, l.qkv, l.qkv_bias, width, H, qkv);
+        gemm_share<T, float>(qkv_share, threads, y, tokens, l.qkv, l.qkv_bias, width, H, qkv);
         meet.wait(threads);
         keep(sum, tid);
         heads(qkv, q, tid, threads);
@@ -180,7 +183,7 @@ template <class T> struct Run {
         if (l.post_norm && !(flags & MLP)) {
           meet.wait(threads);
           for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
-            norm_row<T>(ao + t * H, (const T*)l.post_norm, ao + t * H, H, l.eps, l.offset);
+            norm_row(ao + t * H, (const T*)l.post_norm, ao + t * H, H, l.eps, l.offset);
         }
       }
       if (flags & MLP) mlp(flags & ATTEND ? ao : x, xn, h, priv, temp, tid, threads);
@@ -202,10 +205,10 @@ template <class T> struct Run {
     }
   }
 
-  void mlp(T* add, T* xn, T* h, T* priv, float* temp, long tid, long threads) {
+  void mlp(T* add, T* xn, T* h, float* priv, float* temp, long tid, long threads) {
     long H = l.hidden, I = l.inner;
     const T *gu = (const T*)l.gate_up, *bias = (const T*)l.gate_up_bias;
-    T* sum;
+    float* sum;
     if (flags & ATTEND) meet.wait(threads);
     T* y = norms(add, flags & ATTEND ? l.post_norm : nullptr, l.mlp_norm, l.mlp_eps, l.mlp_offset, xn, priv, tid, threads, &sum);
     for (long p = 0; p < tokens; p += MLP_PANEL) {
@@ -228,6 +231,6 @@ template <class T> struct Run {
     }
     if (l.mlp_post_norm)
       for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
-        norm_row<T>(out + t * H, (const T*)l.mlp_post_norm, out + t * H, H, l.mlp_eps, l.mlp_offset);
+        norm_row(out + t * H, (const T*)l.mlp_post_norm, out + t * H, H, l.mlp_eps, l.mlp_offset);
   }
 };

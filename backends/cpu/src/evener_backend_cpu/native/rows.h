@@ -2,7 +2,8 @@
 #pragma once
 #include "simd.h"
 
-template <class T> INLINE void norm_row(const T* x, const T* w, T* y, long n, float eps, float offset) {
+// y may be x where they have the same type.
+template <class I, class T, class O> INLINE void norm_row(const I* x, const T* w, O* y, long n, float eps, float offset) {
   v16 acc = splat(0.f);
   long i = 0;
   for (; i + 16 <= n; i += 16) {
@@ -13,24 +14,19 @@ template <class T> INLINE void norm_row(const T* x, const T* w, T* y, long n, fl
   for (; i < n; i++) total += wide(x[i]) * wide(x[i]);
   float r = 1.f / sqrtf(total / (float)n + eps);
   i = 0;
-  // As the reference: with an offset multiply before rounding, without one round first.
-  if (offset != 0.f) {
-    for (; i + 16 <= n; i += 16) store(y + i, (load(x + i) * r) * (load(w + i) + offset));
-    for (; i < n; i++) put(y + i, (wide(x[i]) * r) * (wide(w[i]) + offset));
-  } else {
-    for (; i + 16 <= n; i += 16) store(y + i, rounded<T>(load(x + i) * r) * load(w + i));
-    for (; i < n; i++) put(y + i, rounded1<T>(wide(x[i]) * r) * wide(w[i]));
-  }
+  for (; i + 16 <= n; i += 16) store(y + i, (load(x + i) * r) * (load(w + i) + offset));
+  for (; i < n; i++) put(y + i, (wide(x[i]) * r) * (wide(w[i]) + offset));
 }
 
-template <class T> INLINE void add_row(const T* a, const T* b, T* y, long n) {
+// y = a + b in float32; y may be a.
+template <class T> INLINE void add_row(const float* a, const T* b, float* y, long n) {
   long i = 0;
   for (; i + 16 <= n; i += 16) store(y + i, load(a + i) + load(b + i));
-  for (; i < n; i++) put(y + i, wide(a[i]) + wide(b[i]));
+  for (; i < n; i++) y[i] = a[i] + wide(b[i]);
 }
 
-// Rotates x[0:dim] into y; the rest is copied up to ``size``. y may be x.
-template <class T> INLINE void rotate_row(const T* x, T* y, const float* cos_sin, long dim, long size, bool interleaved) {
+// Rotates x[0:dim] into y; the rest is copied up to ``size``. y may be x where they have the same type.
+template <class I, class T> INLINE void rotate_row(const I* x, T* y, const float* cos_sin, long dim, long size, bool interleaved) {
   long half = dim / 2, i = 0;
   const float *c = cos_sin, *s = cos_sin + half;
   if (interleaved) {
@@ -51,8 +47,8 @@ template <class T> INLINE void rotate_row(const T* x, T* y, const float* cos_sin
       put(y + half + i, b * c[i] + a * s[i]);
     }
   }
-  if (y != x)
-    for (i = dim; i < size; i++) y[i] = x[i];
+  if ((const void*)y != (const void*)x)
+    for (i = dim; i < size; i++) put(y + i, wide(x[i]));
 }
 
 enum Activation { SILU = 0, GELU = 1, GELU_TANH = 2 };

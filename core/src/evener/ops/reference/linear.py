@@ -37,10 +37,19 @@ class PlainPacking(Packing):
 
 PLAIN = PlainPacking()
 
+_WIDENED_ROWS = 16384
+
 
 def linear(static: Mapping[str, Any], use: Use) -> OpFunction:
+    out: torch.dtype = getattr(torch, static["out"])
+
     def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, weight.data, bias)
+        if x.dtype == out:
+            return F.linear(x, weight.data, bias)
+        # Slices bound the memory of the widened copies.
+        pieces = [F.linear(x.to(out), rows.to(out)) for rows in weight.data.split(_WIDENED_ROWS)]
+        y = torch.cat(pieces, dim=-1)
+        return y if bias is None else y + bias
 
     return run
 

@@ -16,11 +16,7 @@ def rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide: torch.Tensor = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        if offset:
-            # Gemma multiplies before it rounds; the Llama family rounds first.
-            wide = wide * (weight.float() + offset)
-            return wide.to(x.dtype)
-        return wide.to(x.dtype) * weight
+        return (wide * (weight.float() + offset)).to(x.dtype)
 
     return run
 
@@ -29,8 +25,8 @@ def add_rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
     norm = rms_norm(static, use)
 
     def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual
-        return norm(total, weight), total
+        total = x + residual  # the wider type wins
+        return norm(total, weight).to(x.dtype), total
 
     return run
 
