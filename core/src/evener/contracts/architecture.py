@@ -59,7 +59,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """Logits float32 [R, vocab_size] for the rows ``hidden`` [R, hidden] that were picked from ``forward``'s result."""
+        """Logits float32 [R, vocab_size] of the rows ``hidden`` [R, hidden], picked from ``forward``'s result."""
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

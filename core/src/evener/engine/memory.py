@@ -72,8 +72,8 @@ def _size(count: int) -> str:
 
 
 def activation_bytes(build: Builder, step_tokens: int, rows: int, vocab: int) -> int:
-    """Scratch of the largest step with plain ops: a few tensors of each width, the stream in float32, and the logits with
-    a copy."""
+    """Scratch of the largest step with plain ops: a few tensors of each width, the stream in float32, and the logits
+    twice."""
     element = int(DTYPE_BYTES[build.dtype])
     linears = [w for w in build.weights if isinstance(w, LinearWeight) and w.rows != vocab]
     hidden = max((w.columns for w in linears), default=0)
