@@ -208,7 +208,9 @@ class _Checked:
             return [f"{len(got)} outputs instead of {len(want)}"]
         problems = []
         for declared, have, right in zip(self._schema.outputs, got, want, strict=True):
-            wanted = {"*": self._dtype, "out": self._case.static.get("out")}.get(declared.dtype, declared.dtype)
+            wanted = declared.dtype if declared.dtype != "*" else self._dtype
+            if wanted == "out":
+                wanted = self._case.static["out"]
             if have.dtype != getattr(torch, wanted):
                 problems.append(f"{declared.name} is {have.dtype}, not {wanted}")
             elif problem := difference(have, right, self._schema.tolerance, self._dtype):

@@ -16,7 +16,8 @@ def rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide: torch.Tensor = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (wide * (weight.float() + offset)).to(x.dtype)
+        wide = wide * (weight.float() + offset)
+        return wide.to(x.dtype)
 
     return run
 
