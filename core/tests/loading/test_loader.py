@@ -40,7 +40,9 @@ class Blocked(PlainPacking):
     """Always makes a copy."""
 
     layout = "blocked"
-    copies = True
+
+    def keeps(self, parts: Any) -> bool:
+        return False
 
     def pack(self, parts: Any, dtype: str, device: torch.device) -> Any:
         packed = super().pack(parts, dtype, device)

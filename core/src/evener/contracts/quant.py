@@ -23,6 +23,14 @@ DTYPE_BYTES: dict[str, float] = {
 }  # fmt: skip
 
 
+#: Block formats: elements along the in-features and bytes of one block, which holds its own scales. Blocks of a row lie
+#: one after another, and rows one after another; the inner order of a block is ggml's.
+BLOCKS: dict[str, tuple[int, int]] = {
+    "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34), "q2_k": (256, 84),
+    "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class QuantFormat:
     """How the numbers of one tensor part are stored.
@@ -63,10 +71,17 @@ def plain(dtype: str) -> QuantFormat:
     return QuantFormat(storage=dtype)
 
 
+def block_format(storage: str) -> QuantFormat:
+    """The format of parts stored in blocks; ``storage`` is a key of ``BLOCKS``. Their one tensor is "weight", uint8
+    [rows, bytes of a row]."""
+    elements, nbytes = BLOCKS[storage]
+    return QuantFormat(storage=storage, group=elements, scale="float16", bits=nbytes * 8 / elements)
+
+
 @dataclass(frozen=True)
 class WeightPart:
     """One source tensor of a linear weight: ``tensors`` as the scheme names them ("weight", "scale", …), shape [rows,
-    columns]."""
+    columns]. ``format`` is the one that it is packed from: a part that nobody packs as stored is dequantized first."""
 
     name: str
     rows: int
@@ -99,11 +114,9 @@ class Packing(ABC):
 
     Attributes:
         layout: unique name, e.g. "plain" or "cpu.blocked_bf16".
-        copies: False if it keeps the parts' own storage (so memory-mapped weights stay mapped).
     """
 
     layout: str
-    copies: bool = True
 
     @abstractmethod
     def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
@@ -117,6 +130,12 @@ class Packing(ABC):
     @abstractmethod
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         """Pack the parts, stacked along out-features in the given order."""
+
+    def keeps(self, parts: Sequence[WeightPart]) -> bool:
+        """(optional) Whether ``pack`` keeps the parts' own storage, so that memory-mapped weights stay mapped. Default:
+        no."""
+        del parts
+        return False
 
 
 class QuantScheme(ABC):
@@ -138,9 +157,13 @@ class QuantScheme(ABC):
         none."""
 
     @abstractmethod
-    def tensors(self, name: str) -> Mapping[str, str]:
+    def tensors(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
         """``{role: checkpoint tensor name}`` of that part, e.g. ``{"weight": "….weight", "scale":
         "….weight_scale_inv"}``."""
+
+    @abstractmethod
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        """The numbers of ``part`` (with ``tensors``), [rows, columns] of ``dtype``: what kernels must agree with."""
 
     @abstractmethod
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:

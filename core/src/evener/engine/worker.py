@@ -132,6 +132,8 @@ class Worker:
         for line in plan.lines():
             log.info("memory: %s", line)
         log.info("memory: weights estimated %d, measured %d bytes", plan.weights, loaded.counted)
+        for line in a.resolver.manifest.dequantized_lines():
+            log.warning("%s", line)
         if a.config.config.max_fallback == "listed":
             for line in a.resolver.manifest.fallback_lines():
                 log.warning("only the reference serves %s", line)

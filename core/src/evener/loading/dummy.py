@@ -13,7 +13,6 @@ from evener.errors import CheckpointError
 from evener.layers.declared import Declared, LinearWeight, Weight
 from evener.loading.loader import Ledger, WeightBytes, fill_table, pack
 from evener.loading.match import shared_names
-from evener.loading.scheme import Unquantized
 
 STD = 0.02
 #: A prime, so that rows of any power-of-two width differ although the noise repeats.
@@ -31,7 +30,7 @@ def load_dummy(
     Raises:
         CheckpointError: a declared part is quantized.
     """
-    noise, ledger = _Noise(seed, shared_names(declared, Unquantized())), Ledger()
+    noise, ledger = _Noise(seed, shared_names(declared)), Ledger()
     for item in declared:
         if isinstance(item, Weight):
             item.value = noise.weight(item, device)

@@ -48,7 +48,7 @@ def estimate_weights(
         scheme: how the checkpoint stores linear weights; default unquantized.
         mappable: False on a device that cannot read the host's memory.
     """
-    book = _Book(headers if mappable and headers is not None else {}, scheme or Unquantized())
+    book = _Book(headers or {}, scheme or Unquantized(), mappable)
     for item in declared:
         if isinstance(item, Weight):
             book.add_tensor(item)
@@ -62,8 +62,8 @@ def estimate_weights(
 class _Book:
     """Running sums. ``held``: under which keys each stored tensor lies in memory already."""
 
-    def __init__(self, headers: Headers, scheme: QuantScheme) -> None:
-        self.headers, self.scheme = headers, scheme
+    def __init__(self, headers: Headers, scheme: QuantScheme, mappable: bool) -> None:
+        self.headers, self.scheme, self.mappable = headers, scheme, mappable
         self.counted = self.mapped = 0
         self.seconds: list[SecondCopy] = []
         self.held: dict[str, set[str]] = {}
@@ -73,25 +73,25 @@ class _Book:
         if len(item.sources) > 1:
             self.counted += nbytes
         else:
-            self._hold(item.sources[0], f"as it is:{item.dtype}", nbytes, self._stored(item.sources[0]) == item.dtype)
+            self._hold(item.sources[0], item.dtype, nbytes, self._mapped(item.sources[0], plain(item.dtype)))
 
     def add_linear(self, item: LinearWeight, packing: Packing) -> None:
-        nbytes, part = packing.nbytes(item.parts, item.dtype), item.parts[0]
-        if len(item.parts) > 1:
-            self.counted += nbytes
-        elif packing.copies:
-            self._hold(part.name, f"packed:{packing.layout}", nbytes, False)
+        if packing.keeps(item.parts):
+            for part in item.parts:
+                # A plain part is converted before it is packed, a quantized one is packed as stored.
+                form = plain(item.dtype) if part.format.plain else part.format
+                nbytes = packing.nbytes([part], item.dtype)
+                self._hold(part.name, form.storage, nbytes, self._mapped(part.name, form))
+        elif len(item.parts) > 1:
+            self.counted += packing.nbytes(item.parts, item.dtype)
         else:
-            keeps = self._as_stored(part.name, part.format, item.dtype)
-            self._hold(part.name, f"as it is:{item.dtype}", nbytes, keeps)
+            nbytes = packing.nbytes(item.parts, item.dtype)
+            self._hold(item.parts[0].name, f"packed:{packing.layout}", nbytes, False)
 
-    def _as_stored(self, name: str, form: QuantFormat, dtype: str) -> bool:
-        """Whether nothing has to be converted."""
-        names = self.scheme.tensors(name).values()
-        return all(n in self.headers for n in names) and (not form.plain or form == plain(dtype))
-
-    def _stored(self, name: str) -> str | None:
-        return self.headers[name][0] if name in self.headers else None
+    def _mapped(self, name: str, form: QuantFormat) -> bool:
+        """Whether what is stored under ``name`` is used as it lies in its file."""
+        stored = self.scheme.part(name, self.headers) if self.mappable else None
+        return stored is not None and stored.format == form
 
     def _hold(self, name: str, key: str, nbytes: int, mapped: bool) -> None:
         held = self.held.setdefault(name, set())

@@ -42,7 +42,7 @@ def load_weights(
     """
     check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.folder))
     _check_ties(checkpoint, ties or {})
-    return _Loader(checkpoint, scheme, packings, device, shared_names(declared, scheme)).load(declared)
+    return _Loader(checkpoint, scheme, packings, device, shared_names(declared)).load(declared)
 
 
 def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
@@ -122,7 +122,12 @@ class _Loader:
         key = (name, dtype)
         if key in self._converted:
             return self._converted[key]
-        tensor = self._read(name).to(device=self._device, dtype=getattr(torch, dtype))
+        stored = self._scheme.part(name, self._checkpoint.headers)
+        if stored is None or stored.format.plain:
+            tensor = self._read(name)
+        else:
+            tensor = self._scheme.dequantize(self._filled(stored), dtype)
+        tensor = tensor.to(device=self._device, dtype=getattr(torch, dtype))
         if name in self._shared:
             self._converted[key] = tensor
         return tensor
@@ -132,10 +137,13 @@ class _Loader:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _part(self, part: WeightPart, dtype: str) -> WeightPart:
-        roles = self._scheme.tensors(part.name)
         if part.format.plain:
             # Converting here, not in the packing, lets a tied head and its embedding share one converted tensor.
-            return replace(part, tensors={role: self._convert(name, dtype) for role, name in roles.items()})
+            return replace(part, tensors={"weight": self._convert(part.name, dtype)})
+        return self._filled(part)
+
+    def _filled(self, part: WeightPart) -> WeightPart:
+        roles = self._scheme.tensors(part.name, self._checkpoint.headers)
         return replace(part, tensors={role: self._read(name) for role, name in roles.items()})
 
 

@@ -16,13 +16,18 @@ Headers = Mapping[str, tuple[str, tuple[int, ...]]]
 HARMLESS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.attn\.bias")
 
 
-def stored_names(item: Declared, scheme: QuantScheme) -> Iterator[str]:
-    """Names of the checkpoint's tensors that ``item`` is made of."""
+def declared_names(item: Declared) -> Iterator[str]:
+    """Names of the weights that ``item`` joins; none for a table."""
     if isinstance(item, Weight):
         yield from item.sources
     elif isinstance(item, LinearWeight):
-        for part in item.parts:
-            yield from scheme.tensors(part.name).values()
+        yield from (part.name for part in item.parts)
+
+
+def stored_names(item: Declared, scheme: QuantScheme, headers: Headers) -> Iterator[str]:
+    """Names of the checkpoint's tensors that ``item`` is made of."""
+    for name in declared_names(item):
+        yield from scheme.tensors(name, headers).values()
 
 
 def check_match(
@@ -42,7 +47,7 @@ def check_match(
     Raises:
         CheckpointError: tensors are missing, left over, or of other shapes; one error names ten of each kind.
     """
-    wanted = dict.fromkeys(name for item in declared for name in stored_names(item, scheme))
+    wanted = dict.fromkeys(name for item in declared for name in stored_names(item, scheme, headers))
     missing = [name for name in wanted if name not in headers]
     pattern = re.compile("|".join(f"(?:{p})" for p in (*HARMLESS, *ignored)))
     extra = [n for n in headers if n not in wanted and n not in (ties or {}) and not pattern.fullmatch(n)]
@@ -69,7 +74,7 @@ def _finding(what: str, names: Sequence[str], limit: int = 10) -> str:
 
 def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterator[str]:
     if isinstance(item, Weight):
-        shapes = [headers[name][1] for name in item.sources if name in headers]
+        shapes = [_shape(name, headers, scheme) for name in item.sources if name in headers]
         if len(shapes) == len(item.sources) and _joined(shapes) != item.shape:
             stored = " + ".join(str(list(shape)) for shape in shapes)
             yield f"{' + '.join(item.sources)} is {stored}, not {list(item.shape)}"
@@ -77,9 +82,15 @@ def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterato
         for declared in item.parts:
             part = scheme.part(declared.name, headers)
             if part is not None and (part.rows, part.columns) != (declared.rows, declared.columns):
-                names = (n for n in scheme.tensors(declared.name).values() if n in headers)
+                names = (n for n in scheme.tensors(declared.name, headers).values() if n in headers)
                 stored = ", ".join(str(list(headers[name][1])) for name in names)
                 yield f"{declared.name} is {stored}, not {[declared.rows, declared.columns]}"
+
+
+def _shape(name: str, headers: Headers, scheme: QuantScheme) -> tuple[int, ...]:
+    """The shape of what is stored under ``name``, once dequantized."""
+    part = scheme.part(name, headers)
+    return headers[name][1] if part is None or part.format.plain else (part.rows, part.columns)
 
 
 def _joined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -90,7 +101,7 @@ def _joined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def shared_names(declared: Sequence[Declared], scheme: QuantScheme) -> frozenset[str]:
+def shared_names(declared: Sequence[Declared]) -> frozenset[str]:
     """Names that more than one declared weight reads (a tied head)."""
-    readers = Counter(name for item in declared for name in dict.fromkeys(stored_names(item, scheme)))
+    readers = Counter(name for item in declared for name in dict.fromkeys(declared_names(item)))
     return frozenset(name for name, count in readers.items() if count > 1)

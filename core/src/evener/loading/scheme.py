@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.quant import QuantScheme, WeightPart, plain
 from evener.errors import CheckpointError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
 
 _METHODS = ("quantization_config", "compression_config")
 
@@ -33,8 +36,13 @@ class Unquantized(QuantScheme):
         rows, columns = shape if len(shape) == 2 else (0, 0)
         return WeightPart(name, rows, columns, form)
 
-    def tensors(self, name: str) -> Mapping[str, str]:
+    def tensors(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
         return {"weight": name}
+
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        import torch
+
+        return part.tensors["weight"].to(getattr(torch, dtype))
 
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
         extent = part.rows if axis == "out" else part.columns

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from evener.contracts.ops import Bucket
+from evener.contracts.quant import WeightPart, plain
 
 REFERENCE = "reference"
 EXPANDED = "expanded"
@@ -32,12 +33,40 @@ class Choice:
 
 
 @dataclass
+class Dequantized:
+    """Parts that nobody packs as they are stored: how many, their bytes in the file and in memory, and why."""
+
+    reason: str
+    parts: int = 0
+    stored: int = 0
+    held: int = 0
+
+
+@dataclass
 class Manifest:
-    """Everything that resolution decided."""
+    """Everything that resolution decided. ``dequantized`` is by storage and compute type."""
 
     choices: list[Choice] = field(default_factory=list)
     packings: dict[str, str] = field(default_factory=dict)
+    dequantized: dict[tuple[str, str], Dequantized] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def note_dequantized(self, parts: Sequence[WeightPart], dtype: str, reason: str) -> None:
+        """Count the quantized parts of a weight that nobody packs as they are stored."""
+        for part in parts:
+            if not part.format.plain:
+                found = self.dequantized.setdefault((part.format.storage, dtype), Dequantized(reason))
+                found.parts += 1
+                found.stored += part.format.nbytes(part.rows, part.columns)
+                found.held += plain(dtype).nbytes(part.rows, part.columns)
+
+    def dequantized_lines(self) -> list[str]:
+        """One line for each format that is not computed in as it is stored, with what that costs."""
+        return [
+            f"{found.parts} {'tensors are' if found.parts > 1 else 'tensor is'} dequantized from {storage} to {dtype}, "
+            f"{found.held - found.stored:,} bytes more ({found.reason})"
+            for (storage, dtype), found in sorted(self.dequantized.items())
+        ]
 
     def fallbacks(self) -> list[Choice]:
         """The choices that fell back to the reference."""
@@ -80,6 +109,7 @@ class Manifest:
         return {
             "ops": list(self.rows()),
             "packings": dict(layouts),
+            "dequantized": self.dequantized_lines(),
             "fallbacks": sorted({c.op for c in self.fallbacks()}),
             "notes": list(self.notes),
         }

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction, OpSchema
-from evener.contracts.quant import Packing
+from evener.contracts.quant import Packing, WeightPart, plain
 from evener.contracts.state import StateProvider
 from evener.errors import ResolveError, UnknownNameError
 from evener.layers.declared import CallSite, LinearWeight, StateSlot
@@ -141,25 +141,33 @@ class Resolver:
 
     def packings(self, weights: Sequence[LinearWeight], op: str = "linear") -> None:
         """Give every linear weight a layout that some kernel accepts in each bucket; the best kernel's first choice
-        wins."""
-        chosen: dict[Any, str] = {}
+        wins. Parts of a weight that nobody packs as stored become plain ones, to be dequantized; a note says so."""
+        chosen: dict[Any, tuple[str, str]] = {}
         for weight in weights:
             key = (tuple((p.rows, p.columns, p.format) for p in weight.parts), weight.dtype, weight.out)
             if key not in chosen:
                 chosen[key] = self._layout(weight, op)
-            weight.layout = self.manifest.packings[weight.name] = chosen[key]
+            layout, why = chosen[key]
+            weight.layout = self.manifest.packings[weight.name] = layout
+            if why:
+                self.manifest.note_dequantized(weight.parts, weight.dtype, why)
+                weight.parts = _plain_parts(weight)
 
-    def _layout(self, weight: LinearWeight, op: str) -> str:
-        refused = []
+    def _layout(self, weight: LinearWeight, op: str) -> tuple[str, str]:
+        """The layout and, if the parts must be dequantized for it, why nobody packs them as they are stored."""
+        refused: list[str] = []
         offers = [o for o in self._by_op.get(op, []) if self._forbidden(op, o) is None]
         layouts: list[str] = [p.layout for o in offers for p in o.value.packings]
-        for layout in dict.fromkeys([*layouts, self.market.reference_packing.layout]):
-            reason = self._packings[layout].supports(weight.parts, weight.dtype)
-            if reason is None and layout != self.market.reference_packing.layout:
-                reason = self._unserved(weight, op, layout, offers)
-            if reason is None:
-                return layout
-            refused.append(f"{layout}: {reason}")
+        for parts in dict.fromkeys([weight.parts, _plain_parts(weight)]):
+            candidate = replace(weight, parts=parts)
+            why = "; ".join(refused)
+            for layout in dict.fromkeys([*layouts, self.market.reference_packing.layout]):
+                reason = self._packings[layout].supports(parts, weight.dtype)
+                if reason is None and layout != self.market.reference_packing.layout:
+                    reason = self._unserved(candidate, op, layout, offers)
+                if reason is None:
+                    return layout, why if parts != weight.parts else ""
+                refused.append(f"{layout}: {reason}")
         raise ResolveError(f"no packing can hold {weight.name} for compute in {weight.dtype} ({'; '.join(refused)})")
 
     def _unserved(self, weight: LinearWeight, op: str, layout: str, offers: Sequence[Offer]) -> str | None:
@@ -240,6 +248,10 @@ def load_reference(schema: OpSchema) -> Any:
     """The function that ``schema.reference`` names."""
     module, _, name = schema.reference.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _plain_parts(weight: LinearWeight) -> tuple[WeightPart, ...]:
+    return tuple(p if p.format.plain else replace(p, format=plain(weight.dtype)) for p in weight.parts)
 
 
 def _linear_weights(static: Mapping[str, Any]) -> Iterator[tuple[str, LinearWeight]]:

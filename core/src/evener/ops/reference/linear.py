@@ -16,7 +16,6 @@ class PlainPacking(Packing):
     """One contiguous [rows, columns] matrix in the compute type."""
 
     layout = "plain"
-    copies = False
 
     def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
         odd = [p.format.storage for p in parts if not p.format.plain]
@@ -33,6 +32,9 @@ class PlainPacking(Packing):
         return PackedWeight(
             self.layout, (data.shape[0], data.shape[1]), data, data.nbytes, tuple(p.format for p in parts)
         )
+
+    def keeps(self, parts: Sequence[WeightPart]) -> bool:
+        return len(parts) == 1
 
 
 PLAIN = PlainPacking()
