@@ -1,84 +1,101 @@
-"""Engines under one interface: ``run(job)`` gives seconds to the last first token and seconds in all."""
+"""Engines under one interface: ``run(job)`` gives seconds to the last first token and seconds in all.
+
+As a program, ``engines.py NAME SETTINGS``, one of them in a process of its own: a job a line in, an answer a line out.
+It imports nothing of the others, so that any interpreter that has the engine can run it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from workload import Job
+from workload import Job, fixed
 
 Run = Callable[[Job], tuple[float, float]]
 
 
-def evener(model: str, dtype: str, threads: int, overrides: dict[str, Any]) -> tuple[Run, str]:
-    """This project, engine only: tokens in, tokens out, in this process."""
-    from importlib_metadata import version
-
-    from evener import LLM, SamplingParams
-
-    llm = LLM(model, **{"dtype": dtype, "infer.threads": threads, "infer.prefix_cache": False, **overrides})
-
-    def params(count: int) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-
-    def generate(prompts: list[list[int]], counts: list[int]) -> float:
-        began = time.perf_counter()
-        outputs = llm.generate(prompts, [params(c) for c in counts])
-        seconds = time.perf_counter() - began
-        got = [len(o.outputs[0].token_ids) for o in outputs]
-        assert got == counts, f"asked for {counts} tokens, got {got}"
-        return seconds
+def _timed(generate: Callable[[list[list[int]], list[int]], float]) -> Run:
+    """A job twice: one new token a request gives the time of the prompts, then the whole."""
 
     def run(job: Job) -> tuple[float, float]:
         first = generate(job.prompts, [1] * len(job.prompts))
         return first, generate(job.prompts, job.counts) if max(job.counts) > 1 else first
 
-    return run, f"evener {version('evener')} on {llm.info['backend']} {llm.info['backend_version']}"
+    return run
 
 
-def transformers_generate(model: str, dtype: str, threads: int, overrides: dict[str, Any]) -> tuple[Run, str]:
+def _check(asked: list[int], got: list[int]) -> None:
+    if asked != got:
+        raise RuntimeError(f"asked for {asked} new tokens, got {got}")
+
+
+def evener(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[Run, str]:
+    """This project, engine only: tokens in, tokens out, in this process."""
+    from importlib_metadata import version
+
+    from evener import LLM, SamplingParams
+
+    given = {"dtype": dtype, "infer.threads": threads, "infer.prefix_cache": False}
+    llm = LLM(model, **{**given, **dict(pair.split("=", 1) for pair in settings)})
+
+    def generate(prompts: list[list[int]], counts: list[int]) -> float:
+        params = [SamplingParams(temperature=0.0, max_tokens=c, ignore_eos=True, detokenize=False) for c in counts]
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        seconds = time.perf_counter() - began
+        _check(counts, [len(o.outputs[0].token_ids) for o in outputs])
+        return seconds
+
+    return _timed(generate), f"evener {version('evener')} on {llm.info['backend']} {llm.info['backend_version']}"
+
+
+def _transformers(model: str, dtype: str, threads: int) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    return load(model, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+
+
+def transformers_generate(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[Run, str]:
     """``generate`` over a left-padded batch: everybody waits for the longest."""
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    torch.set_num_threads(threads)
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+    net, config_of = _transformers(model, dtype, threads), cast(Any, transformers.GenerationConfig)
 
-    def generate(prompts: list[list[int]], count: int) -> float:
-        longest = max(map(len, prompts))
+    def generate(prompts: list[list[int]], counts: list[int]) -> float:
+        longest, count = max(map(len, prompts)), max(counts)
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        config = GenerationConfig(
+        config = config_of(
             do_sample=False, max_new_tokens=count, min_new_tokens=count, eos_token_id=None, pad_token_id=0
         )
         began = time.perf_counter()
         with torch.inference_mode():
             out = net.generate(ids, attention_mask=mask, generation_config=config)
         seconds = time.perf_counter() - began
-        assert out.shape[1] == longest + count
+        _check([longest + count], [out.shape[1]])
         return seconds
 
-    def run(job: Job) -> tuple[float, float]:
-        first = generate(job.prompts, 1)
-        return first, generate(job.prompts, max(job.counts)) if max(job.counts) > 1 else first
-
-    return run, f"transformers {transformers.__version__} generate"
+    return _timed(generate), f"transformers {transformers.__version__} generate"
 
 
-def transformers_batch(model: str, dtype: str, threads: int, overrides: dict[str, Any]) -> tuple[Run, str]:
+def transformers_batch(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[Run, str]:
     """Transformers' own continuous batching: the manager behind ``generate_batch``, each request with its own limit."""
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    torch.set_num_threads(threads)
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+    net, config_of = _transformers(model, dtype, threads), cast(Any, transformers.GenerationConfig)
 
     def generate(prompts: list[list[int]], counts: list[int]) -> float:
-        config = GenerationConfig(do_sample=False, max_new_tokens=max(counts), eos_token_id=-1, pad_token_id=0)
-        pool = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048, max_requests_per_batch=16)
+        config = config_of(do_sample=False, max_new_tokens=max(counts), eos_token_id=-1, pad_token_id=0)
+        pool = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048, max_requests_per_batch=16)
         with (
             torch.no_grad(),
             net.continuous_batching_context_manager(
@@ -91,18 +108,132 @@ def transformers_batch(model: str, dtype: str, threads: int, overrides: dict[str
             done: dict[str, int] = {}
             while len(done) < len(prompts):
                 result = manager.get_result(timeout=60)
-                assert result is not None, "the manager's thread has stopped"
+                if result is None:
+                    raise RuntimeError("the manager's thread has stopped")
                 if result.is_finished():
                     done[result.request_id] = len(result.generated_tokens)
             seconds = time.perf_counter() - began
-        assert sorted(done.values()) == sorted(counts), f"asked for {counts} tokens, got {list(done.values())}"
+        _check(sorted(counts), sorted(done.values()))
         return seconds
 
+    return _timed(generate), f"transformers {transformers.__version__} continuous batching"
+
+
+def llamacpp(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[Run, str]:
+    """llama.cpp through llama-cpp-python's low-level calls: one ``llama_decode`` a step over all sequences, argmax.
+
+    ``model`` is a GGUF file, or ``gguf=FILE`` among the settings says which. ``dtype`` is the file's.
+    """
+    import llama_cpp as lib
+    import numpy as np
+
+    given = dict(pair.split("=", 1) for pair in settings)
+    path = given.get("gguf", model)
+    lib.llama_backend_init()
+    silent = lib.llama_log_callback(lambda *_: None)
+    lib.llama_log_set(silent, None)
+    net = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+    if not net:
+        raise RuntimeError(f"llama.cpp cannot load {path}; give a GGUF file with --set gguf=FILE")
+    vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(net))
+    limit = 2048
+    batch = lib.llama_batch_init(limit, 0, 1)
+
+    def context(sequences: int, tokens: int) -> Any:
+        params = lib.llama_context_default_params()
+        # One stream of state a sequence: over a unified one each sequence would attend, masked, over all.
+        params.n_ctx, params.kv_unified = sequences * (-(-tokens // 256) * 256), False
+        params.n_batch, params.n_ubatch, params.n_seq_max = limit, 512, sequences
+        params.n_threads = params.n_threads_batch = threads
+        return lib.llama_init_from_model(net, params)
+
+    def feed(made: Any, items: list[tuple[int, int, int, bool]]) -> list[int]:
+        """(token, position, sequence, wants logits) in; the likeliest next tokens of those that want them."""
+        found: list[int] = []
+        for begin in range(0, len(items), limit):
+            part = items[begin : begin + limit]
+            for i, (token, position, sequence, wants) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, position, wants
+                batch.seq_id[i][0], batch.n_seq_id[i] = sequence, 1
+            batch.n_tokens = len(part)
+            if lib.llama_decode(made, batch) != 0:
+                raise RuntimeError("llama_decode failed")
+            wanted = sum(item[3] for item in part)
+            if wanted:
+                logits = np.ctypeslib.as_array(lib.llama_get_logits(made), (wanted, vocab))
+                found += logits.argmax(1).tolist()
+        return found
+
+    def generate(prompts: list[list[int]], counts: list[int]) -> float:
+        made = context(len(prompts), max(len(p) + c for p, c in zip(prompts, counts, strict=True)))
+        try:
+            began = time.perf_counter()
+            items = [(x, i, s, i == len(p) - 1) for s, p in enumerate(prompts) for i, x in enumerate(p)]
+            tokens = dict(enumerate(feed(made, items)))
+            for step in range(1, max(counts)):
+                alive = [s for s, count in enumerate(counts) if count > step]
+                rows = [(tokens[s], len(prompts[s]) + step - 1, s, True) for s in alive]
+                tokens = dict(zip(alive, feed(made, rows), strict=True))
+            return time.perf_counter() - began
+        finally:
+            lib.llama_free(made)
+
+    return _timed(generate), f"llama.cpp (llama-cpp-python {lib.__version__}) {os.path.basename(path)}"
+
+
+def openai_url(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[Run, str]:
+    """Any server with OpenAI's completions that takes token ids: ``url=URL`` among the settings says where."""
+    import asyncio
+
+    from stream import Sample, post
+
+    given = dict(pair.split("=", 1) for pair in settings)
+    if "url" not in given:
+        raise RuntimeError("openai-url needs --set url=http://HOST:PORT/v1")
+    url, name = given["url"].rstrip("/"), given.get("name", os.path.basename(model.rstrip("/")))
+
+    async def ask(prompts: list[list[int]], counts: list[int]) -> list[Sample]:
+        bodies = [
+            {"model": name, "prompt": p, "max_tokens": c, "temperature": 0, "ignore_eos": True, "stream": True,
+             "stream_options": {"include_usage": True}}
+            for p, c in zip(prompts, counts, strict=True)
+        ]  # fmt: skip
+        return await asyncio.gather(*(post(f"{url}/completions", body) for body in bodies))
+
     def run(job: Job) -> tuple[float, float]:
-        first = generate(job.prompts, [1] * len(job.prompts))
-        return first, generate(job.prompts, job.counts) if max(job.counts) > 1 else first
+        began = time.perf_counter()
+        samples = asyncio.run(ask(job.prompts, job.counts))
+        failed = [sample.error for sample in samples if sample.error]
+        if failed:
+            raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+        _check(job.counts, [sample.output_tokens for sample in samples])
+        return max(s.times[0] for s in samples) - began, max(s.times[-1] for s in samples) - began
 
-    return run, f"transformers {transformers.__version__} continuous batching"
+    return run, f"{name} at {url}"
 
 
-ENGINES = {"evener": evener, "transformers": transformers_generate, "transformers-batch": transformers_batch}
+ENGINES = {
+    "evener": evener,
+    "transformers": transformers_generate,
+    "transformers-batch": transformers_batch,
+    "llamacpp": llamacpp,
+    "openai-url": openai_url,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Load one engine, say so, then run what comes."""
+    name, given = argv[0], json.loads(argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not mix with the answers
+    run, label = ENGINES[name](given["model"], given["dtype"], given["threads"], given["settings"])
+    run(fixed(1, 16, 2, 128, 10**6))
+    print(json.dumps({"label": label}), file=answers, flush=True)
+    for line in sys.stdin:
+        first, total = run(Job(**json.loads(line)))
+        print(json.dumps({"first_s": first, "total_s": total}), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

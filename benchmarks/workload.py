@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Job:
     def useful(self) -> int:
         """Tokens that were asked for."""
         return sum(self.counts)
+
+    def to_json(self) -> dict[str, Any]:
+        """For another process; ``Job(**value)`` is the job again."""
+        return {"name": self.name, "prompts": self.prompts, "counts": self.counts}
 
 
 def _ids(rng: random.Random, length: int, vocab: int) -> list[int]:

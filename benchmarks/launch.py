@@ -1,0 +1,204 @@
+"""Processes that a benchmark starts and ends: engines of ``engines``, and servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from workload import Job
+
+HERE = Path(__file__).resolve().parent
+_START_SECONDS = 300.0
+
+
+class EngineChild:
+    """One engine in a process of its own: ``engines.py NAME`` with the interpreter that has it.
+
+    Args:
+        name: of ``engines.ENGINES``.
+        settings: further ``KEY=VALUE`` for the engine.
+
+    Attributes:
+        label: what it says it is, with its version.
+        ready_s: seconds from process start to ready.
+    """
+
+    def __init__(self, name: str, model: str, dtype: str, threads: int, settings: Sequence[str] = ()) -> None:
+        self.name = name
+        given = {"model": str(model), "dtype": dtype, "threads": threads, "settings": list(settings)}
+        began = time.perf_counter()
+        self._process = subprocess.Popen(
+            [interpreter(name), str(HERE / "engines.py"), name, json.dumps(given)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        self.label = str(self._answer()["label"])
+        self.ready_s = round(time.perf_counter() - began, 2)
+
+    def run(self, job: Job) -> tuple[float, float]:
+        """Seconds to the last first token, and seconds in all."""
+        assert self._process.stdin is not None
+        print(json.dumps(job.to_json()), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        return float(answer["first_s"]), float(answer["total_s"])
+
+    def close(self) -> None:
+        """End it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} has ended (exit status {self._process.wait()}); see its message above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def __enter__(self) -> EngineChild:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def interpreter(engine: str) -> str:
+    """The Python that has an engine: ``EVENER_BENCH_PYTHON_<ENGINE>``, or this one."""
+    return os.environ.get("EVENER_BENCH_PYTHON_" + engine.upper().replace("-", "_"), sys.executable)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that takes requests: where, the model's name there, what it is, and its process if it is ours."""
+
+    url: str
+    model: str
+    label: str
+    pid: int = 0
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get_json(url: str, timeout: float = 10.0) -> dict[str, Any]:
+    """GET, never through a proxy."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=timeout) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+@contextmanager
+def running(command: Sequence[str], url: str, probe: str, env: dict[str, str] | None = None) -> Iterator[int]:
+    """A server process that answers ``GET probe``, by its id; it is ended at the end of the block."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **(env or {})}
+        )
+        try:
+            _wait(process, url + probe, log)
+            yield process.pid
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            log.seek(0)
+            raise SystemExit(f"the server has ended (exit status {process.returncode}):\n{log.read()[-4000:]}")
+        try:
+            get_json(url)
+        except (urllib.error.URLError, OSError, ValueError):
+            time.sleep(0.1)
+        else:
+            return
+    raise SystemExit(f"the server was not ready after {_START_SECONDS:g} s: {url}")
+
+
+@contextmanager
+def evener_server(model: str, settings: Sequence[str] = ()) -> Iterator[Server]:
+    """``evener serve MODEL`` on a free port."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [interpreter("evener"), "-m", "evener", "serve", str(model), f"serve.port={port}", *settings]
+    with running(command, url, "/ready") as pid:
+        version = get_json(f"{url}/version")
+        label = f"evener {version['version']} serve on {version['backend']}"
+        yield Server(url, str(get_json(f"{url}/v1/models")["data"][0]["id"]), label, pid)
+
+
+@contextmanager
+def llamacpp_server(model: str, gguf: Path, threads: int) -> Iterator[Server]:
+    """llama-cpp-python's own server, of the environment that has it."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        interpreter("llamacpp"), "-m", "llama_cpp.server", "--model", str(gguf), "--port", str(port), "--host",
+        "127.0.0.1", "--n_ctx", "8192", "--n_threads", str(threads), "--n_threads_batch", str(threads),
+        "--model_alias", Path(model).name,
+    ]  # fmt: skip
+    with running(command, url, "/v1/models") as pid:
+        yield Server(url, Path(model).name, f"llama-cpp-python server {gguf.name}", pid)
+
+
+@contextmanager
+def transformers_server(model: str, threads: int) -> Iterator[Server]:
+    """``transformers serve`` with its continuous batching."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        interpreter("transformers"), "-m", "transformers.cli.transformers", "serve", str(model), "--host", "127.0.0.1",
+        "--port", str(port), "--continuous-batching", "--dtype", "bfloat16", "--attn-implementation", "sdpa",
+    ]  # fmt: skip
+    env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    with running(command, url, "/health", env) as pid:
+        yield Server(url, str(model), "transformers serve, continuous batching", pid)
+
+
+@contextmanager
+def start_server(engine: str, args: Any) -> Iterator[Server]:
+    """The server of ``--engine engine`` with the options of ``serving.py``; one at ``--base-url`` is left running."""
+    threads = args.threads or len(os.sched_getaffinity(0))
+    if engine == "openai-url":
+        url = args.base_url.rstrip("/").removesuffix("/v1")
+        name = args.served_model_name or str(get_json(f"{url}/v1/models")["data"][0]["id"])
+        yield Server(url, name, f"{name} at {url}")
+        return
+    if engine == "evener":
+        settings = [f"infer.threads={threads}", *args.set]
+        with evener_server(args.model, settings) as server:
+            yield server
+    elif engine == "llamacpp":
+        with llamacpp_server(args.model, args.gguf, threads) as server:
+            yield server
+    else:
+        with transformers_server(args.model, threads) as server:
+            yield server

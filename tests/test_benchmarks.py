@@ -1,0 +1,345 @@
+"""The benchmarks: their options, their arithmetic, what they read and send, and one small run of each."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import offline
+import pytest
+import serving
+from arrivals import offsets
+from dataset import Ask, body_of, conversations, cut
+from figures import Goal, deviation, percentile, summary
+from hypothesis import given
+from hypothesis import strategies as st
+from served import tiny_model
+from serving_options import NOT_HERE, fields_of, parse
+from source_tree import ROOT
+from stream import Sample, read
+
+BENCHMARKS = ROOT / "benchmarks"
+SMALL = ["load=dummy", "infer.kv_memory=8MiB", "infer.max_seq_len=256", "infer.max_reqs=8"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def sample(sent: float, times: list[float], tokens: int = 0, error: str = "") -> Sample:
+    return Sample(sent, times, times[-1] if times else sent, 10, tokens or len(times), "x", error)
+
+
+# Arithmetic
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
+def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> None:
+    import numpy as np
+
+    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-6)
+    assert deviation(values) == pytest.approx(float(np.std(values)), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], 101), ([1.0], -1)])
+def test_a_percentile_that_does_not_exist_is_refused(values: list[float], percent: float) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        percentile(values, percent)
+
+
+def test_a_summary_counts_tokens_and_times_of_answers_that_ended_well() -> None:
+    samples = [sample(0, [0.5, 0.6, 0.8]), sample(1, [1.1, 1.3], tokens=5), sample(0, [], error="refused")]
+    row = summary(samples, 2.0, [50, 99], Goal({"ttft": 0.3}))
+    assert (row["requests"], row["completed"], row["failed"]) == (3, 2, 1)
+    assert row["output_throughput"] == 4.0 and row["request_throughput"] == 1.0
+    assert row["total_token_throughput"] == 14.0 and row["goodput"] == 0.5
+    assert row["decode_throughput"] == 7.5, "two and four later tokens from 0.5 s to 1.3 s"
+    assert row["mean_ttft_ms"] == 300 and row["p50_ttft_ms"] == 300 and row["std_ttft_ms"] == 200
+    assert row["p99_itl_ms"] == 200 and row["median_itl_ms"] == 200
+    assert row["mean_tpot_ms"] == 100, "150 and 50"
+    assert row["mean_e2el_ms"] == 550
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    row = summary([sample(0, [0.5])], 1.0, [50])
+    assert "mean_itl_ms" not in row and "mean_tpot_ms" not in row and row["decode_throughput"] is None
+
+
+def test_goals_hold_for_each_request_by_itself() -> None:
+    goal = Goal({"ttft": 0.5, "itl": 0.1})
+    assert goal.met(sample(0, [0.5, 0.6]))
+    assert not goal.met(sample(0, [0.6, 0.65]))
+    assert not goal.met(sample(0, [0.1, 0.3]))
+    assert not goal.met(sample(0, [], error="gone"))
+
+
+# Arrivals
+
+
+def test_without_a_rate_everything_is_sent_at_once() -> None:
+    assert offsets(3, math.inf) == [0, 0, 0]
+
+
+def test_equal_gaps_come_in_bursts() -> None:
+    assert offsets(5, 4, burst=2, poisson=False) == [0, 0, 0.5, 0.5, 1.0]
+
+
+def test_poisson_arrivals_have_the_rate_that_was_asked_for_and_exponential_gaps() -> None:
+    when = offsets(20_000, 8, seed=3)
+    gaps = [b - a for a, b in itertools.pairwise(when)]
+    assert len(when) == 20_000 and when == sorted(when)
+    assert sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.03)
+    assert deviation(gaps) == pytest.approx(1 / 8, rel=0.03), "an exponential distribution's is its mean"
+    assert offsets(20_000, 8, seed=3) == when
+
+
+@pytest.mark.parametrize("settings", [{"rate": 0.0}, {"rate": -1.0}, {"rate": 1.0, "burst": 0}])
+def test_a_rate_that_cannot_be_sent_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cannot be sent"):
+        offsets(3, **settings)
+
+
+# Data sets
+
+
+def test_a_csv_file_gives_one_prompt_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "d.csv"
+    path.write_text('id,prompt\n1,"one, two"\n2,three\n')
+    assert [talk[0]["content"] for talk in conversations("csv", path, 1)] == ["one, two", "three"]
+    assert len(conversations("csv", path, 1, header=False)) == 3
+
+
+def test_conversations_come_without_the_answer_at_their_end(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    path.write_text(json.dumps([{"conversations": []}, {"conversations": turns}]))
+    assert conversations("sharegpt", path) == [[{"role": "user", "content": "hi"}]]
+    path.write_text(json.dumps({"message": [{"role": "user", "content": "a"}]}) + "\n\n")
+    assert conversations("trace", path) == [[{"role": "user", "content": "a"}]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("csv", "head\n"), ("csv", "a,b\n1\n"), ("sharegpt", "{"), ("sharegpt", '[{"x": 1}]'), ("trace", "[]"),
+     ("sharegpt", '[{"conversations": [{"from": "robot", "value": "x"}]}]'), ("longbench", "[{}]")],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_named(kind: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="data"):
+        conversations(kind, path, 1)
+
+
+def test_prompts_of_a_file_are_cut_and_joined_to_the_asked_length() -> None:
+    talks = [[{"role": "user", "content": "abc"}], [{"role": "user", "content": "de"}]]
+    text = cut(talks, 1, 4, lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
+    assert text == "deab"
+
+
+def test_bodies_carry_only_what_was_asked_for() -> None:
+    args = parse(["--base-url", "http://x", "--top-k", "3", "--extra-body", '{"min_p": 0.1}'])
+    body = body_of(Ask([1, 2], 5), False, fields_of(args))
+    assert body == {
+        "temperature": 0.0, "top_k": 3, "ignore_eos": True, "min_p": 0.1, "max_tokens": 5, "prompt": [1, 2],
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    assert body_of(Ask("hi", 5), True, {})["messages"] == [{"role": "user", "content": "hi"}]
+
+
+# Options
+
+
+def test_chitus_command_is_understood() -> None:
+    options = (
+        "--model deepseek-r1 --batch-size 2 --iterations 10 --input-len 128 --output-len 1024 --warmup 3 "
+        "--base-url http://localhost:21002 --metric-percentiles 50,99 --percentile-metrics ttft,tpot --output-dir out "
+        "--append-result --dataset random --request-interval 0.5"
+    )
+    args = parse(options.split())
+    assert args.engine == ["openai-url"] and args.requests == 2 and args.iterations == 10 and args.warmup == 3
+    assert (args.input_len, args.output_len) == (128, 1024)
+    assert args.request_rate == [2.0] and args.arrival == "uniform" and args.metric_percentiles == [50, 99]
+
+
+def test_ksanas_command_is_understood() -> None:
+    options = (
+        "--host localhost --port 8080 --prompt_num 512 --input_csv d.csv --col_idx 1 --stream --mode async "
+        "--request_rate 2 --request_rate_step 3 --request_rate_num_iters 3 --random --percentiles 25 75 --shuffle "
+        "--warmup_num_iters 2 --repeat_num_iters 4 --max_avg_latency 9 --max_first_token_latency 1 --max_new_tokens 7 "
+        "--topk 5 --topp 0.5 --repetition_penalty 1.1 --stop_strings a b --stop_token_ids 3 4 --ignore_eos "
+        "--client_timeout 60 --show_decode_token_throughput --output_csv o.csv --perf_csv p.csv"
+    )
+    args = parse(options.split())
+    assert args.base_url == "http://localhost:8080" and args.dataset == "csv" and args.column == 1
+    assert args.request_rate == [2, 5, 8] and args.arrival == "poisson"
+    assert (args.warmup, args.iterations, args.requests, args.output_len) == (2, 4, 512, 7)
+    assert fields_of(args) == {
+        "temperature": 0.0, "top_p": 0.5, "top_k": 5, "repetition_penalty": 1.1, "stop": ["a", "b"],
+        "stop_token_ids": [3, 4], "ignore_eos": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "--model DIR is needed"),
+        ("--engine openai-url", "needs --base-url"),
+        ("--base-url localhost:1", "give the scheme too"),
+        ("--model m --engine llamacpp", "needs --gguf"),
+        ("--model m --dataset sharegpt", "needs --dataset-path"),
+        ("--model m --dataset-path d.csv --input-len 5", "needs --tokenizer-path"),
+        ("--model m --api chat", "needs --tokenizer-path"),
+        ("--model m --request-rate 0", "is not a rate"),
+        ("--model m --requests 0", "is not 1 or more"),
+        ("--model m --goodput fast:3", "METRIC:MILLISECONDS"),
+        ("--model m --metric-percentiles 101", "percentages"),
+        ("--model m --length-spread 1", "less than 1"),
+        ("--model m --request-rat 1", "unrecognized arguments"),
+        *((f"--model m {flag} 1", reason) for flag, reason in NOT_HERE.items()),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_used_say_why(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(options.split())
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_setting_goes_to_the_engine_that_it_names() -> None:
+    given = ["llamacpp:gguf=a:b.gguf", "infer.depth=1", "evener:dtype=float32", "x:y=1"]
+    assert offline.settings_of("llamacpp", given) == ["gguf=a:b.gguf"]
+    assert offline.settings_of("evener", given) == ["infer.depth=1", "dtype=float32", "x:y=1"]
+    assert offline.settings_of("transformers", given) == []
+
+
+# Answers
+
+
+def answer(*parts: bytes, head: bytes = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n") -> list[Any]:
+    chunks = [b"%x\r\n%s\r\n" % (len(part), part) for part in parts]
+    return [(0.0, head + b"transfer-encoding: chunked\r\n\r\n"), *((float(i), c) for i, c in enumerate(chunks, 1)),
+            (99.0, b"0\r\n\r\n")]  # fmt: skip
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + (json.dumps(value).encode() if value != "[DONE]" else b"[DONE]") + b"\n\n"
+
+
+def test_a_stream_is_read_with_the_time_at_which_each_token_came() -> None:
+    pieces = answer(
+        event({"choices": [{"text": "a"}]}),
+        event({"choices": [{"delta": {"content": "b"}}]})[:9],
+        event({"choices": [{"delta": {"content": "b"}}]})[9:] + event({"choices": [{"delta": {}}]}),
+        event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}) + event("[DONE]"),
+    )
+    got = read(0.5, pieces)
+    assert (got.error, got.text, got.times) == ("", "ab", [1.0, 3.0])
+    assert (got.prompt_tokens, got.output_tokens, got.ttft, got.e2e, got.itl) == (7, 3, 0.5, 2.5, [2.0])
+    assert got.tpot == 1.0
+
+
+def test_an_answer_in_one_piece_is_read_too() -> None:
+    usage = {"prompt_tokens": 7, "completion_tokens": 3}
+    body = json.dumps({"choices": [{"message": {"content": "ab"}}], "usage": usage}).encode()
+    got = read(0.0, answer(body, head=b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"))
+    assert (got.error, got.text, got.output_tokens, len(got.times)) == ("", "ab", 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error"),
+    [
+        ([], "without an answer"),
+        (answer(b"no", head=b"HTTP/1.1 503 Busy\r\ncontent-type: text/plain\r\n"), "status 503, text/plain: no"),
+        (answer(event({"choices": [{"text": "a"}]})), "ended without"),
+        (answer(event("[DONE]")), "no token came"),
+        (answer(event({"error": {"message": "oh"}}), event("[DONE]")), "oh"),
+        (answer(b"data: {\n\n"), "JSONDecodeError"),
+        ([(0.0, b"nonsense\r\n\r\n")], "RemoteProtocolError"),
+    ],
+)
+def test_an_answer_that_did_not_end_well_says_why(pieces: list[Any], error: str) -> None:
+    assert error in read(0.0, pieces).error
+
+
+# Runs
+
+
+def program(name: str, *words: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *map(str, words)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def settings() -> list[str]:
+    return [word for pair in SMALL for word in ("--set", pair)]
+
+
+def test_a_sweep_over_a_csv_file_is_measured_written_and_drawn(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text("prompt\nhello there\nhow are you\n")
+    out, perf, texts, picture = (tmp_path / name for name in ("o.jsonl", "p.csv", "t.csv", "p.png"))
+    program(
+        "serving.py", "--model", model, "--dataset-path", data, "--requests", "4", "--output-len", "6",
+        "--request-rate", "50", "100", "--goodput", "ttft:60000", "--out-json", out, "--perf-csv", perf,
+        "--output-csv", texts, "--plot", picture, "--threads", "1", *settings(),
+    )  # fmt: skip
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["request_rate"] for row in rows] == [50, 100]
+    for row in rows:
+        assert row["completed"] == 4 and row["failed"] == 0 and row["total_output_tokens"] == 24
+        assert row["goodput"] == row["request_throughput"] and row["cpu"] and row["versions"]["torch"]
+    with perf.open() as file:
+        assert [float(row["request_rate"]) for row in csv.DictReader(file)] == [50, 100]
+    with texts.open() as file:
+        assert [row["prompt"] for row in csv.DictReader(file)] == ["hello there", "how are you"] * 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_engine_alone_is_measured(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    text = program(
+        "offline.py", model, "--engine", "evener", "--batch-size", "1", "2", "--input-len", "8", "--output-len", "4",
+        "--repeats", "1", "--vocab", "200", "--threads", "1", "--out", out, *settings(),
+    )  # fmt: skip
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["job"] for row in rows] == ["1x8+4", "2x8+4"] and all(row["useful_tok_s"] > 0 for row in rows)
+    assert "| 2x8+4 | evener" in text
+
+
+@pytest.mark.slow
+def test_the_cost_of_http_is_measured(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    program(
+        "http_ratio.py", model, "--streams", "2", "--input-len", "8", "--output-len", "8", "--repeats", "2", "--vocab",
+        "200", "--threads", "1", "--out", out, *settings(),
+    )  # fmt: skip
+    row = json.loads(out.read_text())
+    assert len(row["ratios"]) == 2 and row["ratio"] > 0 and set(row["cpu_us_per_token"]) >= {"front end", "worker"}
+
+
+@pytest.mark.slow
+def test_profiled_steps_have_ranges_and_a_trace(model: Path, tmp_path: Path) -> None:
+    trace, out = tmp_path / "trace.json", tmp_path / "o.jsonl"
+    program(
+        "profiling.py", model, "--fixed", "2,8,12", "--steps", "2:6", "--trace", trace, "--vocab", "200", "--out", out,
+        *settings(),
+    )  # fmt: skip
+    row = json.loads(out.read_text())
+    calls = {line["range"]: line["calls"] for line in row["ranges"]}
+    assert calls["step"] == calls["forward"] == 4 and calls["op decoder_layer"] % 4 == 0
+    assert [step["requests"] for step in row["steps"]] == [2] * 4
+    assert any(entry.get("name") == "forward" for entry in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_a_failed_request_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--base-url", "http://127.0.0.1:9", "--served-model-name", "m", "--warmup", "0"]
+    assert serving.main(options) == 1
+    assert "1 requests failed, the first with: ConnectionRefusedError" in capsys.readouterr().err
