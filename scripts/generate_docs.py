@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTRACTS = ROOT / "core/src/evener/contracts"
 #: The contracts in the order in which an implementer meets them.
 MODULES = (
-    "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "communicator", "graph",
+    "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator", "graph",
     "experts", "request_plugin",
 )  # fmt: skip
 COMMANDS = ("run", "serve", "config", "plugins", "doctor", "models", "version")

@@ -130,13 +130,13 @@ def test_both_spellings_of_a_checkpoints_type_and_nested_settings_are_read() -> 
 
 def test_a_folder_that_cannot_be_used_says_what_to_give(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
     assert read_model_facts(str(model_folder("ok", architectures=["A"]))).architectures == ("A",)
-    with pytest.raises(CheckpointError, match=r"does not exist; give the folder that holds config.json"):
+    with pytest.raises(CheckpointError, match=r"it does not exist; give a model folder"):
         read_model_facts(str(tmp_path / "no"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"has no config.json"):
         read_model_facts(str(tmp_path / "empty"))
     (tmp_path / "empty" / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
         read_model_facts(str(tmp_path / "empty"))
 
 

@@ -14,6 +14,7 @@ from evener.errors import CheckpointError, RequestError, TemplateError
 from evener.frontend.chat import Chat, normalize
 from evener.frontend.render import Renderer
 from evener.frontend.tokenizer import Tokenizer
+from evener.loading.checkpoint import open_files
 
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "description": "<a> & 'é'", "parameters": {"type": "object"}}
@@ -77,9 +78,9 @@ def test_a_real_models_chats_are_those_of_transformers(smollm2_dir: Path) -> Non
     import transformers
 
     reference = transformers.AutoTokenizer.from_pretrained(smollm2_dir)
-    tokenizer = Tokenizer.from_folder(smollm2_dir)
+    tokenizer = Tokenizer.of(open_files(smollm2_dir))
     assert tokenizer is not None
-    ours = Chat.from_folder(smollm2_dir, tokenizer)
+    ours = Chat.of(open_files(smollm2_dir), tokenizer)
     for messages in CONVERSATIONS:
         for more in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": TOOLS}):
             text = ours.render(messages, **more)
@@ -197,17 +198,17 @@ def test_a_message_that_cannot_be_used_is_an_error_that_names_its_place(messages
 def test_templates_are_found_in_their_own_files_before_the_tokenizers(tmp_path: Path, renderer: Renderer) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    found = Chat.from_folder(tmp_path, None)
+    found = Chat.of(open_files(tmp_path), None)
     assert (found.render([USER]), found.render([USER], tools=TOOLS)) == ("plain", "tools")
     found.close()
     (tmp_path / "chat_template.jinja").write_text("own file")
-    found = Chat.from_folder(tmp_path, None)
+    found = Chat.of(open_files(tmp_path), None)
     assert found.render([USER], tools=TOOLS) == "own file"
     found.close()
 
 
 def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
-    found = Chat.from_folder(tmp_path, None)
+    found = Chat.of(open_files(tmp_path), None)
     assert not found.available
     with pytest.raises(TemplateError, match="no chat template: send a prompt to completions"):
         found.render([USER])
@@ -216,4 +217,4 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
 def test_a_malformed_list_of_templates_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "x"}]}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
-        Chat.from_folder(tmp_path, None)
+        Chat.of(open_files(tmp_path), None)

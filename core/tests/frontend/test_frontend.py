@@ -17,6 +17,7 @@ from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend, sample_seed
 from evener.frontend.outputs import OutputBuilder, RequestOutput
 from evener.frontend.tokenizer import Tokenizer
+from evener.loading.checkpoint import open_files
 
 EOS = 258
 
@@ -30,7 +31,7 @@ def make(folder: Path, **changes: Any) -> Frontend:
     options: dict[str, Any] = {
         "max_model_len": 32,
         "vocab_size": 259,
-        "tokenizer": Tokenizer.from_folder(folder),
+        "tokenizer": Tokenizer.of(open_files(folder)),
         "defaults": GenerationDefaults(temperature=0.7, top_k=5, eos_ids=(EOS, 256)),
         "rng": random.Random(1),
     }

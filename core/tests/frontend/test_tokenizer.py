@@ -14,17 +14,18 @@ from tokenizers import models, processors
 from evener.errors import CheckpointError
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.tokenizer import Tokenizer
+from evener.loading.checkpoint import open_files
 
 
 def load(folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.of(open_files(folder))
     assert tokenizer is not None
     return tokenizer
 
 
 def test_a_folder_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert Tokenizer.from_folder(tmp_path) is None
+    assert Tokenizer.of(open_files(tmp_path)) is None
 
 
 def test_ids_and_text_of_the_tiny_tokenizer(tiny_dir: Path) -> None:
@@ -79,14 +80,14 @@ def test_an_added_token_that_would_get_another_id_is_an_error(tmp_path: Path, ti
     config = {"added_tokens_decoder": {"400": {"content": "<late>", "special": True}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"'<late>' id 400.*259.*fetch both again"):
-        Tokenizer.from_folder(tmp_path)
+        Tokenizer.of(open_files(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{")
     with pytest.raises(CheckpointError, match=name):
-        Tokenizer.from_folder(tmp_path)
+        Tokenizer.of(open_files(tmp_path))
 
 
 def test_a_slow_tokenizer_without_transformers_is_an_error_that_names_the_extra(
@@ -95,7 +96,7 @@ def test_a_slow_tokenizer_without_transformers_is_an_error_that_names_the_extra(
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(CheckpointError, match=r"evener\[slow-tokenizers\]"):
-        Tokenizer.from_folder(tmp_path)
+        Tokenizer.of(open_files(tmp_path))
 
 
 def test_a_folder_with_vocabulary_files_only_goes_through_transformers(
@@ -126,17 +127,17 @@ def write(folder: Path, generation: object = None, config: object = None) -> Pat
 def test_sampling_defaults_and_eos_ids_come_from_the_generation_config(tmp_path: Path) -> None:
     generation = {"temperature": 0.6, "top_k": 20, "eos_token_id": [5, 7], "do_sample": True}
     folder = write(tmp_path, generation, {"eos_token_id": 9})
-    assert GenerationDefaults.from_folder(folder, 1) == GenerationDefaults(temperature=0.6, top_k=20, eos_ids=(5, 7))
+    assert GenerationDefaults.of(open_files(folder), 1) == GenerationDefaults(temperature=0.6, top_k=20, eos_ids=(5, 7))
 
 
 def test_eos_ids_come_from_the_config_and_then_from_the_tokenizer(tmp_path: Path) -> None:
     folder = write(tmp_path, {}, {"eos_token_id": 9})
-    assert GenerationDefaults.from_folder(folder, 1).eos_ids == (9,)
+    assert GenerationDefaults.of(open_files(folder), 1).eos_ids == (9,)
     write(folder, {}, {"text_config": {"eos_token_id": [3]}})
-    assert GenerationDefaults.from_folder(folder, 1).eos_ids == (3,)
+    assert GenerationDefaults.of(open_files(folder), 1).eos_ids == (3,)
     write(folder, {}, {})
-    assert GenerationDefaults.from_folder(folder, 1).eos_ids == (1,)
-    assert GenerationDefaults.from_folder(folder).eos_ids == ()
+    assert GenerationDefaults.of(open_files(folder), 1).eos_ids == (1,)
+    assert GenerationDefaults.of(open_files(folder)).eos_ids == ()
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "warm"}, {"eos_token_id": "x"}, {"top_k": True}])
@@ -144,4 +145,4 @@ def test_a_generation_config_with_a_wrong_type_is_an_error_that_names_the_field(
     tmp_path: Path, wrong: dict[str, object]
 ) -> None:
     with pytest.raises(CheckpointError, match=next(iter(wrong))):
-        GenerationDefaults.from_folder(write(tmp_path, wrong))
+        GenerationDefaults.of(open_files(write(tmp_path, wrong)))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from evener.errors import CheckpointError
-from evener.loading.checkpoint import Checkpoint
+from evener.loading.checkpoint import open_checkpoint
 from evener.loading.header import read_header
 
 
@@ -56,7 +56,7 @@ def test_a_lying_header_is_an_error_that_says_what_is_wrong(
 ) -> None:
     folder = write_raw(header, data)
     with pytest.raises(CheckpointError, match=says) as error:
-        Checkpoint.open(folder)
+        _ = open_checkpoint(folder).headers
     assert "model.safetensors" in str(error.value) and "fetch the file again" in str(error.value)
     assert len(str(error.value)) < 1000
 
@@ -64,7 +64,7 @@ def test_a_lying_header_is_an_error_that_says_what_is_wrong(
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**9])
 def test_a_giant_header_length_is_refused_without_reading(length: int, write_raw: Callable[..., Path]) -> None:
     with pytest.raises(CheckpointError, match="cut short"):
-        Checkpoint.open(write_raw({}, length=length))
+        _ = open_checkpoint(write_raw({}, length=length)).headers
 
 
 def test_a_header_beyond_the_formats_bound_is_refused(tmp_path: Path) -> None:

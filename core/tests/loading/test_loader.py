@@ -13,7 +13,7 @@ import torch
 from evener.errors import CheckpointError
 from evener.layers import AttentionConfig, Builder, CausalLM, MLPConfig, RotaryConfig
 from evener.layers.declared import LinearWeight, Weight
-from evener.loading.checkpoint import Checkpoint
+from evener.loading.checkpoint import open_checkpoint
 from evener.loading.dummy import load_dummy
 from evener.loading.estimate import estimate_weights
 from evener.loading.loader import WeightBytes, load_weights
@@ -75,7 +75,7 @@ def tensors_of(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -
 
 
 def load(folder: Path, dtype: str = "bfloat16", layout: str = "plain") -> tuple[Builder, WeightBytes]:
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     build = declare(checkpoint.config, dtype, checkpoint.headers, layout)
     report = load_weights(
         build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ignored=build.ignored, ties=build.ties
@@ -125,14 +125,14 @@ def test_a_packing_that_copies_a_tied_head_is_a_second_copy_that_the_estimate_na
 ) -> None:
     folder = write_folder(tensors_of(config))
     build, _ = load(folder, layout="blocked")
-    estimate = estimate_weights(build.weights, PACKINGS, Checkpoint.open(folder).headers)
+    estimate = estimate_weights(build.weights, PACKINGS, open_checkpoint(folder).headers)
     assert [(c.name, c.nbytes) for c in estimate.second_copies] == [("model.embed_tokens.weight", 20 * 12 * 2)]
 
 
 def test_a_device_apart_from_the_host_maps_nothing(write_folder: Write, config: Any) -> None:
     stored = tensors_of(config)
     build, _ = load(write_folder(stored))
-    estimate = estimate_weights(build.weights, PACKINGS, Checkpoint.open(write_folder(stored)).headers, mappable=False)
+    estimate = estimate_weights(build.weights, PACKINGS, open_checkpoint(write_folder(stored)).headers, mappable=False)
     widened = stored["model.norm.weight"].nbytes  # the last norm is held in float32
     assert (estimate.counted, estimate.mapped) == (sum(t.nbytes for t in stored.values()) + widened + 32 * 4 * 4, 0)
 
@@ -176,7 +176,7 @@ def test_buffers_that_old_versions_saved_are_passed_over(write_folder: Write, co
 
 
 def test_an_architecture_may_ignore_tensors_by_pattern(write_folder: Write, config: Any) -> None:
-    checkpoint = Checkpoint.open(write_folder({**tensors_of(config), "mtp.0.weight": torch.zeros(2)}))
+    checkpoint = open_checkpoint(write_folder({**tensors_of(config), "mtp.0.weight": torch.zeros(2)}))
     build = declare(config, headers=checkpoint.headers)
     build.ignore(r"mtp\..*")
     load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ignored=build.ignored)

@@ -14,7 +14,7 @@ from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import BLOCKS, PackedWeight, Packing, WeightPart, block_format, plain
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
-from evener.loading.checkpoint import Checkpoint
+from evener.loading.checkpoint import open_checkpoint
 from evener.loading.estimate import WeightEstimate, estimate_weights
 from evener.loading.loader import load_weights
 from evener.loading.scheme import Unquantized
@@ -90,7 +90,7 @@ def run(
     folder: Path, parts: Mapping[str, int], *kernels: Kernel, dtype: str = "float32"
 ) -> tuple[LinearWeight, Resolver, WeightEstimate]:
     """Declare one linear weight, resolve, estimate and load it; the estimate must be what loading counts."""
-    checkpoint, scheme = Checkpoint.open(folder), Blocks()
+    checkpoint, scheme = open_checkpoint(folder), Blocks()
     build = Builder(dtype, 8, lambda name: scheme.part(name, checkpoint.headers))
     weight = build.linear("w", parts, COLUMNS)
     market = Market(
@@ -146,7 +146,7 @@ def test_a_tensor_that_ops_take_as_it_is_is_dequantized_once_for_all_its_readers
     write_folder: Callable[..., Path],
 ) -> None:
     folder, scheme = write_folder({"e": stored(4)}), Blocks()
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     build = Builder("bfloat16", 8, lambda name: scheme.part(name, checkpoint.headers))
     table, head = build.weight("e", 4, COLUMNS), build.linear("e", {"e": 4}, COLUMNS)
     head.parts, head.layout = (replace(head.parts[0], format=block_format("q8_0")),), "blocks"

@@ -10,7 +10,6 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.command import Command, read_config
@@ -123,10 +122,11 @@ def _chats(config: Config, arguments: argparse.Namespace) -> bool:
         ConfigError: there is a system message that only a template could place.
     """
     from evener.frontend.chat import Chat
+    from evener.loading.checkpoint import open_files
 
     chats = arguments.chat
     if chats is None:
-        chats = Chat.from_folder(Path(config.tokenizer or config.model), None).available
+        chats = Chat.of(open_files(config.tokenizer or config.model), None).available
     if arguments.system is not None and (not chats or arguments.prompt is None):
         raise ConfigError(
             "--system needs a chat template, which this model lacks or --raw leaves out; put its text into --prompt"

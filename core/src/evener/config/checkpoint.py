@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from evener.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +12,7 @@ class ModelFacts:
     """Facts of one checkpoint.
 
     Attributes:
-        path: its folder.
+        path: its folder or file.
         model_type: the family, e.g. "qwen2"; "" if the file does not say.
         architectures: class names that it asks for.
         dtype: the type its weights were saved in, torch's name; None if the file does not say.
@@ -31,25 +27,14 @@ class ModelFacts:
 
 
 def read_model_facts(model: str) -> ModelFacts:
-    """Read ``config.json`` in the folder ``model``.
+    """Read the configuration of the checkpoint ``model``.
 
     Raises:
-        CheckpointError: there is no such folder or file, or it is not JSON.
+        CheckpointError: there is none, or it cannot be read.
     """
-    folder = Path(model)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"model {model!r} {what}; give the folder that holds config.json and the weights")
-    path = folder / "config.json"
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no config.json; give the folder that holds it and the weights") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; fetch the checkpoint again") from error
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{path} is not a JSON object; fetch the checkpoint again")
-    return facts_of(model, table)
+    from evener.loading.checkpoint import open_checkpoint
+
+    return facts_of(model, open_checkpoint(model).config)
 
 
 def facts_of(model: str, table: Mapping[str, Any]) -> ModelFacts:

@@ -30,6 +30,7 @@ CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "quant": (1, 1),
         "experts": (1, 1),
         "architecture": (1, 1),
+        "checkpoint": (1, 1),
         "layers": (1, 1),
         "request_plugin": (1, 1),
     }
@@ -73,7 +74,8 @@ class Descriptor:
         contracts: the version of each contract that it implements, e.g. ``{"probe": 1, "device": 1, "ops": 1}``.
             Needed: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states`` and ``state_kinds``, ``quant`` for
-            ``formats``, ``architecture`` for ``architectures``, ``request_plugin`` for ``request_plugins``.
+            ``formats``, ``architecture`` for ``architectures``, ``request_plugin`` for ``request_plugins``,
+            ``checkpoint`` for ``checkpoints``.
         module: dotted path of the module that holds the hook implementations. It may import anything. Not needed by a
             package that only carries lazy names (architectures, commands, request plugins).
         probe: (backends) dotted path of a torch-free module with ``marks()`` and, unless its marks alone decide,
@@ -91,6 +93,7 @@ class Descriptor:
         architectures: (optional) ``{"ArchitectureName": "module:Class"}``; imported when a checkpoint asks for one.
         commands: (optional) ``{"name": "module:function"}``: CLI commands.
         request_plugins: (optional) ``{"name": "module:Class"}``.
+        checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
     """
 
     name: str
@@ -111,3 +114,4 @@ class Descriptor:
     architectures: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     request_plugins: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: Mapping[str, str] = field(default_factory=dict)

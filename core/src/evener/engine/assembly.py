@@ -10,6 +10,7 @@ from evener.config.checkpoint import facts_of
 from evener.config.resolve import DeviceFacts, ResolvedConfig, resolve_config
 from evener.config.schema import Config
 from evener.contracts.architecture import Architecture
+from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.device import Device
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
@@ -19,7 +20,7 @@ from evener.engine.search import Search
 from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
-from evener.loading.checkpoint import Checkpoint
+from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import pick_scheme
 from evener.plugins.load import Loaded
 from evener.resolution.buckets import token_buckets
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A declared and resolved model on an opened device."""
+    """A declared and resolved model on an opened device. ``headers`` are empty for random weights."""
 
     config: ResolvedConfig
     loaded: Loaded
     device: Device
     checkpoint: Checkpoint
+    headers: Headers
     scheme: QuantScheme
     build: Builder
     model: Architecture
@@ -52,7 +54,8 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     Raises:
         EvenerError: what was asked for cannot be had; see the tree in ``evener.errors``.
     """
-    checkpoint = Checkpoint.open(config.model, weights=config.load != "dummy")
+    checkpoint = open_checkpoint(config.model)
+    headers = {} if config.load == "dummy" else checkpoint.headers
     loaded = search.load(config.options)
     device = loaded.open_device()
     facts = facts_of(config.model, checkpoint.config)
@@ -63,7 +66,7 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     build = Builder(
         resolved.dtype,
         resolved.max_seq_len,
-        (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint.entries else None,
+        (lambda name: scheme.part(name, headers)) if headers else None,
     )
     model = _architecture(loaded, checkpoint)(checkpoint.config, build)
     sampler = Sampler(build, model.vocab_size)
@@ -75,7 +78,9 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     geometry = plan_geometry(build.slots, device.capabilities.alignment, size)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
-    return Assembly(resolved, loaded, device, checkpoint, scheme, build, model, sampler, resolver, geometry, kinds)
+    return Assembly(
+        resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds
+    )
 
 
 def _architecture(loaded: Loaded, checkpoint: Checkpoint) -> type[Architecture]:
@@ -83,7 +88,7 @@ def _architecture(loaded: Loaded, checkpoint: Checkpoint) -> type[Architecture]:
     target = loaded.architectures.get(name)
     if target is None:
         raise ArchitectureError(
-            f"{checkpoint.folder} asks for architecture {name!r}, which no installed package registers"
+            f"{checkpoint.path} asks for architecture {name!r}, which no installed package registers"
             f"{did_you_mean(name, loaded.architectures)} Type `evener models` for what is installed, and "
             "pip install evener-models or the package of the model's author"
         )

@@ -36,9 +36,10 @@ def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
     weights = estimate_weights(
         a.build.weights,
         a.resolver.packings_by_layout,
-        a.checkpoint.headers or None,
+        a.headers or None,
         a.scheme,
         mappable=a.device.capabilities.host_memory,
+        copied=a.checkpoint.copied if a.headers else frozenset(),
     )
     return Demand(
         weights=weights,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
+from evener.contracts.checkpoint import ModelFiles
 from evener.errors import CheckpointError, RequestError, TemplateError
-from evener.frontend.defaults import read_json
 from evener.frontend.render import Renderer
 from evener.frontend.tokenizer import Tokenizer
 
@@ -38,14 +38,14 @@ class Chat:
         self._renderer = renderer or Renderer()
 
     @classmethod
-    def from_folder(cls, model_dir: Path, tokenizer: Tokenizer | None) -> Chat:
-        """Templates of a model folder: ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else
+    def of(cls, files: ModelFiles, tokenizer: Tokenizer | None) -> Chat:
+        """Templates of a model: ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else
         ``chat_template.json``, else ``tokenizer_config.json`` (one, or a list of named ones).
 
         Raises:
             CheckpointError: a file is malformed.
         """
-        return cls(_find_templates(Path(model_dir)), None if tokenizer is None else tokenizer.special_tokens)
+        return cls(_find_templates(files), None if tokenizer is None else tokenizer.special_tokens)
 
     @property
     def available(self) -> bool:
@@ -187,13 +187,13 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
     return plain
 
 
-def _find_templates(model_dir: Path) -> dict[str, str]:
-    main = model_dir / "chat_template.jinja"
-    if main.exists():
-        more = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
-        return {path.stem: path.read_text("utf-8") for path in more} | {_DEFAULT: main.read_text("utf-8")}
+def _find_templates(files: ModelFiles) -> dict[str, str]:
+    main = files.text("chat_template.jinja")
+    if main is not None:
+        more = {name: files.text(name) or "" for name in files.names("additional_chat_templates/*.jinja")}
+        return {PurePath(name).stem: text for name, text in more.items()} | {_DEFAULT: main}
     for name in ("chat_template.json", "tokenizer_config.json"):
-        found = read_json(model_dir / name).get("chat_template")
+        found = files.json(name).get("chat_template")
         if isinstance(found, str):
             return {_DEFAULT: found}
         if isinstance(found, list):
@@ -201,6 +201,6 @@ def _find_templates(model_dir: Path) -> dict[str, str]:
                 return {entry["name"]: entry["template"] for entry in found}
             except (TypeError, KeyError) as error:
                 raise CheckpointError(
-                    f"{model_dir / name}: every chat template must have a name and a template"
+                    f"{files.where(name)}: every chat template must have a name and a template"
                 ) from error
     return {}

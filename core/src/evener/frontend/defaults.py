@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from evener.contracts.checkpoint import ModelFiles
 from evener.errors import CheckpointError
 
 
@@ -21,43 +20,26 @@ class GenerationDefaults:
     eos_ids: tuple[int, ...] = ()
 
     @classmethod
-    def from_folder(cls, model_dir: Path, tokenizer_eos: int | None = None) -> GenerationDefaults:
+    def of(cls, files: ModelFiles, tokenizer_eos: int | None = None) -> GenerationDefaults:
         """Read ``generation_config.json``. EOS ids: from it, else from ``config.json``, else ``tokenizer_eos``.
 
         Raises:
             CheckpointError: a file is not JSON, or a value has the wrong type.
         """
-        path = Path(model_dir) / "generation_config.json"
-        generation, config = read_json(path), read_json(Path(model_dir) / "config.json")
+        generation, config = files.json("generation_config.json"), files.json("config.json")
         values: dict[str, Any] = {}
         for name, kind in (("temperature", float), ("top_p", float), ("top_k", int), ("min_p", float)):
             value = generation.get(name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise CheckpointError(f"{path}: {name} must be a number, not {value!r}; correct or remove it")
+                where = files.where("generation_config.json")
+                raise CheckpointError(f"{where}: {name} must be a number, not {value!r}; correct or remove it")
             values[name] = kind(value)
         text_config = config.get("text_config")
         candidates = [generation, config, text_config if isinstance(text_config, dict) else {}]
         eos = next((c["eos_token_id"] for c in candidates if c.get("eos_token_id") is not None), tokenizer_eos)
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise CheckpointError(f"{model_dir}: eos_token_id must be an id or a list of ids, not {eos!r}")
+            raise CheckpointError(f"{files.path}: eos_token_id must be an id or a list of ids, not {eos!r}")
         return cls(**values, eos_ids=tuple(ids))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, ``{}`` when there is no such file.
-
-    Raises:
-        CheckpointError: the file is not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch the file again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value

@@ -13,6 +13,7 @@ from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.tokenizer import Tokenizer
+from evener.loading.checkpoint import open_files
 
 if TYPE_CHECKING:
     from evener.config import Config
@@ -23,8 +24,8 @@ class FrontendSettings:
     """Where the front end's files are, and what requests get that do not say.
 
     Attributes:
-        model_dir: the model folder; None: what ``Ready.info["model"]`` says.
-        tokenizer_dir: folder of tokenizer and template; None: the model folder.
+        model_dir: the model's folder or file; None: what ``Ready.info["model"]`` says.
+        tokenizer_dir: folder or file with tokenizer and template; None: the model's.
         seed: fixes the seeds of requests that bring none; None draws them.
         max_tokens: new tokens of requests that do not say; None: chat takes the rest of the context, completions 16.
         stop_with_eos: whether an EOS token ends requests that do not say.
@@ -59,16 +60,17 @@ class FrontendSettings:
             CheckpointError: a tokenizer, template or generation file cannot be used.
         """
         model_dir = self.model_dir or Path(str(info["model"]))
-        tokenizer_dir = self.tokenizer_dir or model_dir
-        tokenizer = Tokenizer.from_folder(tokenizer_dir)
+        files = open_files(model_dir)
+        tokenizer_files = files if self.tokenizer_dir is None else open_files(self.tokenizer_dir)
+        tokenizer = Tokenizer.of(tokenizer_files)
         frontend = Frontend(
             max_model_len=int(info["max_model_len"]),  # type: ignore[call-overload]
             vocab_size=int(info["vocab_size"]),  # type: ignore[call-overload]
             tokenizer=tokenizer,
-            defaults=GenerationDefaults.from_folder(model_dir, None if tokenizer is None else tokenizer.eos_id),
+            defaults=GenerationDefaults.of(files, None if tokenizer is None else tokenizer.eos_id),
             default_max_tokens=self.max_tokens,
             stop_with_eos=self.stop_with_eos,
             plugins=RequestPlugins.load(self.plugins, model_dir, self.options),
             rng=None if self.seed is None else random.Random(self.seed),
         )
-        return frontend, Chat.from_folder(tokenizer_dir, tokenizer)
+        return frontend, Chat.of(tokenizer_files, tokenizer)

@@ -9,8 +9,8 @@ from typing import Any
 
 import tokenizers
 
+from evener.contracts.checkpoint import ModelFiles
 from evener.errors import CheckpointError
-from evener.frontend.defaults import read_json
 from evener.frontend.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from evener.frontend.token_bytes import ByteRule, byte_rule
 
@@ -132,25 +132,26 @@ class Tokenizer:
         self._shown_bytes: dict[int, bytes] = {}
 
     @classmethod
-    def from_folder(cls, model_dir: Path) -> Tokenizer | None:
-        """The tokenizer of a model folder; None when it has none, as a folder with only ``config.json``.
+    def of(cls, files: ModelFiles) -> Tokenizer | None:
+        """The tokenizer of a model; None when it has none, as a folder with only ``config.json``.
 
         Raises:
             CheckpointError: its files cannot be used, or need the extra ``evener[slow-tokenizers]``.
         """
-        model_dir = Path(model_dir)
-        config = read_json(model_dir / "tokenizer_config.json")
-        special = _special_tokens(config, read_json(model_dir / "special_tokens_map.json"))
-        path = model_dir / "tokenizer.json"
-        if path.exists():
+        config = files.json("tokenizer_config.json")
+        special = _special_tokens(config, files.json("special_tokens_map.json"))
+        text = files.text("tokenizer.json")
+        if text is not None:
             try:
-                library = tokenizers.Tokenizer.from_file(str(path))
+                library = tokenizers.Tokenizer.from_str(text)
             except Exception as error:  # the library raises a bare Exception
-                raise CheckpointError(f"{path} cannot be used ({error}); fetch the file again") from error
+                raise CheckpointError(
+                    f"{files.where('tokenizer.json')} cannot be used ({error}); fetch the file again"
+                ) from error
             _add_missing(library, config)
             return cls(FastVocabulary(library), special)
-        if any((model_dir / name).exists() for name in _SLOW_FILES) or any(model_dir.glob("*.tiktoken")):
-            return cls(_through_transformers(model_dir), special)
+        if any(files.names(name) for name in (*_SLOW_FILES, "*.tiktoken")):
+            return cls(_through_transformers(files.path), special)
         return None
 
     @property

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import DTYPE_BYTES, Packing, QuantFormat, QuantScheme, plain
 from evener.layers.declared import Declared, LinearWeight, Weight
-from evener.loading.match import Headers
 from evener.loading.scheme import Unquantized
 
 
@@ -37,7 +37,7 @@ class WeightEstimate:
 
 def estimate_weights(
     declared: Sequence[Declared], packings: Mapping[str, Packing], headers: Headers | None,
-    scheme: QuantScheme | None = None, mappable: bool = True,
+    scheme: QuantScheme | None = None, mappable: bool = True, copied: frozenset[str] = frozenset(),
 ) -> WeightEstimate:  # fmt: skip
     """Bytes of everything that was declared.
 
@@ -47,8 +47,9 @@ def estimate_weights(
         headers: of the checkpoint; None for ``load=dummy``, which maps nothing.
         scheme: how the checkpoint stores linear weights; default unquantized.
         mappable: False on a device that cannot read the host's memory.
+        copied: of the checkpoint: tensors that are not mapped anyway.
     """
-    book = _Book(headers or {}, scheme or Unquantized(), mappable)
+    book = _Book(headers or {}, scheme or Unquantized(), mappable, copied)
     for item in declared:
         if isinstance(item, Weight):
             book.add_tensor(item)
@@ -62,8 +63,8 @@ def estimate_weights(
 class _Book:
     """Running sums. ``held``: under which keys each stored tensor lies in memory already."""
 
-    def __init__(self, headers: Headers, scheme: QuantScheme, mappable: bool) -> None:
-        self.headers, self.scheme, self.mappable = headers, scheme, mappable
+    def __init__(self, headers: Headers, scheme: QuantScheme, mappable: bool, copied: frozenset[str]) -> None:
+        self.headers, self.scheme, self.mappable, self.copied = headers, scheme, mappable, copied
         self.counted = self.mapped = 0
         self.seconds: list[SecondCopy] = []
         self.held: dict[str, set[str]] = {}
@@ -90,7 +91,9 @@ class _Book:
 
     def _mapped(self, name: str, form: QuantFormat) -> bool:
         """Whether what is stored under ``name`` is used as it lies in its file."""
-        stored = self.scheme.part(name, self.headers) if self.mappable else None
+        if not self.mappable or not self.copied.isdisjoint(self.scheme.tensors(name, self.headers).values()):
+            return False
+        stored = self.scheme.part(name, self.headers)
         return stored is not None and stored.format == form
 
     def _hold(self, name: str, key: str, nbytes: int, mapped: bool) -> None:

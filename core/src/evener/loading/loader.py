@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from evener.contracts.checkpoint import Checkpoint
 from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener.layers.declared import Declared, LinearWeight, Table, Weight
-from evener.loading.checkpoint import Checkpoint
 from evener.loading.match import check_match, shared_names
 
 
@@ -31,7 +31,7 @@ def load_weights(
 
     Args:
         declared: a builder's ``weights``; each ``LinearWeight`` has its ``layout``.
-        checkpoint: opened with weights.
+        checkpoint: where the weights are.
         scheme: how it stores linear weights.
         packings: by layout.
         device: where the weights go.
@@ -40,16 +40,16 @@ def load_weights(
     Raises:
         CheckpointError: tensors are missing, left over or of other shapes, or tied tensors differ; nothing was loaded.
     """
-    check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.folder))
+    check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.path))
     _check_ties(checkpoint, ties or {})
     return _Loader(checkpoint, scheme, packings, device, shared_names(declared)).load(declared)
 
 
 def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
     for name, twin in ties.items():
-        if name in checkpoint.entries and not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
+        if name in checkpoint.headers and not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
             raise CheckpointError(
-                f"{checkpoint.folder} stores both {name} and {twin}, and they differ, "
+                f"{checkpoint.path} stores both {name} and {twin}, and they differ, "
                 "but its config.json says that they are one; "
                 'set "tie_word_embeddings": false in it'
             )
@@ -115,7 +115,8 @@ class _Loader:
         return self._ledger.bytes
 
     def _read(self, name: str) -> torch.Tensor:
-        return self._ledger.note_mapped(self._checkpoint.tensor(name))
+        tensor = self._checkpoint.tensor(name)
+        return tensor if name in self._checkpoint.copied else self._ledger.note_mapped(tensor)
 
     def _convert(self, name: str, dtype: str) -> torch.Tensor:
         """A tensor on the device in ``dtype``; names that several weights read are converted once."""

@@ -6,11 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import QuantScheme
 from evener.errors import CheckpointError
 from evener.layers.declared import Declared, LinearWeight, Weight
-
-Headers = Mapping[str, tuple[str, tuple[int, ...]]]
 
 #: Buffers that old transformers versions saved although they follow from the config.
 HARMLESS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.attn\.bias")

@@ -100,13 +100,15 @@ class Catalog:
 
 
 def targets(packages: tuple[Package, ...], kind: str) -> tuple[Target, ...]:
-    """The lazy targets of one kind (``architecture``, ``command``, ``request plugin``) that ``packages`` announce."""
+    """The lazy targets of one kind (``architecture``, ``command``, ``request plugin``, ``checkpoint reader``) that
+    ``packages`` announce."""
     found: list[Target] = []
     for package in packages:
         table = {
             "architecture": package.descriptor.architectures,
             "command": package.descriptor.commands,
             "request plugin": package.descriptor.request_plugins,
+            "checkpoint reader": package.descriptor.checkpoints,
         }[kind]
         found += [
             Target(kind=kind, name=name, path=path, package=package.name, distribution=package.distribution)

@@ -20,6 +20,7 @@ _UNIQUE: Mapping[str, str] = {
     "architectures": "architecture",
     "commands": "command",
     "request_plugins": "request plugin",
+    "checkpoints": "checkpoint reader",
     "op_schemas": "op",
     "state_kinds": "state kind",
     "formats": "quantization scheme",

@@ -16,7 +16,7 @@ class Target:
     """One lazily imported name.
 
     Attributes:
-        kind: ``architecture``, ``command`` or ``request plugin``.
+        kind: ``architecture``, ``command``, ``request plugin`` or ``checkpoint reader``.
         name: the name that users type or checkpoints carry.
         path: ``module:attribute``.
         package: name of the package that announced it.

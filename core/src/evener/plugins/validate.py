@@ -14,7 +14,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TUPLES = ("ops", "op_schemas", "states", "state_kinds", "formats")
-_TARGETS = ("architectures", "commands", "request_plugins")
+_TARGETS = ("architectures", "commands", "request_plugins", "checkpoints")
 
 #: The contract that each announcement, or membership of a group, implements.
 _IMPLIED: Mapping[str, str] = {
@@ -25,6 +25,7 @@ _IMPLIED: Mapping[str, str] = {
     "formats": "quant",
     "architectures": "architecture",
     "request_plugins": "request_plugin",
+    "checkpoints": "checkpoint",
 }
 _IMPLIED_BY_GROUP: Mapping[str, tuple[str, ...]] = {
     "evener.backends": ("probe", "device"),

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from evener.contracts.architecture import Architecture
+from evener.contracts.checkpoint import Checkpoint
 from evener.contracts.ops import OpFunction, OpSchema
 from evener.contracts.state import AttentionSpec, StateSpec
 from evener.errors import ArchitectureError, UnknownNameError
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight, StateSlot
-from evener.loading.checkpoint import Checkpoint
+from evener.loading.checkpoint import open_checkpoint
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.scheme import pick_scheme
@@ -97,7 +98,7 @@ class NaiveModel:
         if isinstance(source, Mapping):
             self.config: Mapping[str, Any] = source
         else:
-            checkpoint = Checkpoint.open(source)
+            checkpoint = open_checkpoint(source)
             self.config = checkpoint.config
         scheme = pick_scheme(self.config, ())
         made = architecture or find_architecture(self.config["architectures"][0])

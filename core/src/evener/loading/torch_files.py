@@ -1,0 +1,98 @@
+"""Weights in PyTorch's own files (``pytorch_model.bin``): tensors only, mapped; nothing in them is run."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evener.errors import CheckpointError
+from evener.loading.safetensors_files import check_index
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TorchFiles:
+    """One file, or the shards of an index.
+
+    Args:
+        files: by name.
+        where: the index's ``{tensor: file}``.
+
+    Raises:
+        CheckpointError: a file is broken, holds more than tensors, or disagrees with the index.
+    """
+
+    def __init__(self, files: Mapping[str, Path], where: Mapping[str, str] | None) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        found: dict[str, Path] = {}
+        for path in files.values():
+            for name, tensor in _read(path).items():
+                if name in found:
+                    raise CheckpointError(
+                        f"{name!r} is both in {found[name].name} and in {path.name} of {path.parent}; "
+                        "remove the file that is not part of this checkpoint"
+                    )
+                found[name], self._tensors[name] = path, tensor
+        check_index(found, where)
+        self.headers = {
+            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
+        self.copied = frozenset(name for name, tensor in self._tensors.items() if not tensor.is_contiguous())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor ``name``, mapped unless it is stored out of order."""
+        return self._tensors[name].contiguous()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._tensors.clear()
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    import torch
+
+    _check_archive(path)
+    try:
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors, which would need code to be run: {_first_line(error)}; nothing of it was "
+            "run. Use a copy of the model in safetensors, or save its state_dict() alone"
+        ) from error
+    except Exception as error:  # a hostile file makes torch raise almost anything
+        raise CheckpointError(f"cannot read {path}: {_first_line(error)}; fetch the file again") from error
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
+    ):
+        raise CheckpointError(f"{path} is not a table of tensors by name; save the model's state_dict()")
+    odd = [name for name, t in loaded.items() if t.layout is not torch.strided or t.device.type != "cpu"]
+    if odd:
+        raise CheckpointError(f"{path}: {odd[0]!r} is not an ordinary tensor; save the model as safetensors")
+    return {name: tensor.detach() for name, tensor in loaded.items()}
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse what torch would unpack at any size: records are stored as they are, and none is larger than the file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path} is not a file of torch 1.6 or later ({_first_line(error)}); fetch it again, or save it anew with "
+            "torch.save"
+        ) from error
+    size = path.stat().st_size
+    if any(r.compress_type != zipfile.ZIP_STORED for r in records) or sum(r.file_size for r in records) > size:
+        raise CheckpointError(f"{path} has records that are packed, or larger than the file; fetch the file again")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0][:200] if lines else type(error).__name__
