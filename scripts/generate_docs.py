@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTRACTS = ROOT / "core/src/evener/contracts"
 #: The contracts in the order in which an implementer meets them.
 MODULES = (
-    "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator", "graph",
-    "experts", "request_plugin",
+    "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
+    "graph", "experts", "request_plugin",
 )  # fmt: skip
 COMMANDS = ("run", "serve", "config", "plugins", "doctor", "models", "version")
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
