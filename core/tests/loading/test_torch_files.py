@@ -80,7 +80,9 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
     assert not (folder / "was-run").exists()
 
 
-@pytest.mark.parametrize("content", [[torch.zeros(2)], {"a": 3}, {3: torch.zeros(2)}, {"a": torch.zeros(2).to_sparse()}])
+@pytest.mark.parametrize(
+    "content", [[torch.zeros(2)], {"a": 3}, {3: torch.zeros(2)}, {"a": torch.zeros(2).to_sparse()}]
+)
 def test_what_is_no_table_of_ordinary_tensors_is_refused(content: object, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="save the model"):
         _ = open_checkpoint(write(folder, content)).headers
