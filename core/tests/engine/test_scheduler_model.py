@@ -408,6 +408,16 @@ def test_a_tiny_pool_forces_preemption_and_changes_no_token() -> None:
     tight.check_answers()
 
 
+def test_the_wait_of_a_request_is_counted_once_however_often_it_is_preempted() -> None:
+    tight = Harness([FULL], blocks=12, max_requests=3)
+    for name in "abc":
+        tight.send(NewRequest(id=name, prompt=[int(c) for c in f"{ord(name) % 4}12301"], max_tokens=10))
+    tight.run()
+    stats = tight.scheduler.stats
+    assert stats.preemptions > 0 and sum(stats.queued) == 3
+    assert stats.queued_seconds > 0 and stats.queried_tokens > 3 * 6
+
+
 def test_half_prefilled_requests_that_fill_the_pool_together_do_not_deadlock() -> None:
     tight = Harness([FULL], blocks=9, max_requests=2, step_tokens=7, prefix_cache=False)
     for name in "ab":

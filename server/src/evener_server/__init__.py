@@ -7,6 +7,8 @@ module                  noun
 ``process``             the serving process: socket, signals, draining
 ``app``                 the FastAPI application and its routes
 ``status``              models, health, readiness, version
+``metrics``             counters and histograms for Prometheus
+``activity``            the periodic log line
 ``middleware``          request ids, access log, last resort for errors
 ``body``                a request's bytes to a JSON object
 ``protocol``            request bodies: every field, and what is refused

@@ -15,6 +15,7 @@ from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
 from evener_server.errors import ApiError, handle_error, handle_unknown_url
+from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import RequestLog, log_fields
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from evener_server.service import Service
@@ -62,6 +63,10 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/stats")
     async def stats() -> Response:
         return _json(await status.stats(service))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await status.metrics(service), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> Response:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sys
 
 from evener.cli.command import Command, read_config
-from evener.engine.process import LOG_FORMAT
 from evener.errors import ConfigError
+from evener.logs import set_up_logging
 from evener_server.process import serve
 
 _DRAIN_SECONDS = 30.0
@@ -31,9 +30,5 @@ def main(argv: list[str]) -> int:
     drain: float = arguments.drain_timeout
     if not (math.isfinite(drain) and drain >= 0):
         raise ConfigError(f"--drain-timeout {drain} cannot be used; give seconds, 0 or more")
-    logging.basicConfig(
-        level=config.serve.log_level.upper(),
-        stream=sys.stderr,
-        format=LOG_FORMAT,
-    )
+    set_up_logging(config.log, logging.INFO)
     return asyncio.run(serve(config, drain_timeout=drain))

@@ -12,6 +12,7 @@ from evener.async_llm import AsyncLLM
 from evener.frontend.outputs import Delta
 from evener.frontend.stream import RequestStream
 from evener_server.errors import ApiError, status_error, unavailable
+from evener_server.metrics import Metrics, SampleMeter
 
 Submit = Callable[[], Awaitable[RequestStream]]
 
@@ -19,9 +20,9 @@ Submit = Callable[[], Awaitable[RequestStream]]
 class Running:
     """The generations that run in one application, so that a shutdown can end them."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, metrics: Metrics) -> None:
         self.stop_reason: str | None = None
-        self._llm = llm
+        self._llm, self._metrics = llm, metrics
         self._open: set[Generation] = set()
 
     def __len__(self) -> int:
@@ -33,10 +34,12 @@ class Running:
         Raises:
             RequestError, OverloadedError, EngineDeadError: as ``AsyncLLM.submit``.
         """
+        meter = SampleMeter(self._metrics)
         async with AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(await submit()) for submit in submits]
             stack.pop_all()
-        generation = Generation(self, streams, n)
+        generation = Generation(self, streams, n, meter)
+        self._metrics.prompt_tokens += generation.prompt_tokens
         self._open.add(generation)
         return generation
 
@@ -65,8 +68,9 @@ class Generation:
         completion_tokens: sampled so far, over all choices.
     """
 
-    def __init__(self, running: Running, streams: list[RequestStream], n: int) -> None:
+    def __init__(self, running: Running, streams: list[RequestStream], n: int, meter: SampleMeter) -> None:
         self.streams, self.n = streams, n
+        self._meter = meter
         self.finish_reasons: dict[int, str] = {}
         self.completion_tokens = 0
         self._running = running
@@ -101,6 +105,8 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._running.forget(self)
+        for _ in range(self.choices - len(self.finish_reasons)):
+            self._meter.end("abort")
         for stream in self.streams:
             await stream.aclose()
 
@@ -127,10 +133,13 @@ class Generation:
 
     def _seen(self, prompt: int, delta: Delta) -> tuple[int, Delta]:
         choice = prompt * self.n + delta.index
-        self.completion_tokens += len(delta.token_ids)
+        if delta.token_ids:
+            self.completion_tokens += len(delta.token_ids)
+            self._meter.tokens(choice, len(delta.token_ids))
         self._cached[choice] = max(self._cached.get(choice, 0), delta.num_cached_tokens)
         if delta.finish_reason is not None:
             self.finish_reasons[choice] = delta.finish_reason
+            self._meter.end(delta.finish_reason)
         if delta.error is not None or delta.finish_reason in ("abort", "error"):
             raise self._failure(delta)
         return choice, delta

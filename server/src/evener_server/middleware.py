@@ -11,6 +11,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from evener import logs
 from evener_server.errors import internal_error
 
 logger = logging.getLogger("evener_server.access")
@@ -19,7 +20,7 @@ HEADER = "x-request-id"
 #: What may stand in a header and a log line as it is; any other id is replaced by one of ours, which the header tells.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 #: Asked for all the time by whatever watches the server.
-_QUIET = ("/health", "/ready")
+_QUIET = ("/health", "/ready", "/metrics")
 #: nginx's number for a client that went away before it was answered.
 _CLIENT_GONE = 499
 _SHOWN = 64
@@ -50,6 +51,7 @@ class RequestLog:
         request_id = _request_id(scope)
         fields = log_fields(scope)
         fields["request_id"] = request_id
+        logs.request_id.set(request_id)
         started, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -91,7 +93,8 @@ def _write(scope: Scope, status: int, seconds: float) -> None:
         "ms": round(seconds * 1000),
         **log_fields(scope),
     }
-    logger.log(level, " ".join(f"{key}={_shown(value)}" for key, value in fields.items() if value is not None))
+    text = " ".join(f"{key}={_shown(value)}" for key, value in fields.items() if value is not None)
+    logger.log(level, text, extra={"fields": fields})
 
 
 def _shown(value: object) -> str:

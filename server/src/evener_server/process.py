@@ -19,6 +19,7 @@ import uvicorn
 from evener.async_llm import AsyncLLM
 from evener.config import Config
 from evener.errors import ConfigError
+from evener_server.activity import Activity
 from evener_server.app import create_app
 from evener_server.service import Service
 
@@ -136,7 +137,6 @@ class _Serving:
             uvicorn.Config(
                 app,
                 log_config=None,
-                log_level=config.serve.log_level,
                 access_log=False,
                 server_header=False,
                 lifespan="off",
@@ -149,6 +149,7 @@ class _Serving:
         self._code: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._activity: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -156,12 +157,14 @@ class _Serving:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         self._announce()
+        if self._config.log.interval > 0:
+            self._activity = asyncio.ensure_future(Activity(self._service).run(self._config.log.interval))
         try:
             await asyncio.wait((self._task,))
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-            for task in (self._task, self._draining):
+            for task in (self._task, self._draining, self._activity):
                 if task is not None:
                     task.cancel()
         if not self._task.cancelled():

@@ -14,6 +14,7 @@ from evener.sampling_params import SamplingParams
 from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
 from evener_server.generation import Running
+from evener_server.metrics import Metrics
 from evener_server.protocol import GenerationBody
 
 
@@ -23,6 +24,7 @@ class Service:
     Attributes:
         llm: the engine.
         limits: of request bodies.
+        metrics: what is counted.
         running: what runs.
         version: of this package.
         created: when it started, in seconds since 1970.
@@ -30,7 +32,8 @@ class Service:
 
     def __init__(self, llm: AsyncLLM, limits: BodyLimits) -> None:
         self.llm, self.limits = llm, limits
-        self.running = Running(llm)
+        self.metrics = Metrics()
+        self.running = Running(llm, self.metrics)
         self.version = version("evener-server")
         self.created = int(time.time())
 

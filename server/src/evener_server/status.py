@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from evener.async_llm import AsyncLLM
+from evener.errors import EngineDeadError
 from evener_server.errors import ApiError
 from evener_server.service import Service
 
@@ -49,15 +50,26 @@ def check_ready(llm: AsyncLLM) -> None:
         raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "1"})
 
 
-async def stats(service: Service) -> dict[str, int]:
+async def stats(service: Service) -> dict[str, Any]:
     """``GET /stats``: how busy the engine is, as its ``StatsReport`` says.
 
     Raises:
         EngineDeadError: there is no engine, or not yet.
     """
-    found: dict[str, int] = msgspec.to_builtins(await service.llm.stats())
+    found: dict[str, Any] = msgspec.to_builtins(await service.llm.stats())
     del found["type"]
     return found
+
+
+async def metrics(service: Service) -> bytes:
+    """``GET /metrics``: Prometheus' text. It answers also while there is no engine, with what was counted here."""
+    llm, info = service.llm, service.llm.info
+    try:
+        report = await llm.stats() if llm.ready else None
+    except EngineDeadError:
+        report = None
+    labels = {"version": service.version, "backend": str(info.get("backend", "")), "model": str(info.get("model", ""))}
+    return service.metrics.text(str(info.get("served_name", "")), report, labels)
 
 
 def version_info(service: Service) -> dict[str, Any]:

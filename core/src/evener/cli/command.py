@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from evener.config.keys import Typed, split_command_line
 from evener.config.schema import Config
+from evener.config.seeds import environment_overrides
 from evener.errors import ConfigError
 
 _EPILOG = (
@@ -95,6 +96,11 @@ def read_config(
     environ = os.environ if environ is None else environ
     arguments, words = command.parse(argv)
     typed = split_command_line(words)
+    inherited, notes = environment_overrides(environ)
+    for note in notes:
+        print(f"warning: {note}", file=sys.stderr)
+    # Whatever is typed comes later and wins.
+    typed = Typed(typed.positionals, (*inherited, *typed.overrides))
     config = build_config(typed, arguments.config or environ.get("CONFIG_NAME"))
     if ranks:
         check_ranks(config, environ)

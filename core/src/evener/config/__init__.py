@@ -24,9 +24,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.config import build
-from evener.config.schema import Config, InferConfig, RequestConfig, ServeConfig, to_flat
+from evener.config.schema import Config, InferConfig, LogConfig, RequestConfig, ServeConfig, to_flat
 
-__all__ = ["Config", "InferConfig", "OldSpellingWarning", "RequestConfig", "ServeConfig", "from_overrides", "to_flat"]
+__all__ = [
+    "Config",
+    "InferConfig",
+    "LogConfig",
+    "OldSpellingWarning",
+    "RequestConfig",
+    "ServeConfig",
+    "from_overrides",
+    "to_flat",
+]
 
 
 class OldSpellingWarning(UserWarning):

@@ -157,8 +157,33 @@ class ServeConfig(Section):
     max_queue: int = field(
         default=1024, metadata=key("int", "Requests that may wait; more are refused with 429.", minimum=0)
     )
-    log_level: str = field(
-        default="info", metadata=key("str", "How much the server says.", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
+    """The log."""
+
+    prefix: ClassVar[str] = "log."
+
+    level: str = field(
+        default="auto",
+        metadata=key(
+            "str",
+            "The least of what is said; auto: info of a server and in a file, warnings elsewhere.",
+            choices=("auto", "debug", "info", "warning", "error"),
+            words={word: word.lower() for word in ("DEBUG", "INFO", "WARNING", "ERROR")},
+        ),
+    )
+    file: str | None = field(
+        default=None,
+        metadata=key("path", "A file that lines are added to, beside standard error; none: no file.", none=True),
+    )
+    format: str = field(
+        default="text", metadata=key("str", "Lines for people, or an object a line.", choices=("text", "json"))
+    )
+    interval: float = field(
+        default=10.0,
+        metadata=key("float", "A server says how busy it is every so many seconds, if it is; 0: never.", minimum=0),
     )
 
 
@@ -259,12 +284,18 @@ class Config(Section):
     infer: InferConfig = field(default_factory=InferConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     ops: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 #: The sections of ``Config`` by their names in keys.
-SECTIONS: Mapping[str, type[Section]] = {"infer": InferConfig, "serve": ServeConfig, "request": RequestConfig}
+SECTIONS: Mapping[str, type[Section]] = {
+    "infer": InferConfig,
+    "serve": ServeConfig,
+    "request": RequestConfig,
+    "log": LogConfig,
+}
 
 
 def key_specs() -> dict[str, KeySpec]:

@@ -123,6 +123,7 @@ OLD_KEYS: Mapping[str, Renamed | Dropped | Gone] = {
     "device_ids": Gone("which devices are visible is set by the platform's own environment variable"),
     "multi_process": Gone("executor=process gives the worker a process of its own"),
     "host": Renamed("serve.host"),
+    "serve.log_level": Renamed("log.level"),
     "port": Renamed("serve.port"),
 }
 
@@ -232,6 +233,18 @@ def check_family(name: str, model: str, model_type: str, served: Iterable[str] =
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+#: Environment variables of the seeds that set a key, and the key.
+OLD_VARIABLES: Mapping[str, str] = {"KLLM_LOG_LEVEL": "log.level", "KLLM_LOG_FILE": "log.file"}
+
+
+def environment_overrides(environ: Mapping[str, str]) -> tuple[tuple[Override, ...], tuple[str, ...]]:
+    """Keys that variables of the seeds set, and a note for each."""
+    found = {name: key for name, key in OLD_VARIABLES.items() if environ.get(name)}
+    overrides = tuple(Override(key, environ[name], f"{name}={environ[name]}") for name, key in found.items())
+    notes = tuple(f"{name} is an old spelling; write {key}={environ[name]}" for name, key in found.items())
+    return overrides, notes
 
 
 def environment_notes(environ: Mapping[str, str]) -> tuple[str, ...]:

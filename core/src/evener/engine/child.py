@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,9 +14,10 @@ from evener.config.schema import Config
 from evener.engine.loop import run_controller
 from evener.engine.messages import FromController, ToController
 from evener.engine.plan import Plan
-from evener.engine.process import LOG_FORMAT, Failed, Parent, read_config
+from evener.engine.process import Failed, Parent, read_config
 from evener.engine.search import Search
 from evener.errors import EvenerError
+from evener.logs import set_up_logging
 
 if TYPE_CHECKING:
     from evener.engine.worker import PendingStep
@@ -83,11 +83,12 @@ ROLES: dict[str, Callable[[Config, Parent], None]] = {"worker": run_worker, "con
 def main(argv: list[str]) -> int:
     """Run one role; an error at start goes to the parent with its class and message."""
     role, address, level = argv
-    logging.basicConfig(level=int(level), stream=sys.stderr, format=LOG_FORMAT)
     flat = read_config(address)
     parent = Parent(address)
     try:
-        ROLES[role](from_overrides(flat.pop("model"), flat), parent)
+        config = from_overrides(flat.pop("model"), flat)
+        set_up_logging(config.log, int(level))
+        ROLES[role](config, parent)
     except EvenerError as error:
         parent.send(_ENCODER.encode(Failed(type(error).__name__, str(error))))
         return 1

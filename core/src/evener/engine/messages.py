@@ -12,6 +12,8 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+#: Upper bounds, in seconds, of ``StatsReport.queued``; its last count has none.
+QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -116,6 +118,9 @@ class StatsReport(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     cached_tokens: int
     computed_tokens: int
     finished: int
+    queried_tokens: int = 0
+    queued: list[int] = msgspec.field(default_factory=lambda: [0] * (len(QUEUE_SECONDS) + 1))
+    queued_seconds: float = 0.0
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -7,7 +7,6 @@ that its parent is gone, whatever the reason, and it ends at once. So no process
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -23,11 +22,10 @@ import zmq
 from evener import errors
 from evener.config.schema import Config, to_flat
 from evener.errors import EngineDeadError, EngineError
+from evener.logs import stderr_level
 
 #: Milliseconds between looks at whether the other side still lives.
 _BEAT_MS = 200
-#: Of log lines of a server and its children.
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -60,7 +58,7 @@ class Child:
             socket.setsockopt(zmq.RCVHWM if end == "up" else zmq.SNDHWM, 0)
             socket.bind(f"{address}.{end}")
         # The child logs as much as this process does: a server's worker says what a library's keeps to itself.
-        level = str(logging.getLogger("evener").getEffectiveLevel())
+        level = str(stderr_level())
         # A session of its own: a terminal's Ctrl-C is for the supervisor, which decides what it means.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "evener.engine.child", role, address, level],

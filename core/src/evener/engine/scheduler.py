@@ -9,11 +9,13 @@ may be in flight: a plan may compute on a token that nobody has read yet, becaus
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from evener.engine.messages import Finished, FinishReason, FromController, NewRequest, Tokens
+from evener.engine.messages import QUEUE_SECONDS, Finished, FinishReason, FromController, NewRequest, Tokens
 from evener.engine.plan import Admission, Plan, StepResult, TableUpdate
 from evener.engine.request import Request
 from evener.engine.state import StateManager
@@ -29,7 +31,11 @@ def first_come(request: Request) -> tuple[int, ...]:
 
 @dataclass
 class Stats:
-    """Counters since the start."""
+    """Counters since the start.
+
+    ``queried_tokens`` were looked up in the prefix cache, of which ``cached_tokens`` were there. ``queued``: requests
+    by the time that they waited for their first step, at most ``QUEUE_SECONDS``; ``queued_seconds``: all of it.
+    """
 
     steps: int = 0
     mixed_steps: int = 0
@@ -38,6 +44,14 @@ class Stats:
     cached_tokens: int = 0
     computed_tokens: int = 0
     finished: int = 0
+    queried_tokens: int = 0
+    queued: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS) + 1))
+    queued_seconds: float = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """A request has begun after so long."""
+        self.queued[bisect_left(QUEUE_SECONDS, seconds)] += 1
+        self.queued_seconds += seconds
 
 
 @dataclass
@@ -161,11 +175,13 @@ class Scheduler:
                 return
             self.waiting.pop(0)
             self.running.append(request)
+            self.stats.queried_tokens += request.length
             if cached:
                 self.stats.prefix_hits += 1
                 self.stats.cached_tokens += cached
             if not request.preemptions:
                 request.cached = cached
+                self.stats.waited(time.monotonic() - request.arrived)
 
     def _plan_row(self, draft: _Draft, request: Request, count: int, admit: bool = False) -> bool:
         assert request.table is not None, "a running request has a table"

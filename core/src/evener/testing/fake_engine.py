@@ -196,9 +196,11 @@ class FakeEngine(EngineClient):
 
     def _stats(self) -> StatsReport:
         """One block a request, and nothing counted."""
-        nothing = dict.fromkeys(StatsReport.__struct_fields__, 0)
         running = len(self._running)
-        return StatsReport(**{**nothing, "running": running, "blocks": 100, "blocks_used": running})
+        return StatsReport(
+            waiting=0, running=running, blocks=100, blocks_used=running, steps=0, mixed_steps=0, preemptions=0,
+            prefix_hits=0, cached_tokens=0, computed_tokens=0, finished=0,
+        )  # fmt: skip
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None, status: int = 500) -> None:
         if self._running.pop(request_id, None) is not None:

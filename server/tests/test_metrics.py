@@ -1,0 +1,129 @@
+"""``/metrics``, and the periodic log line."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from evener.testing.fake_engine import FakeEngine
+from evener_server.activity import Activity
+from evener_server.metrics import Histogram
+
+
+def values(text: str) -> dict[str, float]:
+    """Samples by name and every label but the model's."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+def read(api: Any) -> dict[str, float]:
+    response = api.get("/metrics")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
+    return values(response.text)
+
+
+def test_tokens_ends_and_latencies_are_counted_once_for_each_sample(make_api: Any) -> None:
+    api = make_api()
+    assert api.complete(prompt="abcd", n=2, max_tokens=3).status_code == 200
+    assert api.chat(stream=True, max_tokens=5).status_code == 200
+    found = read(api)
+    assert found["evener:generation_tokens_total"] == 2 * 3 + 5
+    usage = api.chat(max_tokens=1).json()["usage"]["prompt_tokens"]
+    assert found["evener:prompt_tokens_total"] == 4 + usage
+    assert found["evener:request_success_total{finished_reason=length}"] == 3
+    assert found["evener:time_to_first_token_seconds_count"] == 3
+    assert found["evener:inter_token_latency_seconds_count"] == 2 * 2 + 4
+    assert found["evener:e2e_request_latency_seconds_count"] == 3
+    assert found["evener:time_to_first_token_seconds_bucket{le=+Inf}"] == 3
+    assert 0 < found["evener:time_to_first_token_seconds_sum"] <= found["evener:e2e_request_latency_seconds_sum"]
+
+
+def test_gauges_are_the_engines_report(make_api: Any) -> None:
+    api = make_api()
+    found = read(api)
+    assert found["evener:num_requests_running"] == found["evener:num_requests_waiting"] == 0
+    assert found["evener:kv_cache_blocks"] == 100 and found["evener:kv_cache_usage_perc"] == 0
+    assert found["evener:request_queue_time_seconds_count"] == 0 and found["evener:num_preemptions_total"] == 0
+    assert found["evener:ready"] == 1
+
+
+def test_every_metric_is_labelled_with_the_models_name(make_api: Any) -> None:
+    api = make_api(FakeEngine(info_overrides={"served_name": 'a "name"\n'}))
+    families = text_string_to_metric_families(api.get("/metrics").text)
+    samples = [s for family in families for s in family.samples if s.name.startswith("evener:")]
+    labelled = [s for s in samples if s.name != "evener:build_info"]
+    assert labelled and all(sample.labels["model_name"] == 'a "name"\n' for sample in labelled)
+
+
+def test_a_failed_and_an_aborted_request_are_counted_as_such(make_api: Any, make_server: Any, eventually: Any) -> None:
+    server = make_server(FakeEngine(hold_after=2))
+    import httpx
+
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 9, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    eventually(server.idle)
+    found = values(httpx.get(f"{server.url}/metrics").text)
+    assert found["evener:request_success_total{finished_reason=abort}"] == 1
+    assert found["evener:request_success_total{finished_reason=length}"] == 0
+    assert found["evener:generation_tokens_total"] == 2
+
+
+def test_it_answers_while_there_is_no_engine(make_api: Any) -> None:
+    api = make_api(FakeEngine(auto_ready=False), wait=False)
+    found = read(api)
+    assert found["evener:ready"] == 0 and "evener:num_requests_running" not in found
+    assert found["evener:generation_tokens_total"] == 0
+
+
+def test_two_applications_in_one_process_count_apart(make_api: Any) -> None:
+    first, second = make_api(), make_api()
+    first.complete(max_tokens=2)
+    assert read(first)["evener:generation_tokens_total"] == 2
+    assert read(second)["evener:generation_tokens_total"] == 0
+
+
+def test_a_histogram_counts_a_bound_in_the_bucket_that_it_ends() -> None:
+    found = Histogram((1.0, 2.0))
+    for seconds in (0.5, 1.0, 1.5, 9.0):
+        found.add(seconds)
+    found.add(2.0, times=3)
+    assert found.counts == [2, 4, 1] and found.count == 7 and found.sum == pytest.approx(18.0)
+
+
+def test_the_log_line_says_what_happened_and_nothing_when_nothing_did(make_api: Any) -> None:
+    api = make_api()
+    activity, now = Activity(api.app.state.service), time.monotonic()
+    report = api.run(api.llm.stats())
+    assert activity.line(report, now + 10) is None
+    api.complete(prompt="hello", max_tokens=20)
+    line = activity.line(api.run(api.llm.stats()), now + 20)
+    assert line is not None
+    for part in ("running 0, waiting 0", "prompt 0.5 tokens/s", "generation 2.0 tokens/s", "ended 1", "first token"):
+        assert part in line
+    assert activity.line(api.run(api.llm.stats()), now + 30) is None
+
+
+def test_the_log_line_comes_by_itself(make_api: Any, caplog: pytest.LogCaptureFixture) -> None:
+    import asyncio
+
+    api = make_api()
+    activity = Activity(api.app.state.service)
+    api.complete(max_tokens=2)
+
+    async def wait() -> None:
+        task = asyncio.ensure_future(activity.run(0.001))
+        while not any(record.name == "evener_server.activity" for record in caplog.records):
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with caplog.at_level("INFO", "evener_server.activity"):
+        api.run(asyncio.wait_for(wait(), 30))
