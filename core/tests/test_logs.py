@@ -47,7 +47,9 @@ def test_warnings_go_to_standard_error_and_more_into_the_file(
     assert "loud" in (err := capfd.readouterr().err) and "soft" not in err
 
 
-def test_a_level_that_was_asked_for_holds_for_both(set_up: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_level_that_was_asked_for_holds_for_both(
+    set_up: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     set_up(file=str(tmp_path / "log"), level="debug")
     log.debug("whisper")
     assert "whisper" in (tmp_path / "log").read_text() and "whisper" in capfd.readouterr().err

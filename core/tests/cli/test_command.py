@@ -72,3 +72,13 @@ def test_a_made_up_prompt_is_for_run_only(command: Command) -> None:
     ):
         read_config(command, ["/m", "request.prompt_tokens_len=5"], {})
     assert read_config(Command("run", ""), ["/m", "request.prompt_tokens_len=5"], {})[1].request.prompt_tokens_len == 5
+
+
+def test_variables_of_the_seeds_set_the_log_unless_it_is_typed(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"KLLM_LOG_LEVEL": "DEBUG", "KLLM_LOG_FILE": "/tmp/a.log", "KLLM_OTHER": "x"}
+    config = read_config(command, ["/m", "log.level=warning"], environ)[1]
+    assert (config.log.level, config.log.file) == ("warning", "/tmp/a.log")
+    assert read_config(command, ["/m"], environ)[1].log.level == "debug"
+    assert "KLLM_LOG_LEVEL is an old spelling; write log.level=DEBUG" in capsys.readouterr().err

@@ -27,7 +27,14 @@ def other_value(spec: KeySpec) -> tuple[str, Any]:
         return str(value), value
     if spec.kind == "names":
         return "first,second", ("first", "second")
-    values = {"str": "some words", "path": "/a/b", "int": 7, "bool": spec.default is not True, "size": 2**31}
+    values = {
+        "str": "some words",
+        "path": "/a/b",
+        "int": 7,
+        "bool": spec.default is not True,
+        "size": 2**31,
+        "float": 2.5,
+    }
     return str(values[spec.kind]), values[spec.kind]
 
 
@@ -148,3 +155,26 @@ def test_a_config_survives_the_way_to_another_process_and_through_its_flat_form(
     flat = to_flat(config)
     assert from_overrides(flat.pop("model"), flat, packages).config == config
     assert config.options == {"wid-get": {"lanes": 8}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4GiB", 2**32),
+        ("4 GB", 4 * 10**9),
+        ("2500MiB", 2500 * 2**20),
+        ("0.9", 0.9),
+        (".5", 0.5),
+        ("50%", 0.5),
+        ("12.5 %", 0.125),
+    ],
+)
+def test_memory_for_state_is_bytes_or_a_share(text: str, value: float, nothing_installed: Packages) -> None:
+    built = from_overrides("m", {"infer.kv_memory": text}, nothing_installed)
+    assert built.config.infer.kv_memory == value and type(built.config.infer.kv_memory) is type(value)
+
+
+@pytest.mark.parametrize("text", ["0%", "100%", "1.0", "4", "1.5", "-1GiB", "4 gigs", "150%"])
+def test_memory_that_makes_no_sense_is_refused_with_the_key(text: str, nothing_installed: Packages) -> None:
+    with pytest.raises(ConfigError, match=r"infer\.kv_memory"):
+        from_overrides("m", {"infer.kv_memory": text}, nothing_installed)

@@ -171,7 +171,7 @@ class LogConfig(Section):
             "str",
             "The least of what is said; auto: info of a server and in a file, warnings elsewhere.",
             choices=("auto", "debug", "info", "warning", "error"),
-            words={word: word.lower() for word in ("DEBUG", "INFO", "WARNING", "ERROR")},
+            words={word: word for word in ("debug", "info", "warning", "error")},  # DEBUG, as others write it
         ),
     )
     file: str | None = field(

@@ -27,7 +27,7 @@ _NOUNS = {
     "int": "an integer",
     "float": "a number",
     "bool": "true or false",
-    "size": "bytes ('4GiB'), or a fraction of the free memory ('0.4')",
+    "size": "bytes ('4GiB'), or a fraction of the free memory ('0.4' or '40%')",
     "names": "a list of names",
 }
 #: Bytes under which a size is surely a mistake (``kv_memory=4`` for 4 GiB).
@@ -125,6 +125,8 @@ def _read(spec: KeySpec, text: str) -> Any:
 def _size(text: str) -> int | float | None:
     if re.fullmatch(r"0?\.\d+", text):
         return float(text)
+    if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+        return float(share[1]) / 100
     match = _SIZE.fullmatch(text)
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else None
 
