@@ -201,7 +201,8 @@ def greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 
 def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
-    """Every filter alone, all together, none; greedy rows among them; seeds and positions at both ends."""
+    """Every filter alone, all together, none; greedy rows among them; seeds and positions at both ends; the largest
+    noise there is, on an id that is as good as impossible and on one that is."""
     make = _Maker(dtype, generator)
     mixes = (
         (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1),
@@ -220,6 +221,14 @@ def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
         yield OpCase({"vocab": vocab, "filters": True}, (logits, heat, *filters, seed, position))
         yield OpCase({"vocab": vocab, "filters": True}, (logits, heat, *off, seed, position))
         yield OpCase({"vocab": vocab, "filters": False}, (logits, heat, *off, seed, position))
+    # Hashes whose upper 24 bits are all ones, for the ids 9, 18 and 17.
+    seed, position = (torch.tensor(x, dtype=torch.int32) for x in ([61, 406, 703], [2308, 3515, 328]))
+    off = torch.zeros(3, dtype=torch.int32), torch.ones(3), torch.zeros(3)
+    for low in (-60.0, -torch.inf):
+        logits = make.permutations(3, 33, 0.125)
+        logits[[0, 1, 2], [9, 18, 17]] = low
+        for on in (False, True):
+            yield OpCase({"vocab": 33, "filters": on}, (logits, torch.ones(3), *off, seed, position))
 
 
 def apply_mask(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:

@@ -38,8 +38,9 @@ def hash32(x: torch.Tensor) -> torch.Tensor:
 def gumbel(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise, float32, for int32 seed and position [R, 1] and token ids [R, n] (or [1, n])."""
     bits = hash32(hash32(hash32(seed) + position * _GOLDEN) ^ hash32(ids))
-    # 24 bits, moved to the middle of their cells: u is in (0, 1) exclusive, so both logarithms are finite.
-    uniform = (_shift_right(bits, 8).float() + 0.5) * (1.0 / (1 << 24))
+    # 24 bits, moved to the middle of their cells: u is in (0, 1), so that both logarithms are finite. In float32 the
+    # middle of the last cell is 1, whose noise would be infinite and win against every logit: it is the number before.
+    uniform = ((_shift_right(bits, 8).float() + 0.5) * (1.0 / (1 << 24))).clamp_max(1.0 - 2.0**-24)
     return -torch.log(-torch.log(uniform))
 
 
