@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 class Body(BaseModel):
@@ -14,23 +15,38 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-def only(*allowed: object, hint: str = "") -> AfterValidator:
+@dataclass(frozen=True)
+class Only:
+    """See ``only``. The API's description lists the values that pass."""
+
+    allowed: tuple[object, ...]
+    hint: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.allowed]}
+
+    def _check(self, value: object) -> object:
+        if value is None or any(_same(value, other) for other in self.allowed):
+            return value
+        choices = (
+            f"; leave it out, or send {' or '.join(map(_shown, self.allowed))}" if self.allowed else "; leave it out"
+        )
+        raise PydanticCustomError(
+            "unsupported_parameter", "is not supported by this server{rest}", {"rest": self.hint or choices}
+        )
+
+
+def only(*allowed: object, hint: str = "") -> Only:
     """For a field that is not implemented: null and the values that ask for nothing pass, any other is refused.
 
     Args:
         allowed: those values, compared with their type (``0`` is not ``False``).
         hint: what to do instead.
     """
-
-    def check(value: object) -> object:
-        if value is None or any(_same(value, other) for other in allowed):
-            return value
-        choices = f"; leave it out, or send {' or '.join(map(_shown, allowed))}" if allowed else "; leave it out"
-        raise PydanticCustomError(
-            "unsupported_parameter", "is not supported by this server{rest}", {"rest": hint or choices}
-        )
-
-    return AfterValidator(check)
+    return Only(allowed, hint)
 
 
 def _same(value: object, other: object) -> bool:

@@ -55,16 +55,16 @@ def _prompts(value: object) -> object:
 
 _STOP_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS},
         {"type": "null"},
     ]
 }
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
         _IDS_SCHEMA,
         {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
     ]

@@ -1,0 +1,321 @@
+"""Ten thousand malformed requests over a real engine: no 5xx, nothing left behind, and the server still answers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import random
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from asgi_calls import Answer, Call, InProcess
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import given as given_by
+from malformed import CHAT, COMPLETIONS, HEADERS, Malformed
+from schemathesis import GenerationMode
+from served import Served, tiny_model
+
+from evener_server.body import BodyLimits
+
+TINY = {
+    "load": "dummy", "infer.kv_memory": "2MiB", "infer.max_seq_len": "256", "infer.max_reqs": "16",
+    "infer.threads": "1", "serve.max_queue": "100000", "executor": "inline",
+}  # fmt: skip
+BATCH = 50
+GOOD = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template."""
+    folder = tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[InProcess]:
+    with InProcess(model, TINY, BodyLimits(max_bytes=100_000, timeout=0.3)) as found:
+        yield found
+
+
+@pytest.fixture
+def unharmed(server: InProcess) -> Iterator[InProcess]:
+    """The server; afterwards it holds nothing and says what it said before."""
+    before = good_answer(server)
+    yield server
+    server.at_rest()
+    assert good_answer(server) == before
+
+
+def good_answer(server: InProcess) -> Any:
+    answer = server.calls([Call(COMPLETIONS, json.dumps({**GOOD, "model": "tiny"}).encode())])[0]
+    assert answer.status == 200, answer
+    return json.loads(answer.body)["choices"]
+
+
+def check(call: Call, answer: Answer) -> None:
+    """What holds for every answer."""
+    assert answer.status < 500, f"{call}\n{answer}"
+    if answer.status == 0:
+        assert call.gone_after is not None or not call.whole, f"no answer: {call}"
+        return
+    assert answer.headers["x-request-id"], call
+    if not answer.ended:
+        assert call.gone_after is not None or not call.whole, f"the answer did not end: {call}"
+        return
+    stays = call.gone_after is None and call.whole
+    if answer.headers.get("content-type", "").startswith("text/event-stream"):
+        assert answer.body.endswith(b"data: [DONE]\n\n") or not stays, f"{call}\n{answer}"
+        assert b'"server_error"' not in answer.body or not stays, f"{call}\n{answer}"
+    elif call.method != "HEAD":
+        body = json.loads(answer.body)
+        if answer.status >= 400:
+            assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"], body
+
+
+def send_all(server: InProcess, calls: Sequence[Call]) -> Counter[int]:
+    """All of them, some at a time; how often each status came."""
+    seen: Counter[int] = Counter()
+    for first in range(0, len(calls), BATCH):
+        part = calls[first : first + BATCH]
+        for call, answer in zip(part, server.calls(part), strict=True):
+            check(call, answer)
+            seen[answer.status] += 1
+    return seen
+
+
+def own(server: InProcess, count: int, number: int) -> None:
+    seen = send_all(server, list(itertools.islice(Malformed("tiny", number), count)))
+    assert {0, 200, 400, 404, 405, 408, 413, 415} <= set(seen), f"not every kind of answer was seen: {seen}"
+
+
+def test_malformed_requests_end_in_4xx_and_leave_nothing(unharmed: InProcess) -> None:
+    own(unharmed, 600, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(10, 17))
+def test_a_thousand_malformed_requests_end_in_4xx_and_leave_nothing(unharmed: InProcess, number: int) -> None:
+    own(unharmed, 1000, number)
+
+
+# From the API's own description
+
+
+def narrowed(document: dict[str, Any]) -> dict[str, Any]:
+    """The description with the model's real name and short answers, so that many requests run."""
+    made = copy.deepcopy(document)
+    for name in ("ChatBody", "CompletionBody"):
+        fields = made["components"]["schemas"][name]["properties"]
+        fields["model"] = {"type": "string", "enum": ["tiny"]}
+        for key in ("max_tokens", "max_completion_tokens"):
+            if key in fields:
+                fields[key] = {"type": "integer", "minimum": 1, "maximum": 6}
+        fields["n"] = {"type": "integer", "minimum": 1, "maximum": 3}
+    message = made["components"]["schemas"]["Message"]
+    message["required"], message["properties"]["content"] = ["role", "content"], {"type": "string", "minLength": 1}
+    return made
+
+
+def to_call(case: schemathesis.Case) -> Call:
+    sent = requests.Request(**case.as_transport_kwargs(base_url="http://test")).prepare()
+    body = sent.body if isinstance(sent.body, bytes) else (sent.body or "").encode("utf-8", "surrogatepass")
+    headers = tuple((name.lower().encode("latin-1"), value.encode("latin-1") if isinstance(value, str) else value)
+                    for name, value in sent.headers.items())  # fmt: skip
+    path = requests.utils.unquote(sent.path_url.partition("?")[0])
+    return Call(path, body, str(sent.method), headers, query=sent.path_url.partition("?")[2].encode())
+
+
+def described(server: InProcess, mode: GenerationMode, label: str, count: int) -> None:
+    document = server.app.openapi()
+    schema = schemathesis.openapi.from_dict(narrowed(document) if mode is GenerationMode.POSITIVE else document)
+    operation = next(found.ok() for found in schema.get_all_operations() if found.ok().label == label)
+    sent: Counter[int] = Counter()
+
+    @seed(7)
+    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given_by(case=operation.as_strategy(generation_mode=mode))
+    def send(case: schemathesis.Case) -> None:
+        sent.update(send_all(server, [to_call(case)]))
+
+    send()
+    assert sum(sent.values()) >= count, sent
+    assert mode is GenerationMode.NEGATIVE or sent[200] > 0, f"none was answered: {sent}"
+
+
+MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+LABELS = [f"POST {CHAT}", f"POST {COMPLETIONS}"]
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_made_from_the_description_are_answered(unharmed: InProcess, mode: GenerationMode, label: str) -> None:
+    described(unharmed, mode, label, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_many_requests_made_from_the_description_are_answered(
+    unharmed: InProcess, mode: GenerationMode, label: str
+) -> None:
+    described(unharmed, mode, label, 600)
+
+
+# Through real sockets
+
+
+class Raw:
+    """Bytes for a socket: HTTP that is none, or none that anybody should send."""
+
+    def __init__(self, number: int) -> None:
+        self._rng = random.Random(number)
+
+    def __iter__(self) -> Iterator[tuple[list[bytes], bool]]:
+        return self
+
+    def __next__(self) -> tuple[list[bytes], bool]:
+        """Pieces to send, and whether the connection is then reset instead of read."""
+        pieces = self._rng.choice(
+            [self.line, self.lengths, self.chunked, self.head, self.noise, self.stream, self.good]
+        )()
+        return pieces, self._rng.random() < 0.25
+
+    def line(self) -> list[bytes]:
+        line = self._rng.choice([
+            b"GET", b"GET /", b"GET / HTTP/9.9", b"POST /v1/completions HTTP/1.0", b"GET  /  HTTP/1.1", b"\r\n\r\n",
+            b"\x16\x03\x01",
+            b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"PRI * HTTP/2.0", b"GET /%ZZ HTTP/1.1", b"G\xffT / HTTP/1.1",
+            b"OPTIONS * HTTP/1.1", b"GET http://x/ HTTP/1.1", b"GET / HTTP/1.1 x", b"CONNECT a:1 HTTP/1.1",
+        ])  # fmt: skip
+        return [line + b"\r\nHost: x\r\n\r\n"]
+
+    def lengths(self) -> list[bytes]:
+        length = self._rng.choice(
+            [b"-1", b"0", b"1", b"99999999999999999999", b"0x10", b"5, 5", b"5\r\nContent-Length: 6", b"", b" 5 "]
+        )
+        return [self._head(b"Content-Length: " + length) + self._body()]
+
+    def chunked(self) -> list[bytes]:
+        coding = self._rng.choice([b"chunked", b"chunked, chunked", b"xchunked", b"identity", b"gzip, chunked"])
+        body = self._body()
+        size = self._rng.choice(
+            [b"%x" % len(body), b"-1", b"ffffffffffffffffff", b"zz", b"", b"%x;ext=%s" % (len(body), b"a" * 50)]
+        )
+        end = self._rng.choice([b"0\r\n\r\n", b"0\r\nTrailer: x\r\n\r\n", b"", b"\r\n"])
+        both = self._rng.choice([b"", b"\r\nContent-Length: 5"])
+        return [self._head(b"Transfer-Encoding: " + coding + both), size + b"\r\n" + body + b"\r\n", end]
+
+    def head(self) -> list[bytes]:
+        lines = [b"%s: %s" % self._rng.choice(HEADERS) for _ in range(self._rng.randint(1, 5))]
+        odd = self._rng.choice(
+            [
+                b"",
+                b"No colon",
+                b": x",
+                b" folded: x",
+                b"a" * 60_000 + b": b",
+                b"X: \x00",
+                b"\r\n".join([b"A: b"] * 2000),
+            ]
+        )
+        body = self._body()
+        return [self._head(b"\r\n".join([b"Content-Length: %d" % len(body), *lines, *([odd] if odd else [])])) + body]
+
+    def noise(self) -> list[bytes]:
+        return [self._rng.randbytes(self._rng.randint(1, 3000)) for _ in range(self._rng.randint(1, 3))]
+
+    def stream(self) -> list[bytes]:
+        body = json.dumps(
+            {"model": "tiny", "prompt": "hi", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        ).encode()
+        raw = self._head(b"Content-Length: %d" % len(body)) + body
+        return [raw] * self._rng.choice([1, 1, 3])
+
+    def good(self) -> list[bytes]:
+        body = self._body()
+        raw = self._head(b"Content-Length: %d" % len(body)) + body
+        at = self._rng.randrange(len(raw))
+        return self._rng.choice(
+            [[raw], [raw[:at], raw[at:]], [raw[:at]], [raw[i : i + 1] for i in range(60)], [raw * 3]]
+        )
+
+    def _head(self, lines: bytes) -> bytes:
+        return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + lines + b"\r\n\r\n"
+
+    def _body(self) -> bytes:
+        return json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": self._rng.randint(1, 5)}).encode()
+
+
+async def raw_answer(port: int, pieces: list[bytes], reset: bool) -> bytes:
+    """What comes back; a connection that says nothing more for a while is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    found = b""
+    if reset:
+        made: socket.socket = writer.get_extra_info("socket")
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if not reset:
+            while part := await asyncio.wait_for(reader.read(1 << 16), 0.4):
+                found += part
+    except (asyncio.TimeoutError, ConnectionError):
+        pass  # waits for more of the request, or has closed it: both are answers
+    finally:
+        writer.close()
+    return found
+
+
+def over_sockets(model: Path, count: int, number: int) -> None:
+    keys = {key: value for key, value in TINY.items() if key != "executor"}
+    with Served.model(model, *(f"{key}={value}" for key, value in keys.items())) as served:
+        port = int(served.url.rpartition(":")[2])
+        wanted = {**GOOD, "model": served.name}
+        before = served.http.post("/v1/completions", json=wanted).json()["choices"]
+
+        async def some(part: list[tuple[list[bytes], bool]]) -> list[bytes]:
+            return await asyncio.gather(*(raw_answer(port, *one) for one in part))
+
+        seen: Counter[bytes] = Counter()
+        for batch in range(0, count, BATCH):
+            part = list(itertools.islice(Raw(number + batch), min(BATCH, count - batch)))
+            for (pieces, reset), answer in zip(part, asyncio.run(some(part)), strict=True):
+                statuses = [line.split()[1] for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+                assert not any(status.startswith(b"5") for status in statuses), (pieces, reset, answer[:500])
+                seen.update(statuses)
+        assert {b"200", b"400"} <= set(seen), seen
+        wait_until_idle(served)
+        assert served.http.post("/v1/completions", json=wanted).json()["choices"] == before
+        assert "Traceback" not in served.log, served.log[-4000:]
+        assert served.stop() == 0
+
+
+def wait_until_idle(served: Served) -> None:
+    from served import eventually
+
+    eventually(lambda: served.stats()["running"] == served.stats()["waiting"] == 0)
+    assert served.stats()["blocks_used"] == 0
+
+
+def test_bytes_that_are_no_http_leave_a_server_that_answers(model: Path) -> None:
+    over_sockets(model, 50, 1)
+
+
+@pytest.mark.slow
+def test_many_bytes_that_are_no_http_leave_a_server_that_answers(model: Path) -> None:
+    over_sockets(model, 700, 100)
