@@ -78,7 +78,7 @@ def check(call: Call, answer: Answer) -> None:
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
         assert answer.body.endswith(b"data: [DONE]\n\n") or not stays, f"{call}\n{answer}"
         assert b'"server_error"' not in answer.body or not stays, f"{call}\n{answer}"
-    elif call.method != "HEAD":
+    elif call.method != "HEAD" and (answer.status >= 400 or call.path != "/metrics"):
         body = json.loads(answer.body)
         if answer.status >= 400:
             assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"], body
@@ -119,9 +119,9 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
     for name in ("ChatBody", "CompletionBody"):
         fields = made["components"]["schemas"][name]["properties"]
         fields["model"] = {"type": "string", "enum": ["tiny"]}
-        for key in ("max_tokens", "max_completion_tokens"):
-            if key in fields:
-                fields[key] = {"type": "integer", "minimum": 1, "maximum": 6}
+        fields.pop("max_completion_tokens", None)
+        fields["max_tokens"] = {"type": "integer", "minimum": 1, "maximum": 6}
+        made["components"]["schemas"][name]["required"].append("max_tokens")
         fields["n"] = {"type": "integer", "minimum": 1, "maximum": 3}
     message = made["components"]["schemas"]["Message"]
     message["required"], message["properties"]["content"] = ["role", "content"], {"type": "string", "minLength": 1}
@@ -141,17 +141,18 @@ def described(server: InProcess, mode: GenerationMode, label: str, count: int) -
     document = server.app.openapi()
     schema = schemathesis.openapi.from_dict(narrowed(document) if mode is GenerationMode.POSITIVE else document)
     operation = next(found.ok() for found in schema.get_all_operations() if found.ok().label == label)
-    sent: Counter[int] = Counter()
+    calls: list[Call] = []
 
     @seed(7)
     @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given_by(case=operation.as_strategy(generation_mode=mode))
-    def send(case: schemathesis.Case) -> None:
-        sent.update(send_all(server, [to_call(case)]))
+    def collect(case: schemathesis.Case) -> None:
+        calls.append(to_call(case))
 
-    send()
-    assert sum(sent.values()) >= count, sent
+    collect()
+    assert len(calls) >= count
+    sent = send_all(server, calls)
     assert mode is GenerationMode.NEGATIVE or sent[200] > 0, f"none was answered: {sent}"
 
 
@@ -239,7 +240,7 @@ class Raw:
 
     def stream(self) -> list[bytes]:
         body = json.dumps(
-            {"model": "tiny", "prompt": "hi", "max_tokens": 200, "stream": True, "ignore_eos": True}
+            {"model": "tiny", "prompt": "hi", "max_tokens": 60, "stream": True, "ignore_eos": True}
         ).encode()
         raw = self._head(b"Content-Length: %d" % len(body)) + body
         return [raw] * self._rng.choice([1, 1, 3])
@@ -272,7 +273,7 @@ async def raw_answer(port: int, pieces: list[bytes], reset: bool) -> bytes:
             await writer.drain()
             await asyncio.sleep(0)
         if not reset:
-            while part := await asyncio.wait_for(reader.read(1 << 16), 0.4):
+            while part := await asyncio.wait_for(reader.read(1 << 16), 0.2):
                 found += part
     except (asyncio.TimeoutError, ConnectionError):
         pass  # waits for more of the request, or has closed it: both are answers

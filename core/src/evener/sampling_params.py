@@ -9,6 +9,8 @@ from evener.errors import RequestError
 
 #: At most this many likeliest tokens at a position: host work a step is bounded.
 MAX_LOGPROBS = 20
+#: Far beyond it all tokens are equally likely, and float32 overflows.
+MAX_TEMPERATURE = 1000.0
 #: The work on each token grows with the stop strings.
 MAX_STOPS, MAX_STOP_CHARS = 32, 1024
 _SEED_LIMIT = 2**63
@@ -22,7 +24,7 @@ class SamplingParams:
 
     Attributes:
         n: samples of the prompt.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; at most 1,000.
         top_p: keep the likeliest tokens whose probabilities add up to this; in (0, 1].
         top_k: keep this many of the likeliest tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than this times the likeliest; in [0, 1].
@@ -56,7 +58,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
-        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, -1, None)
         _number("min_p", self.min_p, 0.0, 1.0)

@@ -267,3 +267,10 @@ def test_how_tokens_are_cut_into_events_makes_no_difference(
     assert output.outputs[0].text == (text.split(stop)[0] if stop else text)
     assert output.outputs[0].finish_reason == ("stop" if found else reason)
     assert (output.error is None) == (found or reason != "error")
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(temperature: float) -> None:
+    frontend = Frontend(max_model_len=64, vocab_size=300)
+    (request,) = frontend.submit([1], SamplingParams(temperature=temperature, top_k=2**40, detokenize=False), "r")
+    assert request.sampling.temperature == 0.0 and request.sampling.top_k == 300

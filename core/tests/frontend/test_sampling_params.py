@@ -17,6 +17,7 @@ from evener.errors import RequestError
         ("n", True),
         ("n", None),
         ("temperature", -0.1),
+        ("temperature", 1e30),
         ("temperature", float("nan")),
         ("temperature", "hot"),
         ("top_p", 0),

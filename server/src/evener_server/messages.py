@@ -15,9 +15,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Only:
-    """See ``only``. The API's description lists the values that pass."""
+    """See ``only``. The API's description lists the values that pass.
+
+    Compared by identity: ``typing`` keeps one of equal annotations, and 0 equals False.
+    """
 
     allowed: tuple[object, ...]
     hint: str

@@ -37,6 +37,8 @@ Kind = Literal["chat", "completion"]
 #: New tokens of a completion that does not say how many, as OpenAI has it.
 COMPLETION_MAX_TOKENS = 16
 _SEED_BITS = 31
+#: A lower temperature is greedy in all but name, and a logit divided by it may be too large for float32.
+_COLD = 1e-5
 
 
 @dataclass(slots=True)
@@ -277,9 +279,10 @@ class Frontend:
     def _sampling(self, params: SamplingParams, seed: int) -> Sampling:
         defaults = self.defaults
         top_k = defaults.top_k if params.top_k is None else params.top_k
+        temperature = float(defaults.temperature if params.temperature is None else params.temperature)
         return Sampling(
-            temperature=float(defaults.temperature if params.temperature is None else params.temperature),
-            top_k=max(top_k, 0),
+            temperature=temperature if temperature >= _COLD else 0.0,
+            top_k=min(max(top_k, 0), self.vocab_size),
             top_p=float(defaults.top_p if params.top_p is None else params.top_p),
             min_p=float(defaults.min_p if params.min_p is None else params.min_p),
             seed=seed,
