@@ -1,0 +1,39 @@
+"""evener's portable kernels in Triton: the descriptor. Torch-free, as every descriptor's module."""
+
+from __future__ import annotations
+
+from evener.contracts.descriptor import Descriptor, Option
+
+descriptor = Descriptor(
+    name="triton",
+    summary="Portable kernels for every device that Triton compiles for.",
+    contracts={"ops": 1, "state": 1},
+    module="evener_kernels_triton.plugin",
+    needs=frozenset({"triton"}),
+    options={
+        "overlap": Option(
+            type=str,
+            default="auto",
+            choices=("auto", "off"),
+            help="Start a kernel while the one before it drains, where the device can.",
+        ),
+    },
+    ops=(
+        "embedding",
+        "take_rows",
+        "rms_norm",
+        "add_rms_norm",
+        "rotary",
+        "act_and_mul",
+        "linear",
+        "softcap",
+        "greedy",
+        "sample",
+        "apply_mask",
+        "norm_qkv_rotary_write",
+        "attention_block",
+        "mlp_block",
+        "head",
+    ),
+    states=("triton.paged",),
+)

@@ -1,0 +1,193 @@
+"""Kernels for composites: the parts of a decoder layer as few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
+from evener.ops.composites import AttentionWeights, MLPWeights
+from evener.ops.reference.linear import PLAIN
+from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
+from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
+from evener_kernels_triton.linear import FEW, few, gemv, many
+from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
+from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
+from evener_kernels_triton.tuning import Tuning, power_of_two
+
+Project = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+
+def _project(tuning: Tuning, call: OpCall, out: torch.dtype) -> Project:
+    """The linear product of a bucket."""
+    if call.bucket.high <= FEW:
+        return lambda x, w, bias: few(tuning, x, w, out, bias=bias)
+    return lambda x, w, bias: many(x, w, out, bias)
+
+
+def _enter(tuning: Tuning, call: OpCall) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """(add +) norm and projection: the projected rows and the stream, which is float32."""
+    s = call.static
+    eps, offset, dtype = s["eps"], s["offset"], getattr(torch, s["dtype"])
+    project = _project(tuning, call, dtype)
+
+    def one(
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
+        activation: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        x = rows_of(x)
+        if residual is None:
+            y = gemv(tuning, x, w, dtype, bias=bias, gain=norm, eps=eps, offset=offset, activation=activation)
+            return y, x.float()
+        # Programs read the residual while one of them writes the sum, so the sum needs memory of its own.
+        total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        y = gemv(
+            tuning, x, w, dtype, bias=bias, residual=rows_of(residual), total=total, gain=norm, eps=eps, offset=offset,
+            activation=activation,
+        )  # fmt: skip
+        return y, total
+
+    def some(
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
+        activation: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
+        stream = x.float() if total is None else total
+        if activation and call.bucket.high <= FEW:
+            return few(tuning, y, w, dtype, bias=bias, activation=activation), stream
+        wide = project(y, w, bias)
+        return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), stream
+
+    return one if call.bucket.high == 1 else some
+
+
+class _Composite(TritonKernel):
+    """What the kernels below share."""
+
+    packings = (PLAIN,)
+    priority = 100
+
+
+class TritonNormQkvRotaryWrite(_Composite):
+    """Norm (folded into the product for one token), projection, then head norms, rotation and write in one launch."""
+
+    op = "norm_qkv_rotary_write"
+    state_layout = LAYOUT
+
+    def build(self, call: OpCall) -> OpFunction:
+        return _write_heads(self.tuning, call)
+
+
+def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
+    s = call.static
+    enter, heads, kv_heads = _enter(tuning, call), s["heads"], s["kv_heads"]
+    d, dv, each = s["head_dim"], s["value_dim"], 4
+    tiles = -(-heads // each) + 2 * -(-kv_heads // each)
+    sizes = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": s["rotary_dim"], "INTERLEAVED": bool(s["interleaved"]),
+        "NORM": bool(s["qk_norm"]), "D": d, "DV": dv, "DP": power_of_two(max(d, dv)), "H": each,
+        "OVERLAP": tuning.overlap,
+    }  # fmt: skip
+
+    def run(
+        x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, norm: torch.Tensor, qkv: PackedWeight,
+        qkv_bias: torch.Tensor | None, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos_sin: torch.Tensor,
+        views: PagedViews, meta: PagedMeta,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        wide, stream = enter(x, residual, norm, qkv.data, qkv_bias, "")
+        query = torch.empty(wide.shape[0], heads, d, dtype=wide.dtype, device=wide.device)
+        norm_rotary_write_kernel[(wide.shape[0], tiles)](
+            positions, meta.step.slot_mapping, wide, q_norm if q_norm is not None else wide,
+            k_norm if k_norm is not None else wide, cos_sin, query, views.keys, views.values,
+            wide.stride(0), views.keys.stride(0), views.values.stride(0), s["eps"], s["offset"],
+            PAGE=views.block_size, num_warps=1, **sizes, **tuning.launch,
+        )  # fmt: skip
+        return query, stream
+
+    return run
+
+
+class TritonAttentionBlock(_Composite):
+    """The write above, attention, and an output projection that adds to the stream where nothing stands between.
+
+    What it returns beside the stream is what still has to be added to it: zero rows are not kept, so a sum that is done
+    already shows as None to the MLP block of this package and to nobody else.
+    """
+
+    op = "attention_block"
+    state_layout = LAYOUT
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
+        write, project = _write_heads(tuning, call), _project(tuning, call, dtype)
+        provider = s["state"].provider
+
+        def run(
+            x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights,
+            views: PagedViews, meta: PagedMeta,
+        ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+            query, stream = write(
+                x, residual, positions, w.norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.cos_sin, views, meta
+            )
+            x = project(provider.attend(views, meta, query, w.sinks).flatten(1), w.o.data, w.o_bias)
+            if s["post_norm"]:
+                assert w.post_norm is not None, "declared with the flag"
+                x, _ = norm_rows(tuning, x, None, w.post_norm, s["eps"], s["offset"], dtype)
+            return x, stream
+
+        return run
+
+
+class TritonMlpBlock(_Composite):
+    """Norm, gate and up with the activation behind them, down."""
+
+    op = "mlp_block"
+
+    def _judge(self, call: OpCall) -> str | None:
+        kind = call.static["activation"]
+        return None if kind in ACTIVATIONS else f"does not know activation {kind!r}"
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
+        enter, project, activation = _enter(tuning, call), _project(tuning, call, dtype), s["activation"]
+
+        def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
+            inner, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias, activation)
+            x = project(inner, w.down.data, w.down_bias)
+            if s["post_norm"]:
+                assert w.post_norm is not None, "declared with the flag"
+                x, _ = norm_rows(tuning, x, None, w.post_norm, s["eps"], s["offset"], dtype)
+            return x, stream
+
+        return run
+
+
+class TritonHead(_Composite):
+    """Norm from the float32 stream into the compute type, then the vocabulary with sums in float32."""
+
+    op = "head"
+
+    def _judge(self, call: OpCall) -> str | None:
+        if call.static["cap"]:
+            return "has no soft cap"
+        if call.device.host_memory and call.bucket.high > FEW and call.static["dtype"] != "float32":
+            return "torch has no such product on the host"
+        return None
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
+        project = _project(tuning, call, torch.float32)
+
+        def run(
+            x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            y, _ = norm_rows(tuning, x, None, norm, s["eps"], s["offset"], dtype)
+            return project(y, weight.data, bias)
+
+        return run
+
+
+COMPOSITES: tuple[Any, ...] = (TritonNormQkvRotaryWrite, TritonAttentionBlock, TritonMlpBlock, TritonHead)

@@ -1,0 +1,211 @@
+"""Attention over pages: one query token a request, split over its keys; and any mix of query lengths.
+
+A page of one layer holds ``[kv_heads, PAGE, D]`` keys and ``[kv_heads, PAGE, DV]`` values. The heads that share a key
+head are rows of one matrix product. The softmax runs online in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022);
+splits are merged by a second kernel (Dao et al. 2023).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile(
+    q, m, l, acc, at, valid, row_table, keys, values, key_page, value_page, head, scale, cap, mask,
+    PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, CAP: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys at positions ``at`` [N]: the running maximum, sum and product after it."""
+    page = tl.load(row_table + at // PAGE, mask=valid, other=0).to(tl.int64)
+    line = head * PAGE + at % PAGE
+    d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    k_at = keys + (page * key_page + line * D)[:, None] + d[None, :]
+    v_at = values + (page * value_page + line * DV)[:, None] + dv[None, :]
+    k = tl.load(k_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    v = tl.load(v_at, mask=valid[:, None] & (dv < DV)[None, :], other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAP:
+        # Scores and cap are both in units of base 2, so the tangent's argument has none.
+        s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)
+    if MASKED:
+        s = tl.where(mask, s, float("-inf"))
+    new = tl.maximum(m, tl.max(s, 1))
+    fade = tl.exp2(m - new)
+    p = tl.exp2(s - new[:, None])
+    l = l * fade + tl.sum(p, 1)
+    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return new, l, acc
+
+
+@triton.jit
+def decode_kernel(
+    query, keys, values, table, kv_lens, sinks, out, parts, stats,
+    q_row, q_head, table_row, key_page, value_page, splits, scale, cap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (request, tile of the heads of one key head, split)."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TILES: tl.constexpr = (GROUP + M - 1) // M
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) // TILES
+    member = (tl.program_id(1) % TILES) * M + tl.arange(0, M)
+    split = tl.program_id(2)
+    length = tl.load(kv_lens + row)
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    start = first // N * N
+    span = tl.cdiv(tl.cdiv(length - start, N), splits) * N
+    low = start + split * span
+    high = tl.minimum(low + span, length)
+    d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    heads = head * GROUP + member
+    real = member < GROUP
+    q = tl.load(
+        query + row * q_row + heads[:, None] * q_head + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
+    )
+    m = tl.full([M], -1e30, tl.float32)
+    l = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    for n in range(low, high, N):
+        at = n + tl.arange(0, N)
+        valid = at < high
+        if WINDOW > 0:
+            valid = valid & (at >= first)
+        m, l, acc = _tile(
+            q, m, l, acc, at, valid, table + row * table_row, keys, values, key_page, value_page, head, scale, cap,
+            valid[None, :], PAGE, D, DV, DP, DVP, CAP, True, PRECISION,
+        )  # fmt: skip
+    if SPLIT:
+        if low < length:
+            cell = (row * HEADS + heads) * splits + split
+            tl.store(parts + cell[:, None] * DV + dv[None, :], acc, mask=real[:, None] & (dv < DV)[None, :])
+            tl.store(stats + cell * 2, m, mask=real)
+            tl.store(stats + cell * 2 + 1, l, mask=real)
+    else:
+        if SINKS:
+            sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            new = tl.maximum(m, sink)
+            l = l * tl.exp2(m - new) + tl.exp2(sink - new)
+            acc = acc * tl.exp2(m - new)[:, None]
+        at = (row * HEADS + heads)[:, None] * DV + dv[None, :]
+        tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit
+def merge_kernel(
+    parts, stats, kv_lens, sinks, out, splits,
+    HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (request, head): the splits' sums, weighted by their maxima. S >= splits."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    length = tl.load(kv_lens + row)
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    start = first // N * N
+    span = tl.cdiv(tl.cdiv(length - start, N), splits) * N
+    used = tl.cdiv(length - start, span)
+    s = tl.arange(0, S)
+    dv = tl.arange(0, DVP)
+    live = s < used
+    cell = (row * HEADS + head) * splits + s
+    m = tl.load(stats + cell * 2, mask=live, other=-1e30)
+    l = tl.load(stats + cell * 2 + 1, mask=live, other=0.0)
+    best = tl.max(m, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        best = tl.maximum(best, sink)
+    weight = tl.exp2(m - best)
+    total = tl.sum(l * weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - best)
+    acc = tl.load(
+        parts + cell[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0
+    )
+    y = tl.sum(acc * weight[:, None], 0) / total
+    tl.store(out + (row * HEADS + head) * DV + dv, y.to(out.dtype.element_ty), mask=dv < DV)
+
+
+@triton.jit
+def mixed_kernel(
+    query, keys, values, table, query_start, kv_lens, sinks, out,
+    q_row, q_head, table_row, key_page, value_page, requests, scale, cap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of queries, key head). Tiles are numbered through all requests: request ``r`` has those from
+    ``query_start[r] // TOKENS + r`` on, at least as many as it needs, so that the grid follows from the token count and
+    nobody has to list the tiles.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TOKENS: tl.constexpr = M // GROUP
+    number = tl.program_id(0)
+    head = tl.program_id(1)
+    low = 0
+    high = requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // TOKENS + middle <= number:
+            low = middle
+        else:
+            high = middle
+    row = low
+    begin = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - begin
+    q_first = (number - (begin // TOKENS + row)) * TOKENS
+    if q_first < count:
+        length = tl.load(kv_lens + row)
+        lines = tl.arange(0, M)
+        q_at = q_first + lines // GROUP
+        heads = head * GROUP + lines % GROUP
+        real = (lines < TOKENS * GROUP) & (q_at < count)
+        position = length - count + q_at
+        d = tl.arange(0, DP)
+        dv = tl.arange(0, DVP)
+        token = (begin + q_at).to(tl.int64)
+        q = tl.load(
+            query + token[:, None] * q_row + heads[:, None] * q_head + d[None, :],
+            mask=real[:, None] & (d < D)[None, :], other=0.0,
+        )  # fmt: skip
+        front = length - count + q_first
+        end = length - count + tl.minimum(q_first + TOKENS, count)
+        start = tl.maximum(front - WINDOW + 1, 0) // N * N if WINDOW > 0 else 0
+        m = tl.full([M], -1e30, tl.float32)
+        l = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DVP], tl.float32)
+        row_table = table + row.to(tl.int64) * table_row
+        # Tiles that every query of this program sees whole need no mask.
+        whole = start if WINDOW > 0 else (front + 1) // N * N
+        for n in range(start, whole, N):
+            at = n + tl.arange(0, N)
+            m, l, acc = _tile(
+                q, m, l, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
+                real[:, None], PAGE, D, DV, DP, DVP, CAP, False, PRECISION,
+            )  # fmt: skip
+        for n in range(whole, end, N):
+            at = n + tl.arange(0, N)
+            seen = at[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+            m, l, acc = _tile(
+                q, m, l, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
+                seen, PAGE, D, DV, DP, DVP, CAP, True, PRECISION,
+            )  # fmt: skip
+        if SINKS:
+            sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            new = tl.maximum(m, sink)
+            l = l * tl.exp2(m - new) + tl.exp2(sink - new)
+            acc = acc * tl.exp2(m - new)[:, None]
+        at = (token * HEADS + heads)[:, None] * DV + dv[None, :]
+        l = tl.where(l > 0, l, 1.0)  # lines that are not real may have seen nothing
+        tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])

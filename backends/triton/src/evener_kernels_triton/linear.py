@@ -1,0 +1,121 @@
+"""Linear layers over plain weights: own kernels where reading the weights is the cost, the library's above that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
+from evener.ops.reference.linear import PLAIN
+from evener_kernels_triton.jit.linear import gemv_kernel, skinny_kernel
+from evener_kernels_triton.kernel import PRECISION, TritonKernel
+from evener_kernels_triton.tuning import Tuning
+
+#: Most tokens for which the own kernels are at least as fast as the library's.
+FEW = 64
+
+
+def gemv(
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, total: torch.Tensor | None = None, gain: torch.Tensor | None = None,
+    eps: float = 0.0, offset: float = 0.0, activation: str = "", addend: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """One token [1, columns] to [1, rows]; see ``gemv_kernel``. With ``addend`` the result takes its memory."""
+    halves = 2 if activation else 1
+    rows, columns = weight.shape[0] // halves, weight.shape[1]
+    p = tuning.gemv(rows, columns, halves)
+    y = addend if addend is not None else torch.empty(1, rows, dtype=out, device=x.device)
+    gemv_kernel[(-(-rows // p.n),)](
+        x, residual if residual is not None else x, total if total is not None else y, gain if gain is not None else x,
+        weight, bias if bias is not None else x, y, y, rows, columns, eps, offset,
+        ADD=residual is not None, NORM=gain is not None, BIAS=bias is not None, ACT=activation,
+        SUM=addend is not None, BN=p.n, BK=p.k, EVEN=rows % p.n == 0 and columns % p.k == 0, OVERLAP=tuning.overlap,
+        num_warps=p.warps, **tuning.launch,
+    )  # fmt: skip
+    return y
+
+
+def skinny(
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
+    activation: str = "", addend: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel``. With ``addend`` the result takes its memory."""
+    halves = 2 if activation else 1
+    tokens, rows, columns = x.shape[0], weight.shape[0] // halves, weight.shape[1]
+    p = tuning.skinny(tokens, rows, columns, halves, weight.element_size())
+    y = addend if addend is not None else torch.empty(tokens, rows, dtype=out, device=x.device)
+    skinny_kernel[(-(-rows // p.n), -(-tokens // p.m))](
+        x, weight, bias if bias is not None else x, y, y, tokens, rows, columns, x.stride(0), y.stride(0),
+        BIAS=bias is not None, ACT=activation, SUM=addend is not None, BM=p.m, BN=p.n, BK=p.k,
+        EVEN=rows % p.n == 0 and columns % p.k == 0, PRECISION=PRECISION, OVERLAP=tuning.overlap,
+        num_warps=p.warps, num_stages=p.stages, **tuning.launch,
+    )  # fmt: skip
+    return y
+
+
+def few(tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, **more: Any) -> torch.Tensor:
+    """``gemv`` or ``skinny``, by the number of tokens."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.shape[0] == 0:
+        return more["addend"] if more.get("addend") is not None else x.new_empty(0, weight.shape[0], dtype=out)
+    return (gemv if x.shape[0] == 1 else skinny)(tuning, x, weight, out, **more)
+
+
+def many(x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The library's product, for any number of tokens; sums in ``out`` are not rounded before."""
+    if x.dtype == out:
+        return F.linear(x, weight, bias)
+    y = torch.mm(x, weight.t(), out_dtype=out)
+    return y if bias is None else y + bias
+
+
+class TritonLinear(TritonKernel):
+    """Few tokens: a stream of weight rows."""
+
+    op = "linear"
+    priority = 110
+    packings = (PLAIN,)
+
+    def _judge(self, call: OpCall) -> str | None:
+        return None if call.bucket.high <= FEW else f"is slower than the library above {FEW} tokens"
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, out = self.tuning, getattr(torch, call.static.get("out", call.static["dtype"]))
+
+        def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return few(tuning, x, weight.data, out, bias=bias)
+
+        return run
+
+
+class LibraryLinear(TritonKernel):
+    """Many tokens: torch's own product, which calls the vendor's library."""
+
+    op = "linear"
+    priority = 100
+    packings = (PLAIN,)
+
+    def __init__(self, device: Any, tuning: Tuning) -> None:
+        super().__init__(device, tuning)
+        self.name = "torch.linear"
+
+    def _judge(self, call: OpCall) -> str | None:
+        out = call.static.get("out", call.static["dtype"])
+        if call.device.host_memory and out != call.static["dtype"]:
+            return f"torch has no product in {call.static['dtype']} with sums in {out} on the host"
+        return None
+
+    def build(self, call: OpCall) -> OpFunction:
+        out = getattr(torch, call.static.get("out", call.static["dtype"]))
+
+        def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return many(x, weight.data, out, bias)
+
+        return run
+
+
+LINEAR = (TritonLinear, LibraryLinear)

@@ -1,0 +1,34 @@
+"""The hooks of the Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evener.contracts.device import Device
+from evener.contracts.hooks import hookimpl
+from evener.contracts.ops import Kernel
+from evener.contracts.state import StateProvider
+from evener_kernels_triton.composites import COMPOSITES
+from evener_kernels_triton.linear import LINEAR
+from evener_kernels_triton.primitives import PRIMITIVES
+from evener_kernels_triton.sampling import SAMPLING
+from evener_kernels_triton.state import PagedState
+from evener_kernels_triton.tuning import Tuning
+
+
+@hookimpl
+def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
+    """Every kernel, with sizes for this device."""
+    tuning = _tuning(device, options)
+    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LINEAR, *COMPOSITES)]
+
+
+@hookimpl
+def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
+    """The paged state."""
+    return [PagedState(_tuning(device, options))]
+
+
+def _tuning(device: Device, options: Mapping[str, Any]) -> Tuning:
+    return Tuning.of(device.capabilities, overlap=options.get("overlap", "auto") != "off")

@@ -1,0 +1,209 @@
+"""Kernels for primitive ops on rows and heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from evener.contracts.ops import OpCall, OpFunction
+from evener_kernels_triton.jit.heads import rotary_kernel
+from evener_kernels_triton.jit.rows import act_and_mul_kernel, rms_norm_kernel, softcap_kernel, take_rows_kernel
+from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
+from evener_kernels_triton.tuning import Tuning, power_of_two
+
+_CHUNK = 1024
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x with the elements of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def norm_rows(
+    tuning: Tuning, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Normed rows in ``dtype`` and, with a residual, the sum, in the residual's memory. x is [T, hidden] or [T, n,
+    hidden]."""
+    x = rows_of(x)
+    size, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    total = None if residual is None else residual.contiguous()
+    rows = y.numel() // size
+    if rows:
+        block = power_of_two(size)
+        rms_norm_kernel[(rows,)](
+            x, total if total is not None else x, weight, y, total if total is not None else y,
+            inner, x.stride(0), x.stride(1) if x.dim() == 3 else 0, size, size, eps, offset,
+            ADD=total is not None, BLOCK=block, OVERLAP=tuning.overlap,
+            num_warps=max(1, min(16, block // 512)), **tuning.launch,
+        )  # fmt: skip
+    return y, total
+
+
+class TritonRmsNorm(TritonKernel):
+    """One row a program."""
+
+    op = "rms_norm"
+    batch_invariant = True
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, eps, offset = self.tuning, call.static["eps"], call.static["offset"]
+
+        def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            flat = x if x.dim() in (2, 3) else x.reshape(-1, x.shape[-1])
+            return norm_rows(tuning, flat, None, weight, eps, offset, x.dtype)[0].view(x.shape)
+
+        return run
+
+
+class TritonAddRmsNorm(TritonKernel):
+    """One row a program; the sum takes the residual's memory."""
+
+    op = "add_rms_norm"
+    batch_invariant = True
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, eps, offset = self.tuning, call.static["eps"], call.static["offset"]
+
+        def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y, total = norm_rows(tuning, x, residual, weight, eps, offset, x.dtype)
+            assert total is not None
+            return y, total
+
+        return run
+
+
+class TritonRotary(TritonKernel):
+    """A few heads of one token a program."""
+
+    op = "rotary"
+    batch_invariant = True
+
+    def build(self, call: OpCall) -> OpFunction:
+        s = call.static
+        size, dim, interleaved = s["head_dim"], s["rotary_dim"], bool(s["interleaved"])
+        wide = power_of_two(size)
+
+        def turn(positions: torch.Tensor, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+            x = rows_of(x)
+            y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            if y.numel():
+                rotary_kernel[(x.shape[0], -(-x.shape[1] // 4))](
+                    positions, x, y, cos_sin, x.shape[1], x.stride(0), x.stride(1), y.stride(0), y.stride(1),
+                    ROTARY=dim, INTERLEAVED=interleaved, D=size, DP=wide, H=4, num_warps=1,
+                )  # fmt: skip
+            return y
+
+        def run(
+            positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return turn(positions, query, cos_sin), turn(positions, key, cos_sin)
+
+        return run
+
+
+def act_rows(tuning: Tuning, x: torch.Tensor, inner: int, activation: str) -> torch.Tensor:
+    """act(gate) * up of rows [T, 2 * inner]."""
+    x = rows_of(x)
+    y = torch.empty(x.shape[0], inner, dtype=x.dtype, device=x.device)
+    if x.shape[0]:
+        act_and_mul_kernel[(x.shape[0], -(-inner // _CHUNK))](
+            x, y, x.stride(0), inner, ACT=activation, BLOCK=min(_CHUNK, power_of_two(inner)), OVERLAP=tuning.overlap,
+            num_warps=4, **tuning.launch,
+        )  # fmt: skip
+    return y
+
+
+class TritonActAndMul(TritonKernel):
+    """Activation and product in one pass."""
+
+    op = "act_and_mul"
+    batch_invariant = True
+
+    def _judge(self, call: OpCall) -> str | None:
+        kind = call.static["activation"]
+        return None if kind in ACTIVATIONS else f"does not know activation {kind!r}"
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, inner, kind = self.tuning, call.static["inner"], call.static["activation"]
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return act_rows(tuning, x, inner, kind)
+
+        return run
+
+
+def _take(ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+    table = rows_of(table)
+    size = table.shape[1]
+    y = torch.empty(ids.shape[0], size, dtype=table.dtype, device=table.device)
+    if y.numel():
+        take_rows_kernel[(ids.shape[0], -(-size // _CHUNK))](
+            ids, table, y, table.stride(0), size, scale if scale is not None else 1.0, SCALED=scale is not None,
+            BLOCK=min(_CHUNK, power_of_two(size)), num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+class TritonEmbedding(TritonKernel):
+    """Rows of the table, scaled."""
+
+    op = "embedding"
+    batch_invariant = True
+
+    def build(self, call: OpCall) -> OpFunction:
+        dtype, factor = getattr(torch, call.static["dtype"]), call.static["scale"]
+        # The checkpoint's model rounds the factor to its compute type before multiplying.
+        scale = None if factor == 1.0 else float(torch.tensor(factor, dtype=dtype).item())
+
+        def run(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return _take(ids, table, scale)
+
+        return run
+
+
+class TritonTakeRows(TritonKernel):
+    """Rows by index."""
+
+    op = "take_rows"
+    batch_invariant = True
+
+    def build(self, call: OpCall) -> OpFunction:
+        def run(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return _take(rows, x, None)
+
+        return run
+
+
+class TritonSoftcap(TritonKernel):
+    """Elementwise."""
+
+    op = "softcap"
+    batch_invariant = True
+
+    def build(self, call: OpCall) -> OpFunction:
+        cap: Any = call.static["cap"]
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            x = rows_of(x)
+            y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            if y.numel():
+                softcap_kernel[(x.shape[0], -(-x.shape[1] // _CHUNK))](
+                    x, y, x.stride(0), x.shape[1], float(cap), BLOCK=_CHUNK, num_warps=4
+                )
+            return y
+
+        return run
+
+
+PRIMITIVES = (
+    TritonRmsNorm,
+    TritonAddRmsNorm,
+    TritonRotary,
+    TritonActAndMul,
+    TritonEmbedding,
+    TritonTakeRows,
+    TritonSoftcap,
+)

@@ -1,0 +1,185 @@
+"""The state provider "triton.paged": keys and values in pages, every length and table read on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evener.contracts.device import DeviceCapabilities
+from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
+from evener_kernels_triton.jit.attention import decode_kernel, merge_kernel, mixed_kernel
+from evener_kernels_triton.jit.heads import write_kernel
+from evener_kernels_triton.kernel import DTYPES, PRECISION
+from evener_kernels_triton.tuning import Tuning, power_of_two
+
+LAYOUT = "triton.paged"
+MAX_HEAD_DIM = 512
+_LOG2_E = math.log2(math.e)
+
+
+class PagedViews:
+    """One layer's pages.
+
+    Attributes:
+        keys: [blocks, kv_heads, block_size, head_dim]; values: the same with value_dim. Blocks are ``stride(0)`` apart.
+    """
+
+    def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
+        key, value = spec.tensors
+        self.storage, self.spec, self.block_size = storage, spec, block_size
+        dtype, cut = getattr(torch, key.dtype), block_size * key.nbytes
+        (heads, d), dv = key.shape, value.shape[1]
+        self.keys = storage[:, :cut].view(dtype).unflatten(1, (heads, block_size, d))
+        self.values = storage[:, cut : cut + block_size * value.nbytes].view(dtype).unflatten(1, (heads, block_size, dv))
+
+
+@dataclass(frozen=True)
+class PagedMeta:
+    """One step of a group. ``splits`` is 0 unless every request has one query token."""
+
+    step: StateStep
+    attention: AttentionSpec
+    splits: int
+
+
+class PagedState(StateProvider):
+    """Attention over ``[kv_heads, block_size, head_dim]`` pages; one kernel writes, one or two attend."""
+
+    name = LAYOUT
+    layout = LAYOUT
+    kinds = frozenset({"full", "window"})
+    priority = 100
+    graph = "any"
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+
+    def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
+        if spec.per != "token" or len(spec.tensors) != 2:
+            return "holds a key and a value for each token, nothing else"
+        key, value = spec.tensors
+        if {key.dtype, value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
+            return f"stores what it computes in, not {key.dtype}/{value.dtype} for {attention.dtype}"
+        if attention.dtype not in device.dtypes | device.emulated:
+            return f"the device does not compute in {attention.dtype}"
+        if max(key.shape[1], value.shape[1]) > MAX_HEAD_DIM:
+            return f"heads are longer than {MAX_HEAD_DIM}"
+        if attention.heads % key.shape[0]:
+            return f"{attention.heads} query heads cannot share {key.shape[0]} key heads evenly"
+        return None
+
+    def block_sizes(self, spec: StateSpec) -> Sequence[int]:
+        return (32, 16, 64, 128)
+
+    def bytes_per_block(self, spec: StateSpec, block_size: int) -> int:
+        return spec.nbytes * block_size
+
+    def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> PagedViews:
+        return PagedViews(storage, spec, block_size)
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
+        if step.max_query != 1 or step.tokens != step.requests:
+            return PagedMeta(step, attention, 0)
+        key, value = spec.tensors
+        tile = self._tuning.decode_tile(max(power_of_two(t.shape[1]) for t in (key, value)), _size(key.dtype))[0]
+        longest = step.max_kv if spec.window is None else min(step.max_kv, spec.window + tile)
+        return PagedMeta(step, attention, self._tuning.splits(step.requests * key.shape[0], longest, tile))
+
+    def write(self, views: PagedViews, meta: PagedMeta, *values: torch.Tensor) -> None:
+        key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in values)
+        tokens, heads, d = key.shape
+        dv = value.shape[2]
+        if not tokens:
+            return
+        write_kernel[(tokens, -(-heads // 4))](
+            meta.step.slot_mapping, key, value, views.keys, views.values,
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1), views.keys.stride(0),
+            views.values.stride(0), heads,
+            PAGE=views.block_size, D=d, DV=dv, DP=power_of_two(max(d, dv)), H=4, num_warps=1,
+        )  # fmt: skip
+
+    def attend(
+        self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        out = query.new_empty(query.shape[0], query.shape[1], views.values.shape[3])
+        if not out.numel():
+            return out
+        (self._decode if meta.splits else self._mixed)(views, meta, query, sinks, out)
+        return out
+
+    def _common(self, views: PagedViews, meta: PagedMeta, sinks: torch.Tensor | None) -> dict[str, Any]:
+        d, dv = views.keys.shape[3], views.values.shape[3]
+        attention = meta.attention
+        return {
+            "table_row": meta.step.block_table.stride(0), "key_page": views.keys.stride(0),
+            "value_page": views.values.stride(0), "scale": attention.scale * _LOG2_E,
+            "cap": (attention.softcap or 1.0) * _LOG2_E, "HEADS": attention.heads, "KV_HEADS": views.keys.shape[1],
+            "PAGE": views.block_size, "WINDOW": views.spec.window or 0, "CAP": bool(attention.softcap),
+            "SINKS": sinks is not None, "D": d, "DV": dv, "DP": max(16, power_of_two(d)),
+            "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
+        }  # fmt: skip
+
+    def _decode(
+        self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        step, tuning, common = meta.step, self._tuning, self._common(views, meta, sinks)
+        heads, kv_heads, splits = common["HEADS"], common["KV_HEADS"], meta.splits
+        n, warps, stages = tuning.decode_tile(max(common["DP"], common["DVP"]), query.element_size())
+        m = max(16, min(64, power_of_two(heads // kv_heads)))
+        parts = stats = out
+        if splits > 1:
+            parts = torch.empty(step.requests, heads, splits, out.shape[2], dtype=torch.float32, device=out.device)
+            stats = torch.empty(step.requests, heads, splits, 2, dtype=torch.float32, device=out.device)
+        extra = sinks if sinks is not None else out
+        decode_kernel[(step.requests, kv_heads * -(-(heads // kv_heads) // m), splits)](
+            query, views.keys, views.values, step.block_table, step.kv_lens, extra, out, parts, stats,
+            query.stride(0), query.stride(1), splits=splits, SPLIT=splits > 1, M=m, N=n, OVERLAP=tuning.overlap,
+            num_warps=warps, num_stages=stages, **common, **tuning.launch,
+        )  # fmt: skip
+        if splits > 1:
+            merge_kernel[(step.requests, heads)](
+                parts, stats, step.kv_lens, extra, out, splits,
+                HEADS=heads, WINDOW=common["WINDOW"], SINKS=common["SINKS"], DV=common["DV"], DVP=common["DVP"], N=n,
+                S=power_of_two(splits), OVERLAP=tuning.overlap, num_warps=4, **tuning.launch,
+            )  # fmt: skip
+
+    def _mixed(
+        self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        step, common = meta.step, self._common(views, meta, sinks)
+        heads, kv_heads = common["HEADS"], common["KV_HEADS"]
+        group = heads // kv_heads
+        m, n, warps, stages = self._tuning.mixed_tile(max(common["DP"], common["DVP"]), group, query.element_size())
+        tiles = step.tokens // (m // group) + step.requests
+        mixed_kernel[(tiles, kv_heads)](
+            query, views.keys, views.values, step.block_table, step.query_start, step.kv_lens,
+            sinks if sinks is not None else out, out, query.stride(0), query.stride(1), requests=step.requests,
+            M=m, N=n, num_warps=warps, num_stages=stages, **common,
+        )  # fmt: skip
+
+    def copy_blocks(self, views: PagedViews, source: torch.Tensor, target: torch.Tensor) -> None:
+        views.storage[target] = views.storage[source]
+
+    def export_blocks(self, views: PagedViews, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(part[blocks].transpose(1, 2).contiguous() for part in (views.keys, views.values))
+
+    def import_blocks(self, views: PagedViews, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        for part, value in zip((views.keys, views.values), values, strict=True):
+            part[blocks] = value.to(part.dtype).transpose(1, 2)
+
+    def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
+        # Splits are cut so that a device is full: programs times parts are bounded whatever the batch.
+        del max_tokens, max_kv
+        key, value = spec.tensors
+        group = attention.heads // key.shape[0]
+        return 8 * self._tuning.units * group * (value.shape[1] + 2) * 4
+
+
+def _size(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)

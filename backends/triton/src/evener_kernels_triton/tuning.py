@@ -1,0 +1,111 @@
+"""Sizes of launches, by what the device says of itself: its units, its shared memory, what its matrix unit takes.
+
+A backend puts words into ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes a program may
+have>``, ``overlap`` (a kernel may start while the one before it drains). A device that says nothing gets sizes that fit
+everywhere. No vendor's name is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from evener.contracts.device import DeviceCapabilities
+
+_UNITS, _SHARED = 64, 48 << 10
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least ``size``."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Product:
+    """Block sizes of a matrix product with few tokens: ``m`` tokens, ``n`` rows of the weight, ``k`` columns."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What kernels ask before a launch.
+
+    Attributes:
+        units: programs that can run side by side at least.
+        shared: bytes of shared memory that a program may have.
+        overlap: kernels wait by themselves for the one before.
+    """
+
+    units: int
+    shared: int
+    overlap: bool
+
+    @classmethod
+    def of(cls, device: DeviceCapabilities, overlap: bool = True) -> Tuning:
+        """From the words of a device."""
+        return cls(
+            _number("units", device.features, _UNITS),
+            _number("shared", device.features, _SHARED),
+            overlap and "overlap" in device.features,
+        )
+
+    @property
+    def launch(self) -> dict[str, bool]:
+        """Extra arguments of a launch whose kernel waits by itself."""
+        return {"launch_pdl": True} if self.overlap else {}
+
+    def gemv(self, rows: int, columns: int, halves: int = 1) -> Product:
+        """One token. Long rows go to many threads; few rows are not joined, so that all units have work."""
+        k = min(2048, power_of_two(columns))
+        n = 1 if rows * halves <= 64 * self.units or k >= 2048 else 2
+        return Product(1, n, k, 8 if n * k >= 2048 else 4, 1)
+
+    def skinny(self, tokens: int, rows: int, columns: int, halves: int, element: int) -> Product:
+        """A few tokens: as many rows a program as still give every unit one, and stages that fill shared memory."""
+        m = max(16, power_of_two(tokens))
+        n = 128
+        while n > 16 and rows < n * self.units:
+            n //= 2
+        n = max(16, min(n, 64 if halves > 1 or m > 32 else 128))
+        k = 256 if n * halves <= 64 and m <= 32 else 128
+        k = max(16, min(k, power_of_two(columns)))
+        while k > 32 and 2 * (m + n * halves) * k * element > self.shared:
+            k //= 2
+        stages = max(2, min(5, self.shared // ((m + n * halves) * k * element)))
+        return Product(m, n, k, 8 if m * n * halves >= 8192 else 4, stages)
+
+    def decode_tile(self, wide: int, element: int) -> tuple[int, int, int]:
+        """Keys a tile, warps, stages for heads of ``wide`` elements (keys and values together: twice)."""
+        n = 64 if wide <= 128 else 32 if wide <= 256 else 16
+        while n > 16 and 2 * 2 * n * wide * element > self.shared:
+            n //= 2
+        stages = max(2, min(3, self.shared // (2 * n * wide * element)))
+        return n, 4, stages
+
+    def mixed_tile(self, wide: int, group: int, element: int) -> tuple[int, int, int, int]:
+        """Query lines, keys a tile, warps, stages."""
+        m = 128 if wide <= 128 and element <= 2 and self.shared >= 160 << 10 else 64 if wide <= 128 else 32
+        m = max(m, 16, power_of_two(group))
+        n = 64 if wide <= 128 else 32
+        while n > 16 and (m + 2 * 2 * n) * wide * element > self.shared:
+            n //= 2
+        stages = max(1, min(3, (self.shared - m * wide * element) // (2 * n * wide * element)))
+        return m, n, 8 if m >= 128 else 4, stages
+
+    def splits(self, programs: int, longest: int, tile: int) -> int:
+        """How many parts a request's keys are cut into, so that the device is full; a power of two."""
+        wanted = power_of_two(max(1, (4 * self.units) // max(1, programs)))
+        return max(1, min(wanted, 64, power_of_two(-(-longest // tile))))
+
+
+def _number(word: str, features: Iterable[str], default: int) -> int:
+    for feature in features:
+        name, _, value = feature.partition(":")
+        if name == word and value.isdigit():
+            return int(value)
+    return default
