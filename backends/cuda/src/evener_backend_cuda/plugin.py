@@ -1,0 +1,42 @@
+"""The hooks of the CUDA backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from evener.contracts.communicator import CommunicatorCapabilities, CommunicatorFactory
+from evener.contracts.device import Device
+from evener.contracts.graph import GraphCapture
+from evener.contracts.hooks import hookimpl
+from evener.devices.torch_device import TorchDevice, TorchGraphs
+from evener.distributed.torch_communicator import open_torch_communicator
+from evener_backend_cuda.capability import capabilities
+
+_REDUCES = CommunicatorCapabilities(
+    dtypes=frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"}), capturable=True
+)
+
+
+@hookimpl
+def evener_device(index: int, options: Mapping[str, Any]) -> Device:
+    """GPU ``index`` of those that are visible."""
+    p = torch.cuda.get_device_properties(index)
+    can = capabilities((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
+    return TorchDevice("cuda", index, can)
+
+
+@hookimpl
+def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture:
+    """CUDA graphs in one memory pool."""
+    assert isinstance(device, TorchDevice), "the backend's own device"
+    return TorchGraphs(device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle())
+
+
+@hookimpl
+def evener_communicator(options: Mapping[str, Any]) -> CommunicatorFactory:
+    """NCCL."""
+    return functools.partial(open_torch_communicator, "nccl", capabilities=_REDUCES)

@@ -1,0 +1,123 @@
+"""A device that torch knows under a namespace of its own: memory, uploads, read-back, streams and events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Readback
+from evener.contracts.graph import GraphCapture, Replay
+from evener.errors import BackendError, EngineError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class EventReadback(Readback):
+    """A copy into page-locked memory, and the event behind it."""
+
+    def __init__(self, tensor: torch.Tensor, event: Any) -> None:
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = event
+        event.record()
+
+    def ready(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> torch.Tensor:
+        self._event.synchronize()
+        return self._host
+
+
+class TorchDevice(Device):
+    """Device ``index`` of a torch namespace; ``module`` is what ``torch.get_device_module`` gives for it.
+
+    Raises:
+        BackendError: torch knows no such device.
+    """
+
+    def __init__(self, namespace: str, index: int, capabilities: DeviceCapabilities) -> None:
+        self.module: Any = torch.get_device_module(namespace)
+        count = self.module.device_count() if self.module.is_available() else 0
+        if index >= count:
+            raise BackendError(
+                f"device {index} of namespace {namespace} was asked for, but torch sees {count}; type `evener doctor`"
+            )
+        self.index, self.torch_device = index, torch.device(namespace, index)
+        self.name = str(self.module.get_device_name(index))
+        self.capabilities = capabilities
+
+    def select(self) -> None:
+        self.module.set_device(self.index)
+
+    def synchronize(self) -> None:
+        self.module.synchronize(self.index)
+
+    def memory(self) -> MemoryInfo:
+        free, total = self.module.mem_get_info(self.index)
+        # What torch's allocator holds and nobody uses can be had, too.
+        held = self.module.memory_reserved(self.index) - self.module.memory_allocated(self.index)
+        return MemoryInfo(free + held, total)
+
+    def readback(self, tensor: torch.Tensor) -> Readback:
+        return EventReadback(tensor, self.module.Event())
+
+    def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        # Page-locked memory makes the copy asynchronous; torch keeps it until the copy is done.
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def new_stream(self) -> Any:
+        return self.module.Stream(self.index)
+
+    def new_event(self) -> Any:
+        return self.module.Event()
+
+    def seed(self, seed: int) -> None:
+        self.module.manual_seed(seed)
+
+
+class _TorchReplay(Replay):
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+class TorchGraphs(GraphCapture):
+    """Captures with a graph class that has torch's methods (``capture_begin``, ``capture_end``, ``replay``), all in one
+    memory pool, which is right as long as replays run one after another.
+
+    Args:
+        graph: makes an empty graph.
+        pool: the handle of a memory pool that all captures share.
+    """
+
+    def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Any) -> None:
+        self._device, self._graph, self._pool = device, graph, pool
+        self._stream: Any = None
+        self._held: list[Any] = []
+
+    def capture(self, segment: Callable[[], None]) -> Replay:
+        module, graph = self._device.module, self._graph()
+        self._stream = self._stream or self._device.new_stream()
+        self._device.synchronize()
+        try:
+            with module.stream(self._stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    segment()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            raise EngineError(f"{self._device.name} cannot capture it: {error}") from error
+        self._held.append(graph)
+        return _TorchReplay(graph)
+
+    def release(self) -> None:
+        for graph in self._held:
+            graph.reset()
+        self._held.clear()
