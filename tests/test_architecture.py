@@ -118,10 +118,14 @@ def test_the_server_imports_neither_models_nor_backends_nor_what_lies_below_the_
     assert violations(SERVER, lambda target: not belongs(target, *below) and not target.startswith(below[1:3])) == []
 
 
-def test_backends_import_only_contracts_errors_and_the_reference_ops() -> None:
+#: Beside the contracts: what ops mean, and ready-made parts for those who want them.
+FOR_BACKENDS = ("evener.ops", "evener.devices", "evener.distributed", "evener.plugins.torch_marks")
+
+
+def test_backends_import_only_contracts_errors_the_reference_ops_and_ready_made_parts() -> None:
     wrong = []
     for name in {name.split(".")[0] for name in BACKENDS}:
-        allowed = allow_of_evener(name, "evener.contracts", "evener.errors", "evener.ops")
+        allowed = allow_of_evener(name, "evener.contracts", "evener.errors", *FOR_BACKENDS)
         wrong += violations(inside(name, BACKENDS), allowed, typing=True)
     assert wrong == []
 

@@ -1,6 +1,6 @@
 """Compiles every kernel ahead of time, as it would be launched, for targets that this machine does not have.
 
-    python aot.py TARGET...        cuda:90, hip:gfx942, …
+    python aot.py [--one] TARGET...        cuda:90, hip:gfx942, …; --one: one launch a kernel
 
 Launches are recorded over meta tensors, so no device is needed. Prints one JSON object: target → {kernel: error}.
 """
@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
-from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
-from evener_kernels_triton.linear import few
-from evener_kernels_triton.sampling import choose
-from evener_kernels_triton.tuning import Tuning
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
 from evener.layers.decoder import AttentionConfig, MLPConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
 from evener.testing.composite_check import Family, TinyModel, families
 from evener.testing.reference_device import HostDevice
+from evener_kernels_triton.linear import few
+from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
+from evener_kernels_triton.sampling import choose
+from evener_kernels_triton.tuning import Tuning
 
 META = torch.device("meta")
 TYPES = {
@@ -100,27 +100,50 @@ def record(target: str) -> Recorder:
     ints = torch.empty(4, dtype=torch.int32, device=META)
     choose(tuning, logits)
     choose(tuning, logits, torch.empty(4, device=META), ints, ints)
+    _long_step(states[0], device, getattr(torch, dtype), dtype)
     for kernel in kernels:
         static = {"scale": 3.0, "dtype": dtype, "cap": 5.0, "vocab": 151936, "hidden": 96, "eps": 1e-5, "offset": 0.0}
         call = OpCall(kernel.op, static, Bucket(1, 4), device.capabilities)
         rows = torch.empty(4, 96, dtype=getattr(torch, dtype), device=META)
-        inputs = {"embedding": (ints, rows), "take_rows": (rows, ints.long()), "softcap": (rows,),
-                  "apply_mask": (logits, torch.empty(4, 4748, dtype=torch.int32, device=META))}  # fmt: skip
+        static |= {"head_dim": 64, "rotary_dim": 64, "interleaved": False}
+        heads = torch.empty(4, 6, 64, dtype=getattr(torch, dtype), device=META)
+        packed = torch.empty(4, 4748, dtype=torch.int32, device=META)
+        inputs = {
+            "rotary": (ints, heads, heads, torch.empty(9, 64, device=META)), "embedding": (ints, rows),
+            "take_rows": (rows, ints.long()), "softcap": (rows,), "apply_mask": (logits, packed),
+        }  # fmt: skip
         if kernel.op in inputs:
             kernel.build(call)(*inputs[kernel.op])
     return recorder
 
 
-def compile_all(target: str, only: str = "") -> dict[str, Any]:
-    """Errors by kernel; "" has the number of launches."""
+def _long_step(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str) -> None:
+    """A decode step over so many keys that they are split, and a plain write."""
+    shape = (8, 128)
+    spec = StateSpec("full", (StateTensor("key", shape, dtype), StateTensor("value", shape, dtype)))
+    attention = AttentionSpec(32, 128, 128**-0.5, dtype=dtype)
+    views = provider.bind(
+        torch.empty(9, provider.bytes_per_block(spec, 32), dtype=torch.uint8, device=META), spec, 32
+    )
+    ints = torch.empty(3, dtype=torch.int32, device=META)
+    table = torch.empty(2, 128, dtype=torch.int32, device=META)
+    step = StateStep(2, 2, 1, 4096, ints, ints[:2], ints[:2], ints[:2], table, (1, 1), (4096, 4096))
+    meta = provider.prepare(step, spec, attention, 32)
+    rows = torch.empty(2, *shape, dtype=kind, device=META)
+    provider.write(views, meta, rows, rows)
+    provider.attend(views, meta, torch.empty(2, 32, 128, dtype=kind, device=META))
+
+
+def compile_all(target: str, one: bool) -> dict[str, Any]:
+    """How many launches were compiled, and errors by launch."""
     kind, _, arch = target.partition(":")
     where = GPUTarget(kind, int(arch) if kind == "cuda" else arch, 32 if kind == "cuda" else 64)
     shared = FACTS.get(target, FACTS["hip"])[1]
     found: dict[str, Any] = {}
-    seen = record(target).seen
-    for function, signature, constants, options in seen.values():
-        if only and function.__name__ != only:
-            continue
+    launches = list(record(target).seen.values())
+    if one:
+        launches = list({launch[0].__name__: launch for launch in launches}.values())
+    for function, signature, constants, options in launches:
         attrs = options.pop("attrs")
         try:
             source = ASTSource(function, signature, constants, attrs)
@@ -131,8 +154,9 @@ def compile_all(target: str, only: str = "") -> dict[str, Any]:
             continue
         if made.metadata.shared > shared:
             found[f"{function.__name__} {constants} {options}"] = f"{made.metadata.shared} bytes of shared memory"
-    return {"launches": len(seen), "errors": found}
+    return {"launches": len(launches), "errors": found}
 
 
 if __name__ == "__main__":
-    print(json.dumps({target: compile_all(target) for target in sys.argv[1:]}, indent=1))
+    targets = [word for word in sys.argv[1:] if word != "--one"]
+    print(json.dumps({target: compile_all(target, "--one" in sys.argv) for target in targets}, indent=1))

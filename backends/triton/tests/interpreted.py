@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import triton.runtime.interpreter as interpreter
-from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 
 from evener.contracts.ops import Kernel, OpSchema
 from evener.contracts.state import StateProvider
 from evener.ops.schemas import BUILTIN
 from evener.testing.reference_device import HostDevice
+from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 
 
 def _widen_bf16_products() -> None:

@@ -24,7 +24,7 @@ _REDUCES = CommunicatorCapabilities(
 @hookimpl
 def evener_device(index: int, options: Mapping[str, Any]) -> Device:
     """GPU ``index`` of those that are visible."""
-    p = torch.cuda.get_device_properties(index)
+    p: Any = torch.cuda.get_device_properties(index)
     can = capabilities((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
     return TorchDevice("cuda", index, can)
 

@@ -15,7 +15,7 @@ from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.tuning import Tuning
 
 #: Most tokens for which the own kernels are at least as fast as the library's.
-FEW = 64
+FEW = 32
 
 
 def gemv(
@@ -32,8 +32,8 @@ def gemv(
         x, residual if residual is not None else x, total if total is not None else y, gain if gain is not None else x,
         weight, bias if bias is not None else x, y, y, rows, columns, eps, offset,
         ADD=residual is not None, NORM=gain is not None, BIAS=bias is not None, ACT=activation,
-        SUM=addend is not None, BN=p.n, BK=p.k, EVEN=rows % p.n == 0 and columns % p.k == 0, OVERLAP=tuning.overlap,
-        num_warps=p.warps, **tuning.launch,
+        SUM=addend is not None, BN=p.n, BK=p.k, EVEN=rows % p.n == 0 and columns % p.k == 0, TWO=columns > p.k,
+        OVERLAP=tuning.overlap, num_warps=p.warps, **tuning.launch,
     )  # fmt: skip
     return y
 

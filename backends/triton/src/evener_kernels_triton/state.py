@@ -34,7 +34,8 @@ class PagedViews:
         dtype, cut = getattr(torch, key.dtype), block_size * key.nbytes
         (heads, d), dv = key.shape, value.shape[1]
         self.keys = storage[:, :cut].view(dtype).unflatten(1, (heads, block_size, d))
-        self.values = storage[:, cut : cut + block_size * value.nbytes].view(dtype).unflatten(1, (heads, block_size, dv))
+        rest = storage[:, cut : cut + block_size * value.nbytes]
+        self.values = rest.view(dtype).unflatten(1, (heads, block_size, dv))
 
 
 @dataclass(frozen=True)

@@ -60,24 +60,26 @@ class Tuning:
         return {"launch_pdl": True} if self.overlap else {}
 
     def gemv(self, rows: int, columns: int, halves: int = 1) -> Product:
-        """One token. Long rows go to many threads; few rows are not joined, so that all units have work."""
-        k = min(2048, power_of_two(columns))
-        n = 1 if rows * halves <= 64 * self.units or k >= 2048 else 2
-        return Product(1, n, k, 8 if n * k >= 2048 else 4, 1)
+        """One token. Whole rows of up to two tiles are under way before the kernel waits; rows are joined while every
+        unit has several programs."""
+        k = power_of_two(min(columns, 2048))
+        while columns % k and k > 512:
+            k //= 2
+        n = 2 if rows * halves >= 16 * self.units and halves == 1 else 1
+        return Product(1, n, k, 8 if n * k * halves >= 2048 else 4, 1)
 
     def skinny(self, tokens: int, rows: int, columns: int, halves: int, element: int) -> Product:
-        """A few tokens: as many rows a program as still give every unit one, and stages that fill shared memory."""
+        """A few tokens: as many rows a program as a matrix unit takes while a third of the units have one, and stages
+        that fill shared memory."""
         m = max(16, power_of_two(tokens))
-        n = 128
-        while n > 16 and rows < n * self.units:
+        n = 64
+        while n > 16 and 3 * rows < n * self.units:
             n //= 2
-        n = max(16, min(n, 64 if halves > 1 or m > 32 else 128))
-        k = 256 if n * halves <= 64 and m <= 32 else 128
-        k = max(16, min(k, power_of_two(columns)))
+        k = max(16, min(128, power_of_two(columns)))
         while k > 32 and 2 * (m + n * halves) * k * element > self.shared:
             k //= 2
-        stages = max(2, min(5, self.shared // ((m + n * halves) * k * element)))
-        return Product(m, n, k, 8 if m * n * halves >= 8192 else 4, stages)
+        stages = max(2, min(8, (self.shared - 1024) // ((m + n * halves) * k * element)))
+        return Product(m, n, k, 4, stages)
 
     def decode_tile(self, wide: int, element: int) -> tuple[int, int, int]:
         """Keys a tile, warps, stages for heads of ``wide`` elements (keys and values together: twice)."""

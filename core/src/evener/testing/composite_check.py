@@ -197,7 +197,7 @@ class TinyModel:
 
 def check_composite(
     kernel: Kernel, schemas: Sequence[OpSchema], device: Device, providers: Sequence[StateProvider],
-    linears: Sequence[Kernel] = (), dtypes: Iterable[str] = DTYPES,
+    linears: Sequence[Kernel] = (), dtypes: Iterable[str] = DTYPES, kinds: Sequence[str] = (),
 ) -> list[CheckResult]:  # fmt: skip
     """Check a kernel for a composite, over each family of layers and each provider.
 
@@ -205,10 +205,11 @@ def check_composite(
         schemas: all ops.
         providers: state providers of the kernel's package; the reference is used where there are none.
         linears: the package's kernels for ``linear``, if composites read weights in a packing of their own.
+        kinds: names of the families of layers; all of them if empty.
     """
     results = []
     for dtype in dtypes:
-        for family in families():
+        for family in [f for f in families() if not kinds or f.name in kinds]:
             for provider in providers or (ReferenceState(),):
                 case = f"{family.name} layers over {provider.name}"
                 status, detail = _check(kernel, schemas, device, provider, linears, dtype, family)

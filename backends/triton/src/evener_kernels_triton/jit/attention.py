@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile(
-    q, m, l, acc, at, valid, row_table, keys, values, key_page, value_page, head, scale, cap, mask,
+    q, m, mass, acc, at, valid, row_table, keys, values, key_page, value_page, head, scale, cap, mask,
     PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, CAP: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -33,9 +33,9 @@ def _tile(
     new = tl.maximum(m, tl.max(s, 1))
     fade = tl.exp2(m - new)
     p = tl.exp2(s - new[:, None])
-    l = l * fade + tl.sum(p, 1)
+    mass = mass * fade + tl.sum(p, 1)
     acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return new, l, acc
+    return new, mass, acc
 
 
 @triton.jit
@@ -48,8 +48,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (request, tile of the heads of one key head, split)."""
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILES: tl.constexpr = (GROUP + M - 1) // M
     row = tl.program_id(0).to(tl.int64)
@@ -70,15 +70,15 @@ def decode_kernel(
         query + row * q_row + heads[:, None] * q_head + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
     )
     m = tl.full([M], -1e30, tl.float32)
-    l = tl.zeros([M], tl.float32)
+    mass = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
     for n in range(low, high, N):
         at = n + tl.arange(0, N)
         valid = at < high
         if WINDOW > 0:
             valid = valid & (at >= first)
-        m, l, acc = _tile(
-            q, m, l, acc, at, valid, table + row * table_row, keys, values, key_page, value_page, head, scale, cap,
+        m, mass, acc = _tile(
+            q, m, mass, acc, at, valid, table + row * table_row, keys, values, key_page, value_page, head, scale, cap,
             valid[None, :], PAGE, D, DV, DP, DVP, CAP, True, PRECISION,
         )  # fmt: skip
     if SPLIT:
@@ -86,15 +86,15 @@ def decode_kernel(
             cell = (row * HEADS + heads) * splits + split
             tl.store(parts + cell[:, None] * DV + dv[None, :], acc, mask=real[:, None] & (dv < DV)[None, :])
             tl.store(stats + cell * 2, m, mask=real)
-            tl.store(stats + cell * 2 + 1, l, mask=real)
+            tl.store(stats + cell * 2 + 1, mass, mask=real)
     else:
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new = tl.maximum(m, sink)
-            l = l * tl.exp2(m - new) + tl.exp2(sink - new)
+            mass = mass * tl.exp2(m - new) + tl.exp2(sink - new)
             acc = acc * tl.exp2(m - new)[:, None]
         at = (row * HEADS + heads)[:, None] * DV + dv[None, :]
-        tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
+        tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit
@@ -105,8 +105,8 @@ def merge_kernel(
 ):  # fmt: skip
     """Program (request, head): the splits' sums, weighted by their maxima. S >= splits."""
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(kv_lens + row)
@@ -119,13 +119,13 @@ def merge_kernel(
     live = s < used
     cell = (row * HEADS + head) * splits + s
     m = tl.load(stats + cell * 2, mask=live, other=-1e30)
-    l = tl.load(stats + cell * 2 + 1, mask=live, other=0.0)
+    mass = tl.load(stats + cell * 2 + 1, mask=live, other=0.0)
     best = tl.max(m, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         best = tl.maximum(best, sink)
     weight = tl.exp2(m - best)
-    total = tl.sum(l * weight, 0)
+    total = tl.sum(mass * weight, 0)
     if SINKS:
         total += tl.exp2(sink - best)
     acc = tl.load(
@@ -181,15 +181,15 @@ def mixed_kernel(
         end = length - count + tl.minimum(q_first + TOKENS, count)
         start = tl.maximum(front - WINDOW + 1, 0) // N * N if WINDOW > 0 else 0
         m = tl.full([M], -1e30, tl.float32)
-        l = tl.zeros([M], tl.float32)
+        mass = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
         row_table = table + row.to(tl.int64) * table_row
         # Tiles that every query of this program sees whole need no mask.
         whole = start if WINDOW > 0 else (front + 1) // N * N
         for n in range(start, whole, N):
             at = n + tl.arange(0, N)
-            m, l, acc = _tile(
-                q, m, l, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
+            m, mass, acc = _tile(
+                q, m, mass, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
                 real[:, None], PAGE, D, DV, DP, DVP, CAP, False, PRECISION,
             )  # fmt: skip
         for n in range(whole, end, N):
@@ -197,15 +197,15 @@ def mixed_kernel(
             seen = at[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
-            m, l, acc = _tile(
-                q, m, l, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
+            m, mass, acc = _tile(
+                q, m, mass, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
                 seen, PAGE, D, DV, DP, DVP, CAP, True, PRECISION,
             )  # fmt: skip
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new = tl.maximum(m, sink)
-            l = l * tl.exp2(m - new) + tl.exp2(sink - new)
+            mass = mass * tl.exp2(m - new) + tl.exp2(sink - new)
             acc = acc * tl.exp2(m - new)[:, None]
         at = (token * HEADS + heads)[:, None] * DV + dv[None, :]
-        l = tl.where(l > 0, l, 1.0)  # lines that are not real may have seen nothing
-        tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
+        mass = tl.where(mass > 0, mass, 1.0)  # lines that are not real may have seen nothing
+        tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])

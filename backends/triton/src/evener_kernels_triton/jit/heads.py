@@ -80,8 +80,8 @@ def norm_rotary_write_kernel(
     A program holds heads of one kind only, so that it loads one norm and stores to one place.
     """
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (HEADS + H - 1) // H

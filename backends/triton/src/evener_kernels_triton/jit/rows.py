@@ -28,8 +28,8 @@ def rms_norm_kernel(
     With ADD the row is x + residual, which also goes to ``total``; that may be the residual's own memory.
     """
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -46,8 +46,8 @@ def rms_norm_kernel(
 def act_and_mul_kernel(x, y, x_row, inner, ACT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """act(x[:, :inner]) * x[:, inner:], BLOCK columns a program."""
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner

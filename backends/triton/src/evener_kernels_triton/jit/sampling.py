@@ -21,8 +21,8 @@ def best_kernel(
     """Program (row, chunk). With RANDOM the score of an id is logit / temperature plus Gumbel noise from (seed,
     position, id); rows of temperature 0 or less have no noise."""
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -45,8 +45,8 @@ def best_kernel(
 def choose_kernel(values, ids, out, chunks, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr):
     """Program (row): the best of its chunks."""
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     value = tl.load(values + row * chunks + c, mask=c < chunks, other=float("-inf"))

@@ -1,0 +1,186 @@
+"""Everything that has to be seen on an accelerator, in one command and in parts.
+
+    python benchmarks/gpu_check.py [PART ...] [--out FOLDER]
+
+Parts, in this order: ``doctor``; ``kernels`` (ops and states against references); ``models`` (captured against eager,
+greedy tokens against transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights);
+``profile:MODEL`` (kernels of a decode step). MODEL is a name of ``shapes.py``. A part that fails or takes too long is
+reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE))
+
+from shapes import CONFIGS, write  # noqa: E402  (found beside this file)
+
+PARTS = (
+    "doctor", "kernels", "models", "speed:qwen3-0.6b", "speed:qwen3-8b", "profile:qwen3-8b", "profile:qwen3-0.6b",
+    "eager:qwen3-8b",
+)  # fmt: skip
+#: (requests, tokens of each prompt): the cases of the table in docs/performance.md.
+CASES = ((1, 128), (16, 128), (64, 512), (256, 512))
+SHORT, LONG = 16, 272
+LIMIT_S = 240
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts, each in a process of its own; 0 if all of them ended well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_check")))
+    parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds a part may take")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
+    parser.add_argument("--cases", default="", help="such as 1x128,16x128 (default: all)")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.here:
+        return here(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for part in args.parts or PARTS:
+        began = time.perf_counter()
+        code, lines = run(part, args)
+        failed += code != 0
+        print(f"== {part}: {'ok' if code == 0 else f'FAILED ({code})'} in {time.perf_counter() - began:.1f} s")
+        print("\n".join(lines), flush=True)
+    return 1 if failed else 0
+
+
+def run(part: str, args: argparse.Namespace) -> tuple[int, list[str]]:
+    """One part; its exit status, and what of its log belongs into the summary."""
+    log = args.out / f"{part.replace(':', '-')}.log"
+    tests = {"kernels": "kernel or state", "models": "tokens"}
+    if part == "doctor":
+        command = [sys.executable, "-m", "evener", "doctor", "--fresh"]
+    elif part in tests:
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-k", tests[part],
+                   "-p", "no:cacheprovider", "-o", "filterwarnings=default", "tests/test_accelerator.py"]  # fmt: skip
+    else:
+        extra = [word for pair in args.set for word in ("--set", pair)]
+        command = [sys.executable, __file__, "--here", part, "--out", str(args.out), "--cases", args.cases, *extra]
+    with log.open("w") as file:
+        child = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            code = child.wait(args.limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = child.wait()
+    text = log.read_text(errors="replace").splitlines()
+    marked = [line.removeprefix("> ") for line in text if line.startswith("> ")]
+    tail = text[-25:] if code or not marked else []
+    return code, marked + [line[:300] for line in tail]
+
+
+def say(line: str) -> None:
+    """Into the log and the summary."""
+    print("> " + line, flush=True)
+
+
+def here(args: argparse.Namespace) -> int:
+    """One timing part, in this process."""
+    kind, _, model = args.here.partition(":")
+    if model not in CONFIGS:
+        raise SystemExit(f"no model {model!r}; there are {', '.join(CONFIGS)}")
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        llm = start(write(model, Path(folder) / model), kind != "eager", args.set)
+        ready = time.perf_counter() - began
+        info = llm.info
+        mode = "eager" if kind == "eager" else "captured"
+        say(f"{model} {mode}: ready after {ready:.1f} s ({info['start_seconds']} s of it in the worker), "
+            f"{info['device']}, memory {json.dumps(info['memory'])}")  # fmt: skip
+        print(json.dumps(info["manifest"])[:20000])
+        wanted = [tuple(int(n) for n in case.split("x")) for case in args.cases.split(",") if case] or list(CASES)
+        for batch, prompt in wanted:
+            try:
+                (profile if kind == "profile" else measure)(llm, model, kind, batch, prompt, args.out)
+            except Exception as error:  # a part of a report; the rest is still wanted
+                import traceback
+
+                traceback.print_exc()
+                say(f"{model} {batch}x{prompt}: FAILED: {type(error).__name__}: {str(error)[:500]}")
+        llm.close()
+    return 0
+
+
+def start(folder: Path, captured: bool, pairs: Sequence[str]) -> Any:
+    """The engine in this process."""
+    from evener import LLM
+
+    overrides: dict[str, Any] = {
+        "load": "dummy", "dtype": "bfloat16", "infer.max_seq_len": 4096, "infer.max_reqs": 256,
+        "infer.prefix_cache": False, "infer.step_tokens": 8192, "infer.use_cuda_graph": captured,
+    }  # fmt: skip
+    return LLM(folder, **{**overrides, **dict(pair.split("=", 1) for pair in pairs)})
+
+
+def generate(llm: Any, batch: int, prompt: int, new: int, seed: int) -> float:
+    """Seconds for ``batch`` random prompts with ``new`` tokens each."""
+    from evener import SamplingParams
+
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(100, 90000) for _ in range(prompt)] for _ in range(batch)]
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - began
+    assert sum(len(o.outputs[0].token_ids) for o in outputs) == batch * new
+    return seconds
+
+
+def measure(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
+    """One row of the table."""
+    warm = generate(llm, batch, prompt, 8, 0)
+    short = min(generate(llm, batch, prompt, SHORT, seed) for seed in (1, 2))
+    long = min(generate(llm, batch, prompt, LONG, seed) for seed in ((3, 4) if batch < 64 else (3,)))
+    row = {
+        "engine": "evener", "model": model, "mode": kind, "bs": batch, "inp": prompt, "out": LONG,
+        "wall_s": round(long, 3), "out_tok_s": round(batch * LONG / long, 1),
+        "step_ms": round((long - short) / (LONG - SHORT) * 1000, 3), "short_s": round(short, 3),
+        "first_use_s": round(warm, 2),
+    }  # fmt: skip
+    say(json.dumps(row))
+    with (out / "speed.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def profile(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
+    """Kernels of decode steps, by time."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    steps = 24
+    generate(llm, batch, prompt, 8, 0)
+    base = generate(llm, batch, prompt, 8, 1)
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
+        generate(llm, batch, prompt, 8 + steps, 2)
+        torch.cuda.synchronize()
+    wall = generate(llm, batch, prompt, 8 + steps, 3) - base
+    table = prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=60)
+    (out / f"profile-{model}-{batch}x{prompt}.txt").write_text(table)
+    events = [e for e in prof.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    say(f"{model} {batch}x{prompt}: {wall / steps * 1e3:.3f} ms a step; kernels of prompt and {8 + steps} steps:")
+    for event in events[:22]:
+        say(f"  {event.self_device_time_total / 1e3:9.3f} ms {event.count:6d} x "
+            f"{event.self_device_time_total / event.count:8.2f} us  {event.key[:70]}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
