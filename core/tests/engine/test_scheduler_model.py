@@ -36,6 +36,7 @@ KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
 TENSORS = (StateTensor("key", (1, 2), "float32"),)
 FULL = StateSpec("full", TENSORS)
 RECURRENT = StateSpec("recurrent", TENSORS, per="request")
+APART = StateSpec("recurrent", TENSORS, per="request", every=4)
 VOCABULARY = 4
 
 
@@ -120,14 +121,10 @@ class SimulatedDevice(Executor):
             if spec.per == "request":
                 if start:
                     self._expect(slot, group, start - 1, 0)
-                size = self.state.block_size
-                for last in sorted(
-                    {
-                        min((column + 1) * size, start + count) - 1
-                        for column in range(start // size, (start + count - 1) // size + 1)
-                    }
-                ):
-                    self._write(slot, group, last, 0)
+                every = spec.every or self.state.block_size
+                for end in range(start + 1, start + count + 1):
+                    if end % every == 0 or end == start + count:
+                        self._write(slot, group, end - 1, 0)
                 continue
             for position in range(start, start + count):
                 self._write(slot, group, position, position % self.state.block_size)
@@ -221,6 +218,8 @@ class Harness:
             for group, blocks in enumerate(request.table.blocks):
                 assert len(blocks) == request.table.columns()
                 live = blocks[request.table.dead[group] :]
+                if self.state.specs[group] == APART:
+                    live = [block for block in live if block]
                 assert 0 not in live and not any(blocks[: request.table.dead[group]])
                 held.update(live)
         pool = self.state.pool
@@ -250,7 +249,8 @@ class Harness:
         assert len(self.scheduler._slots) == self.max_requests
 
 
-GROUPS = st.lists(st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.just(RECURRENT)), min_size=1, max_size=3)
+KIND = st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.sampled_from([RECURRENT, APART]))
+GROUPS = st.lists(KIND, min_size=1, max_size=3)
 PREFIXES = ([], [1, 2, 3, 0, 1, 2, 3, 0], [1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
 
 

@@ -28,6 +28,7 @@ KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
 TENSORS = (StateTensor("key", (1, 2), "float32"),)
 FULL = StateSpec("full", TENSORS)
 RECURRENT = StateSpec("recurrent", TENSORS, per="request")
+APART = StateSpec("recurrent", TENSORS, per="request", every=4)
 SALTS = ("", "tenant")
 
 
@@ -152,7 +153,9 @@ class StateModel(RuleBasedStateMachine):
 
     @initialize(
         specs=st.lists(
-            st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.just(RECURRENT)), min_size=1, max_size=3
+            st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.sampled_from([RECURRENT, APART])),
+            min_size=1,
+            max_size=3,
         ),
         block_size=st.sampled_from([1, 2, 4]),
         blocks=st.integers(4, 60),
@@ -186,7 +189,7 @@ class StateModel(RuleBasedStateMachine):
         for group, (old, new) in enumerate(zip(before, sequence.table.blocks, strict=True)):
             assert new == old + list(growth.blocks[group] if growth.blocks else ()) and growth.start == len(old)
         for position in range(sequence.computed, end):
-            self._write(sequence, position)
+            self._write(sequence, position, end)
         sequence.computed = end
         self.state.commit(sequence.table, sequence.tokens, end)
         self._check_reads(sequence)
@@ -220,9 +223,11 @@ class StateModel(RuleBasedStateMachine):
     def _prefix(self, sequence: Sequence, group: int, position: int) -> tuple[int, str, tuple[int, ...]]:
         return (group, sequence.salt, tuple(sequence.tokens[: position + 1]))
 
-    def _write(self, sequence: Sequence, position: int) -> None:
+    def _write(self, sequence: Sequence, position: int, end: int) -> None:
         column, offset = divmod(position, self.state.block_size)
         for group, spec in enumerate(self.state.specs):
+            if spec.per == "request" and (position + 1) % (spec.every or self.state.block_size) and position + 1 < end:
+                continue  # a row is kept at snapshots and after the last token
             block = sequence.table.blocks[group][column]
             assert block and self.state.pool._keys[block] is None, "a block that can be found is overwritten"
             others = [s for s in self.live if s is not sequence and any(block in blocks for blocks in s.table.blocks)]

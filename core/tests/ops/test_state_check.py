@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
+from evener.contracts.state import AttentionSpec, Piece, StateProvider, StateSpec, StateStep
 from evener.ops.reference.state import ReferenceState
 from evener.testing.graph_state import MaskedState
 from evener.testing.reference_device import HostDevice
@@ -17,6 +17,9 @@ from evener.testing.state_check import SHAPES, Shape, check_provider
 
 PLAIN = Shape(4, 2, 16, 16)
 WINDOW = Shape(4, 2, 16, 16, window=7)
+LATENT = Shape(5, 1, 42, 32, kind="latent")
+SPARSE = Shape(3, 1, 24, 16, kind="latent", top=9)
+INDEX = Shape(6, 1, 18, 18, kind="index", top=7)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -28,8 +31,9 @@ def test_the_reference_keeps_the_contract_for_every_shape(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_capturable_provider_keeps_the_contract_and_says_what_it_refuses(dtype: str) -> None:
     report = check_provider(MaskedState(), HostDevice(0), dtype)
-    assert report.problems == [] and len(report.checked) == len(SHAPES) - 1
-    assert [r.rpartition(": ")[2] for r in report.refused] == ["has no sinks"]
+    assert report.problems == [] and len(report.checked) == len(SHAPES) - 4
+    reasons = [r.rpartition(": ")[2] for r in report.refused]
+    assert reasons == ["has no sinks", "no kind latent", "no kind latent", "no kind index"]
 
 
 class Stingy(ReferenceState):
@@ -78,6 +82,26 @@ class Moody(ReferenceState):
         return scaled
 
 
+class Displaced(ReferenceState):
+    def pieces(self, views: Any, meta: Any, limit: int) -> Iterator[Piece]:
+        return (replace(piece, offset=piece.offset + 1) for piece in super().pieces(views, meta, limit))
+
+
+class Dense(ReferenceState):
+    """Reads what was not chosen too."""
+
+    def attend_chosen(self, views: Any, meta: Any, query: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return super().attend(views, meta, query)
+
+
+class Recent(ReferenceState):
+    """Names the latest tokens."""
+
+    def select(self, views: Any, meta: Any, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ages = torch.arange(meta.attention.top, dtype=torch.int32)
+        return (meta.step.positions[:, None] - ages).clamp(min=-1)
+
+
 @pytest.mark.parametrize(
     ("provider", "shape", "found"),
     [
@@ -87,6 +111,9 @@ class Moody(ReferenceState):
         (Careless(), PLAIN, "copy_blocks changed its source: key of request 0 is not what was written"),
         (Shifted(), PLAIN, "export_blocks: key of request 0 is not what was written"),
         (Spilling(), PLAIN, "import_blocks wrote to blocks that it was not given"),
+        (Displaced(), LATENT, "a piece is too long, or says that it lies elsewhere"),
+        (Dense(), SPARSE, "attention is off by up to"),
+        (Recent(), INDEX, "which are not the best 7"),
         (Moody(), PLAIN, "it claims batch invariance, but request 0 alone has other bits"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, StateProvider) else "",

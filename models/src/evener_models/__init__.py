@@ -9,10 +9,14 @@ descriptor = Descriptor(
     summary="Llama, Mistral, Qwen2, Qwen3 and Gemma 3 text models.",
     contracts={"descriptor": 1, "architecture": 1, "layers": 1},
     architectures={
+        "DeepseekV2ForCausalLM": "evener_models.deepseek_v2:DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM": "evener_models.deepseek_v3:DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM": "evener_models.deepseek_v3:DeepseekV32ForCausalLM",
         "LlamaForCausalLM": "evener_models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "evener_models.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "evener_models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "evener_models.qwen3:Qwen3ForCausalLM",
+        "Qwen3NextForCausalLM": "evener_models.qwen3_next:Qwen3NextForCausalLM",
         "Gemma3ForCausalLM": "evener_models.gemma3:Gemma3ForCausalLM",
     },
 )

@@ -33,6 +33,17 @@ class RecurrentKind(StateKind):
     def first_live_block(self, spec: StateSpec, computed: int, block_size: int) -> int:
         return max(0, computed - 1) // block_size
 
+    def needs(self, spec: StateSpec, column: int, last: int, block_size: int) -> bool:
+        return column == last or self.reusable(spec, column, block_size)
+
+    def reusable(self, spec: StateSpec, column: int, block_size: int) -> bool:
+        return (column + 1) * block_size % (spec.every or block_size) == 0
+
+    def held(self, spec: StateSpec, first: int, stop: int, block_size: int) -> int:
+        apart = (spec.every or block_size) // block_size
+        ends = {first, stop - 1}
+        return stop // apart - first // apart + sum(not self.reusable(spec, column, block_size) for column in ends)
+
 
 BUILTIN_KINDS: tuple[StateKind, ...] = (
     FullKind("full"),

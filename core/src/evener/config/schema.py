@@ -109,11 +109,18 @@ class InferConfig(Section):
         default="auto",
         metadata=key(
             "str",
-            "How latent attention folds its up-projections.",
+            "How latent attention reads its state for one new token: expanded to keys and values, with queries brought "
+            "into latent space, or so with matrix products made once at start.",
             choices=("auto", "none", "absorb-without-precomp", "absorb"),
-            supported=("auto",),
-            missing="latent attention is",
         ),
+    )
+    index_topk: int | Auto = field(
+        default="auto",
+        metadata=key("int", "Earlier tokens that sparse attention reads; 0 reads all of them.", auto=True, minimum=0),
+    )
+    snapshot_every: int = field(
+        default=512,
+        metadata=key("int", "Tokens between the snapshots of recurrent state that a prefix can go on from.", minimum=1),
     )
     block_size: int | Auto = field(
         default="auto", metadata=key("int", "Tokens in one block of state.", auto=True, minimum=1)

@@ -59,9 +59,13 @@ class OpCall:
 
 
 class Use(Protocol):
-    """Given to a reference: returns the callable that resolution chose for another op at the same bucket."""
+    """Given to a reference: returns the callable that resolution chose for another op at the same bucket.
 
-    def __call__(self, op: str, /, **static: Any) -> OpFunction: ...
+    ``any_rows``: the first input's rows do not follow the step's tokens; the callable takes any number of them, finds
+    its bucket itself and goes in pieces where there is none so large. For ops that take each row by itself.
+    """
+
+    def __call__(self, op: str, /, *, any_rows: bool = False, **static: Any) -> OpFunction: ...
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,27 @@ resolved as a unit for a group: it decides the layout of a block, writes it and 
 and nothing else. Block 0 is the null block: never read for a real token, writable garbage for padding.
 
 A block holds ``block_size`` tokens of one layer (``per="token"``), or one row of state as it stood after the block's
-last computed token (``per="request"``). All groups draw blocks of equal bytes from one pool.
+last computed token (``per="request"``). All groups draw their blocks from one pool.
+
+Which methods of a provider a layer calls follows from the kind of its state:
+
+========== ============================= =======================================================================
+kind       tensors                       calls
+========== ============================= =======================================================================
+full,      key [kv_heads, head_dim],     ``write``, ``attend``
+window     value [kv_heads, value_dim]
+latent     latent [rank], rope [dim]     ``write``; ``attend`` with queries in latent space; ``pieces`` where
+                                         keys and values are expanded instead; ``attend_chosen`` if sparse
+index      key [dim]                     ``write``, ``select``
+recurrent  as the recurrence needs       ``advance``
+========== ============================= =======================================================================
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,6 +61,8 @@ class StateSpec:
         tensors: for "full" and "window": key [kv_heads, head_dim] and value [kv_heads, value_dim].
         per: whether ``tensors`` are for a token or for a request.
         window: (kind "window") a query attends to itself and the ``window - 1`` tokens before it.
+        every: (per request) tokens between snapshots that a prefix can go on from, a multiple of the block size; None
+            keeps one at every block's end.
         shared_with: (optional) name of an earlier layer whose state this layer reads instead of having its own.
     """
 
@@ -55,6 +70,7 @@ class StateSpec:
     tensors: tuple[StateTensor, ...]
     per: Literal["token", "request"] = "token"
     window: int | None = None
+    every: int | None = None
     shared_with: str | None = None
 
     @property
@@ -74,6 +90,10 @@ class AttentionSpec:
         softcap: scores become ``softcap * tanh(scores / softcap)``; None is off.
         sinks: whether each head has a learned logit that joins the softmax without a value.
         dtype: compute type.
+        top: (sparse latent) ``attend_chosen`` is called, with so many tokens a query; (index) so many ``select`` names.
+        parts: requests that add one token get metadata of their own (``StepParts``), because they are computed in
+            another way than the rest.
+        algorithm: "softmax", or the recurrence that ``advance`` computes (``gated_delta``).
     """
 
     heads: int
@@ -82,6 +102,9 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     dtype: str = "float32"
+    top: int | None = None
+    parts: bool = False
+    algorithm: str = "softmax"
 
 
 class StateKind(ABC):
@@ -97,6 +120,23 @@ class StateKind(ABC):
         Blocks before it may be freed. A prefix of ``n`` blocks can be reused if the blocks from ``first_live_block(n *
         block_size)`` up to ``n`` are cached. Must not decrease as ``computed`` grows.
         """
+
+    def needs(self, spec: StateSpec, column: int, last: int, block_size: int) -> bool:
+        """(optional) Whether a step whose last new block is ``last`` writes block ``column``; others get none. Default:
+        all are written."""
+        del spec, column, last, block_size
+        return True
+
+    def reusable(self, spec: StateSpec, column: int, block_size: int) -> bool:
+        """(optional) Whether a full block ``column`` holds its prefix's state wherever steps ended. Default: yes."""
+        del spec, column, block_size
+        return True
+
+    def held(self, spec: StateSpec, first: int, stop: int, block_size: int) -> int:
+        """(optional) Blocks that a request holds of ``first`` to ``stop`` while a step that ends there is in flight.
+        Default: all."""
+        del spec, block_size
+        return stop - first
 
 
 @dataclass(frozen=True)
@@ -126,6 +166,44 @@ class StateStep:
     block_table: torch.Tensor
     host_query_lens: Sequence[int]
     host_kv_lens: Sequence[int]
+
+    def rows(self, first: int, stop: int) -> StateStep:
+        """The step of requests ``first`` to ``stop`` alone."""
+        queries, lengths = self.host_query_lens[first:stop], self.host_kv_lens[first:stop]
+        start = sum(self.host_query_lens[:first])
+        end = start + sum(queries)
+        return StateStep(
+            tokens=end - start, requests=stop - first, max_query=max(queries), max_kv=min(self.max_kv, max(lengths)),
+            query_start=self.query_start[first : stop + 1] - start, kv_lens=self.kv_lens[first:stop],
+            positions=self.positions[start:end], slot_mapping=self.slot_mapping[start:end],
+            block_table=self.block_table[first:stop], host_query_lens=queries, host_kv_lens=lengths,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A step's metadata in two parts: ``single`` for its first ``tokens`` tokens, whose requests add one each, and
+    ``longer`` for the rest; None for a part without tokens."""
+
+    single: Any
+    longer: Any
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens of one request's state, in the canonical layout.
+
+    Attributes:
+        first, stop: the request's tokens in the step.
+        offset: position of the first of them, less the position of the piece's first token.
+        tensors: for each tensor of the spec [tokens, *shape]; valid until the next piece.
+    """
+
+    first: int
+    stop: int
+    offset: int
+    tensors: tuple[torch.Tensor, ...]
 
 
 class StateProvider(ABC):
@@ -168,7 +246,18 @@ class StateProvider(ABC):
 
     @abstractmethod
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
-        """Metadata of one step, made once for a group and passed to ``write`` and ``attend`` of its layers."""
+        """Metadata of one step, made once for a group and passed to ``write``, ``attend`` … of its layers."""
+
+    def metadata(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
+        """What layers of a group get: ``prepare``'s result, or ``StepParts`` of two. Requests that add one token and
+        come first are the first part. Not to be overridden."""
+        if not attention.parts:
+            return self.prepare(step, spec, attention, block_size)
+        longer = (row for row, count in enumerate(step.host_query_lens) if count > 1)
+        cut = step.requests if step.max_query == 1 else next(longer)
+        one = self.prepare(step.rows(0, cut), spec, attention, block_size) if cut else None
+        rest = step.rows(cut, step.requests) if cut < step.requests else None
+        return StepParts(one, rest and self.prepare(rest, spec, attention, block_size), cut)
 
     @abstractmethod
     def write(self, views: Any, meta: Any, *values: torch.Tensor) -> None:
@@ -177,7 +266,43 @@ class StateProvider(ABC):
     @abstractmethod
     def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of query [T, heads, head_dim] over the state, this step's tokens included; returns [T, heads,
-        value_dim]."""
+        value_dim].
+
+        A latent state is one key for all heads, its tensors joined, and its first tensor is the value: query [T, heads,
+        rank + dim] gives [T, heads, rank].
+        """
+
+    def attend_chosen(self, views: Any, meta: Any, query: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """(sparse latent) ``attend`` where each query reads only the positions in its row of ``chosen``, int32 [T,
+        top], -1 for none; each is at most the query's own and named once."""
+        raise NotImplementedError(f"{self.name} serves no sparse state")
+
+    def pieces(self, views: Any, meta: Any, limit: int) -> Iterator[Piece]:
+        """(latent) The whole state of each request of the step, this step's tokens included, in pieces of at most
+        ``limit`` tokens; the pieces of a request follow one another."""
+        raise NotImplementedError(f"{self.name} hands out no state")
+
+    def select(self, views: Any, meta: Any, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(index) For each token the positions of the ``top`` tokens up to itself with the highest score, int32 [T,
+        top], -1 where there are fewer; the order is free.
+
+        The score of a key is the sum over heads of ``weights * relu(query @ key)``, in float32, for query [T, heads,
+        head_dim] and weights float32 [T, heads]. Ties go to the lower position.
+        """
+        raise NotImplementedError(f"{self.name} serves no index")
+
+    def advance(self, views: Any, meta: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        """(recurrent) Run this step's tokens through the recurrence, from the row before each request's first token
+        (zeros at position 0), and keep the row after its last and at every snapshot that is passed; mutates the state.
+
+        Inputs and result are the algorithm's. ``gated_delta`` (Yang et al. 2024) has the state conv [channels, width -
+        1] and delta float32 [heads, key_dim, value_dim], and takes mixed [T, channels] (queries and keys of the key
+        heads, then values), filter [channels, width], decay float32 [T, heads] (logarithms), beta float32 [T, heads].
+        Mixed goes through a causal depthwise convolution and silu; queries and keys are normalised to length 1, queries
+        times key_dim ** -0.5; a value head uses the key head ``head * key_heads // heads``. Per token ``S = exp(decay)
+        S; S += k (beta (v - k S))``; it returns q S, [T, heads, value_dim].
+        """
+        raise NotImplementedError(f"{self.name} serves no recurrence")
 
     @abstractmethod
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -63,10 +63,14 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     device.limit_threads(resolved.threads)
     device.select()
     scheme = pick_scheme(checkpoint.config, [p.value for p in loaded.quant_schemes()], config.quant)
+    infer = resolved.config.infer
     build = Builder(
         resolved.dtype,
         resolved.max_seq_len,
         (lambda name: scheme.part(name, headers)) if headers else None,
+        absorb=infer.mla_absorb,
+        index_top=None if infer.index_topk == "auto" else infer.index_topk,
+        snapshot_every=infer.snapshot_every,
     )
     model = _architecture(loaded, checkpoint)(checkpoint.config, build)
     sampler = Sampler(build, model.vocab_size)

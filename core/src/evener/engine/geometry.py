@@ -81,6 +81,9 @@ def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | 
                 slot.group = len(groups)
             groups.append(Group(spec, attention, provider, part))
     size = _block_size(groups, block_size)
+    odd = [g.spec.every for g in groups if (g.spec.every or size) % size]
+    if odd:
+        raise ConfigError(f"infer.snapshot_every={odd[0]} is no multiple of the {size} tokens in a block of state")
     pooled = [g.provider.bytes_per_block(g.spec, size) for g in groups if not g.provider.owns_memory]
     page = -(-max(pooled, default=0) // alignment) * alignment
     return Geometry(tuple(groups), layer_slots if pooled else 0, size, page)

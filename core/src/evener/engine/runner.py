@@ -129,7 +129,7 @@ class Runner:
                 host_query_lens=shape.query_lens,
                 host_kv_lens=shape.kv_lens,
             )
-            metas.append(group.provider.prepare(step, group.spec, group.attention, size))
+            metas.append(group.provider.metadata(step, group.spec, group.attention, size))
         return tuple(metas)
 
     def _sample(self, plan: Plan, parts: dict[str, torch.Tensor], logits: torch.Tensor) -> PendingStep:

@@ -213,6 +213,8 @@ class Scheduler:
         request.table, request.slot, request.planned = None, -1, 0
 
     def _hand_out(self, draft: _Draft) -> Plan:
+        # Providers may compute requests that add one token in another way: they come first.
+        draft.rows.sort(key=lambda row: row[2] > 1)
         samples: list[int] = []
         random: list[int] = []
         logprobs: list[int] = []

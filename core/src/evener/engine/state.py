@@ -81,7 +81,8 @@ class StateManager:
 
     def _held(self, kind: StateKind, spec: StateSpec, end: int, step_tokens: int) -> int:
         """Blocks of one group after a step of ``step_tokens`` tokens up to ``end``, before it is read."""
-        return -(-end // self.block_size) - kind.first_live_block(spec, max(0, end - step_tokens), self.block_size)
+        first = kind.first_live_block(spec, max(0, end - step_tokens), self.block_size)
+        return kind.held(spec, first, -(-end // self.block_size), self.block_size)
 
     def open(self, tokens: Sequence[int], salt: str) -> tuple[BlockTable, int]:
         """A table for a request whose known tokens are ``tokens``, with the longest cached prefix held in it.
@@ -123,10 +124,16 @@ class StateManager:
         count = -(-tokens // self.block_size) - start
         if count <= 0:
             return Growth(start, ())
-        taken = self.pool.take(count * len(self.specs))
+        columns = range(start, start + count)
+        needs = [
+            [kind.needs(spec, column, columns[-1], self.block_size) for column in columns]
+            for spec, kind in zip(self.specs, self._kinds, strict=True)
+        ]
+        taken = self.pool.take(sum(map(sum, needs)))
         if taken is None:
             return None
-        parts = tuple(tuple(taken[g * count : (g + 1) * count]) for g in range(len(self.specs)))
+        fresh = iter(taken)
+        parts = tuple(tuple(next(fresh) if needed else 0 for needed in group) for group in needs)
         for blocks, new in zip(table.blocks, parts, strict=True):
             blocks.extend(new)
         return Growth(start, parts)
@@ -163,9 +170,9 @@ class StateManager:
         if self.prefix_cache and computed // self.block_size > table.named:
             columns = computed // self.block_size
             self._extend_digests(table, tokens, columns)
-            for group, blocks in enumerate(table.blocks):
+            for group, (spec, kind, blocks) in enumerate(zip(self.specs, self._kinds, table.blocks, strict=True)):
                 for column in range(table.named, columns):
-                    if blocks[column]:
+                    if blocks[column] and kind.reusable(spec, column, self.block_size):
                         self.pool.name(blocks[column], (group, table.digests[column]))
             table.named = columns
         for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):

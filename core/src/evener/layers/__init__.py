@@ -8,6 +8,7 @@ from evener.layers.builder import Builder
 from evener.layers.causal_lm import CausalLM
 from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MLPConfig
 from evener.layers.embedding import Embedding, LMHead
+from evener.layers.latent import LatentConfig
 from evener.layers.rotary import RotaryConfig
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "DecoderStack",
     "Embedding",
     "LMHead",
+    "LatentConfig",
     "MLPConfig",
     "RotaryConfig",
 ]

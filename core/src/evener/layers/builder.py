@@ -26,6 +26,10 @@ class Builder:
         max_positions: longest sequence that will be run; sizes position tables.
         part_source: the quantization scheme's view of the checkpoint; None declares every part as unquantized.
         communicator: of this rank's tensor-parallel group; None in a world of one.
+        absorb: how latent attention folds its up-projections: "auto", "none", "absorb-without-precomp" or "absorb".
+        index_top: tokens that sparse attention reads of each context; 0 reads all, None is what the config says.
+        state_dtype: of latent state, by default the compute type.
+        snapshot_every: tokens between snapshots of recurrent state; None: at every block's end.
 
     Attributes:
         weights, sites, slots, groups: everything declared so far, in order.
@@ -39,7 +43,13 @@ class Builder:
         max_positions: int,
         part_source: PartSource | None = None,
         communicator: Communicator | None = None,
+        absorb: str = "auto",
+        index_top: int | None = None,
+        state_dtype: str | None = None,
+        snapshot_every: int | None = None,
     ) -> None:
+        self.snapshot_every = snapshot_every
+        self.absorb, self.index_top, self.state_dtype = absorb, index_top, state_dtype or dtype
         self.dtype, self.max_positions, self.communicator = dtype, max_positions, communicator
         self._part_source = part_source
         self._tables: dict[tuple[Any, ...], Table] = {}
@@ -56,6 +66,15 @@ class Builder:
         """A tensor called ``name`` in the checkpoint (or the join of ``sources`` along the first axis), held in
         ``dtype``, by default the compute type."""
         weight = Weight(name, shape, dtype or self.dtype, tuple(sources) or (name,), dummy)
+        self.weights.append(weight)
+        return weight
+
+    def product(
+        self, name: str, rows: int, columns: int, sources: Mapping[str, tuple[int, int]],
+        make: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    ) -> Weight:  # fmt: skip
+        """A matrix [rows, columns] that ``make`` computes once from checkpoint tensors of these shapes."""
+        weight = Weight(name, (rows, columns), self.dtype, tuple(sources), make=make, shapes=tuple(sources.values()))
         self.weights.append(weight)
         return weight
 

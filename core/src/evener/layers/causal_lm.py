@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Architecture, Step
 from evener.layers.builder import Builder
-from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MLPConfig
+from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MixerConfig, MixerLayer, MLPConfig
 from evener.layers.embedding import Embedding, LMHead
 from evener.layers.settings import count, number, refuse
 
@@ -42,11 +42,18 @@ class CausalLM(Architecture):
         )
         self.stack = DecoderStack(
             [
-                DecoderLayer(build, f"model.layers.{i}", hidden, attention, mlp, eps, self.norm_offset)
+                self._layer(build, f"model.layers.{i}", hidden, attention, mlp, eps)
                 for i, attention in enumerate(self.attention(config))
             ]
         )
         self.head = self._declare_head(config, build, hidden, eps)
+
+    def _layer(
+        self, build: Builder, prefix: str, hidden: int, mixer: AttentionConfig | MixerConfig, mlp: MLPConfig, eps: float
+    ) -> DecoderLayer:
+        if isinstance(mixer, AttentionConfig):
+            return DecoderLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset)
+        return MixerLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset)
 
     def _declare_head(self, config: Mapping[str, Any], build: Builder, hidden: int, eps: float) -> LMHead:
         name = "lm_head.weight"
@@ -58,8 +65,8 @@ class CausalLM(Architecture):
         )
 
     @abstractmethod
-    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        """The attention of each layer, ``num_hidden_layers`` of them."""
+    def attention(self, config: Mapping[str, Any]) -> Sequence[AttentionConfig | MixerConfig]:
+        """What mixes tokens in each layer, ``num_hidden_layers`` of them."""
 
     @abstractmethod
     def mlp(self, config: Mapping[str, Any]) -> MLPConfig:

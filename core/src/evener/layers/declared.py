@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Weight:
     """A tensor that ops take as it is: a norm, a bias, an embedding table.
 
-    ``sources`` are the checkpoint's names, joined along the first axis. ``value`` is filled by the loader.
+    ``sources`` are the checkpoint's names, joined along the first axis; or ``make`` makes the tensor of them, and
+    ``shapes`` are theirs. ``value`` is filled by the loader.
     """
 
     name: str
@@ -28,6 +29,8 @@ class Weight:
     #: Whether ``load=dummy`` fills it with ones (norms), zeros (biases) or noise.
     dummy: str = "noise"
     value: torch.Tensor | None = None
+    make: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(eq=False)

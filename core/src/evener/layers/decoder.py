@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from evener.contracts.architecture import Step
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
@@ -147,6 +147,39 @@ class DecoderLayer:
             "post_norm": m.post_norm is not None,
         }  # fmt: skip
         return weights, static
+
+
+class Mixer(Protocol):
+    """The first half of a layer: norm, whatever mixes tokens, output projection."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class MixerConfig(Protocol):
+    """What declares a mixer."""
+
+    def declare(self, build: Builder, prefix: str, common: Mapping[str, Any]) -> Mixer:
+        """The mixer of layer ``prefix``; ``common``: hidden, dtype, eps and offset of its norms."""
+
+
+class MixerLayer(DecoderLayer):
+    """A layer whose first half is any mixer: two calls, the mixer's own and the MLP's."""
+
+    def __init__(
+        self, build: Builder, prefix: str, hidden: int, mixer: MixerConfig, mlp: MLPConfig, eps: float,
+        norm_offset: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._build, self._prefix, self._hidden = build, prefix, hidden
+        self._common = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": norm_offset}
+        self.mixer = mixer.declare(build, prefix, self._common)
+        self.mlp, static = self._declare_mlp(mlp)
+        self.site = build.op("mlp_block", f"{prefix}.mlp", **static)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.mixer(x, residual, step)
+        return self.site.table[step.bucket](x, residual, self.mlp.values)  # type: ignore[no-any-return]
 
 
 class DecoderStack:

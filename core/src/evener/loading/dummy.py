@@ -52,6 +52,9 @@ class _Noise:
 
     def weight(self, item: Weight, device: torch.device) -> torch.Tensor:
         dtype = getattr(torch, item.dtype)
+        if item.make is not None:
+            sources = zip(item.sources, item.shapes, strict=True)
+            return item.make([self._shared(name, shape, item.dtype, device) for name, shape in sources])
         if item.dummy == "ones":
             return torch.ones(item.shape, dtype=dtype, device=device)
         if item.dummy == "zeros":

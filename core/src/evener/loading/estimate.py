@@ -71,7 +71,9 @@ class _Book:
 
     def add_tensor(self, item: Weight) -> None:
         nbytes = int(math.prod(item.shape) * DTYPE_BYTES[item.dtype])
-        if len(item.sources) > 1:
+        if item.make is not None:
+            self.seconds.append(SecondCopy(item.name, nbytes))
+        if len(item.sources) > 1 or item.make is not None:
             self.counted += nbytes
         else:
             self._hold(item.sources[0], item.dtype, nbytes, self._mapped(item.sources[0], plain(item.dtype)))

@@ -135,6 +135,8 @@ class _Loader:
 
     def _tensor(self, item: Weight) -> torch.Tensor:
         pieces = [self._convert(name, item.dtype) for name in item.sources]
+        if item.make is not None:
+            return item.make(pieces)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _part(self, part: WeightPart, dtype: str) -> WeightPart:

@@ -74,9 +74,10 @@ def _finding(what: str, names: Sequence[str], limit: int = 10) -> str:
 def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterator[str]:
     if isinstance(item, Weight):
         shapes = [_shape(name, headers, scheme) for name in item.sources if name in headers]
-        if len(shapes) == len(item.sources) and _joined(shapes) != item.shape:
+        fits = tuple(shapes) == item.shapes if item.make else _joined(shapes) == item.shape
+        if len(shapes) == len(item.sources) and not fits:
             stored = " + ".join(str(list(shape)) for shape in shapes)
-            yield f"{' + '.join(item.sources)} is {stored}, not {list(item.shape)}"
+            yield f"{' + '.join(item.sources)} is {stored}, not {list(item.shapes or item.shape)}"
     elif isinstance(item, LinearWeight):
         for declared in item.parts:
             part = scheme.part(declared.name, headers)

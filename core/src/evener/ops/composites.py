@@ -46,7 +46,8 @@ class MLPWeights(NamedTuple):
     post_norm: torch.Tensor | None = None
 
 
-def _norm(static: Static, hidden: int | None = None) -> dict[str, Any]:
+def norm_static(static: Static, hidden: int | None = None) -> dict[str, Any]:
+    """Static parameters of a norm over ``hidden`` (default: the block's own width)."""
     return {
         "hidden": hidden or static["hidden"],
         "dtype": static["dtype"],
@@ -64,8 +65,8 @@ def linear_static(weight: LinearWeight) -> dict[str, Any]:
 def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
     heads, kv_heads, dim, value_dim = (static[k] for k in ("heads", "kv_heads", "head_dim", "value_dim"))
     sizes = [heads * dim, kv_heads * dim, kv_heads * value_dim]
-    norm, add_norm = use("rms_norm", **_norm(static)), use("add_rms_norm", **_norm(static))
-    head_norm = use("rms_norm", **_norm(static, dim)) if static["qk_norm"] else None
+    norm, add_norm = use("rms_norm", **norm_static(static)), use("add_rms_norm", **norm_static(static))
+    head_norm = use("rms_norm", **norm_static(static, dim)) if static["qk_norm"] else None
     project = use("linear", **linear_static(static["qkv"]))
     rotate = use(
         "rotary",
@@ -105,7 +106,7 @@ def attention_block(static: Static, use: Use) -> OpFunction:
     enter = use("norm_qkv_rotary_write", **{k: v for k, v in static.items() if k not in ("o", "post_norm")})
     attend = use("state.attend", state=static["state"])
     project = use("linear", **linear_static(static["o"]))
-    post = use("rms_norm", **_norm(static)) if static["post_norm"] else None
+    post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
 
     def run(
         x: torch.Tensor,
@@ -123,11 +124,11 @@ def attention_block(static: Static, use: Use) -> OpFunction:
 
 
 def mlp_block(static: Static, use: Use) -> OpFunction:
-    add_norm = use("add_rms_norm", **_norm(static))
+    add_norm = use("add_rms_norm", **norm_static(static))
     rise = use("linear", **linear_static(static["gate_up"]))
     act = use("act_and_mul", inner=static["inner"], activation=static["activation"], dtype=static["dtype"])
     fall = use("linear", **linear_static(static["down"]))
-    post = use("rms_norm", **_norm(static)) if static["post_norm"] else None
+    post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = add_norm(x, residual, w.norm)
@@ -152,7 +153,7 @@ def decoder_layer(static: Static, use: Use) -> OpFunction:
 
 
 def head(static: Static, use: Use) -> OpFunction:
-    norm = use("rms_norm", **{**_norm(static), "dtype": "float32"})
+    norm = use("rms_norm", **{**norm_static(static), "dtype": "float32"})
     project = use("linear", **linear_static(static["weight"]))
     cap = use("softcap", cap=static["cap"], dtype="float32") if static["cap"] else None
     narrow = static["dtype"]

@@ -8,6 +8,8 @@ static sizes.
 from __future__ import annotations
 
 from evener.contracts.ops import OpSchema, Tensor
+from evener.ops.hybrid_schemas import HYBRID_COMPOSITES, HYBRID_PRIMITIVES
+from evener.ops.latent_schemas import LATENT_COMPOSITES, LATENT_PRIMITIVES
 
 _REF = "evener.ops.reference"
 _COMP = "evener.ops.composites"
@@ -322,4 +324,6 @@ COMPOSITES: tuple[OpSchema, ...] = (
     ),
 )
 
-BUILTIN: tuple[OpSchema, ...] = PRIMITIVES + COMPOSITES
+BUILTIN: tuple[OpSchema, ...] = (
+    *PRIMITIVES, *LATENT_PRIMITIVES, *HYBRID_PRIMITIVES, *COMPOSITES, *LATENT_COMPOSITES, *HYBRID_COMPOSITES
+)  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction, OpSchema
@@ -15,7 +15,11 @@ from evener.contracts.state import StateProvider
 from evener.errors import ResolveError, UnknownNameError
 from evener.layers.declared import CallSite, LinearWeight, StateSlot
 from evener.ops.composites import linear_static
+from evener.resolution.buckets import bucket_index
 from evener.resolution.manifest import EXPANDED, REFERENCE, Choice, Manifest
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Resolver:
         self.manifest = Manifest()
         self.workspace = 0
         self._by_op: dict[str, list[Offer]] = {}
+        self._tables: dict[Any, OpFunction] = {}
         for offer in market.kernels:
             self._by_op.setdefault(offer.value.op, []).append(offer)
         for offers in self._by_op.values():
@@ -196,8 +201,7 @@ class Resolver:
     def resolve(self, op: str, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
         """The callable of one op at one bucket: the best kernel that supports it, else its reference or expansion."""
         if op.startswith("state."):
-            provider = static["state"].provider
-            return provider.write if op == "state.write" else provider.attend  # type: ignore[no-any-return]
+            return getattr(static["state"].provider, op.removeprefix("state."))  # type: ignore[no-any-return]
         schema = self.market.schemas.get(op)
         if schema is None:
             raise UnknownNameError("op", op, self.market.schemas, f"It is called at {path}.")
@@ -216,10 +220,17 @@ class Resolver:
         return self._reference(schema, path, static, bucket)
 
     def _reference(self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
-        def use(op: str, /, **inner: Any) -> OpFunction:
-            return self.resolve(op, path, inner, bucket)
+        def use(op: str, /, *, any_rows: bool = False, **inner: Any) -> OpFunction:
+            return self._any_rows(op, path, inner) if any_rows else self.resolve(op, path, inner, bucket)
 
         return load_reference(schema)(static, use)  # type: ignore[no-any-return]
+
+    def _any_rows(self, op: str, path: str, static: Mapping[str, Any]) -> OpFunction:
+        key = (op, path, tuple(sorted(static.items())))
+        if key not in self._tables:
+            table = [self.resolve(op, path, static, bucket) for bucket in self.market.buckets]
+            self._tables[key] = by_rows(table, self.market.buckets[-1].high)
+        return self._tables[key]
 
     def _call(self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket) -> OpCall:
         layouts = {name: weight.layout for name, weight in _linear_weights(static) if name in schema.weights}
@@ -242,6 +253,19 @@ class Resolver:
         capturable: bool = True,
     ) -> None:  # fmt: skip
         self.manifest.choices.append(Choice(op, path, bucket, provider, version, tuple(refused), capturable))
+
+
+def by_rows(table: Sequence[OpFunction], largest: int) -> OpFunction:
+    """One callable over a table of buckets up to ``largest`` rows, for any number of rows of the first input."""
+
+    def run(x: torch.Tensor, *rest: Any) -> Any:
+        import torch
+
+        if x.shape[0] <= largest:
+            return table[bucket_index(max(1, x.shape[0]))](x, *rest)
+        return torch.cat([run(piece, *rest) for piece in x.split(largest)])
+
+    return run
 
 
 def load_reference(schema: OpSchema) -> Any:

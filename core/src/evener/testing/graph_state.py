@@ -38,6 +38,7 @@ class MaskedState(ReferenceState):
     name = "graphs.paged"
     layout = "graphs.paged"
     priority = 10
+    kinds = frozenset({"full", "window"})
     graph = "any"
     batch_invariant = False
 

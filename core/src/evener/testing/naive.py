@@ -1,14 +1,14 @@
 """The naive engine: one sequence, reference ops, keys and values in plain lists. An oracle small enough to trust.
 
 It shares the models, the loader and the reference ops with the engine, and nothing else: no scheduler, blocks, state
-provider, resolver or buckets. Attention is computed here, from the whole sequence's keys and values, in float32.
+provider, resolver or buckets. State is in ``naive_state``.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +17,18 @@ import torch
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint
 from evener.contracts.ops import OpFunction, OpSchema
-from evener.contracts.state import AttentionSpec, StateSpec
-from evener.errors import ArchitectureError, UnknownNameError
+from evener.errors import UnknownNameError
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight, StateSlot
+from evener.layers.declared import LinearWeight
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.scheme import pick_scheme
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
+from evener.testing.naive_state import memory_of
 
 CPU = torch.device("cpu")
-
-
-@dataclass
-class Memory:
-    """What one layer remembers of one sequence: each state tensor as [tokens, *shape]."""
-
-    spec: StateSpec
-    attention: AttentionSpec
-    tensors: list[torch.Tensor] = field(default_factory=list)
-
-    def write(self, *values: torch.Tensor) -> None:
-        """Append this step's tokens."""
-        self.tensors = (
-            [torch.cat(pair) for pair in zip(self.tensors, values, strict=True)] if self.tensors else list(values)
-        )
-
-    def attend(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention of the last tokens' queries [T, heads, dim] over everything written."""
-        keys, values = (t.float().transpose(0, 1) for t in self.tensors)  # [kv_heads, tokens, dim]
-        group = query.shape[1] // keys.shape[0]
-        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-        scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * self.attention.scale  # [heads, T, tokens]
-        if self.attention.softcap is not None:
-            scores = self.attention.softcap * torch.tanh(scores / self.attention.softcap)
-        tokens, count = keys.shape[1], query.shape[0]
-        distance = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
-        seen = (distance >= 0) & (distance < (self.spec.window or tokens))
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, count, 1)), dim=-1)
-        weights = scores.softmax(-1)[..., :tokens]
-        return (weights @ values).transpose(0, 1).to(query.dtype)
 
 
 @dataclass
@@ -83,6 +51,7 @@ class NaiveModel:
         max_positions: longest sequence; default: the config's ``max_position_embeddings``.
         schemas: of added ops, beside the built-in ones.
         seed: of dummy weights.
+        choices: further arguments of the ``Builder`` (``absorb``, ``index_top``, ``state_dtype``).
 
     Attributes:
         config, build, model: as read, declared and made.
@@ -92,7 +61,7 @@ class NaiveModel:
     def __init__(
         self, source: str | Path | Mapping[str, Any], dtype: str = "float32",
         architecture: type[Architecture] | None = None, *, max_positions: int | None = None,
-        schemas: Sequence[OpSchema] = (), seed: int = 0,
+        schemas: Sequence[OpSchema] = (), seed: int = 0, **choices: Any,
     ) -> None:  # fmt: skip
         checkpoint: Checkpoint | None = None
         if isinstance(source, Mapping):
@@ -104,7 +73,7 @@ class NaiveModel:
         made = architecture or find_architecture(self.config["architectures"][0])
         length = max_positions or self.config["max_position_embeddings"]
         self.build = Builder(
-            dtype, length, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint else None
+            dtype, length, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint else None, **choices
         )
         self.model = made(self.config, self.build)
         self._schemas = {schema.name: schema for schema in (*BUILTIN, *schemas)}
@@ -129,21 +98,24 @@ class NaiveModel:
         )
 
     def _resolve(self, op: str, static: Mapping[str, Any]) -> OpFunction:
-        if op == "state.write":
-            return lambda views, meta, *values: views.write(*values)
-        if op == "state.attend":
-            return lambda views, meta, query, sinks=None: views.attend(query, sinks)
+        if op.startswith("state."):
+            method = op.removeprefix("state.")
+            return lambda views, meta, *values: getattr(views, method)(*values)
         if op not in self._schemas:
             raise UnknownNameError("op", op, self._schemas)
         module, _, name = self._schemas[op].reference.partition(":")
         reference = getattr(importlib.import_module(module), name)
-        return reference(static, lambda inner, /, **params: self._resolve(inner, params))  # type: ignore[no-any-return]
+
+        def use(inner: str, /, *, any_rows: bool = False, **params: Any) -> OpFunction:
+            return self._resolve(inner, params)
+
+        return reference(static, use)  # type: ignore[no-any-return]
 
     def reset(self) -> None:
         """Forget the sequence."""
         self.length = 0
         for slot in self.build.slots:
-            slot.views = _memory(slot)
+            slot.views = memory_of(slot.spec, slot.attention)
 
     @torch.inference_mode()
     def feed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -173,14 +145,6 @@ class NaiveModel:
         """For each token of ``answer``, how far the likeliest logit is above its own; 0 is greedy."""
         rows = self.logits([*prompt, *answer])[len(prompt) - 1 : -1].float()
         return (rows.max(-1).values - rows.gather(1, torch.tensor(list(answer))[:, None]).squeeze(1)).tolist()
-
-
-def _memory(slot: StateSlot) -> Memory:
-    if slot.spec.kind not in ("full", "window"):
-        raise ArchitectureError(
-            f"the naive engine has no state of kind {slot.spec.kind!r} ({slot.name}); use the engine"
-        )
-    return Memory(slot.spec, slot.attention)
 
 
 def find_architecture(name: str) -> type[Architecture]:

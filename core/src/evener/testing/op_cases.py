@@ -17,7 +17,7 @@ from evener.contracts.quant import WeightPart, plain
 from evener.layers.declared import LinearWeight
 
 
-class _Maker:
+class Maker:
     """Random inputs of one dtype, on the CPU."""
 
     def __init__(self, dtype: str, generator: torch.Generator) -> None:
@@ -54,7 +54,7 @@ def _declared(parts: tuple[WeightPart, ...], dtype: str) -> LinearWeight:
 
 def embedding(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Without and with a factor; no rows; first and last id."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for tokens, vocab, hidden, scale in ((1, 7, 8, 1.0), (13, 211, 36, 6.0), (0, 5, 16, 1.0), (3, 33, 7, 0.3)):
         ids = make.ids(vocab, tokens)
         ids[:1], ids[1:2] = vocab - 1, 0
@@ -68,7 +68,7 @@ def _norm_static(hidden: int, dtype: str, offset: float = 0.0, eps: float = 1e-5
 
 def rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Rows of any width, heads [T, heads, D], large and zero rows, both orders of rounding."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for shape, offset in (((1, 64), 0.0), ((5, 60), 0.0), ((3, 576), 1.0), ((7, 9, 80), 0.0), ((2, 3, 256), 1.0)):
         x = make.noise(*shape, scale=3.0)
         x[-1] = 0
@@ -79,7 +79,7 @@ def rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def add_rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Rows of any width."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for tokens, hidden, offset in ((1, 64, 0.0), (6, 60, 1.0), (33, 37, 0.0), (2, 576, 1.0)):
         weight = make.noise(hidden, scale=0.2, shift=1.0 - offset)
         residual = make.noise(tokens, hidden, dtype="float32")
@@ -88,7 +88,7 @@ def add_rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def layer_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """With and without bias; rows far from zero."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for tokens, hidden, biased, shift in ((1, 64, True, 0.0), (5, 60, False, 0.0), (9, 37, True, 2.0)):
         bias = make.noise(hidden) if biased else None
         static = {"hidden": hidden, "dtype": dtype, "eps": 1e-5}
@@ -97,7 +97,7 @@ def layer_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """One to three parts, with and without bias, sizes that no vector divides, rounded and float32 results."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     sizes: tuple[tuple[int, Sequence[int], int, bool], ...] = (
         (1, (64,), 64, False), (3, (90, 30, 30), 60, True), (17, (33,), 40, False), (5, (88, 88), 37, False),
         (2, (7,), 576, True), (0, (16,), 16, False),
@@ -113,7 +113,7 @@ def linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def grouped_linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Rows without a slot, experts without a row, one expert only, no rows at all; experts of two parts."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for tokens, experts, rows, columns in ((1, 3, (16,), 24), (11, 5, (12, 7), 20), (0, 2, (8,), 8), (9, 1, (5,), 33)):
         parts = make.parts(rows * experts, columns)
         slots = make.ids(experts, tokens)
@@ -128,7 +128,7 @@ def grouped_linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def rotary(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Heads 9/3 and 1/1, sizes 64, 256 and 80, whole and partial rotation, both pairings, first and last position."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     sizes = (
         (1, 9, 3, 64, 64, False), (7, 9, 3, 64, 64, True), (5, 1, 1, 256, 64, False), (3, 4, 2, 80, 32, True),
         (6, 2, 2, 80, 80, False), (4, 5, 1, 18, 10, True),
@@ -146,7 +146,7 @@ def rotary(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def act_and_mul(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Every activation; inputs at which they saturate."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for activation in ("silu", "gelu", "gelu_tanh"):
         for tokens, inner, scale in ((1, 64, 1.0), (5, 88, 3.0), (3, 13, 8.0)):
             static = {"inner": inner, "activation": activation, "dtype": dtype}
@@ -155,7 +155,7 @@ def act_and_mul(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def take_rows(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Repeated rows, no rows, the last row."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for tokens, hidden, picked in ((1, 8, 1), (9, 37, 5), (4, 60, 0), (3, 64, 7)):
         rows = make.ids(tokens, picked, dtype=torch.int64)
         rows[:1] = tokens - 1
@@ -164,14 +164,14 @@ def take_rows(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def softcap(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Values far below and far above the cap."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for rows, vocab, cap, scale in ((1, 33, 30.0, 1.0), (4, 211, 30.0, 60.0), (2, 64, 50.0, 10.0)):
         yield OpCase({"cap": cap, "dtype": dtype}, (make.noise(rows, vocab, scale=scale),))
 
 
 def route(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Both scorings, with and without bias and renormalising; rows of equal logits, where the lowest ids win."""
-    make = _Maker("float32", generator)
+    make = Maker("float32", generator)
     kinds = (
         (1, 8, 2, "softmax", True, 1.0, False), (7, 60, 4, "softmax", False, 1.0, False),
         (5, 13, 3, "sigmoid", True, 2.5, True), (9, 16, 16, "sigmoid", False, 1.0, False),
@@ -188,7 +188,7 @@ def route(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """The largest first, last and several times; rows of equal logits; -inf elsewhere."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for rows, vocab in ((1, 1), (1, 259), (5, 211), (3, 1000)):
         logits = make.noise(rows, vocab)
         logits[-1] = 0.5
@@ -203,7 +203,7 @@ def greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Every filter alone, all together, none; greedy rows among them; seeds and positions at both ends; the largest
     noise there is, on an id that is as good as impossible and on one that is."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     mixes = (
         (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1),
         (0.9, 40, 0.95, 0.02), (1.0, 1, 1.0, 0.0), (2.0, 10000, 1e-6, 0.0), (0.01, 0, 1.0, 0.0),
@@ -233,7 +233,7 @@ def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def apply_mask(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Vocabularies that 32 divides and does not; nothing and everything allowed; the sign bit."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for rows, vocab in ((1, 32), (3, 33), (4, 211), (2, 5)):
         words = -(-vocab // 32)
         mask = make.ids(2**31 - 1, rows, words) * 2 + make.ids(2, rows, words)
@@ -244,7 +244,7 @@ def apply_mask(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def logprobs(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """No, one and several of the largest; chosen ids at both ends; large logits."""
-    make = _Maker(dtype, generator)
+    make = Maker(dtype, generator)
     for rows, vocab, top, step in ((1, 33, 0, 0.125), (3, 211, 1, 0.125), (5, 64, 20, 0.25), (2, 100, 100, 0.25)):
         ids = make.ids(vocab, rows)
         ids[0], ids[-1] = 0, vocab - 1

@@ -25,7 +25,8 @@ _SCRIPT: tuple[tuple[int, ...], ...] = ((5, 37, 1, 0), (1, 1, 1, 18), (1, 20, 0,
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of layer."""
+    """One kind of layer. A latent layer's ``value_dim`` is the rank, and ``top`` makes it sparse; an index layer has
+    one key and ``top``."""
 
     heads: int
     kv_heads: int
@@ -34,9 +35,16 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    kind: str = ""
+    top: int | None = None
 
     def spec(self, dtype: str) -> StateSpec:
         """As a layer declares it."""
+        if self.kind == "latent":
+            rope = StateTensor("rope", (self.head_dim - self.value_dim,), dtype)
+            return StateSpec("latent", (StateTensor("latent", (self.value_dim,), dtype), rope))
+        if self.kind == "index":
+            return StateSpec("index", (StateTensor("key", (self.head_dim,), dtype),))
         tensors = (
             StateTensor("key", (self.kv_heads, self.head_dim), dtype),
             StateTensor("value", (self.kv_heads, self.value_dim), dtype),
@@ -45,13 +53,14 @@ class Shape:
 
     def attention(self, dtype: str) -> AttentionSpec:
         """How it reads."""
-        return AttentionSpec(self.heads, self.head_dim, self.head_dim**-0.5, self.softcap, self.sinks, dtype)
+        return AttentionSpec(self.heads, self.head_dim, self.head_dim**-0.5, self.softcap, self.sinks, dtype, self.top)
 
 
 SHAPES = (
     Shape(9, 3, 64, 64), Shape(4, 4, 16, 16), Shape(2, 1, 80, 80), Shape(4, 2, 32, 16), Shape(6, 2, 10, 10),
     Shape(4, 1, 32, 32, window=7), Shape(4, 2, 16, 16, window=24, softcap=5.0), Shape(2, 1, 256, 256),
-    Shape(4, 2, 16, 16, sinks=True),
+    Shape(4, 2, 16, 16, sinks=True), Shape(5, 1, 42, 32, kind="latent"), Shape(3, 1, 24, 16, kind="latent", top=9),
+    Shape(6, 1, 18, 18, kind="index", top=7),
 )  # fmt: skip
 
 
@@ -106,7 +115,7 @@ class _Checked:
         self.blocks = requests * self.columns + 4
         order = torch.randperm(self.blocks - 1, generator=self.noise)[: requests * self.columns] + 1
         self.table = order.to(torch.int32).view(requests, self.columns)
-        self.history: list[list[list[torch.Tensor]]] = [[[], []] for _ in range(requests)]
+        self.history: list[list[list[torch.Tensor]]] = [[[] for _ in spec.tensors] for _ in range(requests)]
         self.page = -(-provider.bytes_per_block(spec, size) // 64) * 64
         self.storage = torch.zeros(self.blocks, self.page, dtype=torch.uint8, device=self.where)
         self.sinks = self._random(attention.heads) if attention.sinks else None
@@ -176,34 +185,102 @@ class _Checked:
             torch.cat((v.flatten(1), v.flatten(1)), dim=1)[:, : v[0].numel()].unflatten(1, v.shape[1:]) for v in values
         ]
         self.provider.write(self.views, meta, *wide)
-        got = self.provider.attend(self.views, meta, query.clone(), self.sinks)
-        got = self.device.readback(got).wait()
+        if self.spec.kind == "index":
+            yield from self._selected(meta, query, rows, counts)
+            return
+        if self.spec.kind == "latent" and self.attention.top is None:
+            yield from self._pieces(meta, rows, counts)
+        self.chosen = self._choose(rows, counts) if self.attention.top is not None else None
+        got = self.device.readback(self._attend(meta, query.clone(), self.chosen)).wait()
         self.last = (rows, counts, query, got)
+        first = 0
         for row, count, have, asked in zip(
             rows, counts, got.split([*counts, 1]), query.split([*counts, 1]), strict=False
         ):
-            want = self._naive(row, asked.cpu().float())
+            want = self._naive(row, asked.cpu().float(), None if self.chosen is None else self.chosen[first:])
+            first += count
             relative, absolute = _CLOSE[self.attention.dtype]
             if not torch.allclose(have.float(), want, rtol=relative, atol=absolute):
                 off = float((have.float() - want).abs().max())
                 yield f"request {row}, {count} of {self.lengths[row]} tokens: attention is off by up to {off:.3g}"
 
-    def _naive(self, row: int, query: torch.Tensor) -> torch.Tensor:
+    def _attend(self, meta: Any, query: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
+        if chosen is None:
+            return self.provider.attend(self.views, meta, query, self.sinks)
+        return self.provider.attend_chosen(self.views, meta, query, chosen.to(self.where))
+
+    def _choose(self, rows: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
+        """Some positions for each token, itself among them; the padding row reads its own."""
+        picked = []
+        for row, count in zip(rows, counts, strict=True):
+            for at in range(self.lengths[row] - count, self.lengths[row]):
+                others = torch.randperm(at, generator=self.noise)[: (self.attention.top or 0) - 1]
+                picked.append(torch.cat((others, torch.tensor([at]))))
+        picked.append(torch.tensor([0]))
+        padded = [torch.nn.functional.pad(p, (0, (self.attention.top or 0) - len(p)), value=-1) for p in picked]
+        return torch.stack(padded).to(torch.int32)
+
+    def _pieces(self, meta: Any, rows: Sequence[int], counts: Sequence[int]) -> Iterator[str]:
+        """Every request's whole state, in order, in pieces that fit the limit, with offsets that say where it is."""
+        found: dict[int, list[list[torch.Tensor]]] = {}
+        starts = {sum(counts[:i]): row for i, row in enumerate(rows)}
+        for piece in self.provider.pieces(self.views, meta, 13):
+            row = starts.get(piece.first)
+            if row is None:  # the padding row's
+                continue
+            parts = found.setdefault(row, [[] for _ in piece.tensors])
+            before = sum(len(p) for p in parts[0])
+            if len(piece.tensors[0]) > 13 or piece.offset != self.lengths[row] - (piece.stop - piece.first) - before:
+                yield f"request {row}: a piece is too long, or says that it lies elsewhere"
+            for part, tensor in zip(parts, piece.tensors, strict=True):
+                part.append(tensor.cpu().clone())
+        for row in rows:
+            want = [torch.cat(parts) for parts in self.history[row]]
+            have = [torch.cat(parts) for parts in found.get(row, [])]
+            if len(have) != len(want) or not all(torch.equal(*pair) for pair in zip(have, want, strict=True)):
+                yield f"request {row}: pieces do not hold what was written"
+
+    def _selected(self, meta: Any, query: torch.Tensor, rows: Sequence[int], counts: Sequence[int]) -> Iterator[str]:
+        """The named tokens have the highest scores; scores that rounding could order otherwise may be exchanged."""
+        weights = torch.randn(query.shape[:2], generator=self.noise)
+        got = self.device.readback(self.provider.select(self.views, meta, query, weights.to(self.where))).wait()
+        at = 0
+        for row, count in zip(rows, counts, strict=True):
+            keys = torch.cat(self.history[row][0]).float()
+            for position in range(self.lengths[row] - count, self.lengths[row]):
+                scores = [
+                    float((weights[at] * (query[at].cpu().float() @ key).relu()).sum()) for key in keys[: position + 1]
+                ]
+                named = [n for n in got[at].tolist() if n >= 0]
+                most = min(self.attention.top or 0, position + 1)
+                best = sorted(scores, reverse=True)[:most]
+                have = sorted((scores[n] for n in named if n <= position), reverse=True)
+                close = len(have) == most and all(abs(a - b) < 1e-3 for a, b in zip(have, best, strict=True))
+                if not close or len(set(named)) != len(named):
+                    yield f"request {row}, position {position}: named {named}, which are not the best {most}"
+                at += 1
+
+    def _naive(self, row: int, query: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
         """One query, one head, one softmax at a time, from the tokens as they were written."""
-        keys, values = (torch.cat(parts).float() for parts in self.history[row])
+        parts = [torch.cat(written).float() for written in self.history[row]]
+        if self.spec.kind == "latent":
+            keys, values = torch.cat(parts, dim=-1)[:, None], parts[0][:, None]
+        else:
+            keys, values = parts
         group, total = query.shape[1] // keys.shape[1], len(keys)
         out = torch.zeros(query.shape[0], query.shape[1], values.shape[2])
         for q in range(query.shape[0]):
             at = total - query.shape[0] + q
             first = 0 if self.spec.window is None else max(0, at - self.spec.window + 1)
+            seen = range(first, at + 1) if chosen is None else [n for n in chosen[q].tolist() if n >= 0]
             for head in range(query.shape[1]):
-                scores = keys[first : at + 1, head // group] @ query[q, head] * self.attention.scale
+                scores = keys[seen, head // group] @ query[q, head] * self.attention.scale
                 if self.attention.softcap:
                     scores = self.attention.softcap * torch.tanh(scores / self.attention.softcap)
                 sink = -math.inf if self.sinks is None else float(self.sinks[head])
                 weights = torch.exp(scores - scores.max())
                 weights = weights / (weights.sum() + math.exp(sink - float(scores.max())))
-                out[q, head] = weights @ values[first : at + 1, head // group]
+                out[q, head] = weights @ values[seen, head // group]
         return out
 
     def _exported(self, table: torch.Tensor, what: str) -> Iterator[str]:
@@ -248,16 +325,21 @@ class _Checked:
 
     def _invariance(self) -> Iterator[str]:
         """A request alone has the bits that it had in company, if that is claimed."""
-        if not self.provider.batch_invariant:
+        if not self.provider.batch_invariant or self.spec.kind == "index":
             return
         rows, counts, query, whole = self.last
+        first = 0
         for row, count, asked, had in zip(
             rows, counts, query.split([*counts, 1]), whole.split([*counts, 1]), strict=False
         ):
             step = self._layout([row], [count], [self.lengths[row]])
             meta = self.provider.prepare(step, self.spec, self.attention, self.size)
             padded = torch.cat((asked, asked[:1]))
-            got = self.device.readback(self.provider.attend(self.views, meta, padded, self.sinks)).wait()
+            chosen = self.chosen
+            if chosen is not None:
+                chosen = torch.cat((chosen[first : first + count], chosen[-1:]))
+            first += count
+            got = self.device.readback(self._attend(meta, padded, chosen)).wait()
             if not torch.equal(got[:count], had):
                 yield f"it claims batch invariance, but request {row} alone has other bits"
 

@@ -1,17 +1,18 @@
-"""The reference state provider: plain paged keys and values, attended one request at a time in float32. Any device, any
-lengths."""
+"""The reference state provider: plain paged state of every kind that holds tokens, attended one request at a time in
+float32. Any device, any lengths."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from evener.contracts.device import DeviceCapabilities
-from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
+from evener.contracts.state import AttentionSpec, Piece, StateProvider, StateSpec, StateStep
+from evener.ops.reference.recurrence import gated_delta
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,14 @@ class _Meta:
     block_size: int
     blocks: torch.Tensor
     offsets: torch.Tensor
+
+    def requests(self) -> Iterator[tuple[int, int, int, int]]:
+        """For each request with tokens: its row, its first token in the step, their number, and its length."""
+        start = 0
+        for row, (count, length) in enumerate(zip(self.step.host_query_lens, self.step.host_kv_lens, strict=True)):
+            if count:
+                yield row, start, count, length
+            start += count
 
 
 def cut_page(storage: torch.Tensor, spec: StateSpec, block_size: int) -> tuple[torch.Tensor, ...]:
@@ -38,17 +47,12 @@ def cut_page(storage: torch.Tensor, spec: StateSpec, block_size: int) -> tuple[t
     return tuple(views)
 
 
-class ReferenceState(StateProvider):
-    """Keys and values as the canonical layout has them."""
+class PlainPages(StateProvider):
+    """State as the canonical layout has it; what providers that read it in different ways share."""
 
-    name = "reference"
     layout = "reference"
-    kinds = frozenset({"full", "window"})
     priority = -1000
     batch_invariant = True
-
-    def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
-        return None
 
     def block_sizes(self, spec: StateSpec) -> Sequence[int]:
         return (16, 32, 64, 128)
@@ -56,54 +60,8 @@ class ReferenceState(StateProvider):
     def bytes_per_block(self, spec: StateSpec, block_size: int) -> int:
         return spec.nbytes * (block_size if spec.per == "token" else 1)
 
-    def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> tuple[torch.Tensor, ...]:
+    def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> Any:
         return cut_page(storage, spec, block_size)
-
-    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> _Meta:
-        slots = step.slot_mapping
-        blocks = torch.div(slots, block_size, rounding_mode="floor")
-        return _Meta(step, spec, attention, block_size, blocks.long(), (slots - blocks * block_size).long())
-
-    def write(self, views: Any, meta: _Meta, *values: torch.Tensor) -> None:
-        for view, value in zip(views, values, strict=True):
-            view[meta.blocks, meta.offsets] = value.to(view.dtype)
-
-    def attend(self, views: Any, meta: _Meta, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        keys, values = views
-        out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
-        start = 0
-        for row, (count, length) in enumerate(zip(meta.step.host_query_lens, meta.step.host_kv_lens, strict=True)):
-            if count:
-                out[start : start + count] = self._attend_one(
-                    keys, values, meta, row, query[start : start + count], length, sinks
-                )
-            start += count
-        return out
-
-    def _attend_one(
-        self, keys: torch.Tensor, values: torch.Tensor, meta: _Meta, row: int, query: torch.Tensor, length: int,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        count, window, size = query.shape[0], meta.spec.window, meta.block_size
-        first = 0 if window is None else max(0, length - count - window + 1) // size
-        ids = meta.step.block_table[row, first : -(-length // size)].long()
-        k = keys[ids].flatten(0, 1)[: length - first * size].float()
-        v = values[ids].flatten(0, 1)[: length - first * size].float()
-        group = query.shape[1] // k.shape[1]
-        q = query.float().unflatten(1, (k.shape[1], group))
-        scores = torch.einsum("qhgd,khd->hgqk", q, k) * meta.attention.scale
-        if meta.attention.softcap:
-            scores = torch.tanh(scores / meta.attention.softcap) * meta.attention.softcap
-        at = torch.arange(length - count, length, device=query.device)[:, None]
-        to = torch.arange(first * size, length, device=query.device)[None]
-        hidden = (to > at) if window is None else (to > at) | (to <= at - window)
-        scores = scores.masked_fill(hidden, -math.inf)
-        if sinks is not None:
-            extra = sinks.float().view(k.shape[1], group, 1, 1).expand(-1, -1, count, 1)
-            weights = torch.cat((scores, extra), dim=-1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        return torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2).to(query.dtype)
 
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         for view in views:
@@ -115,3 +73,126 @@ class ReferenceState(StateProvider):
     def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
         for view, value in zip(views, values, strict=True):
             view[blocks] = value.to(view.dtype)
+
+
+class ReferenceState(PlainPages):
+    """Keys and values, latents and index keys."""
+
+    name = "reference"
+    kinds = frozenset({"full", "window", "latent", "index", "recurrent"})
+
+    def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
+        known = ("gated_delta",) if spec.kind == "recurrent" else ("softmax",)
+        return None if attention.algorithm in known else f"does not compute {attention.algorithm}"
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> _Meta:
+        slots = step.slot_mapping
+        blocks = torch.div(slots, block_size, rounding_mode="floor")
+        return _Meta(step, spec, attention, block_size, blocks.long(), (slots - blocks * block_size).long())
+
+    def write(self, views: Any, meta: _Meta, *values: torch.Tensor) -> None:
+        for view, value in zip(views, values, strict=True):
+            view[meta.blocks, meta.offsets] = value.to(view.dtype)
+
+    def attend(self, views: Any, meta: _Meta, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return self._attend(views, meta, query, sinks, None)
+
+    def attend_chosen(self, views: Any, meta: _Meta, query: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return self._attend(views, meta, query, None, chosen)
+
+    def _attend(
+        self, views: Any, meta: _Meta, query: torch.Tensor, sinks: torch.Tensor | None, chosen: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = query.new_empty(*query.shape[:2], views[0 if meta.spec.kind == "latent" else 1].shape[-1])
+        for row, start, count, length in meta.requests():
+            window, size = meta.spec.window, meta.block_size
+            first = 0 if window is None else max(0, length - count - window + 1) // size * size
+            keys, values = _keys_and_values(_read(views, meta, row, first, length), meta.spec)
+            at = torch.arange(length - count, length, device=query.device)[:, None]
+            to = torch.arange(first, length, device=query.device)[None]
+            hidden = (to > at) if window is None else (to > at) | (to <= at - window)
+            if chosen is not None:
+                hidden = _not_chosen(chosen[start : start + count], length)
+            out[start : start + count] = _softmax(query[start : start + count], keys, values, hidden, meta, sinks)
+        return out
+
+    def pieces(self, views: Any, meta: _Meta, limit: int) -> Iterator[Piece]:
+        for row, start, count, length in meta.requests():
+            for first in range(0, length, limit):
+                tensors = _read(views, meta, row, first, min(first + limit, length))
+                yield Piece(start, start + count, length - count - first, tensors)
+
+    def select(self, views: Any, meta: _Meta, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        top = meta.attention.top
+        assert top is not None, "an index says how many tokens it names"
+        out = torch.full((query.shape[0], top), -1, dtype=torch.int32, device=query.device)
+        for row, start, count, length in meta.requests():
+            (keys,) = _read(views, meta, row, 0, length)
+            found = torch.einsum("thd,kd->thk", query[start : start + count].float(), keys.float()).relu()
+            scores = torch.einsum("thk,th->tk", found, weights[start : start + count].float())
+            at = torch.arange(length - count, length, device=query.device)[:, None]
+            scores = scores.masked_fill(torch.arange(length, device=query.device) > at, -math.inf)
+            order = scores.sort(dim=-1, descending=True, stable=True)
+            named = order.indices.masked_fill(order.values == -math.inf, -1)[:, :top]
+            out[start : start + count, : named.shape[1]] = named.to(torch.int32)
+        return out
+
+    def advance(self, views: Any, meta: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        mixed, filters, decay, beta = inputs
+        table, size = meta.step.block_table.long(), meta.block_size
+        every = meta.spec.every or size
+        out: list[torch.Tensor] = []
+        for row, start, count, length in meta.requests():
+            done = length - count
+            rows = [view.index_select(0, table[row, (max(done, 1) - 1) // size, None])[0] for view in views]
+            conv, delta = rows if done else [torch.zeros_like(r) for r in rows]
+            while done < length:
+                stop = min(length, (done // every + 1) * every)
+                tokens = slice(start + done - length + count, start + stop - length + count)
+                found, conv, delta = gated_delta(conv, delta, mixed[tokens], filters, decay[tokens], beta[tokens])
+                out.append(found)
+                for view, kept in zip(views, (conv, delta), strict=True):
+                    view.index_copy_(0, table[row, (stop - 1) // size, None], kept[None].to(view.dtype))
+                done = stop
+        return torch.cat(out)
+
+
+def _read(views: Any, meta: _Meta, row: int, first: int, stop: int) -> tuple[torch.Tensor, ...]:
+    """Tokens ``first`` to ``stop`` of one request, for each tensor [tokens, *shape]."""
+    size = meta.block_size
+    column = first // size
+    ids = meta.step.block_table[row, column : -(-stop // size)].long()
+    return tuple(view[ids].flatten(0, 1)[first - column * size : stop - column * size] for view in views)
+
+
+def _keys_and_values(tensors: Sequence[torch.Tensor], spec: StateSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, kv_heads, dim] each, in float32."""
+    if spec.kind == "latent":
+        latent, rope = (t.float()[:, None] for t in tensors)
+        return torch.cat((latent, rope), dim=-1), latent
+    keys, values = tensors
+    return keys.float(), values.float()
+
+
+def _not_chosen(chosen: torch.Tensor, length: int) -> torch.Tensor:
+    """bool [T, length], False at the chosen positions; -1 falls off the end."""
+    hidden = torch.ones(chosen.shape[0], length + 1, dtype=torch.bool, device=chosen.device)
+    return hidden.scatter_(1, torch.where(chosen < 0, length, chosen).long(), False)[:, :length]
+
+
+def _softmax(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, meta: _Meta,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    group = query.shape[1] // k.shape[1]
+    q = query.float().unflatten(1, (k.shape[1], group))
+    scores = torch.einsum("qhgd,khd->hgqk", q, k) * meta.attention.scale
+    if meta.attention.softcap:
+        scores = torch.tanh(scores / meta.attention.softcap) * meta.attention.softcap
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        extra = sinks.float().view(k.shape[1], group, 1, 1).expand(-1, -1, query.shape[0], 1)
+        weights = torch.cat((scores, extra), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2).to(query.dtype)

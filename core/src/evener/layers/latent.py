@@ -1,0 +1,186 @@
+"""Latent attention (MLA) of one layer, and its sparse indexer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evener.contracts.architecture import Step
+from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
+from evener.layers.builder import Builder
+from evener.layers.declared import StateSlot, WeightGroup
+from evener.layers.rotary import RotaryConfig
+from evener.ops.latent import IndexWeights, LatentWeights
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """The indexer of a sparse layer: ``top`` earlier tokens a query."""
+
+    heads: int
+    head_dim: int
+    top: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Latent attention of one layer.
+
+    Attributes:
+        heads: query heads.
+        nope_dim, rope_dim: parts of a head's query and key without and with rotation.
+        value_dim: width of a head's value.
+        rank: of keys and values together; q_rank: of the queries, None projects them directly.
+        rotary: the layer's angles, ``rope_dim`` wide.
+        scale: factor on scores; None is ``(nope_dim + rope_dim) ** -0.5``.
+        bias: whether the down-projections and the output projection have biases.
+        index: the sparse indexer, or None.
+        norm: name of the norm before.
+    """
+
+    heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rank: int
+    q_rank: int | None
+    rotary: RotaryConfig
+    scale: float | None = None
+    bias: bool = False
+    index: IndexConfig | None = None
+    norm: str = "input_layernorm"
+
+    def declare(self, build: Builder, prefix: str, common: Mapping[str, Any]) -> LatentAttention:
+        """The mixer of layer ``prefix``; ``common``: hidden, dtype, eps and offset of its norms."""
+        return LatentAttention(build, prefix, common, self)
+
+
+class LatentAttention:
+    """Norm, latent attention and output projection: one call of ``latent_attention_block``.
+
+    ``build.absorb`` says how it is computed; "auto" absorbs without products. ``build.index_top`` overrides how many
+    tokens a sparse layer reads, and 0 makes it dense.
+    """
+
+    def __init__(self, build: Builder, prefix: str, common: Mapping[str, Any], c: LatentConfig) -> None:
+        at, hidden = f"{prefix}.self_attn", common["hidden"]
+        self._build, self._at, self._config, self._hidden = build, at, c, hidden
+        self._absorb = "absorb-without-precomp" if build.absorb == "auto" else build.absorb
+        top = build.index_top
+        if top is None and c.index is not None:
+            top = c.index.top
+        sparse = c.index is not None and bool(top)
+        self.slot = self._declare_state(top if sparse else None)
+        q = {f"{at}.q_a_proj.weight": c.q_rank} if c.q_rank else {f"{at}.q_proj.weight": self._q_rows}
+        down_parts = {**q, f"{at}.kv_a_proj_with_mqa.weight": c.rank + c.rope_dim}
+        kv_b = {f"{at}.kv_b_proj.weight": c.heads * (c.nope_dim + c.value_dim)}
+        o = {f"{at}.o_proj.weight": hidden}
+        linears = {
+            "down": build.linear(f"{at}.down_proj", down_parts, hidden),
+            "kv_b": build.linear(f"{at}.kv_b_proj", kv_b, c.rank),
+            "o": build.linear(f"{at}.o_proj", o, c.heads * c.value_dim),
+            "q": build.linear(f"{at}.q_b", {f"{at}.q_b_proj.weight": self._q_rows}, c.q_rank) if c.q_rank else None,
+        }
+        matrices = self._absorb != "none" or sparse
+        self.weights: WeightGroup = build.group(
+            LatentWeights,
+            **linears,
+            norm=build.weight(f"{prefix}.{c.norm}.weight", hidden, dummy="zeros" if common["offset"] else "ones"),
+            kv_norm=build.weight(f"{at}.kv_a_layernorm.weight", c.rank, dummy="ones"),
+            q_norm=build.weight(f"{at}.q_a_layernorm.weight", c.q_rank, dummy="ones") if c.q_rank else None,
+            cos_sin=c.rotary.table(build),
+            down_bias=build.biases(down_parts, f"{at}.down_bias") if c.bias else None,
+            o_bias=build.biases(o, f"{at}.o_bias") if c.bias else None,
+            heads=build.weight(next(iter(kv_b)), *next(iter(kv_b.items()))[1:], c.rank) if matrices else None,
+            **(self._declare_products() if self._absorb == "absorb" and not sparse else {}),
+        )
+        if not sparse:
+            build.ignore(rf"{re.escape(at)}\.indexer\..*")
+        self.index = self._declare_index(c.index, top or 0, hidden) if c.index is not None and sparse else None
+        static = {
+            **common, **linears, "heads": c.heads, "nope_dim": c.nope_dim, "rope_dim": c.rope_dim,
+            "value_dim": c.value_dim, "rank": c.rank, "q_rank": c.q_rank, "interleaved": c.rotary.interleaved,
+            "absorb": self._absorb, "sparse": sparse, "state": self.slot, "index": self.index and self.index[2],
+        }  # fmt: skip
+        self.site = build.op("latent_attention_block", at, **static)
+
+    @property
+    def _q_rows(self) -> int:
+        return self._config.heads * (self._config.nope_dim + self._config.rope_dim)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream is ``x + residual``; returns the next pair, each [T, hidden]."""
+        slot = self.slot
+        more: tuple[Any, ...] = ()
+        if self.index is not None:
+            group, index, _ = self.index
+            more = (group.values, index.views, step.metas[index.group])
+        return self.site.table[step.bucket](  # type: ignore[no-any-return]
+            x, residual, step.positions, self.weights.values, slot.views, step.metas[slot.group], *more
+        )
+
+    def _declare_state(self, top: int | None) -> StateSlot:
+        c, dtype = self._config, self._build.state_dtype
+        spec = StateSpec("latent", (StateTensor("latent", (c.rank,), dtype), StateTensor("rope", (c.rope_dim,), dtype)))
+        scale = (c.nope_dim + c.rope_dim) ** -0.5 if c.scale is None else c.scale
+        parts = self._absorb != "none" and top is None
+        attention = AttentionSpec(
+            c.heads, c.rank + c.rope_dim, scale, dtype=self._build.dtype, top=top, parts=parts
+        )  # fmt: skip
+        return self._build.state(self._at, spec, attention)
+
+    def _declare_products(self) -> dict[str, Any]:
+        """What absorption computes of two matrices each time, computed once."""
+        c, at, hidden = self._config, self._at, self._hidden
+        heads, nope, rank = c.heads, c.nope_dim, c.rank
+        kv_b = {f"{at}.kv_b_proj.weight": (heads * (nope + c.value_dim), rank)}
+        columns = c.q_rank or hidden
+        queries = {f"{at}.q_b_proj.weight" if c.q_rank else f"{at}.q_proj.weight": (self._q_rows, columns)}
+
+        def q_product(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            import torch
+
+            q, kv = (t.float().unflatten(0, (heads, -1)) for t in tensors)
+            lowered = kv[:, :nope].transpose(1, 2) @ q[:, :nope]
+            made: torch.Tensor = torch.cat((lowered, q[:, nope:]), dim=1).flatten(0, 1)
+            return made.to(tensors[0].dtype)
+
+        def o_product(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            o, kv = tensors[0].float().unflatten(1, (heads, -1)), tensors[1].float().unflatten(0, (heads, -1))
+            made: torch.Tensor = o.transpose(0, 1) @ kv[:, nope:]  # [heads, hidden, rank]
+            return made.transpose(0, 1).flatten(1).to(tensors[0].dtype)
+
+        build = self._build
+        o = {f"{at}.o_proj.weight": (hidden, heads * c.value_dim)}
+        wide = heads * (rank + c.rope_dim)
+        return {
+            "q_product": build.product(f"{at}.q_product", wide, columns, {**queries, **kv_b}, q_product),
+            "o_product": build.product(f"{at}.o_product", hidden, heads * rank, {**o, **kv_b}, o_product),
+        }
+
+    def _declare_index(self, c: IndexConfig, top: int, hidden: int) -> tuple[WeightGroup, StateSlot, dict[str, Any]]:
+        build, at, dtype = self._build, f"{self._at}.indexer", self._build.dtype
+        assert self._config.q_rank is not None, "an indexer reads the queries' latent"
+        sizes = {"q": ("wq_b", c.heads * c.head_dim, self._config.q_rank), "k": ("wk", c.head_dim, hidden),
+                 "weights": ("weights_proj", c.heads, hidden)}  # fmt: skip
+        linears = {
+            key: build.linear(f"{at}.{name}", {f"{at}.{name}.weight": rows}, columns)
+            for key, (name, rows, columns) in sizes.items()
+        }
+        spec = StateSpec("index", (StateTensor("key", (c.head_dim,), dtype),))
+        slot = build.state(at, spec, AttentionSpec(c.heads, c.head_dim, 1.0, dtype=dtype, top=top))
+        group = build.group(
+            IndexWeights,
+            **linears,
+            k_norm=build.weight(f"{at}.k_norm.weight", c.head_dim, dummy="ones"),
+            k_norm_bias=build.weight(f"{at}.k_norm.bias", c.head_dim, dummy="zeros"),
+            cos_sin=self._config.rotary.table(build),
+        )
+        static = {"hidden": hidden, "heads": c.heads, "head_dim": c.head_dim, "rope_dim": self._config.rope_dim,
+                  "dtype": dtype, "state": slot, **linears}  # fmt: skip
+        return group, slot, static

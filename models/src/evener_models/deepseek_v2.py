@@ -1,0 +1,63 @@
+"""DeepSeek V2 and V2-Lite: latent attention, dense layers below layers of experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from evener.layers import CausalLM, LatentConfig, MLPConfig, RotaryConfig
+from evener.layers.latent import IndexConfig
+from evener.layers.settings import activation, count, layer_count, refuse
+
+
+class DeepseekV2ForCausalLM(CausalLM):
+    """``q_lora_rank`` may be null (V2-Lite)."""
+
+    def attention(self, config: Mapping[str, Any]) -> Sequence[LatentConfig]:
+        if config.get("num_key_value_heads", config["num_attention_heads"]) != config["num_attention_heads"]:
+            raise refuse(config, "num_key_value_heads", "latent attention has as many as num_attention_heads")
+        nope, rope = count(config, "qk_nope_head_dim"), count(config, "qk_rope_head_dim")
+        rotary = RotaryConfig.from_config({**config, "partial_rotary_factor": None}, rope, default_base=10000.0)
+        layer = LatentConfig(
+            heads=count(config, "num_attention_heads"),
+            nope_dim=nope,
+            rope_dim=rope,
+            value_dim=count(config, "v_head_dim"),
+            rank=count(config, "kv_lora_rank"),
+            q_rank=None if config.get("q_lora_rank") is None else count(config, "q_lora_rank"),
+            rotary=replace(rotary, interleaved=bool(config.get("rope_interleave", True))),
+            scale=(nope + rope) ** -0.5 * _stretch(config) ** 2,
+            bias=bool(config.get("attention_bias", False)),
+            index=self.indexer(config),
+        )
+        return [layer] * layer_count(config)
+
+    def indexer(self, config: Mapping[str, Any]) -> IndexConfig | None:
+        """The sparse indexer of every layer. Default: none."""
+        del config
+        return None
+
+    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
+        return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 197,
+            "hidden_size": 45, "intermediate_size": 76, "num_hidden_layers": 3, "num_attention_heads": 3,
+            "num_key_value_heads": 3, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False, "attention_bias": False, "kv_lora_rank": 20, "q_lora_rank": 28,
+            "qk_nope_head_dim": 14, "qk_rope_head_dim": 6, "v_head_dim": 10, "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "first_k_dense_replace": 3,
+        }  # fmt: skip
+
+
+def _stretch(config: Mapping[str, Any]) -> float:
+    """The factor on queries and keys each that goes with YaRN's longer context (Peng et al. 2023)."""
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if settings.get("rope_type", settings.get("type", "default")) == "default" or not settings.get("mscale_all_dim"):
+        return 1.0
+    factor = float(settings["factor"])
+    return 1.0 if factor <= 1 else 0.1 * float(settings["mscale_all_dim"]) * math.log(factor) + 1.0

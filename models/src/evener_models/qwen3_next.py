@@ -1,0 +1,66 @@
+"""Qwen3-Next text: three layers of four are gated delta nets, the fourth is gated attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evener.layers import Builder, CausalLM, MLPConfig, RotaryConfig
+from evener.layers.hybrid import DeltaConfig, GatedAttentionConfig
+from evener.layers.settings import activation, count, layer_count, refuse
+
+_KINDS = ("linear_attention", "full_attention")
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    """``layer_types``, or every ``full_attention_interval``-th layer attends. Heads for multi-token prediction are
+    passed over."""
+
+    norm_offset = 1.0
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        super().__init__(config, build)
+        build.ignore(r"mtp\..*")
+
+    def attention(self, config: Mapping[str, Any]) -> Sequence[DeltaConfig | GatedAttentionConfig]:
+        dim = count(config, "head_dim")
+        attention = GatedAttentionConfig(
+            heads=count(config, "num_attention_heads"),
+            kv_heads=count(config, "num_key_value_heads"),
+            head_dim=dim,
+            rotary=RotaryConfig.from_config({"partial_rotary_factor": 0.25, **config}, dim),
+            bias=bool(config.get("attention_bias", False)),
+        )
+        delta = DeltaConfig(
+            heads=count(config, "linear_num_value_heads"),
+            key_heads=count(config, "linear_num_key_heads"),
+            key_dim=count(config, "linear_key_head_dim"),
+            value_dim=count(config, "linear_value_head_dim"),
+            width=count(config, "linear_conv_kernel_dim", least=2),
+        )
+        if delta.heads % delta.key_heads:
+            raise refuse(config, "linear_num_value_heads", "it must be a multiple of linear_num_key_heads")
+        return [delta if kind == "linear_attention" else attention for kind in self._kinds(config)]
+
+    def _kinds(self, config: Mapping[str, Any]) -> Sequence[str]:
+        layers = layer_count(config)
+        every = count({"full_attention_interval": 4, **config}, "full_attention_interval")
+        kinds = config.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
+        if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+            raise refuse(config, "layer_types", f"it must name one of {', '.join(_KINDS)} for each layer")
+        return kinds
+
+    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
+        return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 191, "hidden_size": 42,
+            "intermediate_size": 66, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False, "attention_bias": False, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 10, "linear_value_head_dim": 14, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6, "mlp_only_layers": [0, 1, 2, 3], "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+        }  # fmt: skip

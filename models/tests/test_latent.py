@@ -1,0 +1,90 @@
+"""Latent attention: every way to compute it gives transformers' logits and the same tokens, dense and sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from evener.testing.naive import NaiveModel, find_architecture
+
+V2, V3, V32 = (f"Deepseek{name}ForCausalLM" for name in ("V2", "V3", "V32"))
+MODES = ("none", "absorb-without-precomp", "absorb")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "V2": (V2, {}),
+    "V2-Lite, which projects queries directly": (V2, {"q_lora_rank": None}),
+    "one head": (V2, {"num_attention_heads": 1, "num_key_value_heads": 1, "q_lora_rank": None}),
+    "V3": (V3, {}),
+    "V3 with biases and rotated halves": (V3, {"attention_bias": True, "rope_interleave": False}),
+}
+
+
+def prompt(vocab: int, length: int = 41) -> list[int]:
+    return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def reference(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def assert_equal_logits(ours: NaiveModel, theirs: torch.Tensor, ids: list[int]) -> None:
+    assert theirs.std() > 0.5, "the model is too flat to show a difference"
+    for chunk in (None, 7, 1):
+        torch.testing.assert_close(ours.logits(ids, chunk), theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_to_absorb_gives_the_logits_of_transformers(case: str, tiny_model: Any) -> None:
+    architecture, changes = CASES[case]
+    model, folder = tiny_model({**find_architecture(architecture).tiny_config(), **changes})
+    ids = prompt(model.config.vocab_size)
+    theirs = reference(model, ids)
+    for mode in MODES:
+        assert_equal_logits(NaiveModel(folder, absorb=mode), theirs, ids)
+
+
+def test_sparse_attention_gives_the_logits_of_transformers_and_is_not_dense(tiny_model: Any) -> None:
+    model, folder = tiny_model(find_architecture(V32).tiny_config())
+    ids = prompt(model.config.vocab_size)
+    theirs = reference(model, ids)
+    assert_equal_logits(NaiveModel(folder), theirs, ids)
+    assert (NaiveModel(folder, index_top=0).logits(ids) - theirs).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("top", [41, 200])
+def test_sparse_attention_over_at_least_the_context_is_dense(top: int, tiny_model: Any) -> None:
+    model, folder = tiny_model({**find_architecture(V32).tiny_config(), "index_topk": top})
+    ids = prompt(model.config.vocab_size)
+    theirs = reference(model, ids)
+    assert_equal_logits(NaiveModel(folder), theirs, ids)
+    assert_equal_logits(NaiveModel(folder, index_top=0), theirs, ids)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_ways_to_absorb_agree_over_narrow_latent_state(
+    dtype: str, close: float, state_dtype: str, tiny_model: Any
+) -> None:
+    model, folder = tiny_model(find_architecture(V3).tiny_config())
+    ids = prompt(model.config.vocab_size)
+    logits = [NaiveModel(folder, dtype, absorb=m, state_dtype=state_dtype).logits(ids, 1).float() for m in MODES]
+    scale = float(logits[0].std())
+    for other in logits[1:]:
+        assert float((other - logits[0]).square().mean().sqrt()) < close * scale
+    exact = reference(model, ids)
+    # What the state loses is far more than the ways differ by, and far less than the logits are.
+    lost = float((logits[0] - exact).square().mean().sqrt())
+    assert close * scale < lost < 0.6 * scale if dtype == "float32" else lost < 0.6 * scale
+
+
+def test_layers_of_multi_token_prediction_are_passed_over(tiny_model: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, folder = tiny_model({**find_architecture(V3).tiny_config(), "num_nextn_predict_layers": 1})
+    tensors = load_file(folder / "model.safetensors")
+    extra = {f"model.layers.3.{name}.weight": torch.ones(4, 4) for name in ("eh_proj", "self_attn.o_proj")}
+    save_file({**tensors, **extra}, folder / "model.safetensors", {"format": "pt"})
+    ids = prompt(model.config.vocab_size)
+    torch.testing.assert_close(NaiveModel(folder).logits(ids), reference(model, ids), atol=1e-4, rtol=1e-4)
