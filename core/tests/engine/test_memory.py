@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 from evener.contracts.device import MemoryInfo
+from evener.engine.memory import Demand, plan_memory
 from evener.engine.messages import NewRequest
 from evener.engine.start import build_controller
 from evener.errors import MemoryPlanError
+from evener.loading.estimate import WeightEstimate
 from evener.testing.reference_device import HostDevice
 from evener.testing.reference_engine import play
+
+KEYS = ("infer.max_seq_len", "infer.kv_memory")
+FEW = {"infer.max_seq_len": 100_000, "infer.kv_memory": 2**20, "infer.max_reqs": 1}
 
 
 def test_a_model_that_cannot_fit_is_refused_before_a_weight_is_made_with_the_numbers(
@@ -24,8 +29,8 @@ def test_a_model_that_cannot_fit_is_refused_before_a_weight_is_made_with_the_num
     with pytest.raises(MemoryPlanError) as error:
         build_controller(make_config("Llama", giant))
     message = str(error.value)
-    assert re.search(r"does not fit: \d+\.\d\d GiB for weights", message) and "8.00 GiB are free" in message
-    assert "infer.max_seq_len=128" in message and "lower" in message and "weights  " in message
+    assert re.search(r"does not fit: its weights take \d+\.\d\d GiB in float32, and 8.00 GiB of 8.00 GiB", message)
+    assert "dtype=bfloat16 halves them" in message and "fewer bits" in message and "weights  " in message
 
 
 def test_state_that_is_too_small_for_one_request_is_refused_with_what_to_change(make_config: Any) -> None:
@@ -33,8 +38,29 @@ def test_state_that_is_too_small_for_one_request_is_refused_with_what_to_change(
     with pytest.raises(MemoryPlanError) as error:
         build_controller(make_config("Llama", long, **{"infer.max_seq_len": 100_000, "infer.kv_memory": 2**20}))
     message = str(error.value)
-    for word in ("infer.max_seq_len=50000", "infer.kv_memory", "100000"):
-        assert word in message
+    assert "infer.max_seq_len=100000" in message
+    # What it says to type works, each by itself, and a little less does not.
+    length, memory = (re.search(rf"{key}=(\d+)", message.partition("what to change")[2]) for key in KEYS)
+    assert length is not None and memory is not None
+    for keys in ({**FEW, "infer.max_seq_len": int(length[1])}, {**FEW, KEYS[1]: int(memory[1]) << 20}):
+        build_controller(make_config("Llama", long, **keys))
+    for keys in ({**FEW, "infer.max_seq_len": int(length[1]) + 16}, {**FEW, KEYS[1]: (int(memory[1]) - 1) << 20}):
+        with pytest.raises(MemoryPlanError):
+            build_controller(make_config("Llama", long, **keys))
+
+
+def test_mapped_weights_that_are_more_than_the_machine_has_are_refused() -> None:
+    demand = Demand(WeightEstimate(0, 9 << 30), 0, 0, 1 << 20, 64, 1, 16, "bfloat16")
+    problem = plan_memory(demand, MemoryInfo(7 << 30, 8 << 30), None).problem
+    assert problem is not None and "weights take 9.00 GiB in bfloat16, and 7.00 GiB of 8.00 GiB are free" in problem
+    assert "dtype=" not in problem
+    assert plan_memory(demand, MemoryInfo(7 << 30, 12 << 30), None).problem is None
+
+
+def test_a_state_that_was_asked_for_and_is_more_than_there_is_is_refused_with_the_key() -> None:
+    demand = Demand(WeightEstimate(1 << 30, 0), 0, 0, 1 << 20, 1 << 20, 1, 16, "bfloat16")
+    problem = plan_memory(demand, MemoryInfo(2 << 30, 2 << 30), 3 << 30).problem
+    assert problem is not None and "allows 3.00 GiB for state" in problem and "lower infer.kv_memory" in problem
 
 
 def test_weights_are_estimated_to_the_byte_that_is_held(make_config: Any) -> None:

@@ -29,6 +29,7 @@ class _Builtin:
 
 _BUILTIN: Mapping[str, _Builtin] = {
     "run": _Builtin("evener.cli.run", "answer one prompt and stop"),
+    "explain": _Builtin("evener.cli.explain", "show what a run would use, op by op, and its memory"),
     "config": _Builtin("evener.cli.config", "show what every option resolves to, and why"),
     "plugins": _Builtin("evener.cli.plugins", "list installed packages"),
     "doctor": _Builtin("evener.cli.doctor", "show how the backend is chosen, step by step"),

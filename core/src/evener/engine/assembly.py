@@ -27,6 +27,7 @@ from evener.resolution.buckets import token_buckets
 from evener.resolution.resolver import Market, Offer, Resolver
 
 if TYPE_CHECKING:
+    from evener.contracts.graph import GraphCapture
     from evener.plugins.hub import Provided
 
 
@@ -85,6 +86,22 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     return Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds
     )
+
+
+def capture_offer(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:
+    """Who captures this model's decode steps, and a word on it; None with the reason why nobody does."""
+    offer = a.loaded.graph_capture(a.device)
+    if not a.config.use_cuda_graph or offer is None:
+        return None, "steps run eagerly: " + (
+            f"infer.use_cuda_graph=false, {a.config.reasons['infer.use_cuda_graph']}"
+            if offer is not None or not a.device.capabilities.graphs
+            else "no package captures steps of this device"
+        )
+    eager = [g.provider.name for g in a.geometry.groups if g.provider.graph == "never"]
+    eager += sorted({c.provider for c in a.resolver.manifest.choices if not c.capturable})
+    if eager:
+        return None, f"steps run eagerly: {', '.join(dict.fromkeys(eager))} cannot be captured"
+    return offer, f"decode steps of up to {a.config.max_reqs} rows are captured by {offer.package}"
 
 
 def _architecture(loaded: Loaded, checkpoint: Checkpoint) -> type[Architecture]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from evener.contracts.device import MemoryInfo
 from evener.contracts.quant import DTYPE_BYTES
-from evener.errors import MemoryPlanError
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.loading.estimate import WeightEstimate
@@ -28,6 +28,7 @@ class MemoryPlan:
         workspace: activations and scratch of the largest step.
         state: the state pool; blocks: its blocks, block_bytes: bytes of one.
         free: what the device had before anything was allocated.
+        problem: why it does not fit, and what to change; None if it fits.
     """
 
     weights: int
@@ -39,6 +40,7 @@ class MemoryPlan:
     blocks: int
     block_bytes: int
     free: int
+    problem: str | None = None
 
     @property
     def total(self) -> int:
@@ -61,7 +63,7 @@ class MemoryPlan:
             f"{name:<24}{_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")
         ]
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {**dataclasses.asdict(self), "total": self.total}
 
@@ -100,6 +102,7 @@ class Demand:
     useful: int
     least: int
     max_seq_len: int
+    dtype: str
 
     @property
     def fixed(self) -> int:
@@ -107,11 +110,11 @@ class Demand:
         return self.weights.counted + self.rows + self.workspace
 
 
-def plan_memory(demand: Demand, memory: MemoryInfo, kv_bytes: int | None) -> MemoryPlan:
+def plan_memory(demand: Demand, memory: MemoryInfo, kv_bytes: int | None, longest: int = 0) -> MemoryPlan:
     """Divide the memory; state gets ``kv_bytes``, or what is left when None, but no more than is useful.
 
-    Raises:
-        MemoryPlanError: it does not fit; with the numbers and what to change.
+    Args:
+        longest: tokens of the longest request that the memory for state would hold.
     """
     left = memory.free - demand.fixed
     budget = left if kv_bytes is None else kv_bytes
@@ -122,17 +125,33 @@ def plan_memory(demand: Demand, memory: MemoryInfo, kv_bytes: int | None) -> Mem
         workspace=demand.workspace, state=blocks * demand.block_bytes, blocks=blocks, block_bytes=demand.block_bytes,
         free=memory.free,
     )  # fmt: skip
-    if blocks < demand.least + 1 or plan.state > left:
-        raise MemoryPlanError(_does_not_fit(demand, memory, kv_bytes) + "\n" + "\n".join(plan.lines()))
-    return plan
+    return dataclasses.replace(plan, problem=_problem(demand, memory, kv_bytes, plan, longest))
 
 
-def _does_not_fit(demand: Demand, memory: MemoryInfo, kv_bytes: int | None) -> str:
-    need, length = (demand.least + 1) * demand.block_bytes, demand.max_seq_len
+def _problem(demand: Demand, memory: MemoryInfo, kv_bytes: int | None, plan: MemoryPlan, longest: int) -> str | None:
+    """Why it does not fit, with the numbers and what to change; None if it does."""
+    weights, free = demand.weights, f"{_size(memory.free)} of {_size(memory.total)} are free"
+    # Mapped weights may come and go with the page cache, but each step reads all of them.
+    if weights.counted > memory.free or weights.counted + weights.mapped > memory.total:
+        lighter = "dtype=bfloat16 halves them; " if demand.dtype == "float32" and not weights.mapped else ""
+        return (
+            f"the model does not fit: its weights take {_size(weights.counted + weights.mapped)} in {demand.dtype}, "
+            f"and {free}; no key about state helps: {lighter}take a checkpoint that stores them in fewer bits, or a "
+            "device with more memory (`evener doctor` lists what is here)"
+        )
+    left, need = memory.free - demand.fixed, (demand.least + 1) * demand.block_bytes
+    if plan.blocks > demand.least and plan.state <= left:
+        return None
     allowed = f" and infer.kv_memory allows {_size(kv_bytes)} for state" if kv_bytes is not None else ""
+    advice = [f"infer.max_seq_len={longest} fits"] if longest > 1 else []
+    if kv_bytes is not None and max(need, kv_bytes) > left:
+        advice.append("lower infer.kv_memory" if kv_bytes > left >= need else "free memory elsewhere")
+    elif kv_bytes is not None:
+        advice.append(f"infer.kv_memory={-(-need >> 20)}MiB holds one")
+    if demand.rows + demand.workspace > demand.weights.counted:
+        advice.append("lower infer.max_reqs and infer.step_tokens, which size tables and workspace")
     return (
         f"the model does not fit: {_size(demand.fixed)} for weights, tables and workspace and {_size(need)} "
-        f"for one request of infer.max_seq_len={length}, but {_size(memory.free)} are free{allowed}; lower "
-        f"infer.max_seq_len (try infer.max_seq_len={max(2, length // 2)}), infer.max_reqs or infer.step_tokens, or "
-        "change infer.kv_memory"
+        f"for one request of infer.max_seq_len={demand.max_seq_len}, but {free}{allowed}; what to change: "
+        + ", or ".join(advice or ["lower infer.max_reqs, infer.step_tokens or infer.max_seq_len"])
     )

@@ -6,25 +6,35 @@ from evener.config.resolve import ResolvedConfig
 from evener.engine.assembly import Assembly
 from evener.engine.memory import Demand, MemoryPlan, activation_bytes, plan_memory
 from evener.engine.state import StateManager
+from evener.errors import MemoryPlanError
 from evener.loading.estimate import estimate_weights
 
 
 def provision(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
-    """The memory plan, before a weight is read. A longest request that nobody asked for is cut to what the state holds.
+    """The memory plan, before a weight is read.
 
     Raises:
         MemoryPlanError: it does not fit; with the numbers and what to change.
     """
+    config, plan = outline(a)
+    if plan.problem is not None:
+        raise MemoryPlanError("\n".join([plan.problem, *plan.lines()]))
+    return config, plan
+
+
+def outline(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
+    """As ``provision``, but a model that does not fit is the plan's ``problem``. A longest request that nobody asked
+    for is cut to what the state holds."""
     config, memory = a.config, a.device.memory()
     demand = _demand(a, config)
     left = memory.free - demand.fixed
     budget = left if config.kv_memory is None else min(left, config.kv_memory)
     held = budget // demand.block_bytes - 1
-    if config.config.infer.max_seq_len == "auto" and demand.least > held > 0:
-        length = _longest(a, config, held)
+    length = _longest(a, config, held) if demand.least > held > 0 else 0
+    if config.config.infer.max_seq_len == "auto" and length:
         config = config.with_value("infer.max_seq_len", length, "what the memory for state holds")
         demand = _demand(a, config)
-    return config, plan_memory(demand, memory, config.kv_memory)
+    return config, plan_memory(demand, memory, config.kv_memory, length)
 
 
 def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
@@ -49,6 +59,7 @@ def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
         useful=config.max_reqs * least,
         least=least,
         max_seq_len=config.max_seq_len,
+        dtype=config.dtype,
     )
 
 

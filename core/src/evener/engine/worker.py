@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from evener.config.schema import Config
-from evener.engine.assembly import Assembly, assemble
+from evener.engine.assembly import Assembly, assemble, capture_offer
 from evener.engine.device_tables import DeviceTables
 from evener.engine.graphs import DecodeGraphs
 from evener.engine.memory import MemoryPlan
@@ -98,18 +98,12 @@ class Worker:
 
     def _decode_graphs(self, a: Assembly) -> DecodeGraphs | None:
         """Replay decode steps where the device, every state provider and every kernel can; say why not otherwise."""
-        offer = a.loaded.graph_capture(a.device) if a.config.use_cuda_graph else None
+        offer, why = capture_offer(a)
+        a.resolver.manifest.notes.append(why)
         if offer is None:
             return None
-        eager = [g.provider.name for g in a.geometry.groups if g.provider.graph == "never"]
-        eager += sorted({c.provider for c in a.resolver.manifest.choices if not c.capturable})
-        if eager:
-            a.resolver.manifest.notes.append(f"steps run eagerly: {', '.join(dict.fromkeys(eager))} cannot be captured")
-            return None
         sizes = tuple(b.high for b in token_buckets(a.config.max_reqs))
-        graphs = DecodeGraphs(self.runner, a.device, offer.value, sizes, a.config.max_reqs, a.config.max_seq_len)
-        a.resolver.manifest.notes.append(f"decode steps of up to {sizes[-1]} rows are captured by {offer.package}")
-        return graphs
+        return DecodeGraphs(self.runner, a.device, offer.value, sizes, a.config.max_reqs, a.config.max_seq_len)
 
     def _warm_up(self, tokens: int) -> None:
         """One step of so many tokens, over the null block: kernels are built and first-call costs are paid before the

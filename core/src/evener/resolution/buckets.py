@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from evener.contracts.ops import Bucket
 
 
@@ -17,3 +19,14 @@ def token_buckets(largest: int) -> tuple[Bucket, ...]:
 def bucket_index(tokens: int) -> int:
     """Index into ``token_buckets`` for a step of ``tokens`` tokens (at least 1)."""
     return (tokens - 1).bit_length()
+
+
+def joined(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """The same token counts in as few ranges as possible, ascending."""
+    ranges: list[Bucket] = []
+    for bucket in sorted(set(buckets)):
+        if ranges and ranges[-1].high + 1 == bucket.low:
+            ranges[-1] = Bucket(ranges[-1].low, bucket.high)
+        else:
+            ranges.append(bucket)
+    return ranges

@@ -9,6 +9,7 @@ from typing import Any
 
 from evener.contracts.ops import Bucket
 from evener.contracts.quant import WeightPart, plain
+from evener.resolution.buckets import joined
 
 REFERENCE = "reference"
 EXPANDED = "expanded"
@@ -99,6 +100,7 @@ class Manifest:
                 "provider": provider,
                 "version": version,
                 "buckets": [str(b) for b in sorted(span)],
+                "tokens": [str(b) for b in joined(span)],
                 "sites": count // max(1, len(span)),
                 "refused": [{"provider": name, "reason": reason} for name, reason in refused],
             }

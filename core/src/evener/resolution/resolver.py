@@ -113,6 +113,28 @@ class Resolver:
             return None if wanted in (offer.value.name, offer.package, offer.label) else f"ops.{op}={wanted}"
         return (self.market.reference_attention if op == "attention" else self.market.reference_ops) or None
 
+    def _overruled(self, schema: OpSchema, static: Mapping[str, Any], offer: Offer) -> str | None:
+        """The option about an op inside a composite that keeps others' kernels from the whole of it."""
+        forced = self.market.forced
+        if not forced or not schema.composite or schema.name in forced:
+            return None
+        inside = sorted(op for op in self._inside(schema, static) if forced.get(op) not in (None, offer.package))
+        return f"ops.{inside[0]}={forced[inside[0]]} is about a part of it" if inside else None
+
+    def _inside(self, schema: OpSchema, static: Mapping[str, Any]) -> set[str]:
+        """Every op that a composite is made of."""
+        found: set[str] = set()
+
+        def use(op: str, /, **inner: Any) -> OpFunction:
+            inner_schema = self.market.schemas.get(op)
+            if inner_schema is not None:
+                found.add(op)
+                found.update(self._inside(inner_schema, inner) if inner_schema.composite else ())
+            return lambda *_: None
+
+        load_reference(schema)(static, use)
+        return found
+
     def states(self, slots: Sequence[StateSlot]) -> None:
         """Give every slot its provider; equal spec and attention get the same."""
         known: dict[Any, StateProvider] = {}
@@ -209,7 +231,8 @@ class Resolver:
         refused: list[tuple[str, str]] = []
         for offer in self._by_op.get(op, []):
             kernel: Kernel = offer.value
-            reason = self._forbidden(op, offer) or self._refusal(kernel, call)
+            reason = self._forbidden(op, offer) or self._overruled(schema, static, offer)
+            reason = reason or self._refusal(kernel, call)
             if reason is None:
                 self._record(op, path, bucket, offer.label, offer.version, refused, kernel.capturable)
                 self.workspace = max(self.workspace, kernel.workspace(call))

@@ -1,0 +1,47 @@
+"""``evener explain`` on the CPU backend: forced ops show where a model's numbers come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.cli.explain import explain
+from evener.config import from_overrides
+from evener.testing.naive import find_architecture
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    shape = {**find_architecture("LlamaForCausalLM").tiny_config(), "hidden_size": 96, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return tmp_path
+
+
+def rows(model: Path, **forced: str) -> dict[str, Any]:
+    keys = {"backend": "cpu", "dtype": "float32", "infer.kv_memory": "4MiB", "infer.max_seq_len": 64}
+    found = explain(from_overrides(model, {**keys, **{f"ops.{op}": provider for op, provider in forced.items()}}))
+    return {row["op"]: row for row in found["ops"]}
+
+
+def test_a_forced_op_takes_composites_apart_down_to_where_it_is_called_and_no_further(model: Path) -> None:
+    assert rows(model)["decoder_layer"]["provider"] == "cpu/native_decoder_layer"
+    found = rows(model, act_and_mul="reference")
+    assert found["act_and_mul"]["provider"] == "reference"
+    for op in ("decoder_layer", "mlp_block"):
+        assert found[op]["provider"] == "expanded"
+        (lost,) = found[op]["refused"]
+        assert lost == {"provider": f"cpu/native_{op}", "reason": "ops.act_and_mul=reference is about a part of it"}
+    assert found["attention_block"]["provider"] == "cpu/native_attention_block"
+
+
+def test_every_builtin_op_that_the_model_calls_can_be_forced_to_the_reference(model: Path) -> None:
+    for op in ("rms_norm", "add_rms_norm", "rotary", "linear", "act_and_mul", "greedy"):
+        found = rows(model, **{op: "reference"})
+        assert found[op]["provider"] == "reference" and found[op]["sites"] > 0, op
+
+
+def test_an_op_forced_to_the_package_that_has_it_anyway_changes_nothing(model: Path) -> None:
+    assert rows(model, rms_norm="cpu")["decoder_layer"]["provider"] == "cpu/native_decoder_layer"
