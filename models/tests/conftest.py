@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import torch
 
@@ -39,3 +40,13 @@ def tiny_model(tmp_path: Path) -> TinyModel:
         return model, tmp_path
 
     return make
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path) -> Callable[..., Path]:
+    """``write_gguf(family, keys, tensors, kind)``: a GGUF file."""
+
+    def write(*arguments: Any, name: str = "m.gguf", **more: Any) -> Path:
+        return gguf_files.write_gguf(tmp_path / name, *arguments, **more)
+
+    return write

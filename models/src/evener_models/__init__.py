@@ -6,8 +6,11 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="models",
-    summary="Llama, Mistral, Qwen2, Qwen3 and Gemma 3 text models.",
-    contracts={"descriptor": 1, "architecture": 1, "layers": 1},
+    summary="Llama, Mistral, Qwen2, Qwen3 and Gemma 3 text models; GGUF files.",
+    contracts={"descriptor": 1, "architecture": 1, "layers": 1, "checkpoint": 1, "quant": 1},
+    module="evener_models.plugin",
+    formats=("gguf",),
+    checkpoints={".gguf": "evener_models.gguf.checkpoint:GgufCheckpoint"},
     architectures={
         "DeepseekV2ForCausalLM": "evener_models.deepseek_v2:DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM": "evener_models.deepseek_v3:DeepseekV3ForCausalLM",

@@ -1,0 +1,69 @@
+"""The scheme of GGUF's quantized tensors: blocks that hold their own scales. Torch-free until a part is dequantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from evener.contracts.checkpoint import Headers
+from evener.contracts.quant import BLOCKS, QuantScheme, WeightPart, block_format, plain
+from evener.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GgufScheme(QuantScheme):
+    """One tensor a weight, in blocks or in a float type."""
+
+    name = "gguf"
+
+    def detect(self, config: Mapping[str, Any]) -> bool:
+        settings = config.get("quantization_config")
+        return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
+
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        if name not in headers:
+            return None
+        dtype, shape = headers[name]
+        rows, columns = shape if len(shape) == 2 else (0, 0)
+        return WeightPart(name, rows, columns, block_format(dtype) if dtype in BLOCKS else plain(dtype))
+
+    def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
+        return {"weight": name}
+
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        import torch
+
+        stored = part.tensors["weight"]
+        if part.format.plain:
+            return stored.to(getattr(torch, dtype))
+        import numpy as np
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        kind = GGMLQuantizationType[part.format.storage.upper()]
+        out = torch.empty(part.rows, part.columns, dtype=getattr(torch, dtype))
+        # The library makes float32 of everything at once; a slice at a time keeps that small.
+        step = max(1, (1 << 22) // max(1, part.columns))
+        for at in range(0, part.rows, step):
+            numbers = dequantize(stored[at : at + step].numpy(), kind)
+            out[at : at + step] = torch.from_numpy(np.ascontiguousarray(numbers))
+        return out
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        extent = part.rows if axis == "out" else part.columns
+        if not 0 <= start < stop <= extent:
+            raise CheckpointError(f"cannot cut {start}..{stop} out of the {extent} {axis}-features of {part.name}")
+        weight = part.tensors.get("weight")
+        if axis == "out":
+            return replace(part, rows=stop - start, tensors={} if weight is None else {"weight": weight[start:stop]})
+        elements, nbytes = BLOCKS.get(part.format.storage, (1, 1))
+        if start % elements or stop % elements:
+            raise CheckpointError(
+                f"cannot cut {start}..{stop} out of the in-features of {part.name}: it is stored in blocks of "
+                f"{elements}"
+            )
+        cut = {} if weight is None else {"weight": weight[:, start // elements * nbytes : stop // elements * nbytes]}
+        return replace(part, columns=stop - start, tensors=cut)

@@ -1,0 +1,250 @@
+"""The tokenizer and chat template of a GGUF file, as the files that a model folder has. Torch-free.
+
+Two kinds: byte-level BPE ("gpt2"), whose way of splitting text the file names only, and SentencePiece BPE ("llama"),
+whose merges follow from its scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from evener.errors import CheckpointError, did_you_mean
+
+Metadata = Mapping[str, Any]
+Files = Mapping[str, Callable[[], dict[str, Any]]]
+
+_CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_BY_THREE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_BY_ONE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+
+#: How text is split, by ``tokenizer.ggml.pre``: regular expressions that are applied one after another.
+SPLITS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "mellum", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)
+    ),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), (_BY_THREE,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), (_BY_THREE,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_BY_ONE,)),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ),
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+}  # fmt: skip
+#: A word that is a token is not merged from its letters; the text starts with BOS unless the file says otherwise.
+_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"})
+#: Their own tokenizers compose characters first, which the file does not say.
+_COMPOSES = frozenset({"qwen2", "deepseek-r1-qwen"})
+
+#: Control tokens that end an answer, whether or not the file names them as ``eos`` or ``eot``.
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+    "<｜end▁of▁sentence｜>",
+})  # fmt: skip
+_UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6
+#: Our names of special tokens by GGUF's.
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+
+
+def tokenizer_files(metadata: Metadata, where: str) -> Files:
+    """What makes ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``; empty without one.
+
+    Raises:
+        CheckpointError: the tokenizer is of a kind that is not read, or its lists do not fit together.
+    """
+    kind = metadata.get("tokenizer.ggml.model", "none")
+    if kind in ("none", "no_vocab"):
+        return {}
+    source = _Source(metadata, where)
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in builders:
+        raise CheckpointError(
+            f"{where} has a tokenizer of kind {str(kind)[:80]!r}, and gpt2 and llama are read; give the folder of the "
+            "model's own tokenizer: tokenizer=FOLDER"
+        )
+    return {
+        "tokenizer.json": lambda: builders[kind](source), "tokenizer_config.json": source.config,
+        "generation_config.json": source.generation,
+    }  # fmt: skip
+
+
+class _Source:
+    """The tokenizer's keys, checked."""
+
+    def __init__(self, metadata: Metadata, where: str) -> None:
+        self._metadata, self.where = metadata, where
+        self.tokens: list[str] = self.get("tokens", list)
+        types = self.get("token_type", Sequence, [1] * len(self.tokens))
+        if len(types) != len(self.tokens) or not all(isinstance(token, str) for token in self.tokens):
+            raise CheckpointError(f"{where}: the lists of its tokenizer differ in length or type; fetch the file again")
+        self.types = types
+        self.kind = str(metadata.get("tokenizer.ggml.pre", "default"))
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """A value of ``kind``."""
+        value = self._metadata.get(f"tokenizer.ggml.{key}", default)
+        if kind is Sequence and hasattr(value, "__len__") and not isinstance(value, str):
+            return value
+        if not isinstance(value, kind):
+            raise CheckpointError(
+                f"{self.where}: tokenizer.ggml.{key} is missing or of the wrong type; fetch the file again"
+            )
+        return value
+
+    def id(self, name: str) -> int | None:
+        """The id of a special token, as ``bos``."""
+        value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return value if type(value) is int and 0 <= value < len(self.tokens) else None
+
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token; of equal tokens the first has the name."""
+        found: dict[str, int] = {}
+        for number, token in enumerate(self.tokens):
+            found.setdefault(token, number)
+        return found
+
+    def added(self) -> list[dict[str, Any]]:
+        """Tokens that text is searched for before it is split."""
+        named = {self.id(name) for name in ("bos", "eos", "eot", "eom")}
+        return [
+            {
+                "id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": self.types[number] != _USER,
+            }
+            for number, token in enumerate(self.tokens)
+            if token and (self.types[number] in (_CONTROL, _USER, _UNKNOWN) or number in named)
+        ]  # fmt: skip
+
+    def around(self, add_bos: bool) -> dict[str, Any] | None:
+        """What is put around a text: BOS and EOS, where the file wants them."""
+        ends = [("bos", self.get("add_bos_token", bool, add_bos)), ("eos", self.get("add_eos_token", bool, False))]
+        wanted = {name: number for name, add in ends if add and (number := self.id(name)) is not None}
+        if not wanted:
+            return None
+        single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+        for name, number in wanted.items():
+            token = {"SpecialToken": {"id": self.tokens[number], "type_id": 0}}
+            single = [token, *single] if name == "bos" else [*single, token]
+        return {
+            "type": "TemplateProcessing", "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {
+                self.tokens[number]: {"id": self.tokens[number], "ids": [number], "tokens": [self.tokens[number]]}
+                for number in wanted.values()
+            },
+        }  # fmt: skip
+
+    def config(self) -> dict[str, Any]:
+        """``tokenizer_config.json``: special tokens and chat templates."""
+        config: dict[str, Any] = {
+            name: self.tokens[number] for key, name in _SPECIAL.items() if (number := self.id(key)) is not None
+        }
+        template = self._metadata.get("tokenizer.chat_template")
+        more = {
+            key.removeprefix("tokenizer.chat_template."): text
+            for key, text in self._metadata.items()
+            if key.startswith("tokenizer.chat_template.") and isinstance(text, str)
+        }
+        if isinstance(template, str):
+            listed = [{"name": name, "template": text} for name, text in {"default": template, **more}.items()]
+            config["chat_template"] = listed if more else template
+        return config
+
+    def generation(self) -> dict[str, Any]:
+        """``generation_config.json``: what starts and ends a text, and the sampling that the file recommends."""
+        ends = [number for name in ("eos", "eot", "eom") if (number := self.id(name)) is not None]
+        ends += [n for n, token in enumerate(self.tokens) if self.types[n] == _CONTROL and token in _ENDS]
+        generation: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
+        if (bos := self.id("bos")) is not None:
+            generation["bos_token_id"] = bos
+        for key, name in _SAMPLING.items():
+            value = self._metadata.get(f"general.sampling.{key}")
+            if type(value) in (int, float):
+                generation[name] = value
+        return generation
+
+
+def _byte_level(source: _Source) -> dict[str, Any]:
+    if source.kind not in SPLITS:
+        raise CheckpointError(
+            f"{source.where} splits text as {source.kind[:80]!r}, which is not known{did_you_mean(source.kind, SPLITS)} "
+            "(or give the folder of the model's own tokenizer: tokenizer=FOLDER)"
+        )
+    merges = [merge.split(" ", 1) for merge in source.get("merges", list)]
+    vocabulary = source.vocabulary()
+    if any(len(pair) != 2 for pair in merges):
+        raise CheckpointError(f"{source.where}: a merge of its tokenizer is not two tokens; fetch the file again")
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in SPLITS[source.kind]
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return _assemble(
+        source,
+        normalizer={"type": "NFC"} if source.kind in _COMPOSES else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, level]},
+        post_processor=source.around(source.kind in _WHOLE_WORDS) or level,
+        decoder=level,
+        model=_bpe(vocabulary, merges) | {"ignore_merges": source.kind in _WHOLE_WORDS},
+    )
+
+
+def _sentencepiece(source: _Source) -> dict[str, Any]:
+    scores = source.get("scores", Sequence)
+    if len(scores) != len(source.tokens):
+        raise CheckpointError(
+            f"{source.where}: its tokenizer has {len(source.tokens)} tokens and {len(scores)} scores; fetch the file again"
+        )
+    vocabulary, prefix = source.vocabulary(), source.get("add_space_prefix", bool, True)
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    begin = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    unknown = source.id("unknown")
+    return _assemble(
+        source,
+        normalizer={"type": "Sequence", "normalizers": [*begin, space]},
+        pre_tokenizer=None,
+        post_processor=source.around(True),
+        decoder={"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        model=_bpe(vocabulary, _merges(source, vocabulary, scores))
+        | {
+            "byte_fallback": any(kind == _BYTE for kind in source.types),
+            "fuse_unk": True,
+            "unk_token": None if unknown is None else source.tokens[unknown],
+        },
+    )
+
+
+def _merges(source: _Source, vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
+    """Every way to make a token of two, best scores first: what SentencePiece does, said as BPE says it."""
+    found = []
+    for token, number in vocabulary.items():
+        if source.types[number] not in (_CONTROL, _UNKNOWN, _BYTE):
+            for at in range(1, len(token)):
+                left, right = vocabulary.get(token[:at]), vocabulary.get(token[at:])
+                if left is not None and right is not None:
+                    found.append((-scores[number], left, right))
+    found.sort()
+    return [[source.tokens[left], source.tokens[right]] for _, left, right in found]
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    known = [[a, b] for a, b in merges if a in vocabulary and b in vocabulary and a + b in vocabulary]
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "vocab": vocabulary, "merges": known,
+    }  # fmt: skip
+
+
+def _assemble(source: _Source, **parts: Any) -> dict[str, Any]:
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": source.added(), **parts}

@@ -1,0 +1,19 @@
+"""The hooks of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from evener.contracts.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from evener.contracts.quant import QuantScheme
+
+
+@hookimpl
+def evener_quant_schemes() -> Sequence[QuantScheme]:
+    """GGUF's block formats."""
+    from evener_models.gguf.scheme import GgufScheme
+
+    return (GgufScheme(),)
