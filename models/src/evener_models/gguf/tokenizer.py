@@ -175,7 +175,7 @@ class _Source:
 def _byte_level(source: _Source) -> dict[str, Any]:
     if source.kind not in SPLITS:
         raise CheckpointError(
-            f"{source.where} splits text as {source.kind[:80]!r}, which is not known{did_you_mean(source.kind, SPLITS)} "
+            f"{source.where} splits text as {source.kind[:80]!r}, not known{did_you_mean(source.kind, SPLITS)} "
             "(or give the folder of the model's own tokenizer: tokenizer=FOLDER)"
         )
     merges = [merge.split(" ", 1) for merge in source.get("merges", list)]
@@ -201,7 +201,8 @@ def _sentencepiece(source: _Source) -> dict[str, Any]:
     scores = source.get("scores", Sequence)
     if len(scores) != len(source.tokens):
         raise CheckpointError(
-            f"{source.where}: its tokenizer has {len(source.tokens)} tokens and {len(scores)} scores; fetch the file again"
+            f"{source.where}: its tokenizer has {len(source.tokens)} tokens and {len(scores)} scores; "
+            "fetch the file again"
         )
     vocabulary, prefix = source.vocabulary(), source.get("add_space_prefix", bool, True)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
