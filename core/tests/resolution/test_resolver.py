@@ -18,7 +18,7 @@ from evener.layers.declared import LinearWeight
 from evener.ops.reference.linear import PLAIN, PlainPacking
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
-from evener.resolution.buckets import bucket_index, token_buckets
+from evener.resolution.buckets import bucket_index, ladder, token_buckets
 from evener.resolution.resolver import Market, Offer, Resolver
 from evener.testing.naive import find_architecture
 
@@ -288,3 +288,12 @@ def test_without_fallbacks_allowed_a_model_that_is_served_in_full_is_fine() -> N
     kernels = Fast("decoder_layer"), Fast("head"), Fast("embedding")
     resolver, _ = resolved(*kernels, states=[Picky("best")], max_fallback="none")
     assert not resolver.manifest.fallbacks()
+
+
+@pytest.mark.parametrize(
+    ("largest", "sizes"), [(1, (1,)), (20, (1, 2, 4, 8, 16, 20)), (64, (1, 2, 4, 8, 16, 24, 32, 48, 64))]
+)
+def test_captured_sizes_are_the_buckets_ends_and_one_between_each_two_large_ones(
+    largest: int, sizes: tuple[int, ...]
+) -> None:
+    assert ladder(largest) == sizes

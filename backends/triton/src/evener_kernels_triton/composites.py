@@ -61,7 +61,7 @@ def _enter(tuning: Tuning, call: OpCall) -> Callable[..., tuple[torch.Tensor, to
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), stream
 
-    return one if call.bucket.high == 1 else some
+    return one if call.bucket.high == 1 and tuning.fold else some
 
 
 class _Composite(TritonKernel):

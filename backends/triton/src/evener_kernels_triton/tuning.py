@@ -39,19 +39,22 @@ class Tuning:
         units: programs that can run side by side at least.
         shared: bytes of shared memory that a program may have.
         overlap: kernels wait by themselves for the one before.
+        fold: for one token, a norm is part of the product behind it.
     """
 
     units: int
     shared: int
     overlap: bool
+    fold: bool = True
 
     @classmethod
-    def of(cls, device: DeviceCapabilities, overlap: bool = True) -> Tuning:
+    def of(cls, device: DeviceCapabilities, overlap: bool = True, fold: bool = True) -> Tuning:
         """From the words of a device."""
         return cls(
             _number("units", device.features, _UNITS),
             _number("shared", device.features, _SHARED),
             overlap and "overlap" in device.features,
+            fold,
         )
 
     @property

@@ -24,7 +24,7 @@ GIB = 2**30
 #: Requests at the same time, and the longest request, when nobody says: (host memory, device memory).
 _MAX_REQS = (64, 256)
 _MAX_SEQ_LEN = (32_768, 131_072)
-_STEP_TOKENS = 2048
+_STEP_TOKENS = (2048, 8192)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     where = "host memory" if device.host_memory else "device memory"
     max_reqs = _pick(_MAX_REQS, device) if infer.max_reqs == "auto" else infer.max_reqs
     reasons["infer.max_reqs"] = f"for {where}" if infer.max_reqs == "auto" else "as asked"
-    step_tokens = _STEP_TOKENS if infer.step_tokens == "auto" else infer.step_tokens
+    step_tokens = _pick(_STEP_TOKENS, device) if infer.step_tokens == "auto" else infer.step_tokens
     if infer.block_size == "auto":
         reasons["infer.block_size"] = "the engine takes one that every state provider offers"
     reasons["backend"] = "as asked" if config.backend else f"chosen: {device.name}"

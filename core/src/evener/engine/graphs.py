@@ -130,17 +130,19 @@ class DecodeGraphs:
         every = torch.arange(size + 1, dtype=torch.int32, device=where)
         parts = {"positions": positions, "token_slots": slots, "slots": slots, "kv_lens": lengths, "query_start": every}
         shape = StepShape(size, size, 1, self._length, [1] * size, [self._length] * size)
-        logits = torch.zeros(size, runner.model.vocab_size, device=where)
         ids = torch.zeros(size, dtype=torch.int32, device=where)
+
+        # Kept from one segment to the next: a copy of the whole vocabulary's rows would cost more than sampling.
+        made: dict[str, torch.Tensor] = {}
 
         def forward() -> None:
             step = runner.step(shape, parts)
-            logits.copy_(runner.logits(runner.model.forward(step), step))
+            made["logits"] = runner.logits(runner.model.forward(step), step)
 
         def sample() -> None:
             floats = runner.tables.floats.index_select(0, slots)
             ints = runner.tables.ints.index_select(0, slots)
-            ids.copy_(runner.sampler.ids(logits, floats, ints, lengths, every[:size] if random else None))
+            ids.copy_(runner.sampler.ids(made["logits"], floats, ints, lengths, every[:size] if random else None))
             runner.tables.tokens[slots, lengths] = ids
 
         return forward, sample, buffer, ids

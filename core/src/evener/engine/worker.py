@@ -20,7 +20,7 @@ from evener.engine.search import Search
 from evener.engine.worker_facts import WorkerFacts
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
-from evener.resolution.buckets import token_buckets
+from evener.resolution.buckets import ladder
 
 __all__ = ["PendingStep", "Worker", "WorkerFacts"]
 
@@ -102,7 +102,7 @@ class Worker:
         a.resolver.manifest.notes.append(why)
         if offer is None:
             return None
-        sizes = tuple(b.high for b in token_buckets(a.config.max_reqs))
+        sizes = ladder(a.config.max_reqs)
         return DecodeGraphs(self.runner, a.device, offer.value, sizes, a.config.max_reqs, a.config.max_seq_len)
 
     def _warm_up(self, tokens: int) -> None:

@@ -30,3 +30,10 @@ def joined(buckets: Iterable[Bucket]) -> list[Bucket]:
         else:
             ranges.append(bucket)
     return ranges
+
+
+def ladder(largest: int) -> tuple[int, ...]:
+    """Row counts worth a capture: the buckets' upper ends and, from 16 on, one between each two, so that padding adds a
+    third at most."""
+    ends = [bucket.high for bucket in token_buckets(largest)]
+    return tuple(sorted({*ends, *(3 * end // 2 for end in ends if end >= 16 and 3 * end // 2 < largest)}))
