@@ -31,7 +31,7 @@ MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
     "graph", "experts", "request_plugin",
 )  # fmt: skip
-COMMANDS = ("run", "serve", "explain", "config", "plugins", "doctor", "models", "version")
+COMMANDS = ("run", "chat", "serve", "explain", "config", "plugins", "doctor", "models", "version")
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 
 

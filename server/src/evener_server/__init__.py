@@ -4,6 +4,9 @@
 module                  noun
 ======================  ==========================================================
 ``command``             ``evener serve``
+``chat_command``        ``evener chat``
+``chat_models``         who answers there: a model in the process, or a server
+``chat_screen``         how answers look there
 ``process``             the serving process: socket, signals, draining
 ``app``                 the FastAPI application and its routes
 ``status``              models, health, readiness, version
@@ -27,7 +30,7 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="server",
-    summary="The OpenAI API over HTTP: `evener serve`.",
+    summary="The OpenAI API over HTTP: `evener serve`; a conversation in the terminal: `evener chat`.",
     contracts={"descriptor": 1},
-    commands={"serve": "evener_server.command:main"},
+    commands={"serve": "evener_server.command:main", "chat": "evener_server.chat_command:main"},
 )

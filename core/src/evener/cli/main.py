@@ -37,7 +37,10 @@ _BUILTIN: Mapping[str, _Builtin] = {
     "version": _Builtin("evener.cli.version", "show versions"),
 }
 #: Commands that a package of ours brings, and what to type when it is not installed.
-_OPTIONAL: Mapping[str, tuple[str, str]] = {"serve": ("serve a model over HTTP", 'pip install "evener[serve]"')}
+_OPTIONAL: Mapping[str, tuple[str, str]] = {
+    "serve": ("serve a model over HTTP", 'pip install "evener[serve]"'),
+    "chat": ("talk with a model in the terminal", 'pip install "evener[serve]"'),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

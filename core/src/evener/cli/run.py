@@ -85,6 +85,13 @@ def _command() -> Command:
     command.option("--chat", dest="chat", action="store_true", default=None, help="through the model's chat template "
                    "(the default where it has one)")  # fmt: skip
     command.option("--raw", dest="chat", action="store_false", help="complete the text as it stands")
+    add_sampling_options(command)
+    command.option("--json", action="store_true", help="the answer and its figures for programs, at the end")
+    return command
+
+
+def add_sampling_options(command: Command) -> None:
+    """The options that ``sampling_of`` reads."""
     command.option("--max-tokens", type=int, metavar="N", help="at most this many new tokens")
     command.option("--temperature", type=float, metavar="X", help="0 is greedy")
     command.option("--top-p", type=float, metavar="X", help="keep the likeliest tokens that add up to this")
@@ -92,8 +99,6 @@ def _command() -> Command:
     command.option("--min-p", type=float, metavar="X", help="drop tokens less likely than this times the likeliest")
     command.option("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     command.option("--ignore-eos", action="store_true", help="go on after the model's end token")
-    command.option("--json", action="store_true", help="the answer and its figures for programs, at the end")
-    return command
 
 
 def sampling_of(arguments: argparse.Namespace, config: Config) -> SamplingParams:
