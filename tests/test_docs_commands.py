@@ -72,6 +72,7 @@ def folder(tmp_path: Path, smollm2_dir: Path) -> Path:
     """Where commands run: the files that they name are there."""
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     (tmp_path / "data.csv").write_text("prompt\nHow are you?\nWhat is the time?\n")
+    (tmp_path / "question.txt").write_text("What is the capital of France?\n")
     (tmp_path / "config.yaml").write_text(f"model: {smollm2_dir}\ninfer.max_seq_len: 1024\nrequest.max_new_tokens: 8\n")
     return tmp_path
 
