@@ -22,7 +22,7 @@ from evener.cli.main import find
 from evener.config.schema import key_specs
 from evener.contracts.descriptor import Descriptor
 from evener.contracts.ops import OpSchema, Tensor
-from evener.ops.schemas import COMPOSITES, PRIMITIVES
+from evener.ops.schemas import BUILTIN
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTRACTS = ROOT / "core/src/evener/contracts"
@@ -74,7 +74,8 @@ def contracts() -> str:
         "expansion in `evener.ops.composites`. Lower-case names in shapes are static parameters. `*` is the call "
         "site's dtype."
     )
-    parts += ["### Primitive ops", *map(_op, PRIMITIVES), "### Composite ops", *map(_op, COMPOSITES)]
+    parts += ["### Primitive ops", *(_op(schema) for schema in BUILTIN if not schema.composite)]
+    parts += ["### Composite ops", *(_op(schema) for schema in BUILTIN if schema.composite)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -50,6 +50,23 @@ def test_run_json_is_one_document_for_programs(tiny: Path) -> None:
     assert answer["seconds_to_first_token"] > 0 and answer["backend_reason"] and isinstance(answer["text"], str)
 
 
+def test_a_speed_test_as_the_seeds_type_it_leaves_its_log_and_result(tiny: Path, tmp_path: Path) -> None:
+    words = (f"models.ckpt_dir={tiny}", "infer.do_load=false", "request.prompt_tokens_len=20",
+             "request.max_new_tokens=9", "infer.max_seq_len=64", "infer.max_reqs=8", "executor=process")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "evener", "run", *words, "infer.kv_memory=4MiB"],
+        capture_output=True, text=True, timeout=2 * PATIENCE, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["prompt_tokens"], result["completion_tokens"], result["finish_reason"]) == (20, 9, "length")
+    log = (folder / "run.log").read_text()
+    assert "evener.worker: memory: " in log and "evener.run: cpu (" in log
+    assert "evener.worker" not in done.stderr
+    assert json.loads((folder / "resolved.json").read_text())["infer.max_reqs"]["value"] == 8
+
+
 def test_config_shows_every_key_resolved_with_its_reason(tiny: Path) -> None:
     done = run("config", tiny, "--json", "--infer.max_reqs", "3")
     assert done.returncode == 0, done.stderr

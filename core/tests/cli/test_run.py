@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from evener.cli.main import main
+from evener.cli.outputs import Outputs
 from evener.frontend.outputs import Delta
 
 
@@ -37,7 +40,8 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.info = {"backend": "test", "backend_reason": "the only one", "vocab_size": 10}
-        self.tokenizer = SimpleNamespace()
+        self.info["config"] = {"dtype": {"value": "float32", "reason": "as asked"}}
+        self.tokenizer = SimpleNamespace(encode=lambda text: [ord(c) for c in text])
 
     @classmethod
     async def start(cls, config: Any, mode: str) -> FakeLLM:
@@ -55,10 +59,11 @@ class FakeLLM:
 
 
 @pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+def llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeLLM]:
     FakeLLM.deltas = [("Hel", None, None), ("lo", "stop", None)]
     FakeLLM.asked, FakeLLM.closed = [], 0
     monkeypatch.setattr("evener.async_llm.AsyncLLM", FakeLLM)
+    monkeypatch.chdir(tmp_path)
     return FakeLLM
 
 
@@ -105,6 +110,74 @@ def test_the_request_section_counts_where_no_option_says_otherwise(llm: type[Fak
     assert (params.max_tokens, params.ignore_eos) == (7, True)
 
 
+@pytest.mark.parametrize(("length", "ids"), [(2, "ab"), (3, "abc"), (8, "abcabcab")])
+def test_a_prompt_is_repeated_or_cut_to_the_length_that_is_asked_for(
+    length: int, ids: str, llm: type[FakeLLM], folder: Path
+) -> None:
+    assert main(["run", str(folder), "--prompt", "abc", f"request.prompt_tokens_len={length}"]) == 0
+    _, prompt, params = llm.asked
+    assert prompt == [ord(c) for c in ids] and params.ignore_eos is False
+
+
+def test_with_both_lengths_the_answer_ends_at_nothing_else(llm: type[FakeLLM], folder: Path) -> None:
+    assert main(["run", str(folder), "request.prompt_tokens_len=6", "request.max_new_tokens=7"]) == 0
+    assert llm.asked[2].ignore_eos is True and llm.asked[2].max_tokens == 7
+
+
+def test_a_prompt_without_tokens_cannot_be_repeated(
+    llm: type[FakeLLM], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(folder), "--prompt", "", "request.prompt_tokens_len=6"]) == 2
+    assert "--prompt '' has no tokens here" in capsys.readouterr().err and llm.closed == 1
+
+
+def left(parent: Path) -> Path:
+    """The one folder of a run in ``parent``."""
+    (folder,) = parent.glob("*/*")
+    return folder
+
+
+def test_a_run_with_fixed_lengths_leaves_its_keys_and_its_result_under_outputs(
+    llm: type[FakeLLM], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["request.prompt_tokens_len=6", "request.max_new_tokens=7", "ops.attention=reference", "seed=3"]
+    assert main(["run", str(folder), *words]) == 0
+    made = left(tmp_path / "outputs")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", str(made.relative_to(tmp_path / "outputs")))
+    assert f"left in outputs/{made.parent.name}/{made.name}" in capsys.readouterr().err
+    result = json.loads((made / "result.json").read_text())
+    assert result["text"] == "Hello" and result["model"] == str(folder) and result["sampling"]["max_tokens"] == 7
+    assert json.loads((made / "resolved.json").read_text())["dtype"]["reason"] == "as asked"
+    # The keys are a whole file: the same run again.
+    llm.asked.clear()
+    assert main(["run", "--config", str(made / "config.yaml"), "outputs=again"]) == 0
+    config, prompt, params = llm.asked
+    assert (config.seed, config.ops, len(prompt), params.max_tokens) == (3, {"attention": "reference"}, 6, 7)
+    assert left(tmp_path / "again").is_dir()
+
+
+def test_a_question_leaves_nothing_unless_it_is_asked_to(llm: type[FakeLLM], folder: Path, tmp_path: Path) -> None:
+    assert main(["run", str(folder), "--prompt", "Hi"]) == 0
+    assert main(["run", str(folder), "request.prompt_tokens_len=6", "outputs=none"]) == 0
+    assert not (tmp_path / "outputs").exists()
+    assert main(["run", str(folder), "--prompt", "Hi", "--outputs", "kept"]) == 0
+    assert (left(tmp_path / "kept") / "result.json").is_file()
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    now = datetime(2030, 1, 2, 3, 4, 5)
+    names = [Outputs(tmp_path, now).folder.relative_to(tmp_path) for _ in range(3)]
+    assert [str(name) for name in names] == ["2030-01-02/03-04-05", "2030-01-02/03-04-05-1", "2030-01-02/03-04-05-2"]
+
+
+def test_a_folder_that_cannot_be_made_is_said_with_its_key(
+    llm: type[FakeLLM], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["run", str(folder), "--prompt", "Hi", "outputs=file"]) == 2
+    assert "outputs=file cannot be written: " in capsys.readouterr().err and llm.asked == []
+
+
 def test_the_prompt_may_come_from_standard_input(
     llm: type[FakeLLM], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +190,6 @@ def test_the_prompt_may_come_from_standard_input(
     ("words", "code", "message"),
     [
         ([], 2, "needs --prompt TEXT, or request.prompt_tokens_len=N"),
-        (["--prompt", "a", "request.prompt_tokens_len=3"], 2, "one of them"),
         (["--prompt", "a", "--system", "b"], 2, "--system needs a chat template"),
         (["--prompt", "a", "--temperature", "-1"], 1, "temperature must be"),
         (["--prompt", "a", "--max-tokens", "0"], 1, "max_tokens must be"),

@@ -6,33 +6,50 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import logging
 import random
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from evener.cli.command import Command, read_config
+from evener.cli.outputs import open_outputs
 from evener.config.schema import Config
-from evener.errors import ConfigError, EngineError
+from evener.errors import ConfigError, EngineError, EvenerError
+from evener.logs import set_up_logging
 
 if TYPE_CHECKING:
     from evener.async_llm import AsyncLLM
     from evener.frontend.stream import RequestStream
     from evener.sampling_params import SamplingParams
 
+log = logging.getLogger("evener.run")
+
 
 def main(argv: list[str]) -> int:
     """Run it; the answer goes to standard output, one line of figures to standard error."""
     arguments, config = read_config(_command(), argv)
-    length = config.request.prompt_tokens_len
-    if (arguments.prompt is None) == (length is None):
-        raise ConfigError(
-            "evener run needs --prompt TEXT, or request.prompt_tokens_len=N for made-up tokens; one of them"
-        )
+    if arguments.prompt is None and config.request.prompt_tokens_len is None:
+        raise ConfigError("evener run needs --prompt TEXT, or request.prompt_tokens_len=N for made-up tokens")
     if arguments.prompt == "-":
         arguments.prompt = sys.stdin.read()
-    answer = asyncio.run(_answer(config, arguments))
+    # Whatever is wrong with the request is said before there is a folder, and before a weight is read.
+    params, chats = sampling_of(arguments, config), _chats(config, arguments)
+    outputs = open_outputs(config)
+    config = config if outputs is None else outputs.configured(config)
+    set_up_logging(config.log)
+    try:
+        answer = asyncio.run(_answer(config, arguments, params, chats))
+    except EvenerError as error:
+        log.info("failed: %s", error)
+        raise
+    if outputs is not None:
+        log.info("%s", answer.line())
+        outputs.write("resolved.json", answer.resolved)
+        asked = {"model": config.model, "sampling": dataclasses.asdict(params)}
+        outputs.write("result.json", {**answer.to_json(), **asked})
+        print(f"left in {outputs.folder}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(answer.to_json(), indent=2))
     else:
@@ -54,6 +71,7 @@ class _Answer:
     prompt_tokens: int = 0
     tokens: int = 0
     finish_reason: str | None = None
+    resolved: dict[str, Any] = field(default_factory=dict)
 
     def rate(self) -> float | None:
         """Tokens a second after the first; None for fewer than two tokens."""
@@ -109,6 +127,8 @@ def sampling_of(arguments: argparse.Namespace, config: Config) -> SamplingParams
     """
     from evener.sampling_params import SamplingParams
 
+    # Both lengths given: the seeds' speed test, whose answers end at nothing else.
+    fixed = config.request.prompt_tokens_len is not None and config.request.max_new_tokens is not None
     return SamplingParams(
         max_tokens=config.request.max_new_tokens if arguments.max_tokens is None else arguments.max_tokens,
         temperature=arguments.temperature,
@@ -116,7 +136,7 @@ def sampling_of(arguments: argparse.Namespace, config: Config) -> SamplingParams
         top_k=arguments.top_k,
         min_p=arguments.min_p,
         stop=arguments.stop,
-        ignore_eos=arguments.ignore_eos or not config.infer.stop_with_eos,
+        ignore_eos=arguments.ignore_eos or fixed or not config.infer.stop_with_eos,
     )
 
 
@@ -139,16 +159,15 @@ def _chats(config: Config, arguments: argparse.Namespace) -> bool:
     return bool(chats)
 
 
-async def _answer(config: Config, arguments: argparse.Namespace) -> _Answer:
+async def _answer(config: Config, arguments: argparse.Namespace, params: SamplingParams, chats: bool) -> _Answer:
     from evener.async_llm import AsyncLLM
 
-    # Whatever is wrong with the request is said before a weight is read.
-    params, chats = sampling_of(arguments, config), _chats(config, arguments)
     llm = await AsyncLLM.start(config, "thread")
     try:
         if llm.tokenizer is None:
             params = dataclasses.replace(params, detokenize=False)
         answer = _Answer(str(llm.info["backend"]), str(llm.info["backend_reason"]))
+        answer.resolved = cast("dict[str, Any]", llm.info.get("config", {}))
         async with await _submit(llm, config, arguments, params, chats) as stream:
             answer.prompt_tokens = len(stream.prompt_token_ids)
             await _read(stream, answer, show=not arguments.json)
@@ -160,17 +179,30 @@ async def _answer(config: Config, arguments: argparse.Namespace) -> _Answer:
 async def _submit(
     llm: AsyncLLM, config: Config, arguments: argparse.Namespace, params: SamplingParams, chats: bool
 ) -> RequestStream:
-    if arguments.prompt is None:
-        vocabulary = llm.info["vocab_size"]
-        assert isinstance(vocabulary, int), "Ready.info has the vocabulary's size"
-        drawn = random.Random(config.seed)
-        return await llm.submit(
-            [drawn.randrange(vocabulary) for _ in range(config.request.prompt_tokens_len or 0)], params
-        )
+    if config.request.prompt_tokens_len is not None:
+        return await llm.submit(_fixed_prompt(llm, config, arguments.prompt, config.request.prompt_tokens_len), params)
     if not chats:
         return await llm.submit(arguments.prompt, params)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     return await llm.submit_chat([*system, {"role": "user", "content": arguments.prompt}], params)
+
+
+def _fixed_prompt(llm: AsyncLLM, config: Config, text: str | None, length: int) -> list[int]:
+    """``length`` tokens: of ``text``, over and over and cut, or made up.
+
+    Raises:
+        ConfigError: ``text`` has no tokens.
+    """
+    if text is None:
+        vocabulary = llm.info["vocab_size"]
+        assert isinstance(vocabulary, int), "Ready.info has the vocabulary's size"
+        drawn = random.Random(config.seed)
+        return [drawn.randrange(vocabulary) for _ in range(length)]
+    ids = [] if llm.tokenizer is None else llm.tokenizer.encode(text)
+    if not ids:
+        raise ConfigError(f"--prompt {text!r} has no tokens here, so request.prompt_tokens_len={length} cannot be made "
+                          "of it; leave --prompt out for made-up tokens")  # fmt: skip
+    return (ids * -(-length // len(ids)))[:length]
 
 
 async def _read(stream: RequestStream, answer: _Answer, show: bool) -> None:

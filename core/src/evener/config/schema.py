@@ -203,7 +203,11 @@ class RequestConfig(Section):
     prompt_tokens_len: int | None = field(
         default=None,
         metadata=key(
-            "int", "`evener run` makes a prompt of exactly this many tokens (speed tests).", none=True, minimum=1
+            "int",
+            "`evener run` makes a prompt of exactly this many tokens, of --prompt over and over or made up; with "
+            "request.max_new_tokens the answer has exactly as many, too (speed tests).",
+            none=True,
+            minimum=1,
         ),
     )
     max_new_tokens: int | None = field(
@@ -286,6 +290,16 @@ class Config(Section):
             "str",
             "Where the worker runs: inside this process, or in one of its own.",
             choices=("auto", "inline", "process"),
+        ),
+    )
+    outputs: str | None = field(
+        default="auto",
+        metadata=key(
+            "path",
+            "Folder in which `evener run` leaves a folder with its keys, log and result; auto: outputs where request.* "
+            "fixes a length, otherwise none.",
+            auto=True,
+            none=True,
         ),
     )
     infer: InferConfig = field(default_factory=InferConfig)

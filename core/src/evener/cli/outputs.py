@@ -1,0 +1,76 @@
+"""The folder that a one-shot run leaves: ``outputs/<day>/<time>/`` with its keys, its log and its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from evener.config.schema import Config, key_specs, to_flat
+from evener.errors import ConfigError
+
+
+class Outputs:
+    """One run's folder; it is made here.
+
+    ``config.yaml`` has the keys that were set, for ``--config``; ``resolved.json`` every key with its value and reason;
+    ``run.log`` what was logged, unless ``log.file`` says elsewhere; ``result.json`` the answer and its figures.
+
+    Args:
+        parent: the folder of all runs.
+        now: names the folder; a number is added where one of that name is there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+
+    def __init__(self, parent: Path, now: datetime) -> None:
+        day, number = parent / f"{now:%Y-%m-%d}", 0
+        try:
+            day.mkdir(parents=True, exist_ok=True)
+            while True:
+                self.folder = day / (f"{now:%H-%M-%S}" + (f"-{number}" if number else ""))
+                try:
+                    self.folder.mkdir()
+                    return
+                except FileExistsError:
+                    number += 1
+        except OSError as error:
+            raise ConfigError(f"outputs={parent} cannot be written: {error.strerror}; name another folder, or "
+                              "set outputs=none") from error  # fmt: skip
+
+    def configured(self, config: Config) -> Config:
+        """``config``, logging into the folder; its keys are written down."""
+        # Where there is no default the value is never equal to it.
+        defaults = {key: spec.default for key, spec in key_specs().items()}
+        flat = {key: value for key, value in to_flat(config).items() if key not in defaults or value != defaults[key]}
+        flat["model"] = str(Path(config.model).absolute())
+        tree = OmegaConf.create({})
+        for key, value in flat.items():
+            OmegaConf.update(tree, key, list(value) if isinstance(value, tuple) else value)
+        (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(tree), "utf-8")
+        if config.log.file is not None:
+            return config
+        return dataclasses.replace(config, log=dataclasses.replace(config.log, file=str(self.folder / "run.log")))
+
+    def write(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write one JSON file."""
+        (self.folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def open_outputs(config: Config) -> Outputs | None:
+    """The folder of this run; None if there is to be none.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    wanted = config.outputs
+    if wanted == "auto":
+        fixed = config.request.prompt_tokens_len is not None or config.request.max_new_tokens is not None
+        wanted = "outputs" if fixed else None
+    return None if wanted is None else Outputs(Path(wanted), datetime.now())
