@@ -50,8 +50,9 @@ def shrink_pool() -> Callable[[Controller, int], None]:
     def shrink(controller: Controller, blocks: int) -> None:
         old = controller.scheduler
         kinds = {kind.name: kind for kind in BUILTIN_KINDS}
-        state = StateManager(old.state.specs, kinds, old.state.block_size, blocks + 1, old.state.prefix_cache)
-        assert blocks < old.state.pool.count and controller.idle
+        was = old.state
+        state = StateManager(was.specs, kinds, was.block_size, blocks + 1, was.prefix_cache, was.cuts)
+        assert blocks < was.blocks and controller.idle
         controller.scheduler = Scheduler(state, len(old._slots), old.step_tokens)
 
     return shrink

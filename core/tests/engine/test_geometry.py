@@ -57,27 +57,50 @@ def test_fifteen_windows_and_three_full_layers_make_six_groups_of_three() -> Non
 def test_equal_layers_are_one_group_and_waste_nothing() -> None:
     geometry = plan_geometry(slots(*[FULL] * 30), alignment=64)
     assert (len(geometry.groups), geometry.layer_slots) == (1, 30)
-    assert geometry.page_bytes == FULL.nbytes * geometry.block_size
+    assert geometry.slab_bytes == FULL.nbytes * geometry.block_size
 
 
 def test_a_page_holds_the_largest_block_and_is_aligned() -> None:
     wide = StateSpec("full", tensors(3))
     geometry = plan_geometry(slots(WINDOW, wide), alignment=4096)
-    assert geometry.page_bytes % 4096 == 0 and geometry.page_bytes >= wide.nbytes * geometry.block_size
+    assert geometry.slab_bytes % 4096 == 0 and geometry.slab_bytes >= wide.nbytes * geometry.block_size
 
 
-def test_every_slot_gets_pages_of_its_own_that_share_no_byte() -> None:
-    layers = slots(*([WINDOW] * 2 + [FULL]) * 2)
+ROW = StateSpec("recurrent", (StateTensor("row", (1700, 8), "float32"),), per="request")
+
+
+def test_a_row_as_large_as_many_blocks_makes_no_block_larger() -> None:
+    geometry = plan_geometry(slots(*[ROW] * 3, FULL), alignment=64)
+    rows, full = geometry.groups[0], geometry.groups[-1]
+    assert rows.cut == 1 and full.cut >= 50
+    assert ROW.nbytes <= geometry.slab_bytes < 1.13 * ROW.nbytes
+    assert geometry.slab_bytes / full.cut < 1.05 * FULL.nbytes * geometry.block_size
+
+
+def test_blocks_of_two_sizes_share_slabs_and_waste_little() -> None:
+    latent = StateSpec("latent", (StateTensor("latent", (512,), "bfloat16"), StateTensor("rope", (64,), "bfloat16")))
+    index = StateSpec("index", (StateTensor("key", (128,), "bfloat16"),))
+    geometry = plan_geometry(slots(*[latent, index] * 61), alignment=64)
+    assert [(len(g.slots), g.cut) for g in geometry.groups] == [(61, 1), (61, 4)] and geometry.spans == (4, 1)
+    a_block_each = 61 * geometry.slab_bytes * (1 + 1 / 4)
+    assert a_block_each < 1.05 * 61 * (latent.nbytes + index.nbytes) * geometry.block_size
+
+
+@pytest.mark.parametrize("specs", [(WINDOW, WINDOW, FULL) * 2, (ROW, FULL, ROW, WINDOW)])
+def test_every_slot_gets_pages_of_its_own_that_share_no_byte(specs: tuple[StateSpec, ...]) -> None:
+    layers = slots(*specs)
     geometry = plan_geometry(layers, alignment=64)
     geometry.bind(4, HostDevice(0))
-    for block in range(1, 4):
-        # Layers of different groups take turns in one page: a block belongs to one group at a time.
+    for slab in range(1, 4):
+        # Layers of different groups take turns in one slab: it belongs to blocks of one size at a time.
         for group in geometry.groups:
+            blocks = range(slab * group.cut, (slab + 1) * group.cut)
             for number, slot in enumerate(group.slots):
                 for view in slot.views:
-                    view[block] = 10 * block + number
+                    for block in blocks:
+                        view[block] = 10 * block + number
             for number, slot in enumerate(group.slots):
-                assert all((view[block] == 10 * block + number).all() for view in slot.views)
+                assert all((view[block] == 10 * block + number).all() for view in slot.views for block in blocks)
     assert all((view[0] == 0).all() for slot in layers for view in slot.views)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -30,7 +31,7 @@ from evener.engine.executor import Executor
 from evener.engine.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
 from evener.engine.plan import Plan, StepResult
 from evener.engine.scheduler import Scheduler
-from evener.engine.state import StateManager
+from evener.engine.state import BlockTable, Growth, StateManager
 
 KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
 TENSORS = (StateTensor("key", (1, 2), "float32"),)
@@ -78,6 +79,7 @@ class SimulatedDevice(Executor):
         self.keys: dict[int, list[int]] = {}
         self.tables: dict[int, list[dict[int, int]]] = {}
         self.content: dict[tuple[int, int], int] = {}
+        self.owners: dict[int, tuple[int, int]] = {}
         self.results: deque[StepResult] = deque()
         self.touched: deque[set[int]] = deque()
 
@@ -153,6 +155,13 @@ class SimulatedDevice(Executor):
         ]
         assert not holders, f"block {block} is written by slot {slot} and held by {[r.id for r in holders]}"
         assert self.state.pool._keys[block] is None, f"block {block} is written though it can be found by its key"
+        own = (block, self.state.spans[group])
+        for page in range(block, sum(own)):  # whoever had these bytes has lost them
+            other = self.owners.get(page, own)
+            if other != own and self.owners[other[0]] == other:
+                for at in range(self.state.block_size):
+                    self.content.pop((other[0], at), None)
+        self.owners.update(dict.fromkeys(range(block, sum(own)), own))
         self.content[block, offset] = (group, self._key(slot, position + 1))
 
 
@@ -169,8 +178,9 @@ class Harness:
         max_requests: int = 3,
         step_tokens: int = 5,
         prefix_cache: bool = True,
+        cuts: Sequence[int] = (),
     ) -> None:
-        self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache)
+        self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache, cuts[: len(specs)])
         self.device = SimulatedDevice(self.state)
         self.scheduler = self.device.scheduler = Scheduler(self.state, max_requests, step_tokens)
         self.controller = Controller(self.scheduler, self.device, depth)
@@ -213,6 +223,7 @@ class Harness:
     def check_blocks(self) -> None:
         """Reference counts are the tables' own, and nothing else is held."""
         held: Counter[int] = Counter()
+        spans: dict[int, int] = {}
         for request in (*self.scheduler.running, *self.scheduler._leaving):
             assert request.table is not None
             for group, blocks in enumerate(request.table.blocks):
@@ -222,9 +233,12 @@ class Harness:
                     live = [block for block in live if block]
                 assert 0 not in live and not any(blocks[: request.table.dead[group]])
                 held.update(live)
+                spans.update(dict.fromkeys(live, self.state.spans[group]))
         pool = self.state.pool
-        assert pool.used == len(held) and pool.used + pool.free == pool.count - 1
-        assert all(pool._references[block] == held[block] for block in range(1, pool.count))
+        pages = [page for block, span in spans.items() for page in range(block, block + span)]
+        assert len(pages) == len(set(pages)), "two blocks lie over each other"
+        assert pool.used == len(pages) and pool.used + pool.free == pool.count - pool.slab
+        assert all(pool._references[block] == held[block] for block in range(pool.slab, pool.count))
         assert not any(pool.is_free(block) for touched in self.device.touched for block in touched), (
             "a plan in flight uses a block that was given back"
         )
@@ -251,6 +265,8 @@ class Harness:
 
 KIND = st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.sampled_from([RECURRENT, APART]))
 GROUPS = st.lists(KIND, min_size=1, max_size=3)
+#: Blocks of each group in a slab; the pool of most models has one size.
+CUTS = st.one_of(st.just([1, 1, 1]), st.permutations([1, 2, 6]), st.permutations([1, 4, 4]), st.just([2, 1, 3]))
 PREFIXES = ([], [1, 2, 3, 0, 1, 2, 3, 0], [1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
 
 
@@ -265,6 +281,7 @@ class Traffic(RuleBasedStateMachine):
         max_requests=st.integers(1, 4),
         step_tokens=st.integers(1, 9),
         prefix_cache=st.sampled_from([True, True, False]),
+        cuts=CUTS,
     )
     def start(
         self,
@@ -275,6 +292,7 @@ class Traffic(RuleBasedStateMachine):
         max_requests: int,
         step_tokens: int,
         prefix_cache: bool,
+        cuts: list[int],
     ) -> None:
         self.harness = Harness(
             specs,
@@ -284,6 +302,7 @@ class Traffic(RuleBasedStateMachine):
             max_requests=max_requests,
             step_tokens=step_tokens,
             prefix_cache=prefix_cache,
+            cuts=cuts,
         )
         self.ids = itertools.count()
         self.cut: list[str] = []
@@ -377,12 +396,15 @@ def test_a_lot_of_random_traffic_gets_its_own_tokens_one_terminal_event_each_and
     depth=st.integers(1, 3),
     prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=24),
     max_tokens=st.integers(1, 12),
+    cuts=CUTS,
 )
 def test_a_request_that_just_fits_is_finished_and_one_block_fewer_is_refused_in_words(
-    specs: list[StateSpec], block_size: int, step_tokens: int, depth: int, prompt: list[int], max_tokens: int
-) -> None:
-    least = StateManager(specs, KINDS, block_size, 1).blocks_for(len(prompt) + max_tokens, step_tokens)
-    options = {"block_size": block_size, "step_tokens": step_tokens, "depth": depth}
+    specs: list[StateSpec], block_size: int, step_tokens: int, depth: int, prompt: list[int], max_tokens: int,
+    cuts: list[int],
+) -> None:  # fmt: skip
+    state = StateManager(specs, KINDS, block_size, 1, cuts=cuts[: len(specs)])
+    least = state.blocks_for(len(prompt) + max_tokens, step_tokens)
+    options: dict[str, Any] = {"block_size": block_size, "step_tokens": step_tokens, "depth": depth, "cuts": cuts}
     message = NewRequest(id="r", prompt=prompt, max_tokens=max_tokens)
     fits = Harness(specs, blocks=least + 1, **options)
     # A shorter request's prefix is in the cache, so that the second one starts in the middle.
@@ -429,6 +451,28 @@ def test_half_prefilled_requests_that_fill_the_pool_together_do_not_deadlock() -
     assert any(len(rows) == 2 and 0 < rows[1][0] < 10 for rows in seen), "nobody was half-prefilled beside another"
     assert tight.scheduler.stats.preemptions > 0
     tight.check_answers()
+
+
+class Splintered(StateManager):
+    """A pool in pieces: nobody gets beyond 6 tokens beside others' prefixes."""
+
+    def grow(self, table: BlockTable, tokens: int) -> Growth | None:
+        return super().grow(table, tokens) if tokens <= 6 or table.alone else None
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_request_that_blocks_of_others_sizes_keep_out_starts_over_in_an_empty_pool(depth: int) -> None:
+    one = Harness([FULL, RECURRENT], cuts=[4, 1], depth=depth)
+    one.state = one.device.state = one.scheduler.state = Splintered([FULL, RECURRENT], KINDS, 2, 20, cuts=[4, 1])
+    for name, length in (("a", 3), ("b", 12), ("c", 4), ("d", 9)):
+        one.send(NewRequest(id=name, prompt=[1, 2, 3, 0] * 3 if length == 12 else [2] * length, max_tokens=5))
+    while not one.controller.idle:
+        one.step()
+        one.check_blocks()
+        alone = [r.id for r in one.scheduler.running if r.alone]
+        assert not alone or len(one.scheduler.running) == 1
+    one.check_answers()
+    one.check_all_given_back()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

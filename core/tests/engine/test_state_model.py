@@ -53,32 +53,53 @@ def run(machine: type[RuleBasedStateMachine], examples: int) -> None:
 
 
 class PoolModel(RuleBasedStateMachine):
-    """A pool beside plain reference counts and a plain list of keys."""
+    """A pool beside plain reference counts, the pages of each block, and a plain list of keys."""
 
     blocks = Bundle("blocks")
 
-    @initialize(count=st.integers(1, 8))
-    def start(self, count: int) -> None:
-        self.pool = BlockPool(count)
+    @initialize(slabs=st.integers(1, 8), spans=st.sampled_from([(1,), (1,), (4, 2, 1), (6, 2, 3), (12, 1)]))
+    def start(self, slabs: int, spans: tuple[int, ...]) -> None:
+        self.spans, self.slab = spans, max(spans)
+        self.pool = BlockPool(slabs * self.slab, self.slab)
         self.held: Counter[int] = Counter()
+        self.span_of: dict[int, int] = {}
         self.keys: dict[int, str] = {}
+        self.cut = [self.slab] * slabs
 
-    @rule(target=blocks, count=st.integers(0, 4))
-    def take(self, count: int) -> int:
-        free = self.pool.free
-        taken = self.pool.take(count)
-        if taken is None:
-            assert count > free and self.pool.free == free
+    def _in_use(self, slab: int) -> int:
+        """Blocks of a slab that are held."""
+        return sum(count > 0 and block // self.slab == slab for block, count in self.held.items())
+
+    def _room(self, span: int) -> int:
+        """Blocks of a span that can be had."""
+        each = self.slab // span
+        used = [(self._in_use(slab), self.cut[slab]) for slab in range(1, len(self.cut))]
+        return sum(each if not held else each - held if cut == span else 0 for held, cut in used)
+
+    @rule(target=blocks, count=st.integers(0, 4), pick=st.integers(0, 2))
+    def take(self, count: int, pick: int) -> int:
+        span = self.spans[pick % len(self.spans)]
+        free, room = self.pool.free, self._room(span)
+        found = self.pool.take_all([(count, span)])
+        if found is None:
+            assert count > room and self.pool.free == free
             return 0
-        assert len(set(taken)) == count and 0 not in taken and not any(self.held[b] for b in taken)
-        self.held.update(taken)
+        (taken,) = found
+        assert len(set(taken)) == count <= room and not any(self.held[b] for b in taken)
         for block in taken:
+            slab = block // self.slab
+            if self.cut[slab] != span:
+                assert not self._in_use(slab), "a slab in use is cut anew"
+                self.keys = {b: key for b, key in self.keys.items() if b // self.slab != slab}
+                self.cut[slab] = span
+            assert slab > 0 and block % span == 0
+            self.held[block] += 1
             self.keys.pop(block, None)
         return taken[0] if taken else 0
 
     @rule(block=blocks)
     def hold(self, block: int) -> None:
-        if block:
+        if block and (self.held[block] or block in self.keys):
             self.pool.hold(block)
             self.held[block] += 1
 
@@ -104,9 +125,9 @@ class PoolModel(RuleBasedStateMachine):
     def it_is_the_model(self) -> None:
         if not hasattr(self, "pool"):
             return
-        held = sum(count > 0 for count in self.held.values())
-        assert self.pool.used == held and self.pool.free == self.pool.count - 1 - held
-        for block in range(1, self.pool.count):
+        held = sum(self.cut[block // self.slab] for block, count in self.held.items() if count > 0)
+        assert self.pool.used == held and self.pool.free == self.pool.count - self.slab - held
+        for block in range(self.slab, self.pool.count):
             assert self.pool.is_free(block) == (self.held[block] == 0)
         by_key = {key: block for block, key in self.keys.items()}
         assert {key: self.pool.find(key) for key in "abc"} == {key: by_key.get(key) for key in "abc"}
@@ -160,9 +181,12 @@ class StateModel(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         blocks=st.integers(4, 60),
         prefix_cache=st.sampled_from([True, True, False]),
+        cuts=st.sampled_from([(1, 1, 1), (1, 1, 1), (1, 2, 6), (4, 1, 4)]),
     )
-    def start(self, specs: list[StateSpec], block_size: int, blocks: int, prefix_cache: bool) -> None:
-        self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache)
+    def start(
+        self, specs: list[StateSpec], block_size: int, blocks: int, prefix_cache: bool, cuts: tuple[int, ...]
+    ) -> None:
+        self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache, cuts[: len(specs)])
         self.live: list[Sequence] = []
         self.content: dict[tuple[int, int], tuple[int, str, tuple[int, ...]]] = {}
 
@@ -199,7 +223,8 @@ class StateModel(RuleBasedStateMachine):
         free = self.state.pool.free
         made = None if sequence.done else self.state.fork(sequence.table, sequence.computed)
         if made is None:
-            assert sequence.done or (self.state.pool.free == free < len(self.state.specs))
+            assert sequence.done or self.state.pool.free == free
+            assert sequence.done or free < self.state.pool.slab * len(self.state.specs)
             return sequence
         table, copies = made
         assert len(copies) == (len(self.state.specs) if sequence.computed % self.state.block_size else 0)
@@ -251,9 +276,15 @@ class StateModel(RuleBasedStateMachine):
     def references_are_the_tables_own(self) -> None:
         if not hasattr(self, "state"):
             return
-        held = Counter(b for s in self.live for blocks in s.table.blocks for b in blocks if b)
-        assert self.state.pool.used == len(held)
-        assert all(self.state.pool._references[b] == held[b] for b in range(1, self.state.pool.count))
+        state = self.state
+        held: Counter[int] = Counter()
+        pages: dict[int, set[int]] = {}
+        for sequence in self.live:
+            for blocks, span in zip(sequence.table.blocks, state.spans, strict=True):
+                held.update(b for b in blocks if b)
+                pages.update((b, set(range(b, b + span))) for b in blocks if b)
+        assert state.pool.used == sum(map(len, pages.values())) == len(set().union(*pages.values(), set()))
+        assert all(state.pool._references[b] == held[b] for b in range(1, state.pool.count))
 
     def teardown(self) -> None:
         if hasattr(self, "state"):

@@ -67,7 +67,7 @@ class Controller:
         return StatsReport(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
-            blocks=pool.count - 1,
+            blocks=pool.count - pool.slab,
             blocks_used=pool.used,
             **asdict(scheduler.stats),
         )

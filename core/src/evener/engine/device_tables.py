@@ -17,17 +17,18 @@ class DeviceTables:
 
     Attributes:
         tokens: int32 [slots, length], known and sampled ids by position.
-        blocks: for each group int32 [slots, columns].
+        blocks: for each group int32 [slots, columns], numbered as its provider numbers them.
         floats: float32 [slots, 3]: temperature, top_p, min_p; ints: int32 [slots, 2]: top_k, seed.
     """
 
-    def __init__(self, device: Device, slots: int, length: int, groups: int, block_size: int) -> None:
+    def __init__(self, device: Device, slots: int, length: int, spans: Sequence[int], block_size: int) -> None:
         where = device.torch_device
         slots += 1
         self._device = device
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.int32, device=where)
         columns = -(-length // block_size)
-        self.blocks = [torch.zeros(slots, columns, dtype=torch.int32, device=where) for _ in range(groups)]
+        self.blocks = [torch.zeros(slots, columns, dtype=torch.int32, device=where) for _ in spans]
+        self._spans = spans
         self.floats = torch.zeros(slots, 3, dtype=torch.float32, device=where)
         self.ints = torch.zeros(slots, 2, dtype=torch.int32, device=where)
 
@@ -56,8 +57,8 @@ class DeviceTables:
             count = len(u.blocks[0])
             rows.extend([u.slot] * count)
             columns.extend(range(u.start, u.start + count))
-            for group, blocks in zip(values, u.blocks, strict=True):
-                group.extend(blocks)
+            for group, blocks, span in zip(values, u.blocks, self._spans, strict=True):
+                group.extend(block // span for block in blocks)
         packed = self._device.upload(np.array([rows, columns, *values], dtype=np.int32))
         for table, ids in zip(self.blocks, packed[2:], strict=True):
             table[packed[0], packed[1]] = ids

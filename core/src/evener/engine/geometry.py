@@ -1,14 +1,17 @@
 """State groups and page geometry: which layers share a block table, and how the pool is cut.
 
 Layers with equal spec and attention form a group. A group is cut into sub-groups of at most ``layer_slots`` layers, so
-that every sub-group can use every block: the pool is ``[layer_slots, blocks, page_bytes]``, and a block id means the
-same row in each layer slot.
+that every sub-group can use every block: the pool is ``[layer_slots, slabs, slab_bytes]``, and a block id means the
+same bytes in each layer slot. A slab is as large as the largest block of a group (a recurrent row may be megabytes);
+of groups with smaller blocks it holds ``cut`` blocks, and the size is chosen so that little is left over. A *page* is
+what all of them divide into, and the unit of block ids in plans.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from evener.contracts.device import Device
@@ -28,36 +31,45 @@ class Group:
     attention: AttentionSpec
     provider: StateProvider
     slots: tuple[StateSlot, ...]
+    cut: int = 1
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the pool is cut. ``page_bytes`` is one block of one layer slot, aligned."""
+    """How the pool is cut. ``slab_bytes`` is a slab of one layer slot."""
 
     groups: tuple[Group, ...]
     layer_slots: int
     block_size: int
-    page_bytes: int
+    slab_bytes: int
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Pages in a block of each group."""
+        slab = math.lcm(*(g.cut for g in self.groups))
+        return tuple(slab // g.cut for g in self.groups)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layer slots, memory that providers own themselves included."""
+        """Bytes of one slab over all layer slots, memory that providers own themselves included."""
         owned = max((len(g.slots) * g.provider.bytes_per_block(g.spec, self.block_size)
                      for g in self.groups if g.provider.owns_memory), default=0)  # fmt: skip
-        return self.layer_slots * self.page_bytes + owned
+        return self.layer_slots * self.slab_bytes + owned
 
     def bind(self, blocks: int, device: Device) -> torch.Tensor:
-        """Allocate the pool and give every slot its views. Returns the storage, uint8 [layer_slots, blocks,
-        page_bytes].
+        """Allocate ``blocks`` slabs and give every slot its views. Returns the storage, uint8 [layer_slots, blocks,
+        slab_bytes].
 
         It starts as zeros: unread garbage must not be NaN, because a masked score of zero times NaN is NaN.
         """
-        storage = device.zeros(self.layer_slots * blocks * self.page_bytes).view(
-            self.layer_slots, blocks, self.page_bytes
+        storage = device.zeros(self.layer_slots * blocks * self.slab_bytes).view(
+            self.layer_slots, blocks, self.slab_bytes
         )
         for group in self.groups:
             for layer, slot in enumerate(group.slots):
-                slot.views = group.provider.bind(storage[layer], group.spec, self.block_size)
+                own = storage[layer] if not group.provider.owns_memory else storage.new_empty(blocks, 0)
+                cut = own.view(blocks * group.cut, own.shape[1] // group.cut)
+                slot.views = group.provider.bind(cut, group.spec, self.block_size)
         return storage
 
 
@@ -84,9 +96,29 @@ def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | 
     odd = [g.spec.every for g in groups if (g.spec.every or size) % size]
     if odd:
         raise ConfigError(f"infer.snapshot_every={odd[0]} is no multiple of the {size} tokens in a block of state")
-    pooled = [g.provider.bytes_per_block(g.spec, size) for g in groups if not g.provider.owns_memory]
-    page = -(-max(pooled, default=0) // alignment) * alignment
-    return Geometry(tuple(groups), layer_slots if pooled else 0, size, page)
+    pooled = [g for g in groups if not g.provider.owns_memory]
+    needs = [g.provider.bytes_per_block(g.spec, size) for g in pooled]
+    slab, cuts = _cut_slab(needs, [len(g.slots) for g in pooled], alignment) if pooled else (0, [])
+    by_group = dict(zip(map(id, pooled), cuts, strict=True))
+    groups = [replace(g, cut=by_group.get(id(g), 1)) for g in groups]
+    return Geometry(tuple(groups), layer_slots if pooled else 0, size, slab)
+
+
+def _cut_slab(needs: Sequence[int], layers: Sequence[int], alignment: int) -> tuple[int, list[int]]:
+    """The slab size, up to an eighth above the largest block, that wastes least, and how many blocks of each group it
+    holds, by the bytes that one block of each takes; all are aligned."""
+
+    def cut(slab: int, need: int) -> int:
+        units = slab // alignment
+        return next(n for n in range(slab // need, 0, -1) if units % n == 0)
+
+    def taken(slab: int) -> float:
+        return sum(count * slab / cut(slab, need) for need, count in zip(needs, layers, strict=True))
+
+    largest = -(-max(needs) // alignment)
+    step = max(1, largest // 2048)
+    slab = min(range(largest * alignment, (largest + largest // 8 + 1) * alignment, step * alignment), key=taken)
+    return slab, [cut(slab, need) for need in needs]
 
 
 def _layer_slots(counts: Sequence[int]) -> int:

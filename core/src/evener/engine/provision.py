@@ -64,7 +64,10 @@ def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
 
 
 def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
-    state = StateManager([g.spec for g in a.geometry.groups], a.kinds, a.geometry.block_size, 1)
+    groups = a.geometry.groups
+    state = StateManager(
+        [g.spec for g in groups], a.kinds, a.geometry.block_size, 1, cuts=[g.cut for g in groups]
+    )  # fmt: skip
     return state.blocks_for(length, min(config.step_tokens, length))
 
 

@@ -21,6 +21,7 @@ class Request:
         planned: tokens whose state submitted plans compute.
         last_plan: id of the last plan that names this request; -1 before the first.
         slot, table: held while running.
+        alone: it runs in an otherwise empty pool.
         finish: set once; the request is over and its terminal event was emitted.
     """
 
@@ -33,6 +34,7 @@ class Request:
     preemptions: int = 0
     last_plan: int = -1
     slot: int = -1
+    alone: bool = False
     table: BlockTable | None = None
     finish: FinishReason | None = None
 

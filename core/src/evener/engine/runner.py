@@ -102,7 +102,8 @@ class Runner:
         if plan.updates:
             self.tables.update(plan.updates)
         for index, group in enumerate(self.geometry.groups):
-            pairs = [(source, target) for g, source, target in plan.copies if g == index]
+            span = self.geometry.spans[index]
+            pairs = [(source // span, target // span) for g, source, target in plan.copies if g == index]
             if pairs:
                 both = self.device.upload(np.array(pairs, dtype=np.int64).T.copy())
                 for slot in group.slots:

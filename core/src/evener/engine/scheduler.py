@@ -115,9 +115,9 @@ class Scheduler:
         if not message.prompt or message.max_tokens < 1:
             return "a request needs at least one prompt token and max_tokens of at least 1"
         needed = self.state.blocks_for(len(message.prompt) + message.max_tokens, self.step_tokens)
-        if needed > self.state.pool.count - 1:
+        if needed > self.state.blocks - 1:
             return (
-                f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.pool.count - 1}; "
+                f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.blocks - 1}; "
                 "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory"
             )
         return None
@@ -134,7 +134,7 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next plan; None when nothing can be computed before a result is read (or nothing is left to do)."""
         draft = _Draft(self._next_plan, self.step_tokens)
-        if self._continue_running(draft):
+        if self._continue_running(draft) or not (self.running or self._in_flight):
             self._admit_waiting(draft)
         if not draft.rows:
             return None
@@ -154,6 +154,8 @@ class Scheduler:
                 if self._in_flight:
                     return False
                 victim = self.running[-1]
+                # Blocks of several sizes may lie so that a request that fits does not: it starts over in an empty pool.
+                victim.alone = victim is self.running[0]
                 self._preempt(victim)
                 preempted = True
                 if victim is request:
@@ -162,15 +164,20 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _Draft) -> None:
         self.waiting.sort(key=self.policy)
-        while self.waiting and self._slots and draft.budget:
+        while self.waiting and self._slots and draft.budget and not any(r.alone for r in self.running):
             request = self.waiting[0]
+            if request.alone and (self.running or self._in_flight):
+                return
             if self._blocked == (request.id, self.state.pool.free):
                 return  # nothing has changed since it did not fit
-            table, cached = self.state.open(request.tokens, request.message.cache_salt)
+            table, cached = self.state.open(request.tokens, request.message.cache_salt, request.alone)
             request.table, request.planned = table, cached
             request.slot = self._slots.pop()
             if not self._plan_row(draft, request, min(request.to_compute, draft.budget), admit=True):
                 self._give_back(request)
+                if not (self.running or self._in_flight or request.alone):
+                    request.alone = True
+                    continue
                 self._blocked = (request.id, self.state.pool.free)
                 return
             self.waiting.pop(0)

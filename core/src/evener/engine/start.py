@@ -38,7 +38,8 @@ def build_controller(config: Config, serving: bool = False) -> tuple[Controller,
     """A controller over a worker in this process or, for a server, in one of its own."""
     executor, facts = _executor(config, serving)
     state = StateManager(
-        facts.specs, _kinds(facts, config), facts.block_size, facts.blocks, prefix_cache=config.infer.prefix_cache
+        facts.specs, _kinds(facts, config), facts.block_size, facts.blocks, prefix_cache=config.infer.prefix_cache,
+        cuts=facts.cuts,
     )
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens)
     return Controller(scheduler, executor, config.infer.depth), Ready(info=facts.info)

@@ -9,6 +9,7 @@ it is read.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,17 @@ from evener.errors import UnknownNameError
 
 @dataclass
 class BlockTable:
-    """One request's blocks: for each group a list of block ids, 0 where a block is dead or was never needed."""
+    """One request's blocks: for each group a list of block ids, 0 where a block is dead or was never needed.
+
+    ``alone``: its state is neither found nor reused, because the pool must stay in one piece for it.
+    """
 
     salt: bytes
     blocks: list[list[int]]
     dead: list[int]
     digests: list[bytes] = field(default_factory=list)
     named: int = 0
+    alone: bool = False
 
     def columns(self) -> int:
         """Blocks that the table covers."""
@@ -48,8 +53,9 @@ class StateManager:
         specs: one a group.
         kinds: registered kinds by name.
         block_size: tokens a block.
-        blocks: blocks in the pool, the null block included.
+        blocks: slabs in the pool, each as large as the largest block of a group, the null one included.
         prefix_cache: whether computed blocks can be found again.
+        cuts: for each group how many of its blocks a slab holds; default: one each.
     """
 
     def __init__(
@@ -59,39 +65,46 @@ class StateManager:
         block_size: int,
         blocks: int,
         prefix_cache: bool = True,
+        cuts: Sequence[int] = (),
     ) -> None:
         for spec in specs:
             if spec.kind not in kinds:
                 raise UnknownNameError("state kind", spec.kind, kinds, "Install the package that registers it.")
         self.specs = tuple(specs)
         self.block_size = block_size
-        self.pool = BlockPool(blocks)
+        self.cuts = tuple(cuts) or (1,) * len(self.specs)
+        slab = math.lcm(*self.cuts)
+        self.spans = tuple(slab // cut for cut in self.cuts)
+        self.blocks, self.pool = blocks, BlockPool(blocks * slab, slab)
         self.prefix_cache = prefix_cache
         self._kinds = tuple(kinds[spec.kind] for spec in specs)
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
-        """Blocks that one request of ``tokens`` tokens can hold at most, when a step adds at most ``step_tokens``."""
+        """Slabs that one request of ``tokens`` tokens can hold at most, when a step adds at most ``step_tokens``."""
         # A window of w tokens touches one block more at some ends than at others: the last block's worth of ends is
         # looked at.
         ends = range(max(1, tokens - self.block_size + 1), tokens + 1)
-        return sum(
-            max(self._held(kind, spec, end, step_tokens) for end in ends)
-            for spec, kind in zip(self.specs, self._kinds, strict=True)
-        )
+        held: dict[int, int] = {}
+        for spec, kind, span in zip(self.specs, self._kinds, self.spans, strict=True):
+            held[span] = held.get(span, 0) + max(self._held(kind, spec, end, step_tokens) for end in ends)
+        return sum(self.pool.slabs_for(count, span) for span, count in held.items())
 
     def _held(self, kind: StateKind, spec: StateSpec, end: int, step_tokens: int) -> int:
         """Blocks of one group after a step of ``step_tokens`` tokens up to ``end``, before it is read."""
         first = kind.first_live_block(spec, max(0, end - step_tokens), self.block_size)
         return kind.held(spec, first, -(-end // self.block_size), self.block_size)
 
-    def open(self, tokens: Sequence[int], salt: str) -> tuple[BlockTable, int]:
+    def open(self, tokens: Sequence[int], salt: str, alone: bool = False) -> tuple[BlockTable, int]:
         """A table for a request whose known tokens are ``tokens``, with the longest cached prefix held in it.
 
         Returns the table and how many tokens of state it has; always fewer than ``len(tokens)``, so that something is
-        computed.
+        computed. ``alone``: without a prefix, and nobody's prefix is kept; nobody else may hold a block.
         """
         table = BlockTable(hashlib.sha256(salt.encode()).digest(), [[] for _ in self.specs], [0] * len(self.specs))
-        if not self.prefix_cache:
+        if alone:
+            table.alone = True
+            self.pool.forget_all()
+        if not self.prefix_cache or alone:
             return table, 0
         columns = (len(tokens) - 1) // self.block_size
         self._extend_digests(table, tokens, columns)
@@ -129,11 +142,13 @@ class StateManager:
             [kind.needs(spec, column, columns[-1], self.block_size) for column in columns]
             for spec, kind in zip(self.specs, self._kinds, strict=True)
         ]
-        taken = self.pool.take(sum(map(sum, needs)))
+        taken = self.pool.take_all([(sum(group), span) for group, span in zip(needs, self.spans, strict=True)])
         if taken is None:
             return None
-        fresh = iter(taken)
-        parts = tuple(tuple(next(fresh) if needed else 0 for needed in group) for group in needs)
+        fresh = map(iter, taken)
+        parts = tuple(
+            tuple(next(blocks) if needed else 0 for needed in group) for blocks, group in zip(fresh, needs, strict=True)
+        )
         for blocks, new in zip(table.blocks, parts, strict=True):
             blocks.extend(new)
         return Growth(start, parts)
@@ -146,10 +161,12 @@ class StateManager:
         cannot.
         """
         full, rest = divmod(computed, self.block_size)
-        fresh = self.pool.take(len(self.specs) if rest else 0)
+        fresh = self.pool.take_all([(1 if rest else 0, span) for span in self.spans])
         if fresh is None:
             return None
-        copy = BlockTable(table.salt, [], list(table.dead), table.digests[:full], min(table.named, full))
+        copy = BlockTable(
+            table.salt, [], list(table.dead), table.digests[:full], min(table.named, full), table.alone
+        )  # fmt: skip
         copies = []
         for group, blocks in enumerate(table.blocks):
             shared = blocks[:full]
@@ -157,8 +174,8 @@ class StateManager:
                 if block:
                     self.pool.hold(block)
             if rest:
-                copies.append((group, blocks[full], fresh[group]))
-                shared = [*shared, fresh[group]]
+                copies.append((group, blocks[full], fresh[group][0]))
+                shared = [*shared, fresh[group][0]]
             copy.blocks.append(shared)
         return copy, copies
 
@@ -167,7 +184,7 @@ class StateManager:
 
         Full blocks become findable; blocks that no later token reads are given back.
         """
-        if self.prefix_cache and computed // self.block_size > table.named:
+        if self.prefix_cache and not table.alone and computed // self.block_size > table.named:
             columns = computed // self.block_size
             self._extend_digests(table, tokens, columns)
             for group, (spec, kind, blocks) in enumerate(zip(self.specs, self._kinds, table.blocks, strict=True)):

@@ -43,7 +43,7 @@ class Worker:
         self._assembly = a = replace(a, config=resolved)
         loaded = self._load(a, config)
         length, size = resolved.max_seq_len, a.geometry.block_size
-        tables = DeviceTables(a.device, resolved.max_reqs, length, len(a.geometry.groups), size)
+        tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry)
         self._graphs: DecodeGraphs | None = None
         if resolved.kv_memory is None:
@@ -54,6 +54,7 @@ class Worker:
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
             specs=[g.spec for g in a.geometry.groups],
+            cuts=[g.cut for g in a.geometry.groups],
             blocks=plan.blocks,
             block_size=size,
             max_reqs=resolved.max_reqs,

@@ -14,12 +14,14 @@ class WorkerFacts:
 
     Attributes:
         specs: one a state group.
-        blocks: in the pool, the null block included; block_size: tokens a block.
+        cuts: for each group how many of its blocks a slab of the pool holds.
+        blocks: slabs in the pool, the null one included; block_size: tokens a block.
         max_reqs, max_seq_len, step_tokens: as resolved.
         info: the run's manifest in brief.
     """
 
     specs: list[StateSpec]
+    cuts: list[int]
     blocks: int
     block_size: int
     max_reqs: int
