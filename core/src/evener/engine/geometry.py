@@ -98,13 +98,16 @@ def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | 
         raise ConfigError(f"infer.snapshot_every={odd[0]} is no multiple of the {size} tokens in a block of state")
     pooled = [g for g in groups if not g.provider.owns_memory]
     needs = [g.provider.bytes_per_block(g.spec, size) for g in pooled]
-    slab, cuts = _cut_slab(needs, [len(g.slots) for g in pooled], alignment) if pooled else (0, [])
+    # A request has one row but many blocks: a row counts like the largest of those.
+    common = max((need for g, need in zip(pooled, needs, strict=True) if g.spec.per == "token"), default=1)
+    weights = [len(g.slots) * min(need, common) for g, need in zip(pooled, needs, strict=True)]
+    slab, cuts = _cut_slab(needs, weights, alignment) if pooled else (0, [])
     by_group = dict(zip(map(id, pooled), cuts, strict=True))
     groups = [replace(g, cut=by_group.get(id(g), 1)) for g in groups]
     return Geometry(tuple(groups), layer_slots if pooled else 0, size, slab)
 
 
-def _cut_slab(needs: Sequence[int], layers: Sequence[int], alignment: int) -> tuple[int, list[int]]:
+def _cut_slab(needs: Sequence[int], weights: Sequence[int], alignment: int) -> tuple[int, list[int]]:
     """The slab size, up to an eighth above the largest block, that wastes least, and how many blocks of each group it
     holds, by the bytes that one block of each takes; all are aligned."""
 
@@ -113,7 +116,7 @@ def _cut_slab(needs: Sequence[int], layers: Sequence[int], alignment: int) -> tu
         return next(n for n in range(slab // need, 0, -1) if units % n == 0)
 
     def taken(slab: int) -> float:
-        return sum(count * slab / cut(slab, need) for need, count in zip(needs, layers, strict=True))
+        return sum(w * slab / cut(slab, need) / need for need, w in zip(needs, weights, strict=True))
 
     largest = -(-max(needs) // alignment)
     step = max(1, largest // 2048)
