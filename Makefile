@@ -16,12 +16,13 @@ STAMP := $(VENV)/.installed
 PROJECTS := $(wildcard core/pyproject.toml models/pyproject.toml server/pyproject.toml backends/*/pyproject.toml)
 DISTRIBUTIONS := $(PROJECTS:/pyproject.toml=)
 
+LLAMACPP ?= $(HOME)/.cache/evener/llamacpp
 PROMPT ?= What is the capital of France?
 PORT ?= 8000
 ARGS ?=
 DIST ?= dist
 
-.PHONY: help install models model run serve test test-all check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -44,6 +45,11 @@ models: install  ## put the three real models into $EVENER_MODELS (ONLY=smollm2:
 
 model: install
 	@$(PY) scripts/fetch_models.py --only smollm2
+
+# Its binding comes as source only, so it is compiled once, for this machine.
+llamacpp:  ## build llama.cpp in an environment of its own, for the tests and benchmarks that compare with it
+	@test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
+	@$(LLAMACPP)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
 run: model  ## ask a real model one question over HTTP (PROMPT="...")
 	@$(PY) scripts/demo.py --prompt $(call quoted,$(value PROMPT)) -- $(ARGS)

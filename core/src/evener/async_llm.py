@@ -81,7 +81,9 @@ class AsyncLLM:
             EvenerError: what stopped the engine or the front end from starting.
         """
         from evener.engine.start import start_engine
+        from evener.loading.hub import with_local_model
 
+        config = await asyncio.to_thread(with_local_model, config)
         starting = asyncio.ensure_future(asyncio.to_thread(start_engine, config, mode))
         try:
             client = await asyncio.shield(starting)

@@ -27,7 +27,7 @@ class LLM:
     The scheduler runs in this process, in the caller's thread; so does the worker, unless ``executor=process``.
 
     Args:
-        model: the model folder.
+        model: the model: a folder, a file, or its id on a hub.
         overrides: config keys with dots: ``LLM(folder, dtype="bfloat16", **{"infer.tp_size": 2})``.
 
     Raises:
@@ -37,8 +37,9 @@ class LLM:
     def __init__(self, model: str | Path, **overrides: object) -> None:
         from evener.config import from_overrides
         from evener.engine.start import start_engine
+        from evener.loading.hub import with_local_model
 
-        config = from_overrides(str(model), overrides)
+        config = with_local_model(from_overrides(str(model), overrides))
         self._start(start_engine(config, "inline"), FrontendSettings.from_config(config))
 
     @classmethod

@@ -107,7 +107,9 @@ def read_config(
         if config.request.prompt_tokens_len is not None and command.name != "run":
             raise ConfigError("request.prompt_tokens_len makes up a prompt for `evener run`; `evener "
                               f"{command.name}` gets its prompts from elsewhere: leave it out")  # fmt: skip
-    return arguments, config
+    from evener.loading.hub import with_local_model
+
+    return arguments, with_local_model(config)
 
 
 def build_config(typed: Typed, file: str | None = None) -> Config:

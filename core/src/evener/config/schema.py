@@ -225,6 +225,23 @@ class RequestConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HubConfig(Section):
+    """Where a model comes from that is named by its id. The token is no key, as keys are shown: set ``HF_TOKEN``."""
+
+    prefix: ClassVar[str] = "hub."
+
+    revision: str | None = field(
+        default=None, metadata=key("str", "Branch, tag or commit of a model on the hub; none: its main one.", none=True)
+    )
+    cache: str | None = field(
+        default=None, metadata=key("path", "Where fetched models are kept; none: the hub library's cache.", none=True)
+    )
+    offline: bool = field(
+        default=False, metadata=key("bool", "Use only what was fetched before; HF_HUB_OFFLINE=1 does the same.")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config(Section):
     """Everything a person may set.
 
@@ -234,7 +251,9 @@ class Config(Section):
             those that were set.
     """
 
-    model: str = field(metadata=key("path", "Folder of the checkpoint."))
+    model: str = field(
+        metadata=key("path", "The model: a folder, a file such as model.gguf, or its id on a hub (org/name).")
+    )
     dtype: str = field(
         default="auto",
         metadata=key(
@@ -282,7 +301,7 @@ class Config(Section):
         ),
     )
     tokenizer: str | None = field(
-        default=None, metadata=key("path", "Folder of the tokenizer; none: the checkpoint's.", none=True)
+        default=None, metadata=key("path", "Folder or file with the tokenizer; none: the model's.", none=True)
     )
     executor: str = field(
         default="auto",
@@ -306,6 +325,7 @@ class Config(Section):
     serve: ServeConfig = field(default_factory=ServeConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     ops: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -316,6 +336,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "serve": ServeConfig,
     "request": RequestConfig,
     "log": LogConfig,
+    "hub": HubConfig,
 }
 
 

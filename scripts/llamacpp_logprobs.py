@@ -1,0 +1,36 @@
+"""Log-probabilities of given token ids under llama.cpp: the other reader of GGUF files that tests compare with.
+
+Run by the Python of an environment with llama-cpp-python (``make llamacpp``), never by the project's own. Standard
+input is a JSON object with ``model`` (a GGUF file) and ``ids``; standard output a JSON list with one number for each id
+but the first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import llama_cpp
+import numpy as np
+
+
+def main() -> None:
+    """Answer one request."""
+    asked = json.load(sys.stdin)
+    ids = asked["ids"]
+    model = llama_cpp.Llama(
+        asked["model"], n_ctx=len(ids), n_batch=len(ids), logits_all=True, verbose=False, n_threads=asked.get("threads")
+    )
+    model.eval(ids)
+    rows = np.array(model.scores[: len(ids) - 1], dtype=np.float64)
+    top = rows.max(axis=1, keepdims=True)
+    norms = np.log(np.exp(rows - top).sum(axis=1)) + top[:, 0]
+    found = [float(rows[i, ids[i + 1]] - norms[i]) for i in range(len(ids) - 1)]
+    if not all(map(math.isfinite, found)):
+        raise SystemExit("llama.cpp gave numbers that are not finite")
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The three real GGUF files: tokens, logits and perplexity against readers that are not ours. Minutes, not seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from model_sources import SOURCES, models_root
+
+from evener.config import from_overrides
+from evener.engine.clients import InlineClient
+from evener.engine.executor import InlineExecutor
+from evener.engine.messages import Ready
+from evener.engine.start import start_engine
+from evener.engine.worker import Worker
+from evener.frontend.tokenizer import Tokenizer
+from evener.loading.checkpoint import open_checkpoint
+from evener.testing.oracle import Comparison, compare_greedy, generate, teacher_forced
+
+pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(1500)]
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "LICENSE").read_text()
+CONVERTED = {"smollm2": "smollm2_dir", "qwen2.5": "qwen_dir", "gemma3": "gemma_dir"}
+
+
+@pytest.fixture(params=CONVERTED)
+def model(request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A GGUF file, and the folder that was converted from it by transformers."""
+    folder = Path(request.getfixturevalue(CONVERTED[request.param]))
+    return models_root() / "gguf" / SOURCES[request.param].gguf, folder
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    found = Tokenizer.of(open_checkpoint(path))
+    assert found is not None
+    return found
+
+
+def workers(path: Path, **overrides: object) -> Iterator[tuple[InlineClient, Worker]]:
+    client = start_engine(from_overrides(path, {"infer.max_seq_len": 1024, "infer.max_reqs": 2, **overrides}), "inline")
+    assert isinstance(client, InlineClient) and isinstance(client.receive(1)[0], Ready)
+    executor = client.controller.executor
+    assert isinstance(executor, InlineExecutor)
+    yield client, executor.worker
+    client.close()
+
+
+def resumed(client: InlineClient, tokens: Sequence[int], count: int) -> list[int]:
+    return generate(client, [tokens], count, tag=f"r{len(tokens)}-")[0]
+
+
+def test_the_tokenizer_in_the_file_is_the_models_own(model: tuple[Path, Path]) -> None:
+    path, folder = model
+    ours, theirs = tokenizer_of(path), tokenizer_of(folder)
+    strange = "naïve  façade\t１２３ 4567 <|im_end|>\n\n  x = {'a': [1,2]}  # 你好 🙂 don't I'LL"
+    for text in (TEXT, strange, *strange.split(), " leading", "trailing ", "\n", "a\u0301 e\u0301"):
+        assert ours.encode(text) == theirs.encode(text), text
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ours.decode(ids, False) == theirs.decode(ids, False)
+    assert ours.eos_id == theirs.eos_id
+
+
+def test_logits_are_those_of_the_dequantized_model_in_transformers(model: tuple[Path, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path, _ = model
+    ids = tokenizer_of(path).encode(TEXT)[:300]
+    oracle = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+    def logits(tokens: object) -> torch.Tensor:
+        with torch.inference_mode():
+            return oracle(torch.tensor([list(tokens)])).logits[0].float()  # type: ignore[call-overload, no-any-return]
+
+    expected = logits(ids)
+    prompts, result = [ids[:40], ids[100:160]], Comparison()
+    # Kernels that quantize activations compute another function; the plain reference computes this one.
+    for client, worker in workers(path, dtype="float32", **{"ops.linear": "reference"}):
+        away = float((teacher_forced(worker, ids) - expected).abs().max())
+        compare_greedy(logits, prompts, generate(client, prompts, 24), partial(resumed, client), result)
+    print(f"\n{path.name}: logits within {away:.2g} of transformers; {result.tokens} tokens, ties: {result.ties}")
+    assert away < 5e-3
+    result.check()
+
+
+def test_perplexity_is_that_of_llama_cpp(model: tuple[Path, Path]) -> None:
+    path, _ = model
+    ids = tokenizer_of(path).encode(TEXT)[:768]
+    asked = json.dumps({"model": str(path), "ids": ids, "threads": torch.get_num_threads()})
+    built = Path.home() / ".cache/evener/llamacpp/bin/python"
+    python = Path(os.environ.get("EVENER_BENCH_PYTHON_LLAMACPP", built))
+    assert python.exists(), f"{python} is missing; run 'make llamacpp'"
+    done = subprocess.run(
+        [python, ROOT / "scripts/llamacpp_logprobs.py"], input=asked, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = -torch.tensor(json.loads(done.stdout)).mean()
+    for _, worker in workers(path):
+        chosen = teacher_forced(worker, ids[:-1]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
+    ours = -chosen.mean()
+    drift = float((ours - theirs).exp()) - 1
+    print(f"\n{path.name}: perplexity {float(ours.exp()):.4f}, llama.cpp {float(theirs.exp()):.4f} ({drift:+.3%})")
+    assert abs(drift) < 0.01
