@@ -80,8 +80,8 @@ class AsyncLLM:
         Raises:
             EvenerError: what stopped the engine or the front end from starting.
         """
+        from evener.config.hub import with_local_model
         from evener.engine.start import start_engine
-        from evener.loading.hub import with_local_model
 
         config = await asyncio.to_thread(with_local_model, config)
         starting = asyncio.ensure_future(asyncio.to_thread(start_engine, config, mode))

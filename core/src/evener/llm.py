@@ -36,8 +36,8 @@ class LLM:
 
     def __init__(self, model: str | Path, **overrides: object) -> None:
         from evener.config import from_overrides
+        from evener.config.hub import with_local_model
         from evener.engine.start import start_engine
-        from evener.loading.hub import with_local_model
 
         config = with_local_model(from_overrides(str(model), overrides))
         self._start(start_engine(config, "inline"), FrontendSettings.from_config(config))

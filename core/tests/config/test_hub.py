@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from evener.config import Config, from_overrides
+from evener.config.hub import with_local_model
 from evener.errors import CheckpointError
-from evener.loading.hub import with_local_model
 
 SHA = "a" * 40
 FILES = {
