@@ -108,8 +108,8 @@ def test_imports_inside_the_core_point_towards_the_contracts(part: str) -> None:
 def test_models_import_only_layers_contracts_and_errors() -> None:
     allowed = allow_of_evener("evener_models", "evener.layers", "evener.contracts", "evener.errors")
     foreign = {target.split(".")[0] for module in MODELS.values() for target in targets(module)}
-    # numpy and gguf read GGUF files.
-    foreign -= sys.stdlib_module_names | {"evener", "evener_models", "torch", "gguf", "numpy"}
+    # numpy and gguf read GGUF files, huggingface_hub fetches.
+    foreign -= sys.stdlib_module_names | {"evener", "evener_models", "torch", "gguf", "numpy", "huggingface_hub"}
     assert violations(MODELS, allowed, typing=True) == []
     assert not foreign, "an architecture is torch over shared layers"
 

@@ -80,7 +80,7 @@ class AsyncLLM:
         Raises:
             EvenerError: what stopped the engine or the front end from starting.
         """
-        from evener.config.hub import with_local_model
+        from evener.config.source import with_local_model
         from evener.engine.start import start_engine
 
         config = await asyncio.to_thread(with_local_model, config)

@@ -36,7 +36,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **overrides: object) -> None:
         from evener.config import from_overrides
-        from evener.config.hub import with_local_model
+        from evener.config.source import with_local_model
         from evener.engine.start import start_engine
 
         config = with_local_model(from_overrides(str(model), overrides))

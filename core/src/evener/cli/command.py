@@ -107,7 +107,7 @@ def read_config(
         if config.request.prompt_tokens_len is not None and command.name != "run":
             raise ConfigError("request.prompt_tokens_len makes up a prompt for `evener run`; `evener "
                               f"{command.name}` gets its prompts from elsewhere: leave it out")  # fmt: skip
-    from evener.config.hub import with_local_model
+    from evener.config.source import with_local_model
 
     return arguments, with_local_model(config)
 

@@ -12,7 +12,7 @@ module                noun
 ``resolve``           from a ``Config`` to a ``ResolvedConfig``, with reasons
 ``checkpoint``        facts of a checkpoint's ``config.json``
 ``host``              cores of this host
-``hub``               models by their id on a hub
+``source``            models that are named and do not lie here
 ``hydra_boundary``    whole files and the command line's value grammar; the only user of Hydra
 ====================  ========================================================================
 """

@@ -225,23 +225,6 @@ class RequestConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubConfig(Section):
-    """Where a model comes from that is named by its id. The token is no key, as keys are shown: set ``HF_TOKEN``."""
-
-    prefix: ClassVar[str] = "hub."
-
-    revision: str | None = field(
-        default=None, metadata=key("str", "Branch, tag or commit of a model on the hub; none: its main one.", none=True)
-    )
-    cache: str | None = field(
-        default=None, metadata=key("path", "Where fetched models are kept; none: the hub library's cache.", none=True)
-    )
-    offline: bool = field(
-        default=False, metadata=key("bool", "Use only what was fetched before; HF_HUB_OFFLINE=1 does the same.")
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config(Section):
     """Everything a person may set.
 
@@ -325,7 +308,6 @@ class Config(Section):
     serve: ServeConfig = field(default_factory=ServeConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    hub: HubConfig = field(default_factory=HubConfig)
     ops: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -336,7 +318,6 @@ SECTIONS: Mapping[str, type[Section]] = {
     "serve": ServeConfig,
     "request": RequestConfig,
     "log": LogConfig,
-    "hub": HubConfig,
 }
 
 

@@ -75,7 +75,7 @@ class Descriptor:
             Needed: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states`` and ``state_kinds``, ``quant`` for
             ``formats``, ``architecture`` for ``architectures``, ``request_plugin`` for ``request_plugins``,
-            ``checkpoint`` for ``checkpoints``.
+            ``checkpoint`` for ``checkpoints`` and ``model_sources``.
         module: dotted path of the module that holds the hook implementations. It may import anything. Not needed by a
             package that only carries lazy names (architectures, commands, request plugins).
         probe: (backends) dotted path of a torch-free module with ``marks()`` and, unless its marks alone decide,
@@ -94,6 +94,8 @@ class Descriptor:
         commands: (optional) ``{"name": "module:function"}``: CLI commands.
         request_plugins: (optional) ``{"name": "module:Class"}``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
+        model_sources: (optional) who fetches models by name, ``{"name": "module:function"}``; the function takes
+            the model's name, whether weights are needed, and the package's options, and gives a path or None.
     """
 
     name: str
@@ -115,3 +117,4 @@ class Descriptor:
     commands: Mapping[str, str] = field(default_factory=dict)
     request_plugins: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
+    model_sources: Mapping[str, str] = field(default_factory=dict)

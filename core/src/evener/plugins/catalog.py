@@ -109,6 +109,7 @@ def targets(packages: tuple[Package, ...], kind: str) -> tuple[Target, ...]:
             "command": package.descriptor.commands,
             "request plugin": package.descriptor.request_plugins,
             "checkpoint reader": package.descriptor.checkpoints,
+            "model source": package.descriptor.model_sources,
         }[kind]
         found += [
             Target(kind=kind, name=name, path=path, package=package.name, distribution=package.distribution)

@@ -21,6 +21,7 @@ _UNIQUE: Mapping[str, str] = {
     "commands": "command",
     "request_plugins": "request plugin",
     "checkpoints": "checkpoint reader",
+    "model_sources": "model source",
     "op_schemas": "op",
     "state_kinds": "state kind",
     "formats": "quantization scheme",

@@ -14,7 +14,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TUPLES = ("ops", "op_schemas", "states", "state_kinds", "formats")
-_TARGETS = ("architectures", "commands", "request_plugins", "checkpoints")
+_TARGETS = ("architectures", "commands", "request_plugins", "checkpoints", "model_sources")
 
 #: The contract that each announcement, or membership of a group, implements.
 _IMPLIED: Mapping[str, str] = {
@@ -26,6 +26,7 @@ _IMPLIED: Mapping[str, str] = {
     "architectures": "architecture",
     "request_plugins": "request_plugin",
     "checkpoints": "checkpoint",
+    "model_sources": "checkpoint",
 }
 _IMPLIED_BY_GROUP: Mapping[str, tuple[str, ...]] = {
     "evener.backends": ("probe", "device"),

@@ -1,14 +1,15 @@
-"""Models by their id on a hub: fetched once through ``huggingface_hub``, then opened as folders."""
+"""Models by their id on a hub: fetched once through ``huggingface_hub``, then opened as folders. Torch-free."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from evener.config.schema import Config
+from evener.contracts.descriptor import Descriptor, Option
 from evener.errors import CheckpointError
 
 _ID = re.compile(r"(?P<id>[A-Za-z0-9_][\w.-]*/[\w.-]+)(?:/(?P<file>[^\\]+\.\w+))?")
@@ -18,42 +19,49 @@ _OTHERS = tuple(f"*/{ending}" for ending in ("*.json", "*.txt", "*.model", "*.sa
 _SAFETENSORS, _BIN = "*.safetensors", "pytorch_model*.bin"
 
 
-def with_local_model(config: Config) -> Config:
-    """``config`` with a model that lies here: an id such as ``org/name`` (or ``org/name/file.gguf``) that is no path is
-    fetched, and stays the served name.
+descriptor = Descriptor(
+    name="hub",
+    summary="Models by their id on a hub, through huggingface_hub. No option holds the token: set HF_TOKEN.",
+    contracts={"descriptor": 1, "checkpoint": 1},
+    options={
+        "revision": Option(type=str, default=None, help="Branch, tag or commit of a hub's model; none: its main one."),
+        "cache": Option(type=str, default=None, help="Where fetched models are kept; none: the hub library's cache."),
+        "offline": Option(
+            type=bool, default=False, help="Use only what was fetched before; HF_HUB_OFFLINE=1 does the same."
+        ),
+    },
+    model_sources={"hub": "evener_models.hub:fetch"},
+)
+
+
+def fetch(name: str, weights: bool, options: Mapping[str, Any]) -> Path | None:
+    """The folder of ``org/name``, or the file of ``org/name/file.gguf``; None for what cannot be an id.
 
     Raises:
         CheckpointError: the hub does not have it, or not for us; it cannot be reached; it is not here and
             ``hub.offline`` is set.
     """
-    named = _ID.fullmatch(config.model)
-    if named is None or Path(config.model).expanduser().exists():
-        return config
-    folder = _fetch(named["id"], named["file"], config)
-    served = config.serve.served_model_name or config.model
-    return replace(
-        config, model=str(folder / (named["file"] or "")), serve=replace(config.serve, served_model_name=served)
-    )
-
-
-def _fetch(model: str, file: str | None, config: Config) -> Path:
-    asked = f"{config.model} is no path here, so it is looked for on the hub"
+    named = _ID.fullmatch(name)
+    if named is None:
+        return None
+    model, file = named["id"], named["file"]
+    asked = f"{name} is no path here, so it is looked for on the hub"
     try:
         import huggingface_hub as library
         from huggingface_hub import constants, errors
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
-        raise CheckpointError(f"{asked}, which needs huggingface_hub: pip install 'evener[hub]'") from error
+        raise CheckpointError(f"{asked}, which needs huggingface_hub: pip install huggingface_hub") from error
     if not sys.stderr.isatty():
         disable_progress_bars()
-    offline = config.hub.offline or constants.is_offline_mode()
-    revision = config.hub.revision
+    offline = options.get("offline", False) or constants.is_offline_mode()
+    revision = options.get("revision")
     endpoint = os.environ.get("HF_ENDPOINT") or None
 
     def snapshot(*patterns: str) -> Path:
         return Path(
             library.snapshot_download(
-                model, revision=revision, cache_dir=config.hub.cache, endpoint=endpoint, local_files_only=offline,
+                model, revision=revision, cache_dir=options.get("cache"), endpoint=endpoint, local_files_only=offline,
                 allow_patterns=list(patterns), ignore_patterns=[*_OTHERS, "consolidated*"],
             )
         )  # fmt: skip
@@ -62,7 +70,7 @@ def _fetch(model: str, file: str | None, config: Config) -> Path:
     try:
         if file is not None:
             return _with_file(snapshot(file), file, asked)
-        if config.load == "dummy":
+        if not weights:
             return snapshot(*_TEXTS)
         if offline:
             return snapshot(*_TEXTS, _SAFETENSORS)
@@ -114,7 +122,7 @@ def _weights(names: list[str], model: str) -> str:
 def _with_file(folder: Path, file: str, asked: str) -> Path:
     if not (folder / file).is_file():
         raise CheckpointError(f"{asked}, and the model there has no file {file!r}")
-    return folder
+    return folder / file
 
 
 def _short(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from evener.config import Config, from_overrides
-from evener.config.hub import with_local_model
+from evener.config.source import with_local_model
 from evener.errors import CheckpointError
 
 SHA = "a" * 40
@@ -204,6 +204,11 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_says_so(ask: Any, monkeyp
         ask("org/tiny")
 
 
-@pytest.mark.parametrize("model", ["./a/b", "/a/b", "a", "a/b/c", "../a/b"])
+@pytest.mark.parametrize("model", ["./a/b", "/a/b", "a", "../a/b"])
 def test_what_cannot_be_an_id_is_a_path(model: str, ask: Any) -> None:
     assert ask(model).model == model
+
+
+def test_what_is_neither_a_path_nor_an_id_is_an_error(ask: Any) -> None:
+    with pytest.raises(CheckpointError, match="no installed package fetches it; check the path"):
+        ask("a/b/c")
