@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
@@ -16,8 +19,10 @@ from evener.engine.controller import Controller
 from evener.engine.messages import NewRequest, Ready
 from evener.engine.scheduler import Scheduler
 from evener.engine.state import StateManager
+from evener.layers.declared import LinearWeight, Weight
 from evener.testing import reference_engine
 from evener.testing.installed import install_reference_backend
+from evener.testing.naive import NaiveModel
 from evener.testing.reference_engine import Played, small_config
 
 
@@ -41,6 +46,29 @@ def make_config(reference: Path, tmp_path: Path) -> Callable[..., Config]:
     del reference
     numbers = itertools.count()
     return lambda *args, **overrides: small_config(tmp_path / f"model{next(numbers)}", *args, **overrides)
+
+
+@pytest.fixture
+def make_lively(make_config: Callable[..., Config]) -> Callable[..., Config]:
+    """``make_config`` with weights so large that whatever a token reads shows in the next one."""
+
+    def make(*args: Any, **overrides: Any) -> Config:
+        config = make_config(*args, **{"load": "auto", **overrides})
+        shape = json.loads((Path(config.model) / "config.json").read_text())
+        noise, tensors = torch.Generator().manual_seed(3), {}
+        for weight in NaiveModel(shape).build.weights:
+            if isinstance(weight, LinearWeight):
+                for part in weight.parts:
+                    tensors[part.name] = 0.25 * torch.randn(part.rows, part.columns, generator=noise)
+            elif isinstance(weight, Weight) and len(weight.shape) == 1 and len(weight.sources) == 1:
+                middle = {"ones": 1.0}.get(weight.dummy, 0.0)
+                tensors[weight.name] = middle + 0.2 * torch.randn(weight.shape, generator=noise)
+            elif isinstance(weight, Weight):
+                tensors[weight.name] = 0.25 * torch.randn(weight.shape, generator=noise)
+        save_file(tensors, Path(config.model) / "model.safetensors", {"format": "pt"})
+        return config
+
+    return make
 
 
 @pytest.fixture

@@ -3,9 +3,6 @@ preemption and any depth."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,17 +35,13 @@ def requests() -> list[NewRequest]:
     return [NewRequest(id=f"r{i}", prompt=p, max_tokens=12, sampling=GREEDY) for i, p in enumerate(prompts)]
 
 
-def naive(folder: str, choices: Mapping[str, Any]) -> NaiveModel:
-    return NaiveModel(json.loads((Path(folder) / "config.json").read_text()), max_positions=128, **choices)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_naive_engines(
-    case: str, make_config: Any, play: Any, shrink_pool: Any, one_thread: None
+    case: str, make_lively: Any, play: Any, shrink_pool: Any, one_thread: None
 ) -> None:
     family, options, choices = CASES[case]
-    config = make_config(family, **options)
-    alone, messages = naive(config.model, choices), requests()
+    config = make_lively(family, **options)
+    alone, messages = NaiveModel(config.model, max_positions=128, **choices), requests()
     expected = {m.id: alone.greedy(m.prompt, m.max_tokens) for m in messages}
     controller, _ = build_controller(config)
     # The last request comes when the first one's prompt is known.

@@ -81,11 +81,11 @@ class StateManager:
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
         """Slabs that one request of ``tokens`` tokens can hold at most, when a step adds at most ``step_tokens``."""
-        # A window of w tokens touches one block more at some ends than at others: the last block's worth of ends is
-        # looked at.
-        ends = range(max(1, tokens - self.block_size + 1), tokens + 1)
+        # A window of w tokens touches one block more at some ends than at others, a step passes one snapshot more: the
+        # last block's or snapshot's worth of ends is looked at.
         held: dict[int, int] = {}
         for spec, kind, span in zip(self.specs, self._kinds, self.spans, strict=True):
+            ends = range(max(1, tokens - (spec.every or self.block_size) + 1), tokens + 1)
             held[span] = held.get(span, 0) + max(self._held(kind, spec, end, step_tokens) for end in ends)
         return sum(self.pool.slabs_for(count, span) for span, count in held.items())
 

@@ -1,0 +1,147 @@
+"""One pool under every kind of state at once: a made-up model in random traffic, against the naive engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from evener.builtin.kinds import BUILTIN_KINDS
+from evener.config.schema import Config
+from evener.engine.messages import Abort, Finish, NewRequest, Sampling
+from evener.engine.plan import Admission, Plan, TableUpdate
+from evener.engine.search import Search
+from evener.engine.start import build_controller
+from evener.engine.state import StateManager
+from evener.engine.worker import Worker
+from evener.testing.installed import write_distribution
+from evener.testing.naive import NaiveModel
+
+GREEDY = Sampling(temperature=0.0)
+NOISE = torch.Generator().manual_seed(11)
+LONG = torch.randint(0, 97, (75,), generator=NOISE).tolist()
+#: Prompts that share beginnings of 0, 1, 2 and 4 blocks, and end inside and at the end of blocks.
+PROMPTS = [LONG, LONG[:64], LONG[:40] + [1, 2], LONG[:32], LONG[:20] + [3] * 9, LONG[1:35], [5], LONG[:16]]
+
+
+@pytest.fixture
+def mixed(make_lively: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Any:
+    """``mixed(**options)``: the made-up model's configuration, its package installed."""
+    here = Path(__file__).parent
+    write_distribution(tmp_path / "installed", "mixed", {"evener.plugins": {"mixed": "mixed_model:descriptor"}})
+    for folder in (here, tmp_path / "installed"):
+        monkeypatch.syspath_prepend(str(folder))
+    limits = {"infer.kv_memory": 2**24, "infer.snapshot_every": 32}
+    return lambda **options: make_lively("Mixed", **{**limits, **options})
+
+
+@pytest.fixture
+def naive(mixed: Any) -> NaiveModel:
+    return NaiveModel(mixed().model, max_positions=128)
+
+
+def test_the_groups_have_every_kind_and_rows_do_not_make_blocks_large(mixed: Any) -> None:
+    controller, _ = build_controller(mixed())
+    state = controller.scheduler.state
+    assert {s.kind for s in state.specs} == {"full", "window", "latent", "index", "recurrent"}
+    assert len(set(state.cuts)) > 2
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
+    examples: int, mixed: Any, naive: NaiveModel, play: Any, shrink_pool: Any
+) -> None:
+    known: dict[tuple[int, int], list[int]] = {}
+    base: Config = mixed()
+    seen = {"preemptions": 0, "prefix_hits": 0, "aborts": 0}
+
+    @settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )  # fmt: skip
+    @given(
+        picks=st.lists(
+            st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(3, 14), st.integers(0, 9)), min_size=3, max_size=7
+        ),
+        cuts=st.dictionaries(st.integers(0, 6), st.integers(1, 5), max_size=2),
+        how=st.sampled_from([Abort, Finish]),
+        depth=st.integers(1, 3),
+        step_tokens=st.sampled_from([5, 24, 64]),
+        room=st.integers(0, 2),
+    )
+    def traffic(
+        picks: list[tuple[int, int, int]], cuts: dict[int, int], how: Any, depth: int, step_tokens: int, room: int
+    ) -> None:
+        config = replace(base, infer=replace(base.infer, depth=depth, step_tokens=step_tokens))
+        controller, _ = build_controller(config)
+        least = controller.scheduler.state.blocks_for(75 + 14, step_tokens)
+        shrink_pool(controller, least + room)
+        messages = [
+            NewRequest(id=f"r{i}", prompt=PROMPTS[prompt], max_tokens=count, sampling=GREEDY)
+            for i, (prompt, count, _) in enumerate(picks)
+        ]
+        aborts = {f"r{i}": after for i, after in cuts.items() if i < len(picks)}
+        arrivals = {f"r{i}": at for i, (_, _, at) in enumerate(picks)}
+        played = play(controller, messages, aborts=aborts, arrivals=arrivals, how=how)
+        for i, (prompt, count, _) in enumerate(picks):
+            if (prompt, count) not in known:
+                known[prompt, count] = naive.greedy(PROMPTS[prompt], count)
+            got = played.tokens[f"r{i}"]
+            whole = f"r{i}" not in aborts or played.reasons()[f"r{i}"] == "length"
+            assert got == known[prompt, count][: None if whole else len(got)]
+        pool = controller.scheduler.state.pool
+        assert pool.used == 0 and pool.free == pool.count - pool.slab
+        seen["preemptions"] += controller.scheduler.stats.preemptions
+        seen["prefix_hits"] += controller.scheduler.stats.prefix_hits
+        seen["aborts"] += "length" in played.reasons().values() and len(set(played.reasons().values())) > 1
+
+    traffic()
+    assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize("length", [19, 32, 48])
+def test_a_fork_goes_its_own_way_from_copied_state(length: int, mixed: Any, naive: NaiveModel) -> None:
+    config: Config = mixed(**{"infer.step_tokens": 64})
+    worker = Worker(config, Search("reference"))
+    facts = worker.facts
+    kinds = {kind.name: kind for kind in BUILTIN_KINDS}
+    state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, cuts=facts.cuts)
+    prompt = LONG[:length]
+    first, _ = state.open(prompt, "")
+    state.grow(first, length)
+    whole = TableUpdate(0, 0, [list(b) for b in first.blocks])
+    start = Plan(
+        id=0, admissions=[Admission(0, prompt, GREEDY)], updates=[whole], slots=[0], starts=[0], counts=[length],
+        samples=[0],
+    )  # fmt: skip
+    (token,) = worker.execute(start).wait().ids
+    made = state.fork(first, length)
+    assert made is not None
+    second, copies = made
+    other = [*prompt, (token + 1) % 97]
+    ways = {0: [*prompt, token], 1: other}
+    for step in range(20):
+        updates, tables = [], {0: first, 1: second}
+        for slot, table in tables.items():
+            grown = state.grow(table, length + step + 1)
+            assert grown is not None
+            if slot == 1 and step == 0:
+                updates.append(TableUpdate(1, 0, [list(b) for b in table.blocks]))
+            elif grown.blocks:
+                updates.append(TableUpdate(slot, grown.start, [list(b) for b in grown.blocks]))
+        plan = Plan(
+            id=step + 1, admissions=[Admission(1, other, GREEDY)] if step == 0 else [], updates=updates,
+            copies=copies if step == 0 else [], slots=[0, 1], starts=[length + step] * 2, counts=[1, 1], samples=[0, 1],
+        )  # fmt: skip
+        for slot, token in enumerate(worker.execute(plan).wait().ids):
+            ways[slot].append(token)
+    for tokens in ways.values():
+        assert max(naive.greedy_gaps(tokens[: length + 1], tokens[length + 1 :])) == 0.0
+    state.close(first)
+    state.close(second)
+    assert state.pool.used == 0
