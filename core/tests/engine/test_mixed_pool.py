@@ -26,7 +26,7 @@ GREEDY = Sampling(temperature=0.0)
 NOISE = torch.Generator().manual_seed(11)
 LONG = torch.randint(0, 97, (75,), generator=NOISE).tolist()
 #: Prompts that share beginnings of 0, 1, 2 and 4 blocks, and end inside and at the end of blocks.
-PROMPTS = [LONG, LONG[:64], LONG[:40] + [1, 2], LONG[:32], LONG[:20] + [3] * 9, LONG[1:35], [5], LONG[:16]]
+PROMPTS = [LONG, LONG[:64], [*LONG[:40], 1, 2], LONG[:32], [*LONG[:20], *[3] * 9], LONG[1:35], [5], LONG[:16]]
 
 
 @pytest.fixture
