@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_check.py [PART ...] [--out FOLDER]
 
-Parts, in this order: ``doctor``; ``kernels`` (ops and states against references); ``models`` (captured against eager,
-greedy tokens against transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights);
+Parts, in this order: ``doctor``; ``kernels:DTYPE`` (ops and states against references); ``models`` (captured against
+eager, greedy tokens against transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights);
 ``profile:MODEL`` (kernels of a decode step). MODEL is a name of ``shapes.py``. A part that fails or takes too long is
 reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
 """
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ sys.path.insert(0, str(HERE))
 from shapes import CONFIGS, write  # noqa: E402  (found beside this file)
 
 PARTS = (
-    "doctor", "kernels", "models", "speed:qwen3-0.6b", "speed:qwen3-8b", "profile:qwen3-8b", "profile:qwen3-0.6b",
-    "eager:qwen3-8b",
+    "doctor", "kernels:float32", "kernels:float16", "kernels:bfloat16", "models", "speed:qwen3-0.6b", "speed:qwen3-8b",
+    "eager:qwen3-8b", "profile:qwen3-8b", "profile:qwen3-0.6b",
 )  # fmt: skip
 #: (requests, tokens of each prompt): the cases of the table in docs/performance.md.
 CASES = ((1, 128), (16, 128), (64, 512), (256, 512))
@@ -51,28 +52,37 @@ def main(argv: Sequence[str]) -> int:
     if args.here:
         return here(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for part in args.parts or PARTS:
-        began = time.perf_counter()
-        code, lines = run(part, args)
-        failed += code != 0
-        print(f"== {part}: {'ok' if code == 0 else f'FAILED ({code})'} in {time.perf_counter() - began:.1f} s")
-        print("\n".join(lines), flush=True)
-    return 1 if failed else 0
+    parts = list(args.parts or PARTS)
+    # Compiling is most of these, so they share the machine; what is timed has it alone.
+    tests = [part for part in parts if part.startswith("kernels")]
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        running = {part: pool.submit(run, part, args) for part in tests}
+        results = [report(part, *future.result()) for part, future in running.items()]
+    results += [report(part, *run(part, args)) for part in parts if part not in tests]
+    return 1 if any(results) else 0
+
+
+def report(part: str, code: int, lines: Sequence[str]) -> int:
+    """Into the summary; returns the exit status."""
+    print(f"== {part}: {'ok' if code == 0 else f'FAILED ({code})'}")
+    print("\n".join(lines), flush=True)
+    return code
 
 
 def run(part: str, args: argparse.Namespace) -> tuple[int, list[str]]:
     """One part; its exit status, and what of its log belongs into the summary."""
     log = args.out / f"{part.replace(':', '-')}.log"
-    tests = {"kernels": "kernel or state", "models": "tokens"}
+    kind, _, name = part.partition(":")
     if part == "doctor":
         command = [sys.executable, "-m", "evener", "doctor", "--fresh"]
-    elif part in tests:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-k", tests[part],
+    elif kind in ("kernels", "models"):
+        words = f"(kernel or state) and {name}" if name else "tokens" if kind == "models" else "kernel or state"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-k", words, "-s", "--tb=short",
                    "-p", "no:cacheprovider", "-o", "filterwarnings=default", "tests/test_accelerator.py"]  # fmt: skip
     else:
         extra = [word for pair in args.set for word in ("--set", pair)]
         command = [sys.executable, __file__, "--here", part, "--out", str(args.out), "--cases", args.cases, *extra]
+    began = time.perf_counter()
     with log.open("w") as file:
         child = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         try:
@@ -80,6 +90,7 @@ def run(part: str, args: argparse.Namespace) -> tuple[int, list[str]]:
         except subprocess.TimeoutExpired:
             child.kill()
             code = child.wait()
+        print(f"{time.perf_counter() - began:.1f} s", file=file)
     text = log.read_text(errors="replace").splitlines()
     marked = [line.removeprefix("> ") for line in text if line.startswith("> ")]
     tail = text[-25:] if code or not marked else []

@@ -13,7 +13,7 @@ from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.linear import FEW, few, gemv, many
+from evener_kernels_triton.linear import FEW, FEW_FUSED, few, gemv, many
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -56,7 +56,7 @@ def _enter(tuning: Tuning, call: OpCall) -> Callable[..., tuple[torch.Tensor, to
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
         stream = x.float() if total is None else total
-        if activation and call.bucket.high <= FEW:
+        if activation and call.bucket.high <= FEW_FUSED:
             return few(tuning, y, w, dtype, bias=bias, activation=activation), stream
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction
-from evener_kernels_triton.jit.sampling import apply_mask_kernel, best_kernel, choose_kernel
+from evener_kernels_triton.jit.sampling import apply_mask_kernel, best_kernel, choose_kernel, filtered_kernel
 from evener_kernels_triton.kernel import TritonKernel
 from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -52,22 +52,37 @@ class TritonGreedy(TritonKernel):
         return run
 
 
+def choose_filtered(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
+    seed: torch.Tensor, position: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """int32 [R]: one id of each row [R, V] by its filters and noise; see ``filtered_kernel``."""
+    logits = rows_of(logits)
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows:
+        inputs = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seed, position)]
+        filtered_kernel[(rows,)](
+            logits, *inputs, out, logits.stride(0), vocab, BLOCK=min(2 * _CHUNK, power_of_two(vocab)), num_warps=16
+        )
+    return out
+
+
 class TritonSample(TritonKernel):
-    """Noise is made where it is used; rows with filters are the reference's, which sorts."""
+    """Noise is made where it is used; filters search for their bounds instead of sorting."""
 
     op = "sample"
     batch_invariant = True
 
-    def _judge(self, call: OpCall) -> str | None:
-        return "does not filter by top-k, top-p and min-p" if call.static["filters"] else None
-
     def build(self, call: OpCall) -> OpFunction:
-        tuning = self.tuning
+        tuning, filters = self.tuning, call.static["filters"]
 
         def run(
             logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
             min_p: torch.Tensor, seed: torch.Tensor, position: torch.Tensor,
         ) -> torch.Tensor:  # fmt: skip
+            if filters:
+                return choose_filtered(logits, temperature, top_k, top_p, min_p, seed, position)
             return choose(tuning, logits, temperature, seed, position)
 
         return run

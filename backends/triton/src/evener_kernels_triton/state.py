@@ -14,7 +14,7 @@ from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, Stat
 from evener_kernels_triton.jit.attention import decode_kernel, merge_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
 from evener_kernels_triton.kernel import DTYPES, PRECISION
-from evener_kernels_triton.tuning import Tuning, power_of_two
+from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two
 
 LAYOUT = "triton.paged"
 MAX_HEAD_DIM = 512
@@ -140,14 +140,15 @@ class PagedState(StateProvider):
         extra = sinks if sinks is not None else out
         decode_kernel[(step.requests, kv_heads * -(-(heads // kv_heads) // m), splits)](
             query, views.keys, views.values, step.block_table, step.kv_lens, extra, out, parts, stats,
-            query.stride(0), query.stride(1), splits=splits, SPLIT=splits > 1, M=m, N=n, OVERLAP=tuning.overlap,
+            query.stride(0), query.stride(1), splits=splits, SPLIT=splits > 1, M=m, N=n, LEAST=LEAST,
+            OVERLAP=tuning.overlap,
             num_warps=warps, num_stages=stages, **common, **tuning.launch,
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(step.requests, heads)](
                 parts, stats, step.kv_lens, extra, out, splits,
                 HEADS=heads, WINDOW=common["WINDOW"], SINKS=common["SINKS"], DV=common["DV"], DVP=common["DVP"], N=n,
-                S=power_of_two(splits), OVERLAP=tuning.overlap, num_warps=4, **tuning.launch,
+                LEAST=LEAST, S=power_of_two(splits), OVERLAP=tuning.overlap, num_warps=4, **tuning.launch,
             )  # fmt: skip
 
     def _mixed(

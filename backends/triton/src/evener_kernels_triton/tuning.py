@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from evener.contracts.device import DeviceCapabilities
 
 _UNITS, _SHARED = 64, 48 << 10
+#: Tiles of keys that are not worth being split.
+LEAST = 4
 
 
 def power_of_two(size: int) -> int:
@@ -45,10 +47,10 @@ class Tuning:
     units: int
     shared: int
     overlap: bool
-    fold: bool = True
+    fold: bool = False
 
     @classmethod
-    def of(cls, device: DeviceCapabilities, overlap: bool = True, fold: bool = True) -> Tuning:
+    def of(cls, device: DeviceCapabilities, overlap: bool = True, fold: bool = False) -> Tuning:
         """From the words of a device."""
         return cls(
             _number("units", device.features, _UNITS),
@@ -99,13 +101,14 @@ class Tuning:
         n = 64 if wide <= 128 else 32
         while n > 16 and (m + 2 * 2 * n) * wide * element > self.shared:
             n //= 2
-        stages = max(1, min(3, (self.shared - m * wide * element) // (2 * n * wide * element)))
+        # Two programs side by side hide each other's waits better than a third stage does.
+        stages = max(1, min(2, (self.shared - m * wide * element) // (2 * n * wide * element)))
         return m, n, 8 if m >= 128 else 4, stages
 
     def splits(self, programs: int, longest: int, tile: int) -> int:
         """How many parts a request's keys are cut into, so that the device is full; a power of two."""
         wanted = power_of_two(max(1, (4 * self.units) // max(1, programs)))
-        return max(1, min(wanted, 64, power_of_two(-(-longest // tile))))
+        return max(1, min(wanted, 64, power_of_two(-(-longest // (tile * LEAST)))))
 
 
 def _number(word: str, features: Iterable[str], default: int) -> int:

@@ -39,14 +39,21 @@ def _tile(
 
 
 @triton.jit
+def _span(keys, splits, N: tl.constexpr, LEAST: tl.constexpr):
+    """Keys of a split: whole tiles, at least LEAST of them."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, N), splits), LEAST) * N
+
+
+@triton.jit
 def decode_kernel(
     query, keys, values, table, kv_lens, sinks, out, parts, stats,
     q_row, q_head, table_row, key_page, value_page, splits, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     SINKS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, tile of the heads of one key head, split)."""
+    """Program (request, tile of the heads of one key head, split). A split has LEAST tiles or more, so short requests
+    are not cut: then the first program has the result, and nothing is left to merge."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -59,7 +66,7 @@ def decode_kernel(
     length = tl.load(kv_lens + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     start = first // N * N
-    span = tl.cdiv(tl.cdiv(length - start, N), splits) * N
+    span = _span(length - start, splits, N, LEAST)
     low = start + split * span
     high = tl.minimum(low + span, length)
     d = tl.arange(0, DP)
@@ -81,13 +88,13 @@ def decode_kernel(
             q, m, mass, acc, at, valid, table + row * table_row, keys, values, key_page, value_page, head, scale, cap,
             valid[None, :], PAGE, D, DV, DP, DVP, CAP, True, PRECISION,
         )  # fmt: skip
-    if SPLIT:
+    if SPLIT and span < length - start:
         if low < length:
             cell = (row * HEADS + heads) * splits + split
             tl.store(parts + cell[:, None] * DV + dv[None, :], acc, mask=real[:, None] & (dv < DV)[None, :])
             tl.store(stats + cell * 2, m, mask=real)
             tl.store(stats + cell * 2 + 1, mass, mask=real)
-    else:
+    elif split == 0:
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new = tl.maximum(m, sink)
@@ -101,7 +108,7 @@ def decode_kernel(
 def merge_kernel(
     parts, stats, kv_lens, sinks, out, splits,
     HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    N: tl.constexpr, S: tl.constexpr, OVERLAP: tl.constexpr,
+    N: tl.constexpr, LEAST: tl.constexpr, S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (request, head): the splits' sums, weighted by their maxima. S >= splits."""
     if OVERLAP:
@@ -112,27 +119,28 @@ def merge_kernel(
     length = tl.load(kv_lens + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     start = first // N * N
-    span = tl.cdiv(tl.cdiv(length - start, N), splits) * N
+    span = _span(length - start, splits, N, LEAST)
     used = tl.cdiv(length - start, span)
-    s = tl.arange(0, S)
-    dv = tl.arange(0, DVP)
-    live = s < used
-    cell = (row * HEADS + head) * splits + s
-    m = tl.load(stats + cell * 2, mask=live, other=-1e30)
-    mass = tl.load(stats + cell * 2 + 1, mask=live, other=0.0)
-    best = tl.max(m, 0)
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        best = tl.maximum(best, sink)
-    weight = tl.exp2(m - best)
-    total = tl.sum(mass * weight, 0)
-    if SINKS:
-        total += tl.exp2(sink - best)
-    acc = tl.load(
-        parts + cell[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0
-    )
-    y = tl.sum(acc * weight[:, None], 0) / total
-    tl.store(out + (row * HEADS + head) * DV + dv, y.to(out.dtype.element_ty), mask=dv < DV)
+    if used > 1:
+        s = tl.arange(0, S)
+        dv = tl.arange(0, DVP)
+        live = s < used
+        cell = (row * HEADS + head) * splits + s
+        m = tl.load(stats + cell * 2, mask=live, other=-1e30)
+        mass = tl.load(stats + cell * 2 + 1, mask=live, other=0.0)
+        best = tl.max(m, 0)
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            best = tl.maximum(best, sink)
+        weight = tl.exp2(m - best)
+        total = tl.sum(mass * weight, 0)
+        if SINKS:
+            total += tl.exp2(sink - best)
+        acc = tl.load(
+            parts + cell[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0
+        )
+        y = tl.sum(acc * weight[:, None], 0) / total
+        tl.store(out + (row * HEADS + head) * DV + dv, y.to(out.dtype.element_ty), mask=dv < DV)
 
 
 @triton.jit

@@ -18,11 +18,11 @@ def _rows(w, n, inside, c, columns, EVEN: tl.constexpr):
 @triton.jit
 def _take(
     x, residual, total, gain, a, u, c, columns, offset, acc, high, squares,
-    ADD: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
+    ADD: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The sums after columns ``c``, whose weights are ``a`` (and ``u`` for the up rows)."""
     real = c < columns
-    b = tl.load(x + c, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(x + c).to(tl.float32) if EVEN else tl.load(x + c, mask=real, other=0.0).to(tl.float32)
     if ADD:
         b += tl.load(residual + c, mask=real, other=0.0).to(tl.float32)
         if tl.program_id(0) == 0:
@@ -72,11 +72,11 @@ def gemv_kernel(
     high = tl.zeros([BN, BK], tl.float32)
     squares = tl.zeros([BK], tl.float32)
     acc, high, squares = _take(
-        x, residual, total, gain, a0, u0, c, columns, offset, acc, high, squares, ADD, NORM, ACT
+        x, residual, total, gain, a0, u0, c, columns, offset, acc, high, squares, ADD, NORM, ACT, EVEN
     )
     if TWO:
         acc, high, squares = _take(
-            x, residual, total, gain, a1, u1, BK + c, columns, offset, acc, high, squares, ADD, NORM, ACT
+            x, residual, total, gain, a1, u1, BK + c, columns, offset, acc, high, squares, ADD, NORM, ACT, EVEN
         )
         for k in range(2 * BK, columns, BK):
             a = _rows(w, wide, inside, k + c, columns, EVEN)
@@ -84,7 +84,7 @@ def gemv_kernel(
             if ACT != "":
                 u = _rows(w, up_rows, inside, k + c, columns, EVEN)
             acc, high, squares = _take(
-                x, residual, total, gain, a, u, k + c, columns, offset, acc, high, squares, ADD, NORM, ACT
+                x, residual, total, gain, a, u, k + c, columns, offset, acc, high, squares, ADD, NORM, ACT, EVEN
             )
     r = tl.sum(acc, 1)
     if NORM:
