@@ -3,9 +3,9 @@
     python benchmarks/gpu_check.py [PART ...] [--out FOLDER]
 
 Parts, in this order: ``doctor``; ``kernels:DTYPE`` (ops and states against references); ``models`` (captured against
-eager, greedy tokens against transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights);
-``profile:MODEL`` (kernels of a decode step). MODEL is a name of ``shapes.py``. A part that fails or takes too long is
-reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
+eager, greedy tokens against transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random
+weights); ``profile:MODEL`` (kernels of a decode step). MODEL is a name of ``shapes.py``. A part
+that fails or takes too long is reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
 """
 
 from __future__ import annotations

@@ -6,12 +6,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from interpreted import host_kernels, host_states, schemas
 
+from evener.ops.reference.sampling import sample
 from evener.testing.composite_check import check_composite
-from evener.testing.op_check import check_kernel
+from evener.testing.op_check import check_kernel, no_other_op
 from evener.testing.reference_device import HostDevice
 from evener.testing.state_check import SHAPES, check_provider
+from evener_kernels_triton.sampling import choose_filtered
 
 DTYPES = ("float32", "bfloat16")
 
@@ -21,7 +24,13 @@ def tiny_tensors(one_thread: None) -> None:
     """Every test here runs on one thread."""
 
 
-@pytest.mark.parametrize("kernel", host_kernels(composite=False), ids=lambda k: k.name)
+def primitives() -> list[Any]:
+    """The one that searches makes many passes, which the interpreter takes its time for."""
+    slow = {"sample": [pytest.mark.slow]}
+    return [pytest.param(k, id=k.name, marks=slow.get(k.op, [])) for k in host_kernels(composite=False)]
+
+
+@pytest.mark.parametrize("kernel", primitives())
 def test_a_kernel_agrees_with_its_reference(kernel: Any) -> None:
     results = check_kernel(kernel, schemas()[kernel.op], HostDevice(0), DTYPES)
     assert not [str(r) for r in results if r.status == "failed"]
@@ -61,3 +70,14 @@ def test_sinks_and_odd_heads_are_attended_to() -> None:
         report = check_provider(provider, HostDevice(0), "float32", odd)
         assert report.problems == []
         assert len(report.checked) == len(odd)
+
+
+def test_filters_keep_what_sorting_keeps() -> None:
+    noise = torch.Generator().manual_seed(4)
+    logits = (torch.randn(4, 37, generator=noise) * 4).round() / 4  # so that bounds fall on equal scores
+    heat = torch.tensor([0.7, 1.0, 1.3, 0.0])
+    top_k, top_p = torch.tensor([5, 0, 20, 3], dtype=torch.int32), torch.tensor([1.0, 0.8, 0.9, 0.5])
+    min_p = torch.tensor([0.0, 0.0, 0.05, 0.0])
+    seed, position = torch.tensor([3, -4, 5, 6], dtype=torch.int32), torch.tensor([0, 9, 77, 2], dtype=torch.int32)
+    want = sample({"vocab": 37, "filters": True}, no_other_op)(logits, heat, top_k, top_p, min_p, seed, position)
+    assert torch.equal(choose_filtered(logits, heat, top_k, top_p, min_p, seed, position), want)
