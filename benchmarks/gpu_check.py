@@ -4,8 +4,8 @@
 
 Parts, in this order: ``doctor``; ``kernels:DTYPE`` (ops and states against references); ``models`` (captured against
 eager, greedy tokens against transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random
-weights); ``profile:MODEL`` (kernels of a decode step). MODEL is a name of ``shapes.py``. A part
-that fails or takes too long is reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
+weights); ``profile:MODEL`` (kernels of a decode step). MODEL is a name of ``shapes.py``. A part that fails or takes
+too long is reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
 """
 
 from __future__ import annotations
