@@ -75,8 +75,9 @@ wheels: install  ## a wheel of every distribution in dist/
 wheelhouse: install  ## the same and their dependencies' wheels in wheelhouse/, without torch
 	@$(PY) scripts/build_wheels.py --out wheelhouse --with-dependencies $(DISTRIBUTIONS)
 
-bench: model  ## tokens per second, against transformers, in one run
-	@$(PY) benchmarks/offline.py "$${EVENER_MODELS:-$${XDG_CACHE_HOME:-$$HOME/.cache}/evener/models}/SmolLM2-135M-Instruct" --engine evener --engine transformers $(ARGS)
+bench: model  ## every table of docs/performance.md in outputs/bench, in about ten minutes of a quiet machine
+	@models="$${EVENER_MODELS:-$${XDG_CACHE_HOME:-$$HOME/.cache}/evener/models}"; \
+	$(PY) benchmarks/tables.py "$$models/SmolLM2-135M-Instruct" --gguf "$$models/gguf/SmolLM2-135M-Instruct.Q4_1.gguf" $(ARGS)
 
 docs: install  ## write the pages that are made from the source
 	@$(PY) scripts/generate_docs.py

@@ -16,6 +16,8 @@ from typing import Any, cast
 from workload import Job, fixed
 
 Run = Callable[[Job], tuple[float, float]]
+#: What C code calls back into and Python must not collect.
+_KEPT: list[Any] = []
 
 
 def _timed(generate: Callable[[list[list[int]], list[int]], float]) -> Run:
@@ -132,6 +134,7 @@ def llamacpp(model: str, dtype: str, threads: int, settings: list[str]) -> tuple
     lib.llama_backend_init()
     silent = lib.llama_log_callback(lambda *_: None)
     lib.llama_log_set(silent, None)
+    _KEPT.append(silent)
     net = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
     if not net:
         raise RuntimeError(f"llama.cpp cannot load {path}; give a GGUF file with --set gguf=FILE")

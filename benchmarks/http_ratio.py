@@ -93,19 +93,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model")
+    made.add_argument("--streams", type=int, default=16)
+    made.add_argument("--input-len", type=int, default=128)
+    made.add_argument("--output-len", type=int, default=64)
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--threads", type=int, default=facts()["cores"])
+    made.add_argument("--vocab", type=int, default=40000, help="token ids are drawn below this")
+    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
+    made.add_argument("--out", type=Path, help="append the result to this file, as a JSON line")
+    return made
+
+
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=facts()["cores"])
-    parser.add_argument("--vocab", type=int, default=40000, help="token ids are drawn below this")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
-    parser.add_argument("--out", type=Path, help="append the result to this file, as a JSON line")
-    args = parser.parse_args(argv)
+    """Run it."""
+    args = parser().parse_args(argv)
     result = measure(args)
     print(json.dumps(result))
     if args.out:

@@ -11,9 +11,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -79,19 +79,36 @@ class EngineChild:
         self.close()
 
 
+#: Where ``make llamacpp`` puts llama.cpp's own environment.
+_LLAMACPP = Path.home() / ".cache/evener/llamacpp"
+
+
 def interpreter(engine: str) -> str:
-    """The Python that has an engine: ``EVENER_BENCH_PYTHON_<ENGINE>``, or this one."""
-    return os.environ.get("EVENER_BENCH_PYTHON_" + engine.upper().replace("-", "_"), sys.executable)
+    """The Python that has an engine: ``EVENER_BENCH_PYTHON_<ENGINE>``, what ``make llamacpp`` made, or this one."""
+    named = os.environ.get("EVENER_BENCH_PYTHON_" + engine.upper().replace("-", "_"))
+    made = Path(os.environ.get("LLAMACPP", _LLAMACPP)) / "bin/python"
+    if named is None and engine == "llamacpp" and made.exists():
+        return str(made)
+    return named or sys.executable
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that takes requests: where, the model's name there, what it is, and its process if it is ours."""
+    """A server that takes requests.
+
+    Attributes:
+        url: where.
+        model: the model's name there.
+        label: what it is.
+        pid: its process, if it is ours.
+        past_eos: fields of a body that asks it to go on after the end token.
+    """
 
     url: str
     model: str
     label: str
     pid: int = 0
+    past_eos: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
 
 
 def free_port() -> int:
@@ -166,7 +183,8 @@ def llamacpp_server(model: str, gguf: Path, threads: int) -> Iterator[Server]:
         "--model_alias", Path(model).name,
     ]  # fmt: skip
     with running(command, url, "/v1/models") as pid:
-        yield Server(url, Path(model).name, f"llama-cpp-python server {gguf.name}", pid)
+        # It knows no way past the end token; random prompts seldom lead there, and usage counts what came.
+        yield Server(url, Path(model).name, f"llama-cpp-python server {gguf.name}", pid, {})
 
 
 @contextmanager
@@ -180,7 +198,10 @@ def transformers_server(model: str, threads: int) -> Iterator[Server]:
     ]  # fmt: skip
     env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with running(command, url, "/health", env) as pid:
-        yield Server(url, str(model), "transformers serve, continuous batching", pid)
+        # It knows no ignore_eos; no token has the id -1.
+        config = json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False})
+        label = "transformers serve, continuous batching"
+        yield Server(url, str(model), label, pid, {"generation_config": config})
 
 
 @contextmanager

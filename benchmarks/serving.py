@@ -96,7 +96,8 @@ async def load(
 
     async def one(ask: Ask, offset: float) -> Sample:
         await asyncio.sleep(max(0.0, began + offset - time.perf_counter()))
-        body = {"model": server.model, **body_of(ask, args.api == "chat", fields)}
+        past_eos = server.past_eos if args.ignore_eos else {}
+        body = {"model": server.model, **past_eos, **body_of(ask, args.api == "chat", fields)}
         if not args.stream:
             body |= {"stream": False}
             del body["stream_options"]

@@ -230,8 +230,6 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
         "stop_token_ids": args.stop_token_ids,
     }  # fmt: skip
     found = {key: value for key, value in fields.items() if value is not None}
-    if args.ignore_eos:
-        found["ignore_eos"] = True
     if args.logprobs:
         chat = args.api == "chat"
         found |= {"logprobs": True, "top_logprobs": args.logprobs} if chat else {"logprobs": args.logprobs}

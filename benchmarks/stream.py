@@ -126,18 +126,20 @@ def read(sent: float, pieces: list[tuple[float, bytes]]) -> Sample:
             if event == _DONE:
                 finished = True
                 continue
-            _take(sample, when, json.loads(event))
+            finished |= _take(sample, when, json.loads(event))
     except (h11.ProtocolError, ValueError) as error:
         sample.error = f"{type(error).__name__}: {error}"
     if not sample.error and not finished:
-        sample.error = "the stream ended without [DONE]"
+        sample.error = "the stream ended without an end"
     if not sample.error and not sample.times:
         sample.error = "no token came"
     sample.output_tokens = sample.output_tokens or len(sample.times)
     return sample
 
 
-def _take(sample: Sample, when: float, event: dict[str, Any]) -> None:
+def _take(sample: Sample, when: float, event: dict[str, Any]) -> bool:
+    """Take one event in; True if a choice has ended with it, after which some servers send no ``[DONE]``."""
+    finished = False
     if "error" in event:
         sample.error = json.dumps(event["error"])
     usage = event.get("usage")
@@ -149,6 +151,8 @@ def _take(sample: Sample, when: float, event: dict[str, Any]) -> None:
         if text:
             sample.text += text
             sample.times.append(when)
+        finished |= choice.get("finish_reason") is not None
+    return finished
 
 
 def _events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:

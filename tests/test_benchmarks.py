@@ -147,7 +147,7 @@ def test_bodies_carry_only_what_was_asked_for() -> None:
     args = parse(["--base-url", "http://x", "--top-k", "3", "--extra-body", '{"min_p": 0.1}'])
     body = body_of(Ask([1, 2], 5), False, fields_of(args))
     assert body == {
-        "temperature": 0.0, "top_k": 3, "ignore_eos": True, "min_p": 0.1, "max_tokens": 5, "prompt": [1, 2],
+        "temperature": 0.0, "top_k": 3, "min_p": 0.1, "max_tokens": 5, "prompt": [1, 2],
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     assert body_of(Ask("hi", 5), True, {})["messages"] == [{"role": "user", "content": "hi"}]
@@ -182,7 +182,7 @@ def test_ksanas_command_is_understood() -> None:
     assert (args.warmup, args.iterations, args.requests, args.output_len) == (2, 4, 512, 7)
     assert fields_of(args) == {
         "temperature": 0.0, "top_p": 0.5, "top_k": 5, "repetition_penalty": 1.1, "stop": ["a", "b"],
-        "stop_token_ids": [3, 4], "ignore_eos": True,
+        "stop_token_ids": [3, 4],
     }  # fmt: skip
 
 
