@@ -95,8 +95,8 @@ class Tables:
         self._parts.append(
             f"## What HTTP costs\n\n{result['streams']} streams of {result['input_len']} + {result['output_len']} "
             f"tokens: engine alone {result['engine_tok_s']} tokens/s, through HTTP {result['http_tok_s']}, pair by "
-            f"pair {100 * result['ratio']:.1f} % (median; all: {result['ratios']}). Processor time a token, microseconds: "
-            f"{result['cpu_us_per_token']}."
+            f"pair {100 * result['ratio']:.1f} % (median; all: {result['ratios']}). "
+            f"Processor time a token, microseconds: {result['cpu_us_per_token']}."
         )
 
     def write(self) -> Path:

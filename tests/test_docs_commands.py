@@ -19,7 +19,7 @@ from source_tree import ROOT
 pytestmark = pytest.mark.model
 PAGE = DOCS / "from-other-engines.md"
 PORT = "21002"
-WORDS = {"runs", "serves", "client", "make", "parsed", "nothing", "not yet"}
+WORDS = {"runs", "serves", "client", "make", "parsed", "tested", "nothing", "not yet"}
 _ROW = re.compile(r"^\| (?P<there>.+?) \| (?P<here>.*?) ?\| (?P<known>[^|]+) \|$", re.MULTILINE)
 _CODE = re.compile(r"`([^`]+)`")
 
@@ -63,6 +63,8 @@ def test_every_row_says_how_its_command_is_known() -> None:
     for row in ROWS:
         assert row.word, f"{row.there}: {row.known!r} begins with none of {WORDS}"
         assert bool(row.command) >= (row.word in ("runs", "serves", "client", "make", "parsed")), row
+        if row.word == "tested":
+            assert (ROOT / row.known.partition("`")[2].rstrip("`")).is_file(), row
         if row.word == "not yet":
             assert not row.here and row.known != "not yet", f"{row.there}: say which topic, and no command"
 
