@@ -32,6 +32,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": (QWEN3, {}),
     "qwen3 with biases, untied": (
         QWEN3, {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 5}),
+    "mixtral": ("MixtralForCausalLM", {}),
+    "qwen2 moe": ("Qwen2MoeForCausalLM", {}),
+    "qwen2 moe renormalised": ("Qwen2MoeForCausalLM", {"norm_topk_prob": True, "mlp_only_layers": []}),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", {}),
+    "qwen3 moe with an MLP in every other layer": ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}),
     "gemma 3": (GEMMA, {}),
     "gemma 3 by pattern with capped logits": (
         GEMMA, {"layer_types": None, "sliding_window_pattern": 2, "final_logit_softcapping": 3.0}),

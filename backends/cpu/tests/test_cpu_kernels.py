@@ -209,7 +209,7 @@ class Model:
         residual: torch.Tensor | None = None
         x = x.clone()  # donated
         for layer in self.layers:
-            table_entry = layer.site.table[0]
+            table_entry = layer.sites[0].table[0]
             x, residual = table_entry(
                 x, residual, positions, layer.attention.values, layer.mlp.values, layer.slot.views, meta
             )
@@ -304,6 +304,6 @@ def test_refusals_name_the_reason(device: CpuDevice) -> None:
 def test_workspace_grows_with_the_bucket(device: CpuDevice) -> None:
     model = Model(device, "float32", AttentionConfig(**ATTENTIONS["plain"]), MLPConfig(**MLPS["plain"]), set(), True)
     kernel = next(kind(device) for kind in COMPOSITES if kind.op == "decoder_layer")
-    static = model.layers[0].site.static
+    static = model.layers[0].sites[0].static
     few, many = (kernel.workspace(OpCall("decoder_layer", static, Bucket(1, n), device.capabilities)) for n in (8, 512))
     assert 0 < few < many

@@ -28,20 +28,21 @@ UP, DOWN = noise(EXPERTS, INNER, HIDDEN, seed=1), noise(EXPERTS, HIDDEN, INNER, 
 def stack(matrices: torch.Tensor, slots: Sequence[int]) -> PackedWeight:
     """Slot i holds the matrix of expert ``slots[i]``."""
     rows, columns = matrices.shape[1:]
-    parts = [WeightPart(f"{e}", rows, columns, plain("float32"), {"weight": matrices[e]}) for e in slots]
-    return PLAIN.pack(parts, "float32", torch.device("cpu"))
+    parts = [[WeightPart(f"{e}", rows, columns, plain("float32"), {"weight": matrices[e]})] for e in slots]
+    return PLAIN.pack_stack(parts, len(slots), "float32", torch.device("cpu"))
 
 
 def through(experts: ExpertMap, slots: Sequence[int], x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """The expert block as a layer computes it: route, map, two grouped linears, weighted sum."""
-    static = {"experts": EXPERTS, "top": TOP, "scoring": "softmax", "renormalize": True, "scale": 1.0}
+    static = {"experts": EXPERTS, "top": TOP, "scoring": "softmax", "renormalize": True, "scale": 1.0, "groups": 1,
+              "top_groups": 1, "group_best": 1}  # fmt: skip
     ids, weights = load_reference(SCHEMAS["route"])(static, no_other_op)(logits, None)
     where = experts(ids, torch.arange(len(x), dtype=torch.int32)).flatten()
     h = x.repeat_interleave(TOP, 0)
     for matrices in (UP, DOWN):
         sizes = {"experts": len(slots), "columns": matrices.shape[2], "rows": matrices.shape[1], "dtype": "float32"}
         run = load_reference(SCHEMAS["grouped_linear"])({**sizes, "weight": None}, no_other_op)
-        h = run(h, stack(matrices, slots), where)
+        h = run(h, stack(matrices, slots), where[:, None]).squeeze(1)
     mixed: torch.Tensor = (h.unflatten(0, (-1, TOP)) * weights[..., None]).sum(1)
     return mixed
 

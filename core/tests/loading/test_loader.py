@@ -32,7 +32,7 @@ class Tiny(CausalLM):
         one = AttentionConfig(heads=3, kv_heads=1, head_dim=config["head_dim"], rotary=rotary, qkv_bias=True)
         return [one] * config["num_hidden_layers"]
 
-    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig:
         return MLPConfig(inner=config["intermediate_size"])
 
 

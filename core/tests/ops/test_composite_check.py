@@ -54,7 +54,9 @@ class Expansion(Kernel):
 @pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
 def test_the_expansion_of_every_composite_passes(op: str) -> None:
     results = check_composite(Expansion(op), BUILTIN, HostDevice(0), [ReferenceState()])
-    assert len(results) == 6 and all(r.status == "passed" for r in results), "\n".join(map(str, results))
+    assert len(results) == (4 if op == "moe_block" else 6) and all(r.status == "passed" for r in results), "\n".join(
+        map(str, results)
+    )
 
 
 @pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])

@@ -51,11 +51,22 @@ def linear(s: Static, x: torch.Tensor, parts: tuple[WeightPart, ...], bias: torc
     return y if bias is None else y + bias
 
 
-def grouped_linear(s: Static, x: torch.Tensor, parts: tuple[WeightPart, ...], slots: torch.Tensor) -> torch.Tensor:
-    stack = stacked(parts).view(s["experts"], s["rows"], s["columns"])
-    zero = torch.zeros(s["rows"])
-    rows = [zero if slot < 0 else stack[slot] @ row for row, slot in zip(x, slots.tolist(), strict=True)]
-    return torch.stack(rows) if rows else x.new_zeros(0, s["rows"])
+def grouped_linear(s: Static, x: torch.Tensor, stack: Any, slots: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    y = torch.zeros(*slots.shape, s["rows"])
+    for t, row in enumerate(slots.tolist()):
+        for k, slot in enumerate(row):
+            if slot >= 0:
+                y[t, k] = stacked(stack[slot]) @ x[t] + (0 if bias is None else bias[slot])
+    return y
+
+
+def place_experts(s: Static, ids: torch.Tensor, slots: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+    places = [[int(slots[e, t % max(1, int(copies[e]))]) for e in row] for t, row in enumerate(ids.tolist())]
+    return torch.tensor(places, dtype=torch.int32).view(ids.shape)
+
+
+def mix_experts(s: Static, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tkh,tk->th", x, weights)
 
 
 def rotary(s: Static, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor) -> Any:
@@ -74,6 +85,10 @@ def rotary(s: Static, positions: torch.Tensor, query: torch.Tensor, key: torch.T
 
 
 def act_and_mul(s: Static, x: torch.Tensor) -> torch.Tensor:
+    if s["activation"] == "clamped_swiglu":
+        pairs = x.view(len(x), -1, 2)
+        g, u = pairs[..., 0].clamp(max=s["limit"]), pairs[..., 1].clamp(-s["limit"], s["limit"])
+        return g / (1 + torch.exp(-s["alpha"] * g)) * (u + 1)
     a, b = x[:, : s["inner"]], x[:, s["inner"] :]
     kinds: dict[str, Callable[[], torch.Tensor]] = {
         "silu": lambda: a / (1 + torch.exp(-a)),
@@ -93,12 +108,22 @@ def softcap(s: Static, x: torch.Tensor) -> torch.Tensor:
     return (x.sign() * cap * (1 - e) / (1 + e)).float()
 
 
+def kept_groups(s: Static, wanted: list[float]) -> list[int]:
+    """Experts of the groups whose best scores add up to most."""
+    size = s["experts"] // s["groups"]
+    totals = [sum(sorted(wanted[g * size : (g + 1) * size])[-s["group_best"] :]) for g in range(s["groups"])]
+    order = sorted(range(s["groups"]), key=lambda g: (-totals[g], g))[: s["top_groups"]]
+    return [i for i in range(s["experts"]) if i // size in order]
+
+
 def route(s: Static, logits: torch.Tensor, bias: torch.Tensor | None) -> Any:
     ids, weights = [], []
     for row in logits.double():
-        score = 1 / (1 + torch.exp(-row)) if s["scoring"] == "sigmoid" else torch.exp(row) / torch.exp(row).sum()
+        softmax = torch.exp(row) / torch.exp(row).sum()
+        score = {"sigmoid": 1 / (1 + torch.exp(-row)), "softmax": softmax, "softmax_top": row}[s["scoring"]]
         wanted = (score if bias is None else score + bias).float().tolist()
-        best = sorted(range(s["experts"]), key=lambda i: (-wanted[i], i))[: s["top"]]
+        best = sorted(kept_groups(s, wanted), key=lambda i: (-wanted[i], i))[: s["top"]]
+        score = torch.exp(score) / torch.exp(score[best]).sum() if s["scoring"] == "softmax_top" else score
         chosen = score[best] / (score[best].sum() if s["renormalize"] else 1)
         ids.append(best)
         weights.append((chosen * s["scale"]).float())
@@ -169,7 +194,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
         embedding, rms_norm, add_rms_norm, layer_norm, linear, grouped_linear, rotary, act_and_mul, take_rows, softcap,
-        route, greedy, sample, apply_mask, logprobs,
+        route, place_experts, mix_experts, greedy, sample, apply_mask, logprobs,
     )
 }  # fmt: skip
 
@@ -186,6 +211,7 @@ def test_cases_fit_their_schema(name: str, dtype: str) -> None:
         sizes: dict[str, int] = {k: v for k, v in case.static.items() if isinstance(v, int)}
         for declared, value in zip(schema.inputs, case.inputs, strict=True):
             if declared.dtype == "packed":
+                value = value if isinstance(value[0], WeightPart) else value[0]
                 assert [(p.rows, p.columns) for p in value] == [tuple(p.tensors["weight"].shape) for p in value]
                 assert [(p.name, p.rows, p.format) for p in value] == [
                     (p.name, p.rows, p.format) for p in case.static["weight"].parts

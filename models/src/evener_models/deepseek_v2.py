@@ -39,7 +39,7 @@ class DeepseekV2ForCausalLM(CausalLM):
         del config
         return None
 
-    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig:
         return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
 
     @classmethod

@@ -57,7 +57,7 @@ class Gemma3ForCausalLM(CausalLM):
             return RotaryConfig.from_config({"rope_theta": need(config, "rope_local_base_freq")}, dim, layer_type)
         return RotaryConfig.from_config(config, dim, layer_type)
 
-    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig:
         return MLPConfig(
             inner=count(config, "intermediate_size"),
             activation=activation(config, "hidden_activation"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import AttentionConfig, CausalLM, MLPConfig, RotaryConfig
+from evener.layers import AttentionConfig, CausalLM, MLPConfig, MoEConfig, RotaryConfig
 from evener.layers.settings import activation, count, head_dim, layer_count
 
 
@@ -39,7 +39,7 @@ class LlamaForCausalLM(CausalLM):
         """The sliding window of each layer."""
         return [None] * layer_count(config)
 
-    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MLPConfig(
             inner=count(config, "intermediate_size"),
             activation=activation(config),

@@ -50,7 +50,7 @@ class Qwen3NextForCausalLM(CausalLM):
             raise refuse(config, "layer_types", f"it must name one of {', '.join(_KINDS)} for each layer")
         return kinds
 
-    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig:
         return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
 
     @classmethod

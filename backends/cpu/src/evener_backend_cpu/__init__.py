@@ -24,6 +24,7 @@ descriptor = Descriptor(
     },
     ops=(
         "linear",
+        "grouped_linear",
         "rms_norm",
         "add_rms_norm",
         "rotary",

@@ -9,7 +9,7 @@ have different formats. Unquantized is one format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,14 +96,14 @@ class PackedWeight:
 
     Attributes:
         layout: the name of the packing; kernels name the layouts that they accept.
-        shape: (out features, in features), of all parts together.
-        data: what the packing made; only its kernels look inside.
+        shape: (out features, in features), of all parts together; a stack has the number of its matrices in front.
+        data: what the packing made; only its kernels look inside. A stack's is indexed by matrix.
         nbytes: bytes that ``data`` holds on the device.
         formats: the parts' formats, in order.
     """
 
     layout: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     data: Any
     nbytes: int
     formats: tuple[QuantFormat, ...] = ()
@@ -130,6 +130,15 @@ class Packing(ABC):
     @abstractmethod
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         """Pack the parts, stacked along out-features in the given order."""
+
+    def pack_stack(
+        self, matrices: Iterable[Sequence[WeightPart]], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        """(optional) Pack ``count`` matrices of equal parts, read one after another. ``data[i]`` is matrix i's.
+        Default: a tuple of what ``pack`` makes of each."""
+        packed = [self.pack(parts, dtype, device) for parts in matrices]
+        data, nbytes = tuple(p.data for p in packed), sum(p.nbytes for p in packed)
+        return PackedWeight(self.layout, (count, *packed[0].shape), data, nbytes, packed[0].formats)
 
     def keeps(self, parts: Sequence[WeightPart]) -> bool:
         """(optional) Whether ``pack`` keeps the parts' own storage, so that memory-mapped weights stay mapped. Default:

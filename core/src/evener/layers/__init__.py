@@ -8,6 +8,7 @@ from evener.layers.builder import Builder
 from evener.layers.causal_lm import CausalLM
 from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MLPConfig
 from evener.layers.embedding import Embedding, LMHead
+from evener.layers.experts import MoEConfig
 from evener.layers.latent import LatentConfig
 from evener.layers.rotary import RotaryConfig
 
@@ -21,5 +22,6 @@ __all__ = [
     "LMHead",
     "LatentConfig",
     "MLPConfig",
+    "MoEConfig",
     "RotaryConfig",
 ]

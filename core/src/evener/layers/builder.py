@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.quant import WeightPart, plain
 from evener.contracts.state import AttentionSpec, StateSpec
-from evener.layers.declared import CallSite, Declared, LinearWeight, StateSlot, Table, Weight, WeightGroup
+from evener.layers.declared import (
+    CallSite,
+    Declared,
+    LinearWeight,
+    StackedWeight,
+    StateSlot,
+    Table,
+    Weight,
+    WeightGroup,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +96,29 @@ class Builder:
         """
         found = tuple(self._part(part, rows, columns) for part, rows in parts.items())
         weight = LinearWeight(name, found, sum(parts.values()), columns, self.dtype, out)
+        self.weights.append(weight)
+        return weight
+
+    def experts(
+        self, name: str, experts: int, parts: Mapping[str, int], columns: int, *,
+        stacked: Mapping[str, int] | None = None, transposed: bool = False,
+    ) -> StackedWeight:  # fmt: skip
+        """One matrix an expert, declared as one stack.
+
+        Args:
+            name: of the whole.
+            experts: how many.
+            parts: names of one matrix's tensors, ``{}`` in place of the expert's number, and their out-features.
+            columns: in-features.
+            stacked: what to read instead if the checkpoint has its tensors, which hold all experts.
+            transposed: stacked tensors, if unquantized, are [experts, columns, rows].
+        """
+        if stacked is not None and self._part_source and self._part_source(next(iter(stacked))) is not None:
+            parts = stacked
+        found = tuple(replace(self._part(part.format(0), n, columns), name=part) for part, n in parts.items())
+        weight = StackedWeight(
+            name, found, sum(parts.values()), columns, self.dtype, experts=experts, transposed=transposed
+        )
         self.weights.append(weight)
         return weight
 

@@ -10,6 +10,7 @@ from evener.contracts.architecture import Architecture, Step
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MixerConfig, MixerLayer, MLPConfig
 from evener.layers.embedding import Embedding, LMHead
+from evener.layers.experts import MoEConfig
 from evener.layers.settings import count, number, refuse
 
 if TYPE_CHECKING:
@@ -36,21 +37,21 @@ class CausalLM(Architecture):
         heads = count(config, "num_attention_heads")
         if config.get("num_key_value_heads") and heads % count(config, "num_key_value_heads"):
             raise refuse(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
-        mlp = self.mlp(config)
         self.embedding = Embedding(
             build, "model.embed_tokens.weight", self.vocab_size, hidden, self.embedding_scale(config)
         )
         self.stack = DecoderStack(
             [
-                self._layer(build, f"model.layers.{i}", hidden, attention, mlp, eps)
+                self._layer(build, f"model.layers.{i}", hidden, attention, self.mlp(config, i), eps)
                 for i, attention in enumerate(self.attention(config))
             ]
         )
         self.head = self._declare_head(config, build, hidden, eps)
 
     def _layer(
-        self, build: Builder, prefix: str, hidden: int, mixer: AttentionConfig | MixerConfig, mlp: MLPConfig, eps: float
-    ) -> DecoderLayer:
+        self, build: Builder, prefix: str, hidden: int, mixer: AttentionConfig | MixerConfig,
+        mlp: MLPConfig | MoEConfig, eps: float,
+    ) -> DecoderLayer:  # fmt: skip
         if isinstance(mixer, AttentionConfig):
             return DecoderLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset)
         return MixerLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset)
@@ -69,8 +70,8 @@ class CausalLM(Architecture):
         """What mixes tokens in each layer, ``num_hidden_layers`` of them."""
 
     @abstractmethod
-    def mlp(self, config: Mapping[str, Any]) -> MLPConfig:
-        """The MLP of every layer."""
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        """The MLP, or the experts, of one layer."""
 
     def embedding_scale(self, config: Mapping[str, Any]) -> float:
         """(optional) Factor on embedding rows. Default 1."""

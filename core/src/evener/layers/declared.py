@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from evener.contracts.ops import OpFunction
 from evener.contracts.quant import PackedWeight, WeightPart
@@ -37,9 +37,12 @@ class Weight:
 class LinearWeight:
     """A linear weight of one or more parts, stacked along out-features.
 
-    ``out`` is the type of its products if that is not ``dtype``. ``layout`` is chosen by resolution, ``value`` filled
-    by the loader.
+    ``out`` is the type of its products if that is not ``dtype``; ``experts`` the number of matrices, 0 for one that is
+    no stack. ``layout`` is chosen by resolution, ``value`` filled by the loader.
     """
+
+    #: The op that computes with it.
+    op: ClassVar[str] = "linear"
 
     name: str
     parts: tuple[WeightPart, ...]
@@ -49,6 +52,27 @@ class LinearWeight:
     out: str | None = None
     layout: str = ""
     value: PackedWeight | None = None
+    experts: int = 0
+
+
+@dataclass(eq=False)
+class StackedWeight(LinearWeight):
+    """A stack of ``experts`` linear weights of equal parts, declared as one: ``parts``, ``rows`` and ``columns`` are
+    those of one matrix.
+
+    A part's name holds ``{}`` where the checkpoint writes the expert's number; a name without it is one stored tensor
+    with the experts along its first axis. ``transposed``: such a tensor, if unquantized, is [experts, columns, rows].
+    """
+
+    op: ClassVar[str] = "grouped_linear"
+
+    transposed: bool = False
+
+    def stored_parts(self) -> Iterator[str]:
+        """Names of everything that the checkpoint stores for it."""
+        for part in self.parts:
+            count = self.experts if "{}" in part.name else 1
+            yield from (part.name.format(expert) for expert in range(count))
 
 
 @dataclass(eq=False)

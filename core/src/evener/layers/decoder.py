@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from evener.contracts.architecture import Step
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.layers.builder import Builder
-from evener.layers.declared import WeightGroup
+from evener.layers.declared import CallSite, WeightGroup
+from evener.layers.experts import MoEConfig
+from evener.layers.norms import norm_weight
 from evener.layers.rotary import RotaryConfig
 from evener.ops.composites import AttentionWeights, MLPWeights
 
@@ -49,17 +51,41 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """Gated MLP of one layer."""
+    """Gated MLP of one layer. ``at``: prefix of its tensors, relative to the layer."""
 
     inner: int
     activation: str = "silu"
     bias: bool = False
+    at: str = "mlp"
     post_norm: str | None = None
     norm: str = "post_attention_layernorm"
 
+    def declare(self, build: Builder, prefix: str, common: Mapping[str, Any]) -> tuple[WeightGroup, dict[str, Any]]:
+        """The MLP of layer ``prefix``; ``common``: hidden, dtype, eps and offset of its norms."""
+        at, hidden = f"{prefix}.{self.at}", common["hidden"]
+        rise_parts = {f"{at}.gate_proj.weight": self.inner, f"{at}.up_proj.weight": self.inner}
+        fall_parts = {f"{at}.down_proj.weight": hidden}
+        gate_up = build.linear(f"{at}.gate_up_proj", rise_parts, hidden)
+        down = build.linear(f"{at}.down_proj", fall_parts, self.inner)
+        weights = build.group(
+            MLPWeights,
+            norm=norm_weight(build, prefix, self.norm, hidden, common),
+            gate_up=gate_up,
+            down=down,
+            gate_up_bias=build.biases(rise_parts, f"{at}.gate_up_bias") if self.bias else None,
+            down_bias=build.biases(fall_parts, f"{at}.down_bias") if self.bias else None,
+            post_norm=norm_weight(build, prefix, self.post_norm, hidden, common),
+        )
+        static = {
+            **common, "inner": self.inner, "activation": self.activation, "gate_up": gate_up, "down": down,
+            "post_norm": self.post_norm is not None,
+        }  # fmt: skip
+        return weights, static
+
 
 class DecoderLayer:
-    """Norm, attention, norm, MLP with residual connections: one call of the ``decoder_layer`` composite.
+    """Norm, attention, norm, MLP with residual connections: one call of the ``decoder_layer`` composite, or one for
+    each half where the second has experts.
 
     Args:
         build: where it declares itself.
@@ -68,27 +94,34 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, build: Builder, prefix: str, hidden: int, attention: AttentionConfig, mlp: MLPConfig, eps: float,
+        self, build: Builder, prefix: str, hidden: int, attention: AttentionConfig, mlp: MLPConfig | MoEConfig,
+        eps: float,
         norm_offset: float = 0.0,
     ) -> None:  # fmt: skip
         self._build, self._prefix, self._hidden = build, prefix, hidden
         self._common = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": norm_offset}
         self.attention, attention_static = self._declare_attention(attention)
-        self.mlp, mlp_static = self._declare_mlp(mlp)
-        self.site = build.op(
-            "decoder_layer", prefix, attention=attention_static, mlp=mlp_static, hidden=hidden, dtype=build.dtype
-        )
+        op, self.mlp, mlp_static = declare_mlp(build, prefix, mlp, self._common)
+        self.sites: tuple[CallSite, ...]
+        if op == "mlp_block":
+            both = {"attention": attention_static, "mlp": mlp_static, "hidden": hidden, "dtype": build.dtype}
+            self.sites = (build.op("decoder_layer", prefix, **both),)
+        else:
+            enter = build.op("attention_block", f"{prefix}.self_attn", **attention_static)
+            self.sites = (enter, build.op(op, f"{prefix}.mlp", **mlp_static))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream is ``x + residual``; returns the next pair, each [T, hidden], the residual in float32."""
-        slot = self.slot
-        return self.site.table[step.bucket](  # type: ignore[no-any-return]
-            x, residual, step.positions, self.attention.values, self.mlp.values, slot.views, step.metas[slot.group]
-        )
+        state = self.slot.views, step.metas[self.slot.group]
+        first = self.sites[0].table[step.bucket]
+        if len(self.sites) == 1:
+            both = self.attention.values, self.mlp.values
+            return first(x, residual, step.positions, *both, *state)  # type: ignore[no-any-return]
+        x, residual = first(x, residual, step.positions, self.attention.values, *state)
+        return self.sites[1].table[step.bucket](x, residual, self.mlp.values)  # type: ignore[no-any-return]
 
     def _norm_weight(self, name: str | None, size: int) -> Any:
-        dummy = "zeros" if self._common["offset"] else "ones"
-        return None if name is None else self._build.weight(f"{self._prefix}.{name}.weight", size, dummy=dummy)
+        return norm_weight(self._build, self._prefix, name, size, self._common)
 
     def _declare_attention(self, a: AttentionConfig) -> tuple[WeightGroup, dict[str, Any]]:
         build, at = self._build, f"{self._prefix}.self_attn"
@@ -127,26 +160,14 @@ class DecoderLayer:
         }  # fmt: skip
         return weights, static
 
-    def _declare_mlp(self, m: MLPConfig) -> tuple[WeightGroup, dict[str, Any]]:
-        build, at = self._build, f"{self._prefix}.mlp"
-        rise_parts = {f"{at}.gate_proj.weight": m.inner, f"{at}.up_proj.weight": m.inner}
-        fall_parts = {f"{at}.down_proj.weight": self._hidden}
-        gate_up = build.linear(f"{at}.gate_up_proj", rise_parts, self._hidden)
-        down = build.linear(f"{at}.down_proj", fall_parts, m.inner)
-        weights = build.group(
-            MLPWeights,
-            norm=self._norm_weight(m.norm, self._hidden),
-            gate_up=gate_up,
-            down=down,
-            gate_up_bias=build.biases(rise_parts, f"{at}.gate_up_bias") if m.bias else None,
-            down_bias=build.biases(fall_parts, f"{at}.down_bias") if m.bias else None,
-            post_norm=self._norm_weight(m.post_norm, self._hidden),
-        )
-        static = {
-            **self._common, "inner": m.inner, "activation": m.activation, "gate_up": gate_up, "down": down,
-            "post_norm": m.post_norm is not None,
-        }  # fmt: skip
-        return weights, static
+
+def declare_mlp(
+    build: Builder, prefix: str, mlp: MLPConfig | MoEConfig, common: Mapping[str, Any]
+) -> tuple[str, WeightGroup, dict[str, Any]]:
+    """The second half of layer ``prefix``: its op, weights and static parameters. ``common``: hidden, dtype, eps and
+    offset of its norms."""
+    op = "mlp_block" if isinstance(mlp, MLPConfig) else "moe_block"
+    return op, *mlp.declare(build, prefix, common)
 
 
 class Mixer(Protocol):
@@ -165,21 +186,21 @@ class MixerConfig(Protocol):
 
 
 class MixerLayer(DecoderLayer):
-    """A layer whose first half is any mixer: two calls, the mixer's own and the MLP's."""
+    """A layer whose first half is any mixer: two calls, the mixer's own and the other half's."""
 
     def __init__(
-        self, build: Builder, prefix: str, hidden: int, mixer: MixerConfig, mlp: MLPConfig, eps: float,
+        self, build: Builder, prefix: str, hidden: int, mixer: MixerConfig, mlp: MLPConfig | MoEConfig, eps: float,
         norm_offset: float = 0.0,
     ) -> None:  # fmt: skip
         self._build, self._prefix, self._hidden = build, prefix, hidden
         self._common = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": norm_offset}
         self.mixer = mixer.declare(build, prefix, self._common)
-        self.mlp, static = self._declare_mlp(mlp)
-        self.site = build.op("mlp_block", f"{prefix}.mlp", **static)
+        op, self.mlp, static = declare_mlp(build, prefix, mlp, self._common)
+        self.sites = (build.op(op, f"{prefix}.mlp", **static),)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.mixer(x, residual, step)
-        return self.site.table[step.bucket](x, residual, self.mlp.values)  # type: ignore[no-any-return]
+        return self.sites[0].table[step.bucket](x, residual, self.mlp.values)  # type: ignore[no-any-return]
 
 
 class DecoderStack:

@@ -40,6 +40,11 @@ def count(config: Mapping[str, Any], key: str, most: int = 1 << 24, least: int =
     return value
 
 
+def either(config: Mapping[str, Any], *keys: str) -> str:
+    """The first of ``keys`` that the config has a value for, or the first: spellings that changed over time."""
+    return next((key for key in keys if config.get(key) is not None), keys[0])
+
+
 def number(config: Mapping[str, Any], key: str) -> float:
     """The value of ``key``, a positive number.
 

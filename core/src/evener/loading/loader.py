@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from evener.contracts.checkpoint import Checkpoint
 from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, Table, Weight
+from evener.layers.declared import Declared, LinearWeight, StackedWeight, Table, Weight
 from evener.loading.match import check_match, shared_names
 
 
@@ -105,6 +105,9 @@ class _Loader:
             if isinstance(item, Weight):
                 item.value = self._tensor(item)
                 self._ledger.add(item.value, item.value.nbytes)
+            elif isinstance(item, StackedWeight):
+                item.value = pack_stack(item, self._matrices(item), self._packings, self._device)
+                self._ledger.add(item.value.data, item.value.nbytes)
             elif isinstance(item, LinearWeight):
                 item.value = pack(
                     item, [self._part(part, item.dtype) for part in item.parts], self._packings, self._device
@@ -148,6 +151,34 @@ class _Loader:
     def _filled(self, part: WeightPart) -> WeightPart:
         roles = self._scheme.tensors(part.name, self._checkpoint.headers)
         return replace(part, tensors={role: self._read(name) for role, name in roles.items()})
+
+    def _matrices(self, item: StackedWeight) -> Iterator[list[WeightPart]]:
+        """The parts of one expert after another, each read and converted when its turn comes."""
+        for expert in range(item.experts):
+            yield [self._expert_part(item, part, expert) for part in item.parts]
+
+    def _expert_part(self, item: StackedWeight, part: WeightPart, expert: int) -> WeightPart:
+        name, whole = part.name.format(expert), "{}" not in part.name
+        stored = self._scheme.part(name, self._checkpoint.headers)
+        assert stored is not None, "check_match found it"
+        read = {role: t[expert] if whole else t for role, t in self._filled(stored).tensors.items()}
+        if stored.format.plain:
+            if whole and item.transposed:
+                read["weight"] = read["weight"].T
+        elif part.format.plain:
+            read = {"weight": self._scheme.dequantize(replace(stored, tensors=read), item.dtype)}
+        return replace(part, name=name, tensors=read)
+
+
+def pack_stack(
+    item: StackedWeight, matrices: Iterable[Sequence[WeightPart]], packings: Mapping[str, Packing], device: torch.device
+) -> PackedWeight:
+    """Pack the matrices of a stack, one after another, in the layout that resolution chose."""
+    assert item.layout in packings, f"{item.name} has layout {item.layout!r}: resolve packings before loading"
+    packed = packings[item.layout].pack_stack(matrices, item.experts, item.dtype, device)
+    wanted = (item.experts, item.rows, item.columns)
+    assert packed.shape == wanted, f"packing {item.layout!r} made {packed.shape} of {item.name}, not {wanted}"
+    return packed
 
 
 def pack(

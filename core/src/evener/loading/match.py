@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from evener.contracts.checkpoint import Headers
-from evener.contracts.quant import QuantScheme
+from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, Weight
+from evener.layers.declared import Declared, LinearWeight, StackedWeight, Weight
 
 #: Buffers that old transformers versions saved although they follow from the config.
 HARMLESS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.attn\.bias")
@@ -19,6 +19,8 @@ def declared_names(item: Declared) -> Iterator[str]:
     """Names of the weights that ``item`` joins; none for a table."""
     if isinstance(item, Weight):
         yield from item.sources
+    elif isinstance(item, StackedWeight):
+        yield from item.stored_parts()
     elif isinstance(item, LinearWeight):
         yield from (part.name for part in item.parts)
 
@@ -78,13 +80,31 @@ def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterato
         if len(shapes) == len(item.sources) and not fits:
             stored = " + ".join(str(list(shape)) for shape in shapes)
             yield f"{' + '.join(item.sources)} is {stored}, not {list(item.shapes or item.shape)}"
+    elif isinstance(item, StackedWeight):
+        for declared in item.parts:
+            whole = "{}" not in declared.name
+            for expert in range(1 if whole else item.experts):
+                yield from _misfit(declared, declared.name.format(expert), item, whole, headers, scheme)
     elif isinstance(item, LinearWeight):
         for declared in item.parts:
-            part = scheme.part(declared.name, headers)
-            if part is not None and (part.rows, part.columns) != (declared.rows, declared.columns):
-                names = (n for n in scheme.tensors(declared.name, headers).values() if n in headers)
-                stored = ", ".join(str(list(headers[name][1])) for name in names)
-                yield f"{declared.name} is {stored}, not {[declared.rows, declared.columns]}"
+            yield from _misfit(declared, declared.name, item, False, headers, scheme)
+
+
+def _misfit(
+    declared: WeightPart, name: str, item: LinearWeight, whole: bool, headers: Headers, scheme: QuantScheme
+) -> Iterator[str]:
+    part = scheme.part(name, headers)
+    if part is None:
+        return
+    shapes = [list(headers[n][1]) for n in scheme.tensors(name, headers).values() if n in headers]
+    wanted = [declared.rows, declared.columns]
+    if isinstance(item, StackedWeight) and whole:
+        wanted = wanted[::-1] if item.transposed and part.format.plain else wanted
+        if any(shape[0] != item.experts for shape in shapes):
+            yield f"{name} is {', '.join(map(str, shapes))}, not {[item.experts, *wanted]}"
+            return
+    if [part.rows, part.columns] != wanted:
+        yield f"{name} is {', '.join(map(str, shapes))}, not {wanted}"
 
 
 def _shape(name: str, headers: Headers, scheme: QuantScheme) -> tuple[int, ...]:

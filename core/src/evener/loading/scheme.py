@@ -33,7 +33,8 @@ class Unquantized(QuantScheme):
                 f"{name} is stored as {dtype}, but config.json has no quantization_config that says how to read it; "
                 "use the config.json that was published with these weights"
             )
-        rows, columns = shape if len(shape) == 2 else (0, 0)
+        # Three axes are a stack of matrices.
+        rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
         return WeightPart(name, rows, columns, form)
 
     def tensors(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:

@@ -57,8 +57,10 @@ def norm_static(static: Static, hidden: int | None = None) -> dict[str, Any]:
 
 
 def linear_static(weight: LinearWeight) -> dict[str, Any]:
-    """Static parameters of the ``linear`` op for a declared weight."""
+    """Static parameters of the ``linear`` or ``grouped_linear`` op for a declared weight."""
     sizes = {"columns": weight.columns, "rows": weight.rows}
+    if weight.experts:
+        return {"weight": weight, **sizes, "experts": weight.experts, "dtype": weight.dtype}
     return {"weight": weight, **sizes, "dtype": weight.dtype, "out": weight.out or weight.dtype}
 
 
@@ -126,7 +128,8 @@ def attention_block(static: Static, use: Use) -> OpFunction:
 def mlp_block(static: Static, use: Use) -> OpFunction:
     add_norm = use("add_rms_norm", **norm_static(static))
     rise = use("linear", **linear_static(static["gate_up"]))
-    act = use("act_and_mul", inner=static["inner"], activation=static["activation"], dtype=static["dtype"])
+    act = use("act_and_mul", inner=static["inner"], activation=static["activation"], dtype=static["dtype"], alpha=1.0,
+              limit=0.0)  # fmt: skip
     fall = use("linear", **linear_static(static["down"]))
     post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
 

@@ -30,6 +30,16 @@ _ATTENTION_IN = {
 }
 _MLP = {**_NORM, "inner": "width between the two linears", "activation": "silu, gelu or gelu_tanh",
         "gate_up": "the declared LinearWeight of gate and up", "down": "the declared LinearWeight of down"}  # fmt: skip
+_ROUTE = {
+    "experts": "E",
+    "top": "experts a token",
+    "scoring": "softmax, sigmoid, or softmax_top: of the logits, and softmax over the chosen ones",
+    "groups": "equal groups of neighbouring experts; 1 = none",
+    "top_groups": "groups a token",
+    "group_best": "how many of a group's scores count for it",
+    "renormalize": "weights sum to 1",
+    "scale": "factor on the weights",
+}
 
 PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
@@ -98,9 +108,10 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     ),
     OpSchema(
         name="grouped_linear",
-        doc="y[i] = x[i] @ weight[slots[i]]ᵀ: one matrix of a stack for each row; rows with slot -1 give 0.",
+        doc="y[t, k] = x[t] @ weight[slots[t, k]]ᵀ + bias[slots[t, k]]: matrices of a stack, K for each row; slot -1 "
+        "gives 0.",
         static={
-            "weight": "the declared LinearWeight, stacked",
+            "weight": "the declared StackedWeight",
             "experts": "matrices in the stack",
             "columns": "in-features",
             "rows": "out-features of one matrix",
@@ -109,9 +120,10 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         inputs=(
             Tensor("x", ("T", "columns")),
             Tensor("weight", ("experts", "rows", "columns"), "packed"),
-            Tensor("slots", ("T",), "int32"),
+            Tensor("slots", ("T", "K"), "int32"),
+            Tensor("bias", ("experts", "rows"), optional=True),
         ),
-        outputs=(Tensor("y", ("T", "rows")),),
+        outputs=(Tensor("y", ("T", "K", "rows")),),
         reference=f"{_REF}.linear:grouped_linear",
         capturable=False,
         weights=("weight",),
@@ -138,8 +150,15 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     ),
     OpSchema(
         name="act_and_mul",
-        doc="act(x[:, :inner]) * x[:, inner:] (Shazeer 2020).",
-        static={"inner": "width of the result", "activation": "silu, gelu or gelu_tanh", "dtype": "compute type"},
+        doc="act(x[:, :inner]) * x[:, inner:] (Shazeer 2020). clamped_swiglu is another function, of pairs "
+        "g = min(x[:, 0::2], limit) and u = x[:, 1::2]: g * sigmoid(alpha * g) * (clamp(u, -limit, limit) + 1).",
+        static={
+            "inner": "width of the result",
+            "activation": "silu, gelu, gelu_tanh or clamped_swiglu",
+            "dtype": "compute type",
+            "alpha": "of clamped_swiglu",
+            "limit": "of clamped_swiglu",
+        },
         inputs=(Tensor("x", ("T", "2*inner")),),
         outputs=(Tensor("y", ("T", "inner")),),
         reference=f"{_REF}.basic:act_and_mul",
@@ -165,18 +184,35 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     ),
     OpSchema(
         name="route",
-        doc="The ``top`` likeliest experts of each row and their weights; ties go to the lowest id.",
-        static={
-            "experts": "E",
-            "top": "experts a token",
-            "scoring": "softmax or sigmoid",
-            "renormalize": "weights sum to 1",
-            "scale": "factor on the weights",
-        },
+        doc="The ``top`` experts of each row with the highest score + bias, and their scores as weights. With groups "
+        "only the ``top_groups`` groups whose ``group_best`` best add up to most take part. The lowest id wins ties.",
+        static=_ROUTE,
         inputs=(Tensor("logits", ("T", "experts"), "float32"), Tensor("bias", ("experts",), "float32", optional=True)),
         outputs=(Tensor("ids", ("T", "top"), "int32"), Tensor("weights", ("T", "top"), "float32")),
         reference=f"{_REF}.experts:route",
         cases=f"{_CASES}:route",
+    ),
+    OpSchema(
+        name="place_experts",
+        doc="Where experts are: slots[id, token mod copies[id]], which spreads tokens over copies; -1 is not here.",
+        static={"experts": "E, logical experts"},
+        inputs=(
+            Tensor("ids", ("T", "top"), "int32"),
+            Tensor("slots", ("experts", "copies"), "int32"),
+            Tensor("copies", ("experts",), "int32"),
+        ),
+        outputs=(Tensor("slots", ("T", "top"), "int32"),),
+        reference=f"{_REF}.experts:place_experts",
+        cases=f"{_CASES}:place_experts",
+    ),
+    OpSchema(
+        name="mix_experts",
+        doc="y[t] = Σ_k weights[t, k] · x[t, k], in float32.",
+        static=_HIDDEN,
+        inputs=(Tensor("x", ("T", "K", "hidden")), Tensor("weights", ("T", "K"), "float32")),
+        outputs=(Tensor("y", ("T", "hidden")),),
+        reference=f"{_REF}.experts:mix_experts",
+        cases=f"{_CASES}:mix_experts",
     ),
     OpSchema(
         name="greedy",
@@ -287,6 +323,37 @@ COMPOSITES: tuple[OpSchema, ...] = (
         reference=f"{_COMP}:mlp_block",
         composite=True,
         weights=("gate_up", "down"),
+    ),
+    OpSchema(
+        name="moe_block",
+        doc="add + norm, router in float32, route, place_experts, gate and up projections of the chosen experts, "
+        "activation, down projections, mix_experts, (+ shared experts), (post-norm).",
+        static={
+            **_NORM,
+            **_ROUTE,
+            "inner": "width between the two linears of an expert",
+            "activation": "as act_and_mul has them",
+            "alpha": "of clamped_swiglu",
+            "limit": "of clamped_swiglu",
+            "weigh_input": "weights are factors on the experts' inputs, not on their results",
+            "router": "the declared LinearWeight of the router, out float32",
+            "gate_up": "the declared StackedWeight of gate and up",
+            "down": "the declared StackedWeight of down",
+            "shared_inner": "width of the shared experts together; 0 = none",
+            "shared_gate_up": "their declared LinearWeight or None",
+            "shared_down": "their declared LinearWeight or None",
+            "shared_gate": "the declared LinearWeight of the gate on them (sigmoid) or None",
+            "post_norm": "norm after the sum",
+        },
+        inputs=(
+            Tensor("x", ("T", "hidden"), donated=True),
+            Tensor("residual", ("T", "hidden"), "float32", donated=True),
+            Tensor("weights", (), "MoEWeights"),
+        ),
+        outputs=(Tensor("x", ("T", "hidden")), Tensor("residual", ("T", "hidden"), "float32")),
+        reference="evener.ops.expert_composites:moe_block",
+        composite=True,
+        weights=("router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate"),
     ),
     OpSchema(
         name="decoder_layer",

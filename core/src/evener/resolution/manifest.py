@@ -52,14 +52,14 @@ class Manifest:
     dequantized: dict[tuple[str, str], Dequantized] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def note_dequantized(self, parts: Sequence[WeightPart], dtype: str, reason: str) -> None:
-        """Count the quantized parts of a weight that nobody packs as they are stored."""
+    def note_dequantized(self, parts: Sequence[WeightPart], dtype: str, reason: str, matrices: int = 1) -> None:
+        """Count the quantized parts of a weight, or of each matrix of a stack, that nobody packs as they are stored."""
         for part in parts:
             if not part.format.plain:
                 found = self.dequantized.setdefault((part.format.storage, dtype), Dequantized(reason))
-                found.parts += 1
-                found.stored += part.format.nbytes(part.rows, part.columns)
-                found.held += plain(dtype).nbytes(part.rows, part.columns)
+                found.parts += matrices
+                found.stored += matrices * part.format.nbytes(part.rows, part.columns)
+                found.held += matrices * plain(dtype).nbytes(part.rows, part.columns)
 
     def dequantized_lines(self) -> list[str]:
         """One line for each format that is not computed in as it is stored, with what that costs."""

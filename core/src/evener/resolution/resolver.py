@@ -166,24 +166,24 @@ class Resolver:
         self._record("attention", slot.name, None, REFERENCE, self.market.version, refused)
         return reference
 
-    def packings(self, weights: Sequence[LinearWeight], op: str = "linear") -> None:
+    def packings(self, weights: Sequence[LinearWeight]) -> None:
         """Give every linear weight a layout that some kernel accepts in each bucket; the best kernel's first choice
         wins. Parts of a weight that nobody packs as stored become plain ones, to be dequantized; a note says so."""
         chosen: dict[Any, tuple[str, str]] = {}
         for weight in weights:
-            key = (tuple((p.rows, p.columns, p.format) for p in weight.parts), weight.dtype, weight.out)
+            key = (weight.op, tuple((p.rows, p.columns, p.format) for p in weight.parts), weight.dtype, weight.out)
             if key not in chosen:
-                chosen[key] = self._layout(weight, op)
+                chosen[key] = self._layout(weight)
             layout, why = chosen[key]
             weight.layout = self.manifest.packings[weight.name] = layout
             if why:
-                self.manifest.note_dequantized(weight.parts, weight.dtype, why)
+                self.manifest.note_dequantized(weight.parts, weight.dtype, why, max(1, weight.experts))
                 weight.parts = _plain_parts(weight)
 
-    def _layout(self, weight: LinearWeight, op: str) -> tuple[str, str]:
+    def _layout(self, weight: LinearWeight) -> tuple[str, str]:
         """The layout and, if the parts must be dequantized for it, why nobody packs them as they are stored."""
         refused: list[str] = []
-        offers = [o for o in self._by_op.get(op, []) if self._forbidden(op, o) is None]
+        offers = [o for o in self._by_op.get(weight.op, []) if self._forbidden(weight.op, o) is None]
         layouts: list[str] = [p.layout for o in offers for p in o.value.packings]
         for parts in dict.fromkeys([weight.parts, _plain_parts(weight)]):
             candidate = replace(weight, parts=parts)
@@ -191,16 +191,16 @@ class Resolver:
             for layout in dict.fromkeys([*layouts, self.market.reference_packing.layout]):
                 reason = self._packings[layout].supports(parts, weight.dtype)
                 if reason is None and layout != self.market.reference_packing.layout:
-                    reason = self._unserved(candidate, op, layout, offers)
+                    reason = self._unserved(candidate, layout, offers)
                 if reason is None:
                     return layout, why if parts != weight.parts else ""
                 refused.append(f"{layout}: {reason}")
         raise ResolveError(f"no packing can hold {weight.name} for compute in {weight.dtype} ({'; '.join(refused)})")
 
-    def _unserved(self, weight: LinearWeight, op: str, layout: str, offers: Sequence[Offer]) -> str | None:
+    def _unserved(self, weight: LinearWeight, layout: str, offers: Sequence[Offer]) -> str | None:
         static = linear_static(weight)
         for bucket in self.market.buckets:
-            call = OpCall(op, static, bucket, self.market.device, {"weight": layout})
+            call = OpCall(weight.op, static, bucket, self.market.device, {"weight": layout})
             if not any(self._refusal(o.value, call) is None for o in offers):
                 return f"no kernel reads it at {bucket} tokens"
         return None

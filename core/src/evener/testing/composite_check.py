@@ -18,9 +18,10 @@ from evener.contracts.ops import Kernel, OpSchema
 from evener.contracts.quant import plain
 from evener.contracts.state import StateProvider, StateStep
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight, Table
+from evener.layers.declared import LinearWeight, Table, Weight
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
 from evener.layers.embedding import LMHead
+from evener.layers.experts import MoEConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
@@ -40,7 +41,7 @@ class Family:
 
     name: str
     attention: AttentionConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | MoEConfig
     offset: float = 0.0
     cap: float | None = None
 
@@ -67,6 +68,22 @@ def families() -> tuple[Family, ...]:
                 heads=4, kv_heads=4, head_dim=16, rotary=RotaryConfig(8, interleaved=True), qkv_bias=True, o_bias=True
             ),
             MLPConfig(inner=40, bias=True, activation="gelu"),
+        ),
+        Family(
+            "expert",
+            AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
+            MoEConfig(
+                experts=6, top=2, inner=40, scoring="sigmoid", correction="correction", groups=3, top_groups=2,
+                group_best=2, scale=2.5, shared_inner=24, shared_gate="gate", post_norm="post_mlp",
+            ),
+        ),
+        Family(
+            "biased expert",
+            AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
+            MoEConfig(
+                experts=3, top=3, inner=24, scoring="softmax_top", renormalize=False, bias=True,
+                activation="clamped_swiglu", alpha=1.702, limit=7.0,
+            ),
         ),
     )  # fmt: skip
 
@@ -118,19 +135,27 @@ class TinyModel:
                 weight.value = weight.make(where)
                 self.weights.append([])
                 continue
-            shapes = [(p.rows, p.columns) for p in weight.parts] if isinstance(weight, LinearWeight) else [weight.shape]
+            shapes: list[tuple[int, ...]] = [weight.shape] if isinstance(weight, Weight) else _shapes(weight)
             if like is None:
                 made = [torch.randn(s, generator=noise) * (s[-1] ** -0.5 if len(s) > 1 else 0.2) for s in shapes]
                 made = [(m + (getattr(weight, "dummy", "") == "ones")).to(wanted) for m in made]
+                if weight.name.endswith("correction"):  # rounding must not change which experts are chosen
+                    made = [torch.arange(float(s[0])) for s in shapes]
             else:
                 made = [m.to(wanted) for m in like.weights[index]]
             self.weights.append(made)
             if isinstance(weight, LinearWeight):
+                packing, size = self.resolver.packings_by_layout[weight.layout], len(weight.parts)
                 parts = [
-                    replace(p, format=plain(self.dtype), tensors={"weight": m})
-                    for p, m in zip(weight.parts, made, strict=True)
+                    replace(weight.parts[i % size], format=plain(self.dtype), tensors={"weight": m})
+                    for i, m in enumerate(made)
                 ]
-                weight.value = self.resolver.packings_by_layout[weight.layout].pack(parts, self.dtype, where)
+                matrices = [parts[i : i + size] for i in range(0, len(parts), size)]
+                weight.value = (
+                    packing.pack_stack(matrices, weight.experts, self.dtype, where)
+                    if weight.experts
+                    else packing.pack(parts, self.dtype, where)
+                )
             else:
                 weight.value = made[0].to(where, copy=True)
         for group in self.build.groups:
@@ -195,6 +220,12 @@ class TinyModel:
         return found
 
 
+def _shapes(weight: LinearWeight) -> list[tuple[int, ...]]:
+    """Of the parts of every matrix, one after another."""
+    shapes: list[tuple[int, ...]] = [(p.rows, p.columns) for p in weight.parts]
+    return shapes * max(1, weight.experts)
+
+
 def check_composite(
     kernel: Kernel, schemas: Sequence[OpSchema], device: Device, providers: Sequence[StateProvider],
     linears: Sequence[Kernel] = (), dtypes: Iterable[str] = DTYPES, kinds: Sequence[str] = (),
@@ -209,7 +240,8 @@ def check_composite(
     """
     results = []
     for dtype in dtypes:
-        for family in [f for f in families() if not kinds or f.name in kinds]:
+        fitting = [f for f in families() if isinstance(f.mlp, MoEConfig) == (kernel.op == "moe_block")]
+        for family in [f for f in fitting if not kinds or f.name in kinds]:
             for provider in providers or (ReferenceState(),):
                 case = f"{family.name} layers over {provider.name}"
                 status, detail = _check(kernel, schemas, device, provider, linears, dtype, family)

@@ -14,7 +14,7 @@ import torch
 
 from evener.contracts.ops import OpCase
 from evener.contracts.quant import WeightPart, plain
-from evener.layers.declared import LinearWeight
+from evener.layers.declared import LinearWeight, StackedWeight
 
 
 class Maker:
@@ -112,18 +112,23 @@ def linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 
 def grouped_linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
-    """Rows without a slot, experts without a row, one expert only, no rows at all; experts of two parts."""
+    """Rows without a slot, experts without a row, one expert only, no rows at all; matrices of two parts; biases."""
     make = Maker(dtype, generator)
-    for tokens, experts, rows, columns in ((1, 3, (16,), 24), (11, 5, (12, 7), 20), (0, 2, (8,), 8), (9, 1, (5,), 33)):
-        parts = make.parts(rows * experts, columns)
-        slots = make.ids(experts, tokens)
-        slots[2::3] = -1
-        weight = _declared(parts, dtype)
+    sizes: tuple[tuple[int, int, int, tuple[int, ...], int, bool], ...] = (
+        (1, 2, 3, (16,), 24, False), (11, 3, 5, (12, 7), 20, True), (0, 2, 2, (8,), 8, False),
+        (9, 1, 1, (5,), 33, False), (3, 2, 4, (6,), 10, True), (70, 2, 6, (32,), 64, False),
+    )  # fmt: skip
+    for tokens, top, experts, rows, columns, biased in sizes:
+        matrices = tuple(make.parts(rows, columns) for _ in range(experts))
+        slots = make.ids(experts, tokens, top)
+        slots[2::3, 0] = -1
+        if tokens == 3:
+            slots[:] = -1
+        one = _declared(matrices[0], dtype)
+        weight = StackedWeight("stack", one.parts, sum(rows), columns, dtype, experts=experts)
         static = {"weight": weight, "experts": experts, "columns": columns, "rows": sum(rows), "dtype": dtype}
-        yield OpCase(static, (make.noise(tokens, columns), parts, slots))
-    parts = make.parts((6,) * 4, 10)
-    static = {"weight": _declared(parts, dtype), "experts": 4, "columns": 10, "rows": 6, "dtype": dtype}
-    yield OpCase(static, (make.noise(3, 10), parts, torch.full((3,), -1, dtype=torch.int32)))
+        bias = make.noise(experts, sum(rows)) if biased else None
+        yield OpCase(static, (make.noise(tokens, columns), matrices, slots, bias))
 
 
 def rotary(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
@@ -149,8 +154,11 @@ def act_and_mul(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     make = Maker(dtype, generator)
     for activation in ("silu", "gelu", "gelu_tanh"):
         for tokens, inner, scale in ((1, 64, 1.0), (5, 88, 3.0), (3, 13, 8.0)):
-            static = {"inner": inner, "activation": activation, "dtype": dtype}
+            static = {"inner": inner, "activation": activation, "dtype": dtype, "alpha": 1.0, "limit": 0.0}
             yield OpCase(static, (make.noise(tokens, 2 * inner, scale=scale),))
+    for tokens, inner, scale in ((1, 64, 1.0), (5, 13, 9.0)):
+        static = {"inner": inner, "activation": "clamped_swiglu", "dtype": dtype, "alpha": 1.702, "limit": 7.0}
+        yield OpCase(static, (make.noise(tokens, 2 * inner, scale=scale),))
 
 
 def take_rows(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
@@ -170,20 +178,42 @@ def softcap(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 
 def route(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
-    """Both scorings, with and without bias and renormalising; rows of equal logits, where the lowest ids win."""
+    """Every scoring, with and without bias, groups and renormalising; equal logits, where the lowest ids win."""
     make = Maker("float32", generator)
     kinds = (
-        (1, 8, 2, "softmax", True, 1.0, False), (7, 60, 4, "softmax", False, 1.0, False),
-        (5, 13, 3, "sigmoid", True, 2.5, True), (9, 16, 16, "sigmoid", False, 1.0, False),
+        (1, 8, 2, "softmax", True, 1.0, False, (1, 1, 1)), (7, 60, 4, "softmax", False, 1.0, False, (1, 1, 1)),
+        (5, 13, 3, "sigmoid", True, 2.5, True, (1, 1, 1)), (9, 16, 16, "sigmoid", False, 1.0, False, (1, 1, 1)),
+        (6, 32, 4, "softmax_top", False, 1.0, False, (1, 1, 1)), (8, 24, 5, "sigmoid", True, 2.5, True, (4, 2, 2)),
+        (8, 24, 3, "softmax", False, 16.0, False, (6, 3, 1)), (4, 12, 4, "sigmoid", True, 1.0, False, (3, 1, 2)),
     )  # fmt: skip
-    for tokens, experts, top, scoring, renormalize, scale, biased in kinds:
-        static = {"experts": experts, "top": top, "scoring": scoring, "renormalize": renormalize, "scale": scale}
+    for tokens, experts, top, scoring, renormalize, scale, biased, (groups, top_groups, group_best) in kinds:
+        static = {"experts": experts, "top": top, "scoring": scoring, "renormalize": renormalize, "scale": scale,
+                  "groups": groups, "top_groups": top_groups, "group_best": group_best}  # fmt: skip
         logits = make.permutations(tokens, experts, 0.05) - 0.5
         if not biased:
             logits[-1] = 0.25
             logits[tokens // 2, ::3] = logits[tokens // 2].max() + 0.1
         bias = torch.arange(experts, dtype=torch.float32).flip(0) * 0.11 if biased else None
         yield OpCase(static, (logits, bias))
+
+
+def place_experts(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """One place for each expert in any order; spare copies; experts that are elsewhere; no tokens."""
+    make = Maker("float32", generator)
+    for tokens, experts, top, most in ((1, 4, 2, 1), (9, 7, 3, 3), (0, 5, 2, 2), (33, 16, 4, 2)):
+        copies = make.ids(most + 1, experts) if most > 1 else torch.ones(experts, dtype=torch.int32)
+        order = torch.randperm(experts * most, generator=generator, dtype=torch.int64).int().view(experts, most)
+        slots = torch.where(torch.arange(most) < copies[:, None], order, -1).int()
+        yield OpCase({"experts": experts}, (make.ids(experts, tokens, top), slots, copies))
+
+
+def mix_experts(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """One and several experts a token; weights of 0; no tokens."""
+    make = Maker(dtype, generator)
+    for tokens, top, hidden in ((1, 1, 8), (7, 4, 60), (0, 2, 16), (33, 8, 37)):
+        weights = make.noise(tokens, top, dtype="float32").abs()
+        weights[::2, 0] = 0
+        yield OpCase({"hidden": hidden, "dtype": dtype}, (make.noise(tokens, top, hidden), weights))
 
 
 def greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:

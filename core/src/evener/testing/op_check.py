@@ -10,6 +10,7 @@ input alone that is not donated, take rows that are slices of wider ones, and ke
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import torch
 
 from evener.contracts.device import Device
 from evener.contracts.ops import Bucket, CaseGenerator, Kernel, OpCall, OpCase, OpFunction, OpSchema, Tensor
-from evener.contracts.quant import PackedWeight, plain
+from evener.contracts.quant import PackedWeight, Packing, WeightPart, plain
 from evener.errors import DescriptorError
 from evener.ops.reference.linear import PLAIN
 from evener.resolution.resolver import load_reference
@@ -57,6 +58,25 @@ def load_cases(schema: OpSchema) -> CaseGenerator:
     return generator
 
 
+def _one(value: Sequence[Any]) -> Sequence[WeightPart]:
+    """The parts of a packed input, or those of the first matrix of a stack."""
+    return value if isinstance(value[0], WeightPart) else value[0]
+
+
+def _widened(part: WeightPart) -> WeightPart:
+    return replace(part, format=plain("float32"), tensors={k: t.float() for k, t in part.tensors.items()})
+
+
+def _packed(
+    packing: Packing, value: Sequence[Any], dtype: str, where: torch.device,
+    change: Callable[[WeightPart], WeightPart] = lambda part: part,
+) -> PackedWeight:  # fmt: skip
+    """A case's packed input: parts, or a stack of parts."""
+    if isinstance(value[0], WeightPart):
+        return packing.pack([change(p) for p in value], dtype, where)
+    return packing.pack_stack([[change(p) for p in parts] for parts in value], len(value), dtype, where)
+
+
 def no_other_op(op: str, /, **static: Any) -> OpFunction:
     """The ``use`` of a primitive, which has none."""
     raise DescriptorError(f"a primitive's reference asked for op {op!r}")
@@ -68,10 +88,7 @@ def expected(schema: OpSchema, case: OpCase) -> tuple[Any, ...]:
     inputs = []
     for declared, value in zip(schema.inputs, case.inputs, strict=True):
         if declared.dtype == "packed":
-            wide = [
-                replace(p, format=plain("float32"), tensors={k: t.float() for k, t in p.tensors.items()}) for p in value
-            ]
-            value = PLAIN.pack(wide, "float32", _CPU)
+            value = _packed(PLAIN, value, "float32", _CPU, _widened)
         elif isinstance(value, torch.Tensor):
             value = value.float() if value.is_floating_point() else value.clone()
         inputs.append(value)
@@ -105,8 +122,9 @@ def wide_rows(value: torch.Tensor) -> torch.Tensor:
     if wide is not None:
         part = wide[:, 3 : 3 + value.shape[1]]
     else:
-        flat = value.new_zeros(value.shape[0], value[0:1].numel() + 5 if value.shape[0] else 5)
-        part = flat[:, 3 : 3 + value[0:1].numel()].unflatten(1, value.shape[1:])
+        size = math.prod(value.shape[1:])
+        flat = value.new_zeros(value.shape[0], size + 5)
+        part = flat[:, 3 : 3 + size].unflatten(1, value.shape[1:])
     part.copy_(value)
     return part
 
@@ -146,7 +164,7 @@ class _Checked:
 
     def _refusal(self) -> str | None:
         for declared, value in zip(self._schema.inputs, self._case.inputs, strict=True):
-            if declared.dtype == "packed" and (reason := self._packing.supports(value, self._dtype)):
+            if declared.dtype == "packed" and (reason := self._packing.supports(_one(value), self._dtype)):
                 return f"packing {self._packing.layout}: {reason}"
         return self._kernel.supports(self._call(min(1, self._rows), self._rows))
 
@@ -189,7 +207,7 @@ class _Checked:
         inputs: list[Any] = []
         for declared, value in zip(self._schema.inputs, self._case.inputs, strict=True):
             if declared.dtype == "packed":
-                value = self._packing.pack(value, self._dtype, where)
+                value = _packed(self._packing, value, self._dtype, where)
             elif isinstance(value, torch.Tensor):
                 value = value.to(where, copy=True)
             inputs.append(value)

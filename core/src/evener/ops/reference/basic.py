@@ -30,10 +30,20 @@ def embedding(static: Mapping[str, Any], use: Use) -> OpFunction:
 
 
 def act_and_mul(static: Mapping[str, Any], use: Use) -> OpFunction:
+    if static["activation"] == "clamped_swiglu":
+        return _clamped_swiglu(static["alpha"], static["limit"])
     act, inner = ACTIVATIONS[static["activation"]], static["inner"]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return act(x[:, :inner]) * x[:, inner:]
+
+    return run
+
+
+def _clamped_swiglu(alpha: float, limit: float) -> OpFunction:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x[:, 0::2].float().clamp(max=limit), x[:, 1::2].float().clamp(-limit, limit)
+        return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)
 
     return run
 

@@ -1,31 +1,66 @@
-"""Routing of tokens to experts."""
+"""Routing of tokens to experts, and putting together what the experts give."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from evener.contracts.experts import ExpertMap
 from evener.contracts.ops import OpFunction, Use
 
 
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the ``count`` largest of each row, largest first; ties go to the lowest id."""
+    # A stable descending sort keeps equal scores in the order of their ids; topk does not promise that.
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
 def route(static: Mapping[str, Any], use: Use) -> OpFunction:
-    top, sigmoid, renormalize, scale = (
-        static["top"],
-        static["scoring"] == "sigmoid",
-        static["renormalize"],
-        static["scale"],
-    )
+    top, scoring, renormalize, scale = (static[k] for k in ("top", "scoring", "renormalize", "scale"))
+    groups, top_groups, group_best = (static[k] for k in ("groups", "top_groups", "group_best"))
+
+    def score(logits: torch.Tensor) -> torch.Tensor:
+        if scoring == "softmax":
+            return logits.softmax(-1)
+        return logits.sigmoid() if scoring == "sigmoid" else logits
+
+    def limit(wanted: torch.Tensor) -> torch.Tensor:
+        """-inf outside the groups whose best scores add up to most."""
+        grouped = wanted.unflatten(-1, (groups, -1))
+        totals = grouped.topk(group_best, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best(totals, top_groups), True)
+        masked: torch.Tensor = grouped.masked_fill(~kept[..., None], -math.inf).flatten(1)
+        return masked
 
     def run(logits: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+        scores = score(logits.float())
         wanted = scores if bias is None else scores + bias
-        # A stable descending sort keeps equal scores in the order of their ids; topk does not promise that.
-        ids = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        ids = best(limit(wanted) if top_groups < groups else wanted, top)
         weights = scores.gather(1, ids)
+        if scoring == "softmax_top":
+            weights = weights.softmax(-1)
         if renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return ids.to(torch.int32), weights * scale
+
+    return run
+
+
+def place_experts(static: Mapping[str, Any], use: Use) -> OpFunction:
+    def run(ids: torch.Tensor, slots: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+        if slots.shape[1] == 1:
+            return slots[:, 0][ids]
+        return ExpertMap(slots, copies)(ids, torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device))
+
+    return run
+
+
+def mix_experts(static: Mapping[str, Any], use: Use) -> OpFunction:
+    def run(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = (x.float() * weights[..., None]).sum(1)
+        return mixed.to(x.dtype)
 
     return run

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from evener.contracts.ops import OpFunction, Use
-from evener.contracts.quant import DTYPE_BYTES, PackedWeight, Packing, WeightPart
+from evener.contracts.quant import DTYPE_BYTES, PackedWeight, Packing, QuantFormat, WeightPart
 
 
 class PlainPacking(Packing):
@@ -32,6 +32,22 @@ class PlainPacking(Packing):
         return PackedWeight(
             self.layout, (data.shape[0], data.shape[1]), data, data.nbytes, tuple(p.format for p in parts)
         )
+
+    def pack_stack(
+        self, matrices: Iterable[Sequence[WeightPart]], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        data = torch.empty(0)
+        formats: tuple[QuantFormat, ...] = ()
+        for index, parts in enumerate(matrices):
+            if not index:  # sizes are the parts'
+                shape = count, sum(p.rows for p in parts), parts[0].columns
+                data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                formats = tuple(p.format for p in parts)
+            at = 0
+            for part in parts:
+                data[index, at : at + part.rows].copy_(part.tensors["weight"])
+                at += part.rows
+        return PackedWeight(self.layout, tuple(data.shape), data, data.nbytes, formats)
 
     def keeps(self, parts: Sequence[WeightPart]) -> bool:
         return len(parts) == 1
@@ -59,12 +75,14 @@ def linear(static: Mapping[str, Any], use: Use) -> OpFunction:
 def grouped_linear(static: Mapping[str, Any], use: Use) -> OpFunction:
     experts, rows = static["experts"], static["rows"]
 
-    def run(x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor) -> torch.Tensor:
-        stack = weight.data.view(experts, rows, -1)
-        out = x.new_zeros(x.shape[0], rows)
+    def run(
+        x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = x.new_zeros(*slots.shape, rows)
         for slot in range(experts):
-            picked = (slots == slot).nonzero().squeeze(1)
-            out.index_copy_(0, picked, F.linear(x.index_select(0, picked), stack[slot]))
+            tokens, ranks = (slots == slot).nonzero(as_tuple=True)
+            own = None if bias is None else bias[slot]
+            out[tokens, ranks] = F.linear(x.index_select(0, tokens), weight.data[slot], own)
         return out
 
     return run

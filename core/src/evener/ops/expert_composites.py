@@ -1,0 +1,98 @@
+"""What a block of experts means: its expansion into other ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from evener.contracts.ops import OpFunction, Use
+from evener.ops.composites import linear_static, norm_static
+
+if TYPE_CHECKING:
+    import torch
+
+    from evener.contracts.quant import PackedWeight
+
+ROUTE = ("experts", "top", "scoring", "groups", "top_groups", "group_best", "renormalize", "scale")
+
+
+class MoEWeights(NamedTuple):
+    """What a ``moe_block`` needs beside its inputs; None where the model has no such weight.
+
+    ``slots`` int32 [experts, copies] and ``copies`` int32 [experts] say where experts are (``ExpertMap``); stacked
+    weights and biases are indexed by slot. ``correction`` float32 [experts] is added to scores for the choice only.
+    """
+
+    norm: torch.Tensor
+    router: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+    slots: torch.Tensor
+    copies: torch.Tensor
+    router_bias: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    shared_gate_up: PackedWeight | None = None
+    shared_down: PackedWeight | None = None
+    shared_gate: PackedWeight | None = None
+    post_norm: torch.Tensor | None = None
+
+
+def _act(static: Mapping[str, Any], use: Use, inner: int) -> OpFunction:
+    return use("act_and_mul", inner=inner, **{k: static[k] for k in ("activation", "dtype", "alpha", "limit")})
+
+
+def _routed(static: Mapping[str, Any], use: Use) -> OpFunction:
+    """Normed rows [T, hidden] and weights to what the chosen experts add up to."""
+    score = use("linear", **linear_static(static["router"]))
+    route = use("route", **{k: static[k] for k in ROUTE})
+    place = use("place_experts", experts=static["experts"])
+    rise, fall = (use("grouped_linear", **linear_static(static[k])) for k in ("gate_up", "down"))
+    act = _act(static, use, static["inner"])
+    mix = use("mix_experts", hidden=static["hidden"], dtype=static["dtype"])
+    weigh_input = static["weigh_input"]
+
+    def run(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
+        ids, weights = route(score(x, w.router, w.router_bias), w.correction)
+        slots = place(ids, w.slots, w.copies)
+        single = slots.reshape(-1, 1)
+        if weigh_input:
+            rows = (x.float()[:, None] * weights[..., None]).flatten(0, 1).to(x.dtype)
+            raised = rise(rows, w.gate_up, single, w.gate_up_bias)
+            weights = weights.new_ones(weights.shape)
+        else:
+            raised = rise(x, w.gate_up, slots, w.gate_up_bias)
+        fallen = fall(act(raised.flatten(0, 1)), w.down, single, w.down_bias)
+        return mix(fallen.view(*slots.shape, -1), weights)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _shared(static: Mapping[str, Any], use: Use) -> OpFunction | None:
+    """The experts that every row passes through; None if there are none."""
+    if not static["shared_inner"]:
+        return None
+    rise, fall = (use("linear", **linear_static(static[k])) for k in ("shared_gate_up", "shared_down"))
+    act = _act(static, use, static["shared_inner"])
+    gate = use("linear", **linear_static(static["shared_gate"])) if static["shared_gate"] is not None else None
+
+    def run(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
+        y: torch.Tensor = fall(act(rise(x, w.shared_gate_up, None)), w.shared_down, None)
+        return y if gate is None else y * gate(x, w.shared_gate, None).sigmoid()
+
+    return run
+
+
+def moe_block(static: Mapping[str, Any], use: Use) -> OpFunction:
+    add_norm, routed, shared = use("add_rms_norm", **norm_static(static)), _routed(static, use), _shared(static, use)
+    post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
+
+    def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = add_norm(x, residual, w.norm)
+        y = routed(x, w)
+        if shared is not None:
+            y = y + shared(x, w)
+        return (post(y, w.post_norm) if post is not None else y), residual
+
+    return run
