@@ -89,6 +89,18 @@ class Tensor:
     optional: bool = False
 
 
+def tensors(text: str) -> tuple[Tensor, ...]:
+    """Inputs or outputs written as ``"x T,hidden donated; bias rows float32 optional"``: name, shape (``-`` for none),
+    dtype if it is not ``*``, flags."""
+    found = []
+    for line in text.split(";"):
+        name, shape, *rest = line.split()
+        dtype = [word for word in rest if word not in ("donated", "optional")] or ["*"]
+        sizes = () if shape == "-" else tuple(shape.split(","))
+        found.append(Tensor(name, sizes, dtype[0], "donated" in rest, "optional" in rest))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class OpCase:
     """One generated test case: static parameters and inputs that fit the schema."""
