@@ -13,15 +13,6 @@ from evener.layers.latent import LatentConfig
 from evener.layers.rotary import RotaryConfig
 
 __all__ = [
-    "AttentionConfig",
-    "Builder",
-    "CausalLM",
-    "DecoderLayer",
-    "DecoderStack",
-    "Embedding",
-    "LMHead",
-    "LatentConfig",
-    "MLPConfig",
-    "MoEConfig",
-    "RotaryConfig",
-]
+    "AttentionConfig", "Builder", "CausalLM", "DecoderLayer", "DecoderStack", "Embedding", "LMHead", "LatentConfig",
+    "MLPConfig", "MoEConfig", "RotaryConfig",
+]  # fmt: skip

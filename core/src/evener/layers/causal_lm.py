@@ -29,10 +29,7 @@ class CausalLM(Architecture):
     norm_offset = 0.0
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        self.vocab_size, self.max_positions = (
-            count(config, "vocab_size"),
-            count(config, "max_position_embeddings"),
-        )
+        self.vocab_size, self.max_positions = (count(config, k) for k in ("vocab_size", "max_position_embeddings"))
         hidden, eps = count(config, "hidden_size"), number(config, "rms_norm_eps")
         heads = count(config, "num_attention_heads")
         if config.get("num_key_value_heads") and heads % count(config, "num_key_value_heads"):
@@ -40,12 +37,9 @@ class CausalLM(Architecture):
         self.embedding = Embedding(
             build, "model.embed_tokens.weight", self.vocab_size, hidden, self.embedding_scale(config)
         )
-        self.stack = DecoderStack(
-            [
-                self._layer(build, f"model.layers.{i}", hidden, attention, self.mlp(config, i), eps)
-                for i, attention in enumerate(self.attention(config))
-            ]
-        )
+        names = enumerate(self.attention(config))
+        layers = (self._layer(build, f"model.layers.{i}", hidden, a, self.mlp(config, i), eps) for i, a in names)
+        self.stack = DecoderStack(list(layers))
         self.head = self._declare_head(config, build, hidden, eps)
 
     def _layer(

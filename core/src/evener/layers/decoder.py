@@ -68,14 +68,11 @@ class MLPConfig:
         gate_up = build.linear(f"{at}.gate_up_proj", rise_parts, hidden)
         down = build.linear(f"{at}.down_proj", fall_parts, self.inner)
         weights = build.group(
-            MLPWeights,
-            norm=norm_weight(build, prefix, self.norm, hidden, common),
-            gate_up=gate_up,
-            down=down,
+            MLPWeights, norm=norm_weight(build, prefix, self.norm, hidden, common), gate_up=gate_up, down=down,
             gate_up_bias=build.biases(rise_parts, f"{at}.gate_up_bias") if self.bias else None,
             down_bias=build.biases(fall_parts, f"{at}.down_bias") if self.bias else None,
             post_norm=norm_weight(build, prefix, self.post_norm, hidden, common),
-        )
+        )  # fmt: skip
         static = {
             **common, "inner": self.inner, "activation": self.activation, "gate_up": gate_up, "down": down,
             "post_norm": self.post_norm is not None,
@@ -95,8 +92,7 @@ class DecoderLayer:
 
     def __init__(
         self, build: Builder, prefix: str, hidden: int, attention: AttentionConfig, mlp: MLPConfig | MoEConfig,
-        eps: float,
-        norm_offset: float = 0.0,
+        eps: float, norm_offset: float = 0.0,
     ) -> None:  # fmt: skip
         self._build, self._prefix, self._hidden = build, prefix, hidden
         self._common = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": norm_offset}
@@ -125,11 +121,8 @@ class DecoderLayer:
 
     def _declare_attention(self, a: AttentionConfig) -> tuple[WeightGroup, dict[str, Any]]:
         build, at = self._build, f"{self._prefix}.self_attn"
-        qkv_parts = {
-            f"{at}.q_proj.weight": a.heads * a.head_dim,
-            f"{at}.k_proj.weight": a.kv_heads * a.head_dim,
-            f"{at}.v_proj.weight": a.kv_heads * a.head_dim,
-        }
+        sizes = (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads))
+        qkv_parts = {f"{at}.{name}_proj.weight": heads * a.head_dim for name, heads in sizes}
         o_parts = {f"{at}.o_proj.weight": self._hidden}
         qkv = build.linear(f"{at}.qkv_proj", qkv_parts, self._hidden)
         o = build.linear(f"{at}.o_proj", o_parts, a.heads * a.head_dim)
@@ -142,17 +135,14 @@ class DecoderLayer:
         scale = a.head_dim**-0.5 if a.scale is None else a.scale
         self.slot = build.state(at, spec, AttentionSpec(a.heads, a.head_dim, scale, a.softcap, dtype=build.dtype))
         weights = build.group(
-            AttentionWeights,
-            norm=self._norm_weight(a.norm, self._hidden),
-            qkv=qkv,
-            o=o,
+            AttentionWeights, norm=self._norm_weight(a.norm, self._hidden), qkv=qkv, o=o,
             cos_sin=a.rotary.table(build),
             qkv_bias=build.biases(qkv_parts, f"{at}.qkv_bias") if a.qkv_bias else None,
             o_bias=build.biases(o_parts, f"{at}.o_bias") if a.o_bias else None,
             q_norm=self._norm_weight("self_attn.q_norm", a.head_dim) if a.qk_norm else None,
             k_norm=self._norm_weight("self_attn.k_norm", a.head_dim) if a.qk_norm else None,
             post_norm=self._norm_weight(a.post_norm, self._hidden),
-        )
+        )  # fmt: skip
         static = {
             **self._common, "heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim, "value_dim": a.head_dim,
             "rotary_dim": a.rotary.dim, "interleaved": a.rotary.interleaved, "qk_norm": a.qk_norm, "state": self.slot,

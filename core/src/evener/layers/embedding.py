@@ -32,17 +32,8 @@ class LMHead:
     ) -> None:  # fmt: skip
         self.norm = build.weight(norm, hidden, dummy="zeros" if offset else "ones", dtype="float32")
         self.weight = build.linear(name, {name: vocab}, hidden, out="float32")
-        self.site = build.op(
-            "head",
-            name,
-            hidden=hidden,
-            dtype=build.dtype,
-            eps=eps,
-            offset=offset,
-            vocab=vocab,
-            weight=self.weight,
-            cap=cap,
-        )
+        norm_static = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": offset}
+        self.site = build.op("head", name, **norm_static, vocab=vocab, weight=self.weight, cap=cap)
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """Logits float32 [R, vocab] of the stream's rows, float32 [R, hidden]."""

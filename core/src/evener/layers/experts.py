@@ -80,16 +80,14 @@ class MoEConfig:
             return build.weight(name, *shape, dummy="zeros", dtype="float32" if wide else None)
 
         weights = build.group(
-            MoEWeights,
-            norm=norm_weight(build, prefix, self.norm, hidden, common),
+            MoEWeights, norm=norm_weight(build, prefix, self.norm, hidden, common),
             post_norm=norm_weight(build, prefix, self.post_norm, hidden, common),
-            **linears,
-            **resident(build, prefix, count),
+            **linears, **resident(build, prefix, count),
             router_bias=bias(f"{prefix}.{self.router}.bias", count) if self.bias else None,
             correction=bias(f"{prefix}.{self.correction}", count, wide=True) if self.correction else None,
             gate_up_bias=bias(f"{at}.gate_up_proj_bias", count, 2 * self.inner) if self.bias else None,
             down_bias=bias(f"{at}.down_proj_bias", count, hidden) if self.bias else None,
-        )
+        )  # fmt: skip
         names = ("experts", "top", "scoring", "groups", "top_groups", "group_best", "renormalize", "scale", "inner",
                  "activation", "alpha", "limit", "weigh_input", "shared_inner")  # fmt: skip
         static = {**common, **{name: getattr(self, name) for name in names}, **linears}
@@ -118,12 +116,6 @@ def resident(build: Builder, prefix: str, experts: int) -> dict[str, Table]:
 
         return torch.arange(experts, dtype=torch.int32, device=device)[:, None]
 
-    def copies(device: torch.device) -> torch.Tensor:
-        import torch
-
-        return torch.ones(experts, dtype=torch.int32, device=device)
-
-    return {
-        "slots": build.table(("expert slots", prefix), experts * 4, slots),
-        "copies": build.table(("expert copies", prefix), experts * 4, copies),
-    }
+    found = {"slots": build.table(("expert slots", prefix), experts * 4, slots)}
+    copies = build.table(("expert copies", prefix), experts * 4, lambda device: slots(device).squeeze(1) * 0 + 1)
+    return {**found, "copies": copies}

@@ -10,8 +10,8 @@ import torch
 
 from evener.contracts.quant import Packing, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, StackedWeight, Weight
-from evener.loading.loader import Ledger, WeightBytes, fill_table, pack, pack_stack
+from evener.layers.declared import Declared, LinearWeight, Weight
+from evener.loading.loader import Ledger, WeightBytes, fill_table, pack
 from evener.loading.match import shared_names
 
 STD = 0.02
@@ -35,22 +35,19 @@ def load_dummy(
         if isinstance(item, Weight):
             item.value = noise.weight(item, device)
             ledger.add(item.value, item.value.nbytes)
-        elif isinstance(item, StackedWeight):
-            item.value = pack_stack(item, _matrices(item, noise, device), packings, device)
-            ledger.add(item.value.data, item.value.nbytes)
         elif isinstance(item, LinearWeight):
-            item.value = pack(item, [noise.part(part, item.dtype, device) for part in item.parts], packings, device)
+            item.value = pack(item, _matrices(item, noise, device), packings, device)
             ledger.add(item.value.data, item.value.nbytes)
         else:
             fill_table(item, device, ledger)
     return ledger.bytes
 
 
-def _matrices(item: StackedWeight, noise: _Noise, device: torch.device) -> Iterator[list[WeightPart]]:
-    """The parts of one expert after another; those of one stored tensor still get numbers of their own."""
-    for expert in range(item.experts):
-        named = [p if "{}" in p.name else replace(p, name=f"{p.name}.{{}}") for p in item.parts]
-        yield [noise.part(replace(p, name=p.name.format(expert)), item.dtype, device) for p in named]
+def _matrices(item: LinearWeight, noise: _Noise, device: torch.device) -> Iterator[list[WeightPart]]:
+    """The parts of one matrix after another, each with numbers of its own."""
+    for expert in range(max(1, item.experts)):
+        named = [replace(p, name=f"{p.name} {expert}" if item.experts else p.name) for p in item.parts]
+        yield [noise.part(p, item.dtype, device) for p in named]
 
 
 class _Noise:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import DTYPE_BYTES, Packing, QuantFormat, QuantScheme, plain
-from evener.layers.declared import Declared, LinearWeight, StackedWeight, Weight
+from evener.layers.declared import Declared, LinearWeight, Weight
 from evener.loading.scheme import Unquantized
 
 
@@ -53,7 +53,7 @@ def estimate_weights(
     for item in declared:
         if isinstance(item, Weight):
             book.add_tensor(item)
-        elif isinstance(item, StackedWeight):
+        elif isinstance(item, LinearWeight) and item.experts:
             book.counted += item.experts * packings[item.layout].nbytes(item.parts, item.dtype)
         elif isinstance(item, LinearWeight):
             book.add_linear(item, packings[item.layout])

@@ -105,13 +105,8 @@ class _Loader:
             if isinstance(item, Weight):
                 item.value = self._tensor(item)
                 self._ledger.add(item.value, item.value.nbytes)
-            elif isinstance(item, StackedWeight):
-                item.value = pack_stack(item, self._matrices(item), self._packings, self._device)
-                self._ledger.add(item.value.data, item.value.nbytes)
             elif isinstance(item, LinearWeight):
-                item.value = pack(
-                    item, [self._part(part, item.dtype) for part in item.parts], self._packings, self._device
-                )
+                item.value = pack(item, self._matrices(item), self._packings, self._device)
                 self._ledger.add(item.value.data, item.value.nbytes)
             else:
                 fill_table(item, self._device, self._ledger)
@@ -152,8 +147,11 @@ class _Loader:
         roles = self._scheme.tensors(part.name, self._checkpoint.headers)
         return replace(part, tensors={role: self._read(name) for role, name in roles.items()})
 
-    def _matrices(self, item: StackedWeight) -> Iterator[list[WeightPart]]:
-        """The parts of one expert after another, each read and converted when its turn comes."""
+    def _matrices(self, item: LinearWeight) -> Iterator[list[WeightPart]]:
+        """The parts of one matrix after another, each read and converted when its turn comes."""
+        if not isinstance(item, StackedWeight):
+            yield [self._part(part, item.dtype) for part in item.parts]
+            return
         for expert in range(item.experts):
             yield [self._expert_part(item, part, expert) for part in item.parts]
 
@@ -170,24 +168,19 @@ class _Loader:
         return replace(part, name=name, tensors=read)
 
 
-def pack_stack(
-    item: StackedWeight, matrices: Iterable[Sequence[WeightPart]], packings: Mapping[str, Packing], device: torch.device
-) -> PackedWeight:
-    """Pack the matrices of a stack, one after another, in the layout that resolution chose."""
-    assert item.layout in packings, f"{item.name} has layout {item.layout!r}: resolve packings before loading"
-    packed = packings[item.layout].pack_stack(matrices, item.experts, item.dtype, device)
-    wanted = (item.experts, item.rows, item.columns)
-    assert packed.shape == wanted, f"packing {item.layout!r} made {packed.shape} of {item.name}, not {wanted}"
-    return packed
-
-
 def pack(
-    item: LinearWeight, parts: Sequence[WeightPart], packings: Mapping[str, Packing], device: torch.device
+    item: LinearWeight, matrices: Iterable[Sequence[WeightPart]], packings: Mapping[str, Packing], device: torch.device
 ) -> PackedWeight:
-    """Pack the parts of one linear weight in the layout that resolution chose."""
+    """Pack the parts of a linear weight, or of each matrix of a stack, in the layout that resolution chose."""
     assert item.layout in packings, f"{item.name} has layout {item.layout!r}: resolve packings before loading"
-    packed = packings[item.layout].pack(parts, item.dtype, device)
-    assert packed.shape == (item.rows, item.columns), f"packing {item.layout!r} made {packed.shape} of {item.name}"
+    packing = packings[item.layout]
+    shape: tuple[int, ...] = (item.rows, item.columns)
+    if item.experts:
+        packed = packing.pack_stack(matrices, item.experts, item.dtype, device)
+        shape = (item.experts, *shape)
+    else:
+        packed = packing.pack(next(iter(matrices)), item.dtype, device)
+    assert packed.shape == shape, f"packing {item.layout!r} made {packed.shape} of {item.name}"
     return packed
 
 

@@ -48,12 +48,7 @@ class MLPWeights(NamedTuple):
 
 def norm_static(static: Static, hidden: int | None = None) -> dict[str, Any]:
     """Static parameters of a norm over ``hidden`` (default: the block's own width)."""
-    return {
-        "hidden": hidden or static["hidden"],
-        "dtype": static["dtype"],
-        "eps": static["eps"],
-        "offset": static["offset"],
-    }
+    return {"hidden": hidden or static["hidden"], **{k: static[k] for k in ("dtype", "eps", "offset")}}
 
 
 def linear_static(weight: LinearWeight) -> dict[str, Any]:
@@ -70,13 +65,7 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
     norm, add_norm = use("rms_norm", **norm_static(static)), use("add_rms_norm", **norm_static(static))
     head_norm = use("rms_norm", **norm_static(static, dim)) if static["qk_norm"] else None
     project = use("linear", **linear_static(static["qkv"]))
-    rotate = use(
-        "rotary",
-        head_dim=dim,
-        rotary_dim=static["rotary_dim"],
-        interleaved=static["interleaved"],
-        dtype=static["dtype"],
-    )
+    rotate = use("rotary", head_dim=dim, **{k: static[k] for k in ("rotary_dim", "interleaved", "dtype")})
     write = use("state.write", state=static["state"])
 
     def run(
@@ -90,11 +79,8 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
         else:
             x, residual = add_norm(x, residual, norm_weight)
         q, k, v = project(x, qkv, qkv_bias).split(sizes, dim=-1)
-        q, k, v = (
-            q.unflatten(-1, (heads, dim)),
-            k.unflatten(-1, (kv_heads, dim)),
-            v.unflatten(-1, (kv_heads, value_dim)),
-        )
+        q, k = q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim))
+        v = v.unflatten(-1, (kv_heads, value_dim))
         if head_norm is not None:
             q, k = head_norm(q, q_norm), head_norm(k, k_norm)
         q, k = rotate(positions, q, k, cos_sin)
@@ -111,13 +97,9 @@ def attention_block(static: Static, use: Use) -> OpFunction:
     post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
 
     def run(
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        w: AttentionWeights,
-        views: Any,
+        x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights, views: Any,
         meta: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         q, stream = enter(x, residual, positions, w.norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.cos_sin, views, meta)
         x = project(attend(views, meta, q, w.sinks).flatten(1), w.o, w.o_bias)
         return (post(x, w.post_norm) if post is not None else x), stream

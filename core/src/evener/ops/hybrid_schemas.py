@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from evener.contracts.ops import OpSchema, Tensor
+from evener.contracts.ops import OpSchema, tensors
 
 _REF = "evener.ops.reference.recurrence"
 _COMP = "evener.ops.hybrid"
 _CASES = "evener.testing.hybrid_cases"
-_STREAM = (
-    Tensor("x", ("T", "hidden"), donated=True),
-    Tensor("residual", ("T", "hidden"), "float32", donated=True, optional=True),
-)
-_STATE = (Tensor("views", (), "state"), Tensor("meta", (), "state"))
-_OUT = (Tensor("x", ("T", "hidden")), Tensor("residual", ("T", "hidden"), "float32"))
+_STREAM = "x T,hidden donated; residual T,hidden float32 donated optional; "
+_STATE = "; views - state; meta - state"
+_OUT = "x T,hidden; residual T,hidden float32"
 _NORM = {
-    "hidden": "H, width of the rows",
-    "dtype": "compute type",
-    "eps": "added to the mean square",
-    "offset": "added to the weights of norms",
-    "state": "the layer's StateSlot",
+    "hidden": "H, width of the rows", "dtype": "compute type", "eps": "added to the mean square",
+    "offset": "added to the weights of norms", "state": "the layer's StateSlot",
     "o": "the declared LinearWeight of the output projection",
-}
+}  # fmt: skip
 
 HYBRID_PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
         name="delta_gates",
         doc="decay = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b), in float32.",
         static={"heads": "value heads", "dtype": "compute type"},
-        inputs=(
-            Tensor("a", ("T", "heads")),
-            Tensor("b", ("T", "heads")),
-            Tensor("a_log", ("heads",), "float32"),
-            Tensor("dt_bias", ("heads",), "float32"),
-        ),
-        outputs=(Tensor("decay", ("T", "heads"), "float32"), Tensor("beta", ("T", "heads"), "float32")),
+        inputs=tensors("a T,heads; b T,heads; a_log heads float32; dt_bias heads float32"),
+        outputs=tensors("decay T,heads float32; beta T,heads float32"),
         reference=f"{_REF}:delta_gates",
         cases=f"{_CASES}:delta_gates",
     ),
@@ -41,8 +30,8 @@ HYBRID_PRIMITIVES: tuple[OpSchema, ...] = (
         name="gated_rms_norm",
         doc="rms_norm(x) * weight * silu(gate), in float32.",
         static={"hidden": "D, width of the rows", "dtype": "compute type", "eps": "added to the mean square"},
-        inputs=(Tensor("x", ("…", "hidden")), Tensor("gate", ("…", "hidden")), Tensor("weight", ("hidden",))),
-        outputs=(Tensor("y", ("…", "hidden")),),
+        inputs=tensors("x …,hidden; gate …,hidden; weight hidden"),
+        outputs=tensors("y …,hidden"),
         reference=f"{_REF}:gated_rms_norm",
         cases=f"{_CASES}:gated_rms_norm",
     ),
@@ -53,15 +42,10 @@ HYBRID_COMPOSITES: tuple[OpSchema, ...] = (
         name="delta_block",
         doc="(add +) norm, projection, gates, convolution and gated delta rule, gated norm, output projection.",
         static={
-            **_NORM,
-            "heads": "value heads",
-            "key_heads": "key heads",
-            "key_dim": "of a key",
-            "value_dim": "of a value",
+            **_NORM, "heads": "value heads", "key_heads": "key heads", "key_dim": "of a key", "value_dim": "of a value",
             "enter": "the declared LinearWeight of queries, keys, values and gates",
         },
-        inputs=(*_STREAM, Tensor("weights", (), "DeltaWeights"), *_STATE),
-        outputs=_OUT,
+        inputs=tensors(_STREAM + "weights - DeltaWeights" + _STATE), outputs=tensors(_OUT),
         reference=f"{_COMP}:delta_block",
         composite=True,
         weights=("enter", "o"),
@@ -72,17 +56,11 @@ HYBRID_COMPOSITES: tuple[OpSchema, ...] = (
         doc="(add +) norm, QKV projection, head norms, rotary, write, attention, times sigmoid of a gate that lies"
         " beside each head's query, output projection.",
         static={
-            **_NORM,
-            "heads": "query heads",
-            "kv_heads": "key and value heads",
-            "head_dim": "D",
+            **_NORM, "heads": "query heads", "kv_heads": "key and value heads", "head_dim": "D",
             "rotary_dim": "leading part of each head that is rotated",
             "qkv": "the declared LinearWeight of queries with gates, keys, values",
         },
-        inputs=(
-            *_STREAM, Tensor("positions", ("T",), "int32"), Tensor("weights", (), "GatedAttentionWeights"), *_STATE
-        ),
-        outputs=_OUT,
+        inputs=tensors(_STREAM + "positions T int32; weights - GatedAttentionWeights" + _STATE), outputs=tensors(_OUT),
         reference=f"{_COMP}:gated_attention_block",
         composite=True,
         weights=("qkv", "o"),

@@ -8,16 +8,12 @@ _REF = "evener.ops.reference.latent"
 _COMP = "evener.ops.latent"
 _CASES = "evener.testing.latent_cases"
 _LATENT = {
-    "heads": "query heads",
-    "nope_dim": "part of a head's query and key that is not rotated",
-    "value_dim": "width of a head's value",
-    "rank": "width of the latent",
-    "dtype": "compute type",
+    "heads": "query heads", "nope_dim": "part of a head's query and key that is not rotated",
+    "value_dim": "width of a head's value", "rank": "width of the latent", "dtype": "compute type",
     "kv_b": "the declared LinearWeight that makes keys and values of latents",
-    "absorb": "none, absorb-without-precomp or absorb",
-    "sparse": "whether each query reads chosen tokens only",
+    "absorb": "none, absorb-without-precomp or absorb", "sparse": "whether each query reads chosen tokens only",
     "state": "the layer's StateSlot",
-}
+}  # fmt: skip
 
 LATENT_PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
@@ -26,8 +22,7 @@ LATENT_PRIMITIVES: tuple[OpSchema, ...] = (
         static={"heads": "matrices", "columns": "in-features", "rows": "out-features",
                 "transposed": "whether weight is [heads, columns, rows] instead of [heads, rows, columns]",
                 "dtype": "compute type"},
-        inputs=tensors("x T,heads,columns; weight heads,rows,columns"),
-        outputs=tensors("y T,heads,rows"),
+        inputs=tensors("x T,heads,columns; weight heads,rows,columns"), outputs=tensors("y T,heads,rows"),
     ),
     OpSchema(
         name="partial_attention", reference=f"{_REF}:partial_attention", cases=f"{_CASES}:partial_attention",

@@ -31,44 +31,36 @@ _ATTENTION_IN = {
 _MLP = {**_NORM, "inner": "width between the two linears", "activation": "silu, gelu or gelu_tanh",
         "gate_up": "the declared LinearWeight of gate and up", "down": "the declared LinearWeight of down"}  # fmt: skip
 _ROUTE = {
-    "experts": "E",
-    "top": "experts a token",
+    "experts": "E", "top": "experts a token",
     "scoring": "softmax, sigmoid, or softmax_top: of the logits, and softmax over the chosen ones",
-    "groups": "equal groups of neighbouring experts; 1 = none",
-    "top_groups": "groups a token",
-    "group_best": "how many of a group's scores count for it",
-    "renormalize": "weights sum to 1",
+    "groups": "equal groups of neighbouring experts; 1 = none", "top_groups": "groups a token",
+    "group_best": "how many of a group's scores count for it", "renormalize": "weights sum to 1",
     "scale": "factor on the weights",
-}
+}  # fmt: skip
 
 PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
         name="embedding", reference=f"{_REF}.basic:embedding", cases=f"{_CASES}:embedding",
         doc="Row ``ids[t]`` of the table, times ``scale`` (rounded to the compute type).",
         static={**_HIDDEN, "vocab": "V, rows of the table", "scale": "factor on the rows"},
-        inputs=tensors("ids T int32; table vocab,hidden"),
-        outputs=tensors("rows T,hidden"),
+        inputs=tensors("ids T int32; table vocab,hidden"), outputs=tensors("rows T,hidden"),
     ),
     OpSchema(
         name="rms_norm", reference=f"{_REF}.norm:rms_norm", cases=f"{_CASES}:rms_norm",
         doc="x / sqrt(mean(x²) + eps) * (weight + offset), in float32 (Zhang and Sennrich 2019).",
-        static=_NORM,
-        inputs=tensors("x …,hidden; weight hidden"),
-        outputs=tensors("y …,hidden"),
+        static=_NORM, inputs=tensors("x …,hidden; weight hidden"), outputs=tensors("y …,hidden"),
     ),
     OpSchema(
         name="add_rms_norm", reference=f"{_REF}.norm:add_rms_norm", cases=f"{_CASES}:add_rms_norm",
         doc="s = x + residual, kept in float32; (rms_norm(s), s).",
-        static=_NORM,
-        inputs=tensors("x T,hidden donated; residual T,hidden float32 donated; weight hidden"),
+        static=_NORM, inputs=tensors("x T,hidden donated; residual T,hidden float32 donated; weight hidden"),
         outputs=tensors("y T,hidden; sum T,hidden float32"),
     ),
     OpSchema(
         name="layer_norm", reference=f"{_REF}.norm:layer_norm", cases=f"{_CASES}:layer_norm",
         doc="(x - mean) / sqrt(variance + eps) * weight + bias, in float32 (Ba et al. 2016).",
         static={**_HIDDEN, "eps": "added to the variance"},
-        inputs=tensors("x T,hidden; weight hidden; bias hidden optional"),
-        outputs=tensors("y T,hidden"),
+        inputs=tensors("x T,hidden; weight hidden; bias hidden optional"), outputs=tensors("y T,hidden"),
     ),
     OpSchema(
         name="linear", reference=f"{_REF}.linear:linear", weights=("weight",), cases=f"{_CASES}:linear",
@@ -76,8 +68,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         static={"weight": "the declared LinearWeight", "columns": "in-features", "rows": "out-features",
                 "dtype": "compute type",
                 "out": "type of the result: the compute type, or float32 for sums that are not rounded"},
-        inputs=tensors("x T,columns; weight rows,columns packed; bias rows optional"),
-        outputs=tensors("y T,rows out"),
+        inputs=tensors("x T,columns; weight rows,columns packed; bias rows optional"), outputs=tensors("y T,rows out"),
     ),
     OpSchema(
         name="grouped_linear", reference=f"{_REF}.linear:grouped_linear", capturable=False, weights=("weight",),
@@ -104,30 +95,25 @@ PRIMITIVES: tuple[OpSchema, ...] = (
             "min(x[:, 0::2], limit) and u = x[:, 1::2]: g * sigmoid(alpha * g) * (clamp(u, -limit, limit) + 1).",
         static={"inner": "width of the result", "activation": "silu, gelu, gelu_tanh or clamped_swiglu",
                 "dtype": "compute type", "alpha": "of clamped_swiglu", "limit": "of clamped_swiglu"},
-        inputs=tensors("x T,2*inner"),
-        outputs=tensors("y T,inner"),
+        inputs=tensors("x T,2*inner"), outputs=tensors("y T,inner"),
     ),
     OpSchema(
         name="take_rows", reference=f"{_REF}.basic:take_rows", cases=f"{_CASES}:take_rows",
         doc="x[rows].",
-        static=_HIDDEN,
-        inputs=tensors("x T,hidden; rows R int64"),
-        outputs=tensors("y R,hidden"),
+        static=_HIDDEN, inputs=tensors("x T,hidden; rows R int64"), outputs=tensors("y R,hidden"),
     ),
     OpSchema(
         name="softcap", reference=f"{_REF}.basic:softcap", cases=f"{_CASES}:softcap",
         doc="cap * tanh(x / cap), in float32.",
         static={"cap": "the bound", "dtype": "compute type"},
-        inputs=tensors("x R,V"),
-        outputs=tensors("y R,V"),
+        inputs=tensors("x R,V"), outputs=tensors("y R,V"),
     ),
     OpSchema(
         name="route", reference=f"{_REF}.experts:route", cases=f"{_CASES}:route",
         doc="The ``top`` experts of each row with the highest score + bias, and their scores as weights. With groups "
             "only the ``top_groups`` groups whose ``group_best`` best add up to most take part. The lowest id wins "
             "ties.",
-        static=_ROUTE,
-        inputs=tensors("logits T,experts float32; bias experts float32 optional"),
+        static=_ROUTE, inputs=tensors("logits T,experts float32; bias experts float32 optional"),
         outputs=tensors("ids T,top int32; weights T,top float32"),
     ),
     OpSchema(
@@ -140,16 +126,13 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
         name="mix_experts", reference=f"{_REF}.experts:mix_experts", cases=f"{_CASES}:mix_experts",
         doc="y[t] = Σ_k weights[t, k] · x[t, k], in float32.",
-        static=_HIDDEN,
-        inputs=tensors("x T,K,hidden; weights T,K float32"),
-        outputs=tensors("y T,hidden"),
+        static=_HIDDEN, inputs=tensors("x T,K,hidden; weights T,K float32"), outputs=tensors("y T,hidden"),
     ),
     OpSchema(
         name="greedy", reference=f"{_REF}.sampling:greedy", cases=f"{_CASES}:greedy",
         doc="The id of the largest logit of each row; ties go to the lowest id.",
         static={"vocab": "V"},
-        inputs=tensors("logits R,vocab"),
-        outputs=tensors("ids R int32"),
+        inputs=tensors("logits R,vocab"), outputs=tensors("ids R int32"),
     ),
     OpSchema(
         name="sample", reference=f"{_REF}.sampling:sample", cases=f"{_CASES}:sample",
@@ -163,8 +146,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         name="apply_mask", reference=f"{_REF}.sampling:apply_mask", cases=f"{_CASES}:apply_mask",
         doc="Logits of ids whose bit in the packed mask is 0 become -inf.",
         static={"vocab": "V"},
-        inputs=tensors("logits R,vocab donated; mask R,ceil(vocab/32) int32"),
-        outputs=tensors("logits R,vocab"),
+        inputs=tensors("logits R,vocab donated; mask R,ceil(vocab/32) int32"), outputs=tensors("logits R,vocab"),
     ),
     OpSchema(
         name="logprobs", reference=f"{_REF}.sampling:logprobs", cases=f"{_CASES}:logprobs",
