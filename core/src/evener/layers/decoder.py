@@ -129,9 +129,8 @@ class DecoderLayer:
         shape = (a.kv_heads, a.head_dim)
         spec = StateSpec(
             "window" if a.window else "full",
-            (StateTensor("key", shape, build.dtype), StateTensor("value", shape, build.dtype)),
-            window=a.window,
-        )
+            (StateTensor("key", shape, build.dtype), StateTensor("value", shape, build.dtype)), window=a.window,
+        )  # fmt: skip
         scale = a.head_dim**-0.5 if a.scale is None else a.scale
         self.slot = build.state(at, spec, AttentionSpec(a.heads, a.head_dim, scale, a.softcap, dtype=build.dtype))
         weights = build.group(

@@ -62,14 +62,12 @@ class DeltaNet:
         attention = AttentionSpec(c.heads, c.key_dim, c.key_dim**-0.5, dtype=build.dtype, algorithm="gated_delta")
         self.slot: StateSlot = build.state(at, spec, attention)
         self.weights: WeightGroup = build.group(
-            DeltaWeights,
-            **linears,
-            norm=_norm(build, prefix, "input_layernorm", hidden, common),
+            DeltaWeights, **linears, norm=_norm(build, prefix, "input_layernorm", hidden, common),
             filters=build.weight(f"{at}.conv1d.weight", channels, 1, c.width),
             a_log=build.weight(f"{at}.A_log", c.heads, dummy="zeros", dtype="float32"),
             dt_bias=build.weight(f"{at}.dt_bias", c.heads, dummy="ones", dtype="float32"),
             inner_norm=build.weight(f"{at}.norm.weight", c.value_dim, dummy="ones"),
-        )
+        )  # fmt: skip
         static = {"heads": c.heads, "key_heads": c.key_heads, "key_dim": c.key_dim, "value_dim": c.value_dim}
         self.site: CallSite = build.op("delta_block", at, **common, **static, **linears, state=self.slot)
 
@@ -112,15 +110,12 @@ class GatedAttention:
         attention = AttentionSpec(c.heads, dim, dim**-0.5, dtype=build.dtype)
         self.slot: StateSlot = build.state(at, StateSpec("full", tensors), attention)
         self.weights: WeightGroup = build.group(
-            GatedAttentionWeights,
-            **linears,
-            norm=_norm(build, prefix, "input_layernorm", hidden, common),
-            cos_sin=c.rotary.table(build),
-            q_norm=_norm(build, at, "q_norm", dim, common),
+            GatedAttentionWeights, **linears, norm=_norm(build, prefix, "input_layernorm", hidden, common),
+            cos_sin=c.rotary.table(build), q_norm=_norm(build, at, "q_norm", dim, common),
             k_norm=_norm(build, at, "k_norm", dim, common),
             qkv_bias=build.biases(qkv, f"{at}.qkv_bias") if c.bias else None,
             o_bias=build.biases(o, f"{at}.o_bias") if c.bias else None,
-        )
+        )  # fmt: skip
         static = {"heads": c.heads, "kv_heads": c.kv_heads, "head_dim": dim, "rotary_dim": c.rotary.dim}
         self.site: CallSite = build.op("gated_attention_block", at, **common, **static, **linears, state=self.slot)
 

@@ -88,17 +88,15 @@ class LatentAttention:
         }
         matrices = self._absorb != "none" or sparse
         self.weights: WeightGroup = build.group(
-            LatentWeights,
-            **linears,
+            LatentWeights, **linears,
             norm=build.weight(f"{prefix}.{c.norm}.weight", hidden, dummy="zeros" if common["offset"] else "ones"),
             kv_norm=build.weight(f"{at}.kv_a_layernorm.weight", c.rank, dummy="ones"),
             q_norm=build.weight(f"{at}.q_a_layernorm.weight", c.q_rank, dummy="ones") if c.q_rank else None,
-            cos_sin=c.rotary.table(build),
-            down_bias=build.biases(down_parts, f"{at}.down_bias") if c.bias else None,
+            cos_sin=c.rotary.table(build), down_bias=build.biases(down_parts, f"{at}.down_bias") if c.bias else None,
             o_bias=build.biases(o, f"{at}.o_bias") if c.bias else None,
             heads=build.weight(next(iter(kv_b)), *next(iter(kv_b.items()))[1:], c.rank) if matrices else None,
             **(self._declare_products() if self._absorb == "absorb" and not sparse else {}),
-        )
+        )  # fmt: skip
         if not sparse:
             build.ignore(rf"{re.escape(at)}\.indexer\..*")
         self.index = self._declare_index(c.index, top or 0, hidden) if c.index is not None and sparse else None
@@ -175,12 +173,10 @@ class LatentAttention:
         spec = StateSpec("index", (StateTensor("key", (c.head_dim,), dtype),))
         slot = build.state(at, spec, AttentionSpec(c.heads, c.head_dim, 1.0, dtype=dtype, top=top))
         group = build.group(
-            IndexWeights,
-            **linears,
-            k_norm=build.weight(f"{at}.k_norm.weight", c.head_dim, dummy="ones"),
+            IndexWeights, **linears, k_norm=build.weight(f"{at}.k_norm.weight", c.head_dim, dummy="ones"),
             k_norm_bias=build.weight(f"{at}.k_norm.bias", c.head_dim, dummy="zeros"),
             cos_sin=self._config.rotary.table(build),
-        )
+        )  # fmt: skip
         static = {"hidden": hidden, "heads": c.heads, "head_dim": c.head_dim, "rope_dim": self._config.rope_dim,
                   "dtype": dtype, "state": slot, **linears}  # fmt: skip
         return group, slot, static

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 #: Scalings and the numbers that they cannot do without.
 _SCALINGS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
+    "default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
 
 
 def has_entries(rope_parameters: Mapping[str, Any] | None) -> bool:
@@ -102,14 +100,10 @@ class RotaryConfig:
         if scaling == "default":  # numbers that do not matter must not make equal angles two tables
             return cls(int(dim * float(partial or 1.0)), float(base))
         return cls(
-            int(dim * float(partial or 1.0)),
-            float(base),
-            scaling,
-            factor=float(settings["factor"]),
-            low=float(settings.get("low_freq_factor") or 1.0),
-            high=float(settings.get("high_freq_factor") or 4.0),
+            int(dim * float(partial or 1.0)), float(base), scaling, factor=float(settings["factor"]),
+            low=float(settings.get("low_freq_factor") or 1.0), high=float(settings.get("high_freq_factor") or 4.0),
             original=int(original or config.get("max_position_embeddings") or 8192),
-        )
+        )  # fmt: skip
 
     def table(self, build: Builder) -> Table:
         """float32 [max_positions, dim]: cosines, then sines, of dim / 2 angles each."""

@@ -9,12 +9,8 @@ from evener.errors import ArchitectureError
 
 #: ``hidden_act`` as transformers spells it: our activation.
 ACTIVATIONS: Mapping[str, str] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:

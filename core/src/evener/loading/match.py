@@ -54,10 +54,9 @@ def check_match(
     extra = [n for n in headers if n not in wanted and n not in (ties or {}) and not pattern.fullmatch(n)]
     misshapen = [line for item in declared for line in _misshapen(item, headers, scheme)]
     findings = [
-        _finding("missing", missing),
-        _finding("not part of the model", sorted(extra)),
+        _finding("missing", missing), _finding("not part of the model", sorted(extra)),
         _finding("of another shape than config.json implies", list(dict.fromkeys(misshapen))),
-    ]
+    ]  # fmt: skip
     if any(findings):
         raise CheckpointError(
             f"the weights in {where} are not those of the model in its config.json: "

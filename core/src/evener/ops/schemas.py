@@ -17,17 +17,12 @@ _CASES = "evener.testing.op_cases"
 _HIDDEN = {"hidden": "H, width of the rows", "dtype": "compute type"}
 _NORM = {**_HIDDEN, "eps": "added to the mean square", "offset": "added to the weight (Gemma: 1.0)"}
 _ATTENTION_IN = {
-    **_NORM,
-    "heads": "query heads",
-    "kv_heads": "key and value heads",
-    "head_dim": "D of queries and keys",
-    "value_dim": "D of values",
-    "rotary_dim": "leading part of each head that is rotated",
+    **_NORM, "heads": "query heads", "kv_heads": "key and value heads", "head_dim": "D of queries and keys",
+    "value_dim": "D of values", "rotary_dim": "leading part of each head that is rotated",
     "interleaved": "rotate pairs (2i, 2i+1) instead of halves",
-    "qk_norm": "normalise each query and key head before rotating",
-    "state": "the layer's StateSlot",
+    "qk_norm": "normalise each query and key head before rotating", "state": "the layer's StateSlot",
     "qkv": "the declared LinearWeight of q, k, v",
-}
+}  # fmt: skip
 _MLP = {**_NORM, "inner": "width between the two linears", "activation": "silu, gelu or gelu_tanh",
         "gate_up": "the declared LinearWeight of gate and up", "down": "the declared LinearWeight of down"}  # fmt: skip
 _ROUTE = {

@@ -96,22 +96,15 @@ class Manifest:
             op, provider, version, refused = key
             span = buckets.get(key, [])
             yield {
-                "op": op,
-                "provider": provider,
-                "version": version,
-                "buckets": [str(b) for b in sorted(span)],
-                "tokens": [str(b) for b in joined(span)],
-                "sites": count // max(1, len(span)),
+                "op": op, "provider": provider, "version": version, "buckets": [str(b) for b in sorted(span)],
+                "tokens": [str(b) for b in joined(span)], "sites": count // max(1, len(span)),
                 "refused": [{"provider": name, "reason": reason} for name, reason in refused],
-            }
+            }  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``/version`` and ``evener explain``."""
         layouts = Counter(self.packings.values())
         return {
-            "ops": list(self.rows()),
-            "packings": dict(layouts),
-            "dequantized": self.dequantized_lines(),
-            "fallbacks": sorted({c.op for c in self.fallbacks()}),
-            "notes": list(self.notes),
-        }
+            "ops": list(self.rows()), "packings": dict(layouts), "dequantized": self.dequantized_lines(),
+            "fallbacks": sorted({c.op for c in self.fallbacks()}), "notes": list(self.notes),
+        }  # fmt: skip

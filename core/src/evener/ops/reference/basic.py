@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from evener.contracts.ops import OpFunction, Use
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}  # fmt: skip
 
 
 def embedding(static: Mapping[str, Any], use: Use) -> OpFunction:
