@@ -11,8 +11,9 @@ import torch
 from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.ops.composites import AttentionWeights, MLPWeights
-from evener.ops.reference.linear import PLAIN
-from evener_backend_cpu.native_library import Layer
+from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
+from evener_backend_cpu.block_packing import addresses
+from evener_backend_cpu.native_library import Layer, Matrix
 from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
 from evener_backend_cpu.state import LAYOUT, MAX_HEAD_DIM, PagedMeta, PagedViews
 
@@ -23,12 +24,15 @@ _NO_MEMORY = "no memory for a layer's scratch; lower infer.step_tokens or infer.
 class _Site:
     """One call site: the C struct of its sizes, and of the addresses of the weights that it was called with last."""
 
-    def __init__(self, attention: Mapping[str, Any] | None, mlp: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, attention: Mapping[str, Any] | None, mlp: Mapping[str, Any] | None, layouts: Mapping[str, str]
+    ) -> None:
         self._attention_static, self.struct = attention, Layer()
         self.address = ctypes.addressof(self.struct)
         self._key: tuple[Any, ...] = (None, None, None)
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor | PackedWeight] = []
         s = self.struct
+        s.packed = BLOCKS in layouts.values()
         if attention is not None:
             s.hidden, s.rotary, s.interleaved = attention["hidden"], attention["rotary_dim"], attention["interleaved"]
             s.eps, s.offset = attention["eps"], attention["offset"]
@@ -47,28 +51,32 @@ class _Site:
         s = self.struct
         if attention is not None and views is not None and self._attention_static is not None:
             s.g = views.geometry(self._attention_static["state"].attention)
-            for name in ("norm", "qkv", "qkv_bias", "q_norm", "k_norm", "cos_sin", "o", "o_bias", "sinks", "post_norm"):
+            for name in ("norm", "qkv_bias", "q_norm", "k_norm", "cos_sin", "o_bias", "sinks", "post_norm"):
                 setattr(s, name, self._address(getattr(attention, name)))
+            s.qkv, s.o = self._matrix(attention.qkv), self._matrix(attention.o)
         if mlp is not None:
-            for name in ("gate_up", "gate_up_bias", "down", "down_bias"):
-                setattr(s, name, self._address(getattr(mlp, name)))
+            s.gate_up_bias, s.down_bias = self._address(mlp.gate_up_bias), self._address(mlp.down_bias)
+            s.gate_up, s.down = self._matrix(mlp.gate_up), self._matrix(mlp.down)
             s.mlp_norm, s.mlp_post_norm = self._address(mlp.norm), self._address(mlp.post_norm)
         self._key = (attention, mlp, views)
         return self.address
 
-    def _address(self, value: torch.Tensor | PackedWeight | None) -> int | None:
-        if value is None:
+    def _address(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
             return None
-        tensor: torch.Tensor = value.data if isinstance(value, PackedWeight) else value
-        assert tensor.is_contiguous(), "plain packing and the loader give contiguous weights"
+        assert tensor.is_contiguous(), "the loader gives contiguous weights"
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+    def _matrix(self, weight: PackedWeight) -> Matrix:
+        self._kept.append(weight)
+        return Matrix(*addresses(weight))
 
 
 class _Composite(NativeKernel):
     """What the kernels below share."""
 
-    packings = (PLAIN,)
+    takes_weights = True
     flags = 0
 
     def _parts(self, static: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
@@ -91,7 +99,7 @@ class _Composite(NativeKernel):
         return None
 
     def workspace(self, call: OpCall) -> int:
-        site = _Site(*self._parts(call.static))
+        site = _Site(*self._parts(call.static), call.layouts)
         scratch = self.native.function("scratch", call.static["dtype"])
         return int(scratch(site.address, call.bucket.high, 0, self.device.threads))
 
@@ -104,7 +112,7 @@ class _Layer(_Composite):
     def _run(self, call: OpCall) -> OpFunction:
         """The call of both halves; ``mlp`` is None where the flags leave it out."""
         device, function = self.device, self.native.function("layer", call.static["dtype"])
-        site, flags = _Site(*self._parts(call.static)), self.flags
+        site, flags = _Site(*self._parts(call.static), call.layouts), self.flags
         bind = site.bind
 
         def run(
@@ -179,7 +187,7 @@ class NativeNormQkvRotaryWrite(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         device, function, static = self.device, self.native.function("layer", call.static["dtype"]), call.static
-        site, heads, dim = _Site(*self._parts(static)), static["heads"], static["head_dim"]
+        site, heads, dim = _Site(*self._parts(static), call.layouts), static["heads"], static["head_dim"]
         last: list[Any] = [None]
 
         def run(
@@ -227,7 +235,7 @@ class NativeMlpBlock(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("layer", call.static["dtype"])
-        site = _Site(*self._parts(call.static))
+        site = _Site(*self._parts(call.static), call.layouts)
 
         def run(x: torch.Tensor, residual: torch.Tensor, weights: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
             if function(

@@ -10,6 +10,7 @@ import torch
 from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Readback, ReadyReadback
 from evener.errors import BackendError
 from evener_backend_cpu import isa, memory
+from evener_backend_cpu.block_packing import BlockPacking
 from evener_backend_cpu.native_library import Native, Unavailable, load
 
 
@@ -18,6 +19,7 @@ class CpuDevice(Device):
 
     Attributes:
         native: the compiled kernels, or why there are none.
+        blocks: the packing of block-quantized weights.
         threads: threads that compute a step.
     """
 
@@ -38,6 +40,7 @@ class CpuDevice(Device):
             variant=processor.variant,
             features=processor.features,
         )
+        self.blocks = BlockPacking(self)
         self._options = options
         self._native: Native | Unavailable | None = None
 

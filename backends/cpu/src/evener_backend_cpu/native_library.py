@@ -24,8 +24,8 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "layer": (ctypes.c_int, (_P, _P, _I, _P, _P, _P, _P, _I, _I, _I)),
     "scratch": (_I, (_P, _I, _I, _I)),
-    "linear": (None, (_P, _I, _P, _P, _I, _I, _P, _I)),
-    "linear_wide": (None, (_P, _I, _P, _P, _I, _I, _P, _I)),
+    "linear": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _P, _I)),
+    "linear_wide": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _P, _I)),
     "attend": (ctypes.c_int, (_P, _P, _P, _P, _P, _I)),
     "write": (None, (_P, _P, _P, _I, _P, _I, _I)),
     "norm": (None, (_P, _I, _P, _P, _P, _I, _I, _F, _F, _I)),
@@ -56,30 +56,45 @@ class Step(ctypes.Structure):
     ]
 
 
+class Segment(ctypes.Structure):
+    """``struct Segment`` of quant_gemm.h."""
+
+    _fields_ = [*((name, _I) for name in ("kind", "first", "rows")), ("data", _P)]
+
+
+class Blocks(ctypes.Structure):
+    """``struct Blocks`` of quant_gemm.h."""
+
+    _fields_ = [("count", _I), ("segments", ctypes.POINTER(Segment))]
+
+
+class Matrix(ctypes.Structure):
+    """``struct Matrix`` of quant_gemm.h: one of the two is null."""
+
+    _fields_ = [("plain", _P), ("blocks", _P)]
+
+
 class Layer(ctypes.Structure):
     """``struct Layer`` of layer.h."""
 
     _fields_ = [
         ("g", Geometry),
-        *((name, _I) for name in ("hidden", "rotary", "interleaved", "inner", "activation")),
+        *((name, _I) for name in ("hidden", "rotary", "interleaved", "inner", "activation", "packed")),
         *((name, _F) for name in ("eps", "offset", "mlp_eps", "mlp_offset")),
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
         *(
             (name, _P)
             for name in (
                 "norm",
-                "qkv",
                 "qkv_bias",
                 "q_norm",
                 "k_norm",
                 "cos_sin",
-                "o",
                 "o_bias",
                 "sinks",
                 "post_norm",
                 "mlp_norm",
-                "gate_up",
                 "gate_up_bias",
-                "down",
                 "down_bias",
                 "mlp_post_norm",
             )
@@ -107,6 +122,9 @@ class Native:
         self._functions: dict[tuple[str, str], Any] = {}
         self.plan = self._library.evener_plan
         self.plan.restype, self.plan.argtypes = _I, (_P, _P, _P, _I, _P, _P)
+        self.tile_bytes, self.pack = self._library.evener_tile_bytes, self._library.evener_pack
+        self.tile_bytes.restype, self.tile_bytes.argtypes = _I, (_I, _I)
+        self.pack.restype, self.pack.argtypes = None, (_I, _P, _I, _I, _I, _P, _I)
 
     def function(self, name: str, dtype: str) -> Any:
         """Kernel ``name`` for a dtype of ``DTYPES``; takes addresses and integers."""

@@ -9,6 +9,7 @@ import torch
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.ops.reference.linear import PLAIN
+from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Native, Unavailable
 
@@ -20,10 +21,13 @@ class NativeKernel(Kernel):
 
     priority = 100
     batch_invariant = True
+    takes_weights = False
 
     def __init__(self, device: CpuDevice) -> None:
         self.name = f"native_{self.op}"
         self.device = device
+        if self.takes_weights:
+            self.packings = (PLAIN, device.blocks)
 
     def supports(self, call: OpCall) -> str | None:
         native = self.device.native
@@ -46,11 +50,10 @@ class NativeKernel(Kernel):
 
 
 class NativeLinear(NativeKernel):
-    """Matrix times rows over the plain layout, at every token count: the weight is read once and never repacked."""
+    """Matrix times rows at every token count, over plain weights, read once and never repacked, and over blocks."""
 
     op = "linear"
-    packings = (PLAIN,)
-
+    takes_weights = True
     def _judge(self, call: OpCall) -> str | None:
         dtype, out = call.static["dtype"], call.static["out"]
         return None if out in (dtype, "float32") else f"gives {dtype} or float32, not {out}"
@@ -66,16 +69,19 @@ class NativeLinear(NativeKernel):
                 x = x.contiguous()
             count = x.shape[0]
             y = x.new_empty(count, rows, dtype=out)
-            function(
+            plain, blocks = addresses(weight)
+            if function(
                 x.data_ptr(),
                 count,
-                weight.data.data_ptr(),
+                plain,
+                blocks,
                 None if bias is None else bias.data_ptr(),
                 rows,
                 columns,
                 y.data_ptr(),
                 device.threads,
-            )
+            ):
+                raise MemoryError("no memory for a linear layer's scratch; lower infer.step_tokens")
             return y
 
         return run

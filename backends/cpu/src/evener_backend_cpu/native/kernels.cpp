@@ -19,9 +19,18 @@ static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, 
 }
 
 template <class T, class O>
-static void linear(const T* x, int64_t M, const T* w, const T* bias, int64_t N, int64_t K, O* y, int64_t threads) {
+static int linear(const T* x, int64_t M, const T* plain, const Blocks* blocks, const T* bias, int64_t N, int64_t K, O* y, int64_t threads) {
+  Matrix w{plain, blocks};
+  long all = blocks ? Sizes::up(Quantized::bytes(M, K)) : 0, few = blocks ? Sizes::up(Quantized::bytes(FEW, K)) : 0;
+  char* base = blocks ? scratch().want(all + few * threads) : nullptr;
+  if (blocks && !base) return 1;
   Share share;
-  Pool::run(threads, [&](long, long n) { gemm_share<T, O>(share, n, x, M, w, bias, N, K, y); });
+  Meet meet;
+  Pool::run(threads, [&](long tid, long n) {
+    Quantized in = quantized(w, x, M, K, base, base + all + few * tid, meet, tid, n);
+    gemm_share<T, O>(share, n, x, in, M, w, bias, N, K, y);
+  });
+  return 0;
 }
 
 template <class T>
@@ -102,11 +111,12 @@ extern "C" {
   int64_t evener_scratch_##S(const Layer* l, int64_t tokens, int64_t parts, int64_t threads) {                                         \
     return Sizes::of<T>(*l, tokens, parts, threads).total;                                                                             \
   }                                                                                                                                    \
-  void evener_linear_##S(const T* x, int64_t M, const T* w, const T* b, int64_t N, int64_t K, T* y, int64_t threads) {                 \
-    linear(x, M, w, b, N, K, y, threads);                                                                                              \
+  int evener_linear_##S(const T* x, int64_t M, const T* w, const Blocks* blocks, const T* b, int64_t N, int64_t K, T* y, int64_t threads) {\
+    return linear(x, M, w, blocks, b, N, K, y, threads);                                                                               \
   }                                                                                                                                    \
-  void evener_linear_wide_##S(const T* x, int64_t M, const T* w, const T* b, int64_t N, int64_t K, float* y, int64_t threads) {        \
-    linear(x, M, w, b, N, K, y, threads);                                                                                              \
+  int evener_linear_wide_##S(const T* x, int64_t M, const T* w, const Blocks* blocks, const T* b, int64_t N, int64_t K, float* y,      \
+                             int64_t threads) {                                                                                        \
+    return linear(x, M, w, blocks, b, N, K, y, threads);                                                                               \
   }                                                                                                                                    \
   int evener_attend_##S(const Geometry* g, const Step* s, const T* q, const T* sinks, T* out, int64_t threads) {                       \
     return attend<T>(g, s, q, sinks, out, threads);                                                                                    \
@@ -128,6 +138,19 @@ extern "C" {
   void evener_greedy_##S(const T* x, int64_t rows, int64_t n, int32_t* ids) { greedy<T>(x, rows, n, ids); }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
+
+int64_t evener_tile_bytes(int64_t kind, int64_t columns) {
+  int64_t n = 0;
+  with_form(kind, [&](auto form) { n = decltype(form)::tile_bytes(columns); });
+  return n;
+}
+void evener_pack(int64_t kind, const uint8_t* from, int64_t row_bytes, int64_t rows, int64_t columns, char* to, int64_t threads) {
+  with_form(kind, [&](auto form) {
+    typedef decltype(form) F;
+    Pool::each(threads, (rows + LANES - 1) / LANES,
+               [&](long t) { pack_tile<F>(from, row_bytes, rows, columns, t * LANES, to + t * F::tile_bytes(columns)); });
+  });
+}
 
 int64_t evener_plan(const Geometry* g, const int32_t* query_start, const int32_t* kv_lens, int64_t requests, Item* plan, int64_t* parts) {
   return make_plan(*g, query_start, kv_lens, requests, plan, parts);

@@ -4,18 +4,19 @@
 #include <cstdlib>
 
 #include "attention.h"
-#include "gemm.h"
 #include "pool.h"
+#include "quant_gemm.h"
 #include "rows.h"
 
 enum Part { ENTER = 1, ATTEND = 2, MLP = 4 };
 
 struct Layer {
   Geometry g;
-  int64_t hidden, rotary, interleaved, inner, activation;
+  int64_t hidden, rotary, interleaved, inner, activation, packed;  // packed: some matrix is in blocks
   float eps, offset, mlp_eps, mlp_offset;
-  const void *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *cos_sin, *o, *o_bias, *sinks, *post_norm;
-  const void *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias, *mlp_post_norm;
+  Matrix qkv, o, gate_up, down;
+  const void *norm, *qkv_bias, *q_norm, *k_norm, *cos_sin, *o_bias, *sinks, *post_norm;
+  const void *mlp_norm, *gate_up_bias, *down_bias, *mlp_post_norm;
 };
 
 struct Scratch {
@@ -52,15 +53,26 @@ INLINE long piece_of(long total, long threads, long unit) {
 }
 
 template <class T, class O>
-INLINE void gemm_share(Share& share, long threads, const T* x, long M, const void* w, const void* bias, long N, long K, O* y) {
+INLINE void gemm_share(Share& share, long threads, const T* x, const Quantized& q, long M, const Matrix& w, const void* bias, long N, long K, O* y) {
   long piece = piece_of(N, threads, 16), n0, n1;
-  while (share.take(N, piece, &n0, &n1)) gemm<T, O>(x, K, M, (const T*)w, n0, n1, K, (const T*)bias, y + n0, N);
+  while (share.take(N, piece, &n0, &n1)) multiply<T, O>(w, x, q, M, n0, n1, K, (const T*)bias, y + n0, N);
 }
 
 static const long FEW = 4, MLP_PANEL = 256;
 
+// The rows of x as integers where the matrix wants them: a few by every thread for itself, more by all together.
+template <class T>
+INLINE Quantized quantized(const Matrix& w, const T* x, long M, long K, char* shared, char* mine, Meet& meet, long tid, long threads) {
+  if (!w.blocks) return Quantized{};
+  bool few = M <= FEW;
+  Quantized q = Quantized::at(few ? mine : shared, M, K);
+  quantize_rows(x, K, few ? 0 : M * tid / threads, few ? M : M * (tid + 1) / threads, K, q);
+  if (!few) meet.wait(threads);
+  return q;
+}
+
 struct Sizes {
-  long threads, tokens, xn, qkv, q, attn, ao, h, priv, total;
+  long threads, tokens, xn, qkv, q, attn, ao, h, ints, priv, total;
   static long up(long n) { return (n + 63) / 64 * 64; }
   template <class T> static Sizes of(const Layer& l, long tokens, long parts, long threads) {
     const Geometry& g = l.g;
@@ -80,12 +92,18 @@ struct Sizes {
     s.h = add(panel * l.inner * sizeof(T));
     long part = add(parts * g.kv_heads * partial_floats(g.kv_heads ? g.heads / g.kv_heads : 0, g.dv) * 4);
     s.parts = part;
-    s.priv_bytes = up((g.kv_heads ? attention_floats(g) : 0) * 4) + up(FEW * l.hidden * (4 + sizeof(T))) + up(2 * MLP_PANEL * 16 * 4);
+    auto most = [&](long rows, long panel) {
+      long inner = Quantized::bytes(panel, l.inner), heads = Quantized::bytes(rows, g.heads * g.dv), hidden = Quantized::bytes(rows, l.hidden);
+      return !l.packed ? 0 : up(inner > heads ? (inner > hidden ? inner : hidden) : (heads > hidden ? heads : hidden));
+    };
+    s.ints = add(most(tokens, panel));
+    s.few_bytes = most(FEW, FEW);
+    s.priv_bytes = s.few_bytes + up((g.kv_heads ? attention_floats(g) : 0) * 4) + up(FEW * l.hidden * (4 + sizeof(T))) + up(2 * MLP_PANEL * 16 * 4);
     s.priv = add(s.priv_bytes * threads);
     s.total = at;
     return s;
   }
-  long parts, priv_bytes;
+  long parts, few_bytes, priv_bytes;
 };
 
 // x, stream: [T, hidden], the stream in float32; ``x`` is null where stream alone enters. ``out`` gets the layer's x, the query with ENTER alone.
@@ -167,10 +185,12 @@ template <class T> struct Run {
       float* priv = (float*)mine;
       float* temp = (float*)(mine + Sizes::up(FEW * H * (4 + sizeof(T))));
       float* scratch = (float*)((char*)temp + Sizes::up(2 * MLP_PANEL * 16 * 4));
+      char *ints = base + s.ints, *few = mine + s.priv_bytes - s.few_bytes;
       float* sum = nullptr;
       if (flags & ENTER) {
         T* y = norms(x, nullptr, l.norm, l.eps, l.offset, xn, priv, tid, threads, &sum);
-        gemm_share<T, float>(qkv_share, threads, y, tokens, l.qkv, l.qkv_bias, width, H, qkv);
+        Quantized in = quantized(l.qkv, y, tokens, H, ints, few, meet, tid, threads);
+        gemm_share<T, float>(qkv_share, threads, y, in, tokens, l.qkv, l.qkv_bias, width, H, qkv);
         meet.wait(threads);
         keep(sum, tid);
         heads(qkv, q, tid, threads);
@@ -179,14 +199,15 @@ template <class T> struct Run {
         meet.wait(threads);
         attend(*step, q, (const T*)l.sinks, attn, parts, scratch, tid, threads);
         meet.wait(threads);
-        gemm_share<T, T>(o_share, threads, attn, tokens, l.o, l.o_bias, H, g.heads * g.dv, ao);
+        Quantized in = quantized(l.o, attn, tokens, g.heads * g.dv, ints, few, meet, tid, threads);
+        gemm_share<T, T>(o_share, threads, attn, in, tokens, l.o, l.o_bias, H, g.heads * g.dv, ao);
         if (l.post_norm && !(flags & MLP)) {
           meet.wait(threads);
           for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
             norm_row(ao + t * H, (const T*)l.post_norm, ao + t * H, H, l.eps, l.offset);
         }
       }
-      if (flags & MLP) mlp(flags & ATTEND ? ao : x, xn, h, priv, temp, tid, threads);
+      if (flags & MLP) mlp(flags & ATTEND ? ao : x, xn, h, priv, temp, ints, few, tid, threads);
     });
   }
 
@@ -205,27 +226,29 @@ template <class T> struct Run {
     }
   }
 
-  void mlp(T* add, T* xn, T* h, float* priv, float* temp, long tid, long threads) {
+  void mlp(T* add, T* xn, T* h, float* priv, float* temp, char* ints, char* few, long tid, long threads) {
     long H = l.hidden, I = l.inner;
-    const T *gu = (const T*)l.gate_up, *bias = (const T*)l.gate_up_bias;
+    const T* bias = (const T*)l.gate_up_bias;
     float* sum;
     if (flags & ATTEND) meet.wait(threads);
     T* y = norms(add, flags & ATTEND ? l.post_norm : nullptr, l.mlp_norm, l.mlp_eps, l.mlp_offset, xn, priv, tid, threads, &sum);
     for (long p = 0; p < tokens; p += MLP_PANEL) {
       long M = tokens - p < MLP_PANEL ? tokens - p : MLP_PANEL, i0, i1;
       long piece = piece_of(I, threads, 16);
+      Quantized in = quantized(l.gate_up, y + p * H, M, H, ints, few, meet, tid, threads);
       while (up_share.take(I, piece, &i0, &i1))
         for (long i = i0; i < i1; i += 16) {
           long n = i1 - i < 16 ? i1 - i : 16;
           float *gate = temp, *up = temp + MLP_PANEL * 16;
-          gemm<T, float>(y + p * H, H, M, gu, i, i + n, H, bias, gate, 16);
-          gemm<T, float>(y + p * H, H, M, gu, I + i, I + i + n, H, bias, up, 16);
+          multiply<T, float>(l.gate_up, y + p * H, in, M, i, i + n, H, bias, gate, 16);
+          multiply<T, float>(l.gate_up, y + p * H, in, M, I + i, I + i + n, H, bias, up, 16);
           for (long m = 0; m < M; m++) act_row<float, T>(gate + m * 16, up + m * 16, h + m * I + i, n, l.activation);
         }
       meet.wait(threads);
       if (tid == 0) up_share.reset();
       if (p == 0) keep(sum, tid);
-      gemm_share<T, T>(down_share, threads, h, M, l.down, l.down_bias, H, I, out + p * H);
+      in = quantized(l.down, h, M, I, ints, few, meet, tid, threads);
+      gemm_share<T, T>(down_share, threads, h, in, M, l.down, l.down_bias, H, I, out + p * H);
       meet.wait(threads);
       if (tid == 0) down_share.reset();
     }

@@ -1,0 +1,116 @@
+"""Weights that stay in the blocks of a GGUF file, laid out for this backend's kernels.
+
+Nothing is rounded: each block's quants and scales are kept as they are, in tiles of 16 rows. The parts of a merged layer
+may have different block types, and plain parts may stand between them. Activations are computed with as 16-bit integers
+that share a scale over 32 columns, which is exact to about 2⁻¹⁶ of the largest of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from evener.contracts.quant import BLOCKS, DTYPE_BYTES, PackedWeight, Packing, WeightPart
+from evener_backend_cpu.native_library import DTYPES, Blocks, Native, Segment, Unavailable
+
+LAYOUT = "cpu.blocks"
+LANES = 16
+#: Bytes of a tile: of 32 columns, and of 256 columns beside them. The order is that of ``enum Kind`` of quant_blocks.h.
+_SIZES: dict[str, tuple[int, int]] = {
+    "q4_0": (256 + 32, 0), "q4_1": (256 + 64, 0), "q5_0": (320 + 32, 0), "q5_1": (320 + 64, 0), "q8_0": (512 + 32, 0),
+    "q2_k": (256 + 64, 64), "q3_k": (256 + 32, 32), "q4_k": (256 + 32, 64), "q5_k": (320 + 32, 64),
+    "q6_k": (384 + 32, 32),
+}  # fmt: skip
+KINDS = {storage: number for number, storage in enumerate(_SIZES, 1)}
+
+
+class _Device(Protocol):
+    threads: int
+
+    @property
+    def native(self) -> Native | Unavailable: ...
+
+
+@dataclass(frozen=True)
+class BlockData:
+    """What ``BlockPacking`` makes: tensors, one a part, and the C struct that points to them."""
+
+    tensors: tuple[torch.Tensor, ...]
+    struct: Blocks
+
+
+def addresses(weight: PackedWeight) -> tuple[int | None, int | None]:
+    """Of a plain matrix, and of the struct of one in blocks; one of them is None."""
+    if isinstance(weight.data, BlockData):
+        return None, ctypes.addressof(weight.data.struct)
+    tensor: torch.Tensor = weight.data
+    assert tensor.is_contiguous(), "plain packing gives contiguous weights"
+    return tensor.data_ptr(), None
+
+
+def tile_bytes(storage: str, columns: int) -> int:
+    """Bytes of 16 rows."""
+    unit, head = _SIZES[storage]
+    return -(-(columns // 32 * unit + -(-columns // 256) * head) // 64) * 64
+
+
+class BlockPacking(Packing):
+    """Tiles of 16 rows for block formats; plain parts of the same layer beside them."""
+
+    layout = LAYOUT
+
+    def __init__(self, device: _Device) -> None:
+        self._device = device
+
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        if isinstance(self._device.native, Unavailable):
+            return self._device.native.reason
+        if dtype not in DTYPES:
+            return f"computes in float32 and bfloat16, not {dtype}"
+        packed = [p for p in parts if not p.format.plain]
+        for part in packed:
+            storage = part.format.storage
+            if storage not in KINDS:
+                return f"does not know the block format {storage}"
+            if part.columns % BLOCKS[storage][0]:
+                return f"{part.columns} columns are no multiple of the {BLOCKS[storage][0]} of a {storage} block"
+        return None if packed else "nothing is in blocks"
+
+    def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
+        return sum(self._bytes(p, dtype) for p in parts)
+
+    @staticmethod
+    def _bytes(part: WeightPart, dtype: str) -> int:
+        if part.format.plain:
+            return part.rows * part.columns * int(DTYPE_BYTES[dtype])
+        return -(-part.rows // LANES) * tile_bytes(part.format.storage, part.columns)
+
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        tensors = tuple(self._part(part, dtype) for part in parts)
+        segments, first = (Segment * len(parts))(), 0
+        for segment, part, tensor in zip(segments, parts, tensors, strict=True):
+            segment.kind = KINDS.get(part.format.storage, 0)
+            segment.first, segment.rows, segment.data = first, part.rows, tensor.data_ptr()
+            first += part.rows
+        data = BlockData(tensors, Blocks(len(parts), segments))
+        return PackedWeight(
+            self.layout, (first, parts[0].columns), data, sum(t.nbytes for t in tensors), tuple(p.format for p in parts)
+        )
+
+    def _part(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        stored = part.tensors["weight"]
+        if part.format.plain:
+            return stored.to(getattr(torch, dtype)).contiguous()
+        native = self._device.native
+        assert isinstance(native, Native), "pack follows supports"
+        stored = stored.contiguous()
+        tiles = torch.empty(self._bytes(part, dtype), dtype=torch.uint8)
+        native.pack(
+            KINDS[part.format.storage], stored.data_ptr(), stored.shape[1], part.rows, part.columns, tiles.data_ptr(),
+            self._device.threads,
+        )  # fmt: skip
+        return tiles

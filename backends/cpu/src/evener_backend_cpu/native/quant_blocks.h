@@ -1,0 +1,168 @@
+// Block-quantized weights as this backend keeps them: still packed, every number of the file's blocks kept, in another order.
+//
+// A tile is 16 rows, one a 32-bit lane, so that a product needs no sums across lanes. It holds first the quants of all units of 32
+// columns, then their scales. A unit's quants are unsigned (8 bits: signed) and read as pairs of neighbouring columns, pair p in the
+// two halves of a lane:
+//   8 bits   [pair][lane][2]                    4 bits   [pair / 4][lane] uint32, pair p at bits 4 (p % 4) of each half
+//   5 bits   4 bits, then [lane] uint32 with the fifth bit of pair p at bit p of each half
+//   6 bits   4 bits, then [pair / 8][lane] uint32, the upper bits of pair p at bits 2 (p % 8) of each half
+// Rows that fill up the last tile have scale 0.
+#pragma once
+#include "simd.h"
+
+enum Kind { PLAIN_PART = 0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
+
+// HALF: w = d (q - offset). AFFINE: w = d q + m. KMIN: w = d s q - m t, d and m for 256 columns, s and t bytes of a group.
+// KSIGNED: w = d s (q - offset), s a signed byte.
+enum Scales { HALF, AFFINE, KMIN, KSIGNED };
+
+static const long LANES = 16, UNIT = 32, SUPER = 256;
+
+template <int KIND> struct Form;
+#define FORM(K, BITS, GROUP, SCALES, OFFSET)                                                                                          \
+  template <> struct Form<K> {                                                                                                        \
+    static const int kind = K, bits = BITS, groups = 32 / GROUP, scales = SCALES, offset = OFFSET;                                      \
+    static const long quant_bytes = BITS * 64;                                                                                        \
+    static const long head_bytes = SCALES == KMIN ? 64 : SCALES == KSIGNED ? 32 : 0;                                                    \
+    static const long scale_bytes = SCALES == HALF ? 32 : SCALES == AFFINE ? 64 : (SCALES == KMIN ? 32 : 16) * groups;                  \
+    static long units_bytes(long columns) { return columns / UNIT * quant_bytes; }                                                    \
+    static long tile_bytes(long columns) {                                                                                            \
+      long n = columns / UNIT * (quant_bytes + scale_bytes) + (columns + SUPER - 1) / SUPER * head_bytes;                               \
+      return (n + 63) / 64 * 64;                                                                                                      \
+    }                                                                                                                                 \
+  };
+FORM(Q4_0, 4, 32, HALF, 8)
+FORM(Q4_1, 4, 32, AFFINE, 0)
+FORM(Q5_0, 5, 32, HALF, 16)
+FORM(Q5_1, 5, 32, AFFINE, 0)
+FORM(Q8_0, 8, 32, HALF, 0)
+FORM(Q2_K, 4, 16, KMIN, 0)
+FORM(Q3_K, 4, 16, KSIGNED, 4)
+FORM(Q4_K, 4, 32, KMIN, 0)
+FORM(Q5_K, 5, 32, KMIN, 0)
+FORM(Q6_K, 6, 16, KSIGNED, 32)
+#undef FORM
+
+// Calls f(Form<kind>()).
+template <class F> INLINE bool with_form(long kind, F f) {
+  switch (kind) {
+    case Q4_0: f(Form<Q4_0>()); return true;
+    case Q4_1: f(Form<Q4_1>()); return true;
+    case Q5_0: f(Form<Q5_0>()); return true;
+    case Q5_1: f(Form<Q5_1>()); return true;
+    case Q8_0: f(Form<Q8_0>()); return true;
+    case Q2_K: f(Form<Q2_K>()); return true;
+    case Q3_K: f(Form<Q3_K>()); return true;
+    case Q4_K: f(Form<Q4_K>()); return true;
+    case Q5_K: f(Form<Q5_K>()); return true;
+    case Q6_K: f(Form<Q6_K>()); return true;
+  }
+  return false;
+}
+
+// 32 columns of one row. d and m are float16 bits.
+struct Decoded {
+  uint8_t q[32];
+  uint16_t d, m;
+  uint8_t s[2], t[2];
+};
+
+INLINE uint16_t half_bits(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
+
+// Unit ``u`` (of 1 or 8) of the block at p, in the file's layout (ggml-common.h).
+static void decode(long kind, const uint8_t* p, long u, Decoded* o) {
+  uint8_t* q = o->q;
+  auto nibbles = [&](const uint8_t* b) {
+    for (int j = 0; j < 16; j++) q[j] = b[j] & 15, q[j + 16] = b[j] >> 4;
+  };
+  auto fifths = [&](const uint8_t* h) {
+    for (int j = 0; j < 32; j++) q[j] |= (h[j / 8] >> (j % 8) & 1) << 4;
+  };
+  auto scales_k4 = [&](const uint8_t* b) {
+    o->s[0] = u < 4 ? b[u] & 63 : (b[u + 4] & 15) | (b[u - 4] >> 6) << 4;
+    o->t[0] = u < 4 ? b[u + 4] & 63 : b[u + 4] >> 4 | (b[u] >> 6) << 4;
+  };
+  long n = u / 4, j = u % 4;
+  switch (kind) {
+    case Q4_0: o->d = half_bits(p), nibbles(p + 2); break;
+    case Q4_1: o->d = half_bits(p), o->m = half_bits(p + 2), nibbles(p + 4); break;
+    case Q5_0: o->d = half_bits(p), nibbles(p + 6), fifths(p + 2); break;
+    case Q5_1: o->d = half_bits(p), o->m = half_bits(p + 2), nibbles(p + 8), fifths(p + 4); break;
+    case Q8_0: o->d = half_bits(p), memcpy(q, p + 2, 32); break;
+    case Q2_K:
+      for (int l = 0; l < 32; l++) q[l] = p[16 + 32 * n + l] >> (2 * j) & 3;
+      for (int g = 0; g < 2; g++) o->s[g] = p[2 * u + g] & 15, o->t[g] = p[2 * u + g] >> 4;
+      o->d = half_bits(p + 80), o->m = half_bits(p + 82);
+      break;
+    case Q3_K:
+      for (int l = 0; l < 32; l++) q[l] = (p[32 + 32 * n + l] >> (2 * j) & 3) | (p[l] >> u & 1) << 2;
+      for (int g = 0; g < 2; g++) {
+        long i = 2 * u + g;
+        const uint8_t* b = p + 96;
+        int low = i < 8 ? b[i] & 15 : b[i - 8] >> 4, high = b[8 + i % 4] >> (2 * (i / 4)) & 3;
+        o->s[g] = (uint8_t)((low | high << 4) - 32);
+      }
+      o->d = half_bits(p + 108);
+      break;
+    case Q4_K:
+    case Q5_K: {
+      const uint8_t* b = p + (kind == Q4_K ? 16 : 48) + u / 2 * 32;
+      for (int l = 0; l < 32; l++) q[l] = u % 2 ? b[l] >> 4 : b[l] & 15;
+      if (kind == Q5_K)
+        for (int l = 0; l < 32; l++) q[l] |= (p[16 + l] >> u & 1) << 4;
+      o->d = half_bits(p), o->m = half_bits(p + 2);
+      scales_k4(p + 4);
+      break;
+    }
+    case Q6_K:
+      for (int l = 0; l < 32; l++) {
+        uint8_t b = p[64 * n + 32 * (j % 2) + l];
+        q[l] = (j < 2 ? b & 15 : b >> 4) | (p[128 + 32 * n + l] >> (2 * j) & 3) << 4;
+      }
+      for (int g = 0; g < 2; g++) o->s[g] = p[192 + 2 * u + g];
+      o->d = half_bits(p + 208);
+      break;
+  }
+}
+
+template <class F> static void place(const Decoded& in, long unit, long lane, long columns, char* tile) {
+  uint8_t* q = (uint8_t*)tile + unit * F::quant_bytes;
+  if (F::bits == 8) {
+    for (int c = 0; c < 32; c++) q[(c / 2 * LANES + lane) * 2 + c % 2] = in.q[c];
+  } else {
+    uint32_t low[4] = {}, fifth = 0, high[2] = {};
+    for (int c = 0; c < 32; c++) {
+      int p = c / 2, half = c % 2 * 16;
+      low[p / 4] |= (uint32_t)(in.q[c] & 15) << (half + 4 * (p % 4));
+      fifth |= (uint32_t)(in.q[c] >> 4 & 1) << (half + p);
+      high[p / 8] |= (uint32_t)(in.q[c] >> 4 & 3) << (half + 2 * (p % 8));
+    }
+    for (int z = 0; z < 4; z++) memcpy(q + (z * LANES + lane) * 4, low + z, 4);
+    if (F::bits == 5) memcpy(q + (4 * LANES + lane) * 4, &fifth, 4);
+    if (F::bits == 6)
+      for (int z = 0; z < 2; z++) memcpy(q + ((4 + z) * LANES + lane) * 4, high + z, 4);
+  }
+  char* scales = tile + F::units_bytes(columns) + (unit / 8 + 1) * F::head_bytes + unit * F::scale_bytes;
+  if (F::head_bytes && unit % 8 == 0) {
+    memcpy(scales - F::head_bytes + lane * 2, &in.d, 2);
+    if (F::scales == KMIN) memcpy(scales - F::head_bytes + 32 + lane * 2, &in.m, 2);
+  }
+  if (F::scales == HALF || F::scales == AFFINE) memcpy(scales + lane * 2, &in.d, 2);
+  if (F::scales == AFFINE) memcpy(scales + 32 + lane * 2, &in.m, 2);
+  if (F::scales == KMIN)
+    for (int g = 0; g < F::groups; g++) scales[g * 32 + lane] = (char)in.s[g], scales[g * 32 + 16 + lane] = (char)in.t[g];
+  if (F::scales == KSIGNED)
+    for (int g = 0; g < F::groups; g++) scales[g * 16 + lane] = (char)in.s[g];
+}
+
+// Packs rows of a file's blocks. ``to`` has room for the tiles.
+template <class F> static void pack_tile(const uint8_t* from, long row_bytes, long rows, long columns, long first, char* to) {
+  long per_block = F::scales == KMIN || F::scales == KSIGNED ? 8 : 1, blocks = columns / UNIT / per_block;
+  memset(to, 0, F::tile_bytes(columns));
+  for (long lane = 0; lane < LANES && first + lane < rows; lane++)
+    for (long unit = 0; unit < columns / UNIT; unit++) {
+      Decoded d{};
+      decode(F::kind, from + (first + lane) * row_bytes + unit / per_block * (row_bytes / blocks), unit % per_block, &d);
+      place<F>(d, unit, lane, columns, to);
+    }
+}

@@ -1,0 +1,267 @@
+// y = x wᵀ over block-quantized weights. Activations become 16-bit integers with a float32 scale for 32 columns, so that a unit's sum
+// of products is exact in int32 and the result as close to the dequantized one in float32 as bfloat16 inputs and outputs let it be.
+// (Eight-bit activations would halve the arithmetic; decode waits for memory anyway, and their error is 250 times as large.)
+#pragma once
+#include "gemm.h"
+#include "quant_blocks.h"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(EVENER_PORTABLE)
+#define EVENER_VNNI 1
+#endif
+
+// A part of a matrix: rows first <= n < first + rows.
+struct Segment {
+  int64_t kind, first, rows;
+  const void* data;
+};
+// The parts of a matrix in order.
+struct Blocks {
+  int64_t count;
+  const Segment* segments;
+};
+// A matrix: plain and row-major, or in blocks.
+struct Matrix {
+  const void* plain;
+  const Blocks* blocks;
+};
+
+// Rows as integers: x[m, c] = scale[m, c / 32] * q[m, c]; ``sum`` adds q over 16 columns.
+struct Quantized {
+  int16_t* q;
+  float* scale;
+  int32_t* sum;
+  static long bytes(long rows, long columns) { return rows * (columns * 2 + columns / 32 * 4 + columns / 16 * 4) + 192; }
+  static Quantized at(char* p, long rows, long columns) {
+    auto up = [](char* a) { return (char*)(((uintptr_t)a + 63) & ~(uintptr_t)63); };
+    Quantized r;
+    r.q = (int16_t*)up(p);
+    r.scale = (float*)up((char*)(r.q + rows * columns));
+    r.sum = (int32_t*)up((char*)(r.scale + rows * (columns / 32)));
+    return r;
+  }
+};
+
+INLINE int32_t sum16(i16x a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)a);
+#else
+  int32_t s = 0;
+  for (int i = 0; i < 16; i++) s += a[i];
+  return s;
+#endif
+}
+
+template <class T> static void quantize_row(const T* x, long columns, int16_t* q, float* scale, int32_t* sum) {
+  typedef int16_t s16 __attribute__((vector_size(32)));
+  typedef int16_t s16u __attribute__((vector_size(32), aligned(2), may_alias));
+  const v16 magic = splat(12582912.f);
+  for (long u = 0; u < columns / UNIT; u++) {
+    v16 a = load(x + u * UNIT), b = load(x + u * UNIT + 16);
+    v16 bad = (a + b) * 0.f;  // not a number stays one: in the scale
+    v16 top = vmax((v16)((u16x)a & 0x7fffffffu), (v16)((u16x)b & 0x7fffffffu));
+    float most = max16(top);
+    float back = most > 0.f ? 32767.f / most : 0.f;
+    if (!(back <= 3.4e38f)) back = 0.f, most = 0.f;  // too small for a scale
+    i16x i = __builtin_convertvector((a * back + magic) - magic, i16x), j = __builtin_convertvector((b * back + magic) - magic, i16x);
+    *(s16u*)(q + u * UNIT) = (s16u)__builtin_convertvector(i, s16);
+    *(s16u*)(q + u * UNIT + 16) = (s16u)__builtin_convertvector(j, s16);
+    scale[u] = most * (1.f / 32767.f) + sum16(bad);
+    sum[2 * u] = sum16(i), sum[2 * u + 1] = sum16(j);
+  }
+}
+
+template <class T> static void quantize_rows(const T* x, long ldx, long from, long to, long columns, const Quantized& out) {
+  for (long m = from; m < to; m++)
+    quantize_row(x + m * ldx, columns, out.q + m * columns, out.scale + m * (columns / 32), out.sum + m * (columns / 16));
+}
+
+INLINE v16 halves(const char* p) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+  v16 out;
+  for (int i = 0; i < 16; i++) {
+    uint16_t h;
+    memcpy(&h, p + 2 * i, 2);
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    float f;
+    uint32_t bits = (rest << 13) + (rest >= 0x7c00 ? 0x70000000u : 0x38000000u);
+    memcpy(&f, &bits, 4);
+    if (rest < 0x400) f = (float)rest * 5.9604645e-8f;
+    memcpy(&bits, &f, 4);
+    bits |= sign;
+    memcpy(&f, &bits, 4);
+    out[i] = f;
+  }
+  return out;
+#endif
+}
+template <class B> INLINE v16 bytes16(const char* p) {
+#if defined(__AVX512F__)
+  __m128i b = _mm_loadu_si128((const __m128i*)p);
+  return (v16)_mm512_cvtepi32_ps((B)-1 < 0 ? _mm512_cvtepi8_epi32(b) : _mm512_cvtepu8_epi32(b));
+#else
+  v16 out;
+  for (int i = 0; i < 16; i++) out[i] = (float)((const B*)p)[i];
+  return out;
+#endif
+}
+
+// Sixteen rows' pairs of columns.
+struct Pair {
+#ifdef EVENER_VNNI
+  __m512i both;
+  MEMBER void dot(i16x& a, const int16_t* x) const {
+    int32_t two;
+    memcpy(&two, x, 4);
+    a = (i16x)_mm512_dpwssd_epi32((__m512i)a, both, _mm512_set1_epi32(two));
+  }
+#else
+  i16x one, two;
+  MEMBER void dot(i16x& a, const int16_t* x) const { a += one * (int32_t)x[0] + two * (int32_t)x[1]; }
+#endif
+};
+
+template <class F> struct Unit {
+  const char* p;
+#ifdef EVENER_VNNI
+  static MEMBER __m512i word(const char* p) { return _mm512_loadu_si512(p); }
+  MEMBER Pair pair(int i) const {
+    if (F::bits == 8) return Pair{_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(p + i * 32)))};
+    __m512i low = _mm512_srli_epi16(word(p + i / 4 * 64), 4 * (i % 4));
+    if (F::bits == 4) return Pair{_mm512_and_si512(low, _mm512_set1_epi16(15))};
+    __m512i high = word(p + 256 + (F::bits == 6 ? i / 8 * 64 : 0));
+    int at = F::bits == 6 ? 2 * (i % 8) : i;
+    high = at < 4 ? _mm512_slli_epi16(high, 4 - at) : _mm512_srli_epi16(high, at - 4);
+    // bits of ``low`` where the mask is set, else those of ``high``
+    __m512i mixed = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca);
+    return Pair{_mm512_and_si512(mixed, _mm512_set1_epi16((1 << F::bits) - 1))};
+  }
+#else
+  static MEMBER u16x word(const char* p) { return (u16x)(*(const u16xu*)p); }
+  MEMBER Pair pair(int i) const {
+    Pair r;
+    if (F::bits == 8) {
+      for (int l = 0; l < 16; l++) r.one[l] = (int8_t)p[i * 32 + 2 * l], r.two[l] = (int8_t)p[i * 32 + 2 * l + 1];
+      return r;
+    }
+    u16x w = word(p + i / 4 * 64) >> (4 * (i % 4));
+    u16x a = w & 15u, b = w >> 16 & 15u;
+    if (F::bits > 4) {
+      u16x h = word(p + 256 + (F::bits == 6 ? i / 8 * 64 : 0)) >> (F::bits == 6 ? 2 * (i % 8) : i);
+      const uint32_t mask = F::bits == 6 ? 3 : 1;
+      a |= (h & mask) << 4, b |= (h >> 16 & mask) << 4;
+    }
+    r.one = (i16x)a, r.two = (i16x)b;
+    return r;
+  }
+#endif
+};
+
+// Results of one tile for R rows of x, [R, 16].
+template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, long m, long columns, v16 f[R]) {
+  const char* scales = tile + F::units_bytes(columns);
+  const int16_t* q[R];
+  for (int r = 0; r < R; r++) q[r] = x.q + (m + r) * columns, f[r] = splat(0.f);
+  const float* xs = x.scale + m * (columns / 32);
+  const int32_t* sums = x.sum + m * (columns / 16);
+  v16 d{}, dm{};
+  for (long u = 0; u < columns / UNIT; u++) {
+    if (F::head_bytes && u % 8 == 0) {
+      d = halves(scales);
+      if (F::scales == KMIN) dm = halves(scales + 32);
+      scales += F::head_bytes;
+    }
+    Unit<F> unit{tile + u * F::quant_bytes};
+#pragma GCC unroll 2
+    for (int g = 0; g < F::groups; g++) {
+      v16 s, t{};
+      if (F::scales == HALF) s = halves(scales);
+      if (F::scales == AFFINE) s = halves(scales), t = halves(scales + 32);
+      if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
+      if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
+      i16x a[R];
+      float total[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const int32_t* at = sums + r * (columns / 16) + 2 * u + g;
+        int32_t sum = F::groups == 1 ? at[0] + at[1] : at[0];
+        a[r] = i16x{} - F::offset * (F::offset ? sum : 0);
+        total[r] = (float)sum;
+      }
+      const int pairs = 16 / F::groups;
+#pragma GCC unroll 16
+      for (int i = 0; i < pairs; i++) {
+        Pair w = unit.pair(g * pairs + i);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) w.dot(a[r], q[r] + u * UNIT + 2 * (g * pairs + i));
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        float scale = xs[r * (columns / 32) + u];
+        f[r] += __builtin_convertvector(a[r], v16) * (s * scale);
+        if (F::scales == AFFINE || F::scales == KMIN) f[r] += t * (scale * total[r]);
+      }
+    }
+    scales += F::scale_bytes;
+  }
+}
+
+template <class T, class O>
+static __attribute__((noinline)) void put_rows(const v16* f, long rows, long skip, long count, const T* bias, O* y, long ldy) {
+  for (long r = 0; r < rows; r++) {
+    O* to = y + r * ldy;
+    if (count == LANES && !bias) store(to, f[r]);
+    else
+      for (long i = 0; i < count; i++) put(to + i, bias ? f[r][skip + i] + wide(bias[i]) : f[r][skip + i]);
+  }
+}
+
+template <class F, class T, class O, int R>
+INLINE void put_quant(const char* tile, const Quantized& x, long m, long columns, long skip, long count, const T* bias, O* y, long ldy) {
+  v16 f[R];
+  quant_tile<F, R>(tile, x, m, columns, f);
+  put_rows<T, O>(f, R, skip, count, bias, y + m * ldy, ldy);
+}
+
+// Rows n0 <= n < n1 of one part; ``bias`` and ``y`` point to n0.
+template <class F, class T, class O>
+__attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, long M, long n0, long n1, long columns, const T* bias, O* y,
+                                         long ldy) {
+  long panel = 393216 / (columns * 2) & ~7L, size = F::tile_bytes(columns);
+  if (panel < 32) panel = 32;
+  for (long m0 = 0; m0 < M; m0 += panel) {
+    long m1 = m0 + panel < M ? m0 + panel : M;
+    for (long n = n0; n < n1;) {
+      long skip = n % LANES, count = LANES - skip < n1 - n ? LANES - skip : n1 - n, m = m0;
+      const char* tile = tiles + n / LANES * size;
+      const T* b = bias ? bias + (n - n0) : nullptr;
+      O* to = y + (n - n0);
+      for (; m + 8 <= m1; m += 8) put_quant<F, T, O, 8>(tile, x, m, columns, skip, count, b, to, ldy);
+      if (m1 - m >= 4) put_quant<F, T, O, 4>(tile, x, m, columns, skip, count, b, to, ldy), m += 4;
+      if (m1 - m >= 2) put_quant<F, T, O, 2>(tile, x, m, columns, skip, count, b, to, ldy), m += 2;
+      if (m1 - m == 1) put_quant<F, T, O, 1>(tile, x, m, columns, skip, count, b, to, ldy);
+      n += count;
+    }
+  }
+}
+
+// As ``gemm``, over a matrix of either kind; ``q`` are the rows of x as integers, unused for plain weights.
+template <class T, class O>
+INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy) {
+  if (!w.blocks) return gemm<T, O>(x, K, M, (const T*)w.plain, n0, n1, K, bias, y, ldy);
+  for (long i = 0; i < w.blocks->count; i++) {
+    const Segment& s = w.blocks->segments[i];
+    long from = n0 > s.first ? n0 : s.first, to = n1 < s.first + s.rows ? n1 : s.first + s.rows;
+    if (from >= to) continue;
+    O* at = y + (from - n0);
+    if (s.kind == PLAIN_PART) {
+      gemm<T, O>(x, K, M, (const T*)s.data, from - s.first, to - s.first, K, bias ? bias + s.first : nullptr, at, ldy);
+      continue;
+    }
+    const T* b = bias ? bias + from : nullptr;
+    with_form(s.kind, [&](auto form) {
+      gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy);
+    });
+  }
+}

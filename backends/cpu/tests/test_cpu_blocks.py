@@ -1,0 +1,198 @@
+"""Weights in blocks: against the gguf library's own dequantization, in float32.
+
+Tolerance of every format, relative to the lengths of the rows that are multiplied: float32 9e-5 (activations are 16-bit integers that share a
+scale over 32 columns: at most √32 / 65534), bfloat16 4e-3 (the result is rounded). No weight is rounded, so no format has a tolerance of its
+own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy
+import pytest
+import torch
+from evener_backend_cpu.block_packing import KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.native_library import SOURCES, Native, Unavailable
+from evener_backend_cpu.primitives import NativeLinear
+
+from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.quant import BLOCKS, PackedWeight, WeightPart, block_format, plain
+
+DTYPES = ["float32", "bfloat16"]
+CLOSE = {"float32": 9e-5, "bfloat16": 4e-3}
+#: Where the float16 scales of a block lie.
+HALVES = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
+    "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def device() -> CpuDevice:
+    device = CpuDevice(0, {})
+    assert isinstance(device.native, Native)
+    return device
+
+
+def part(storage: str, rows: int, columns: int, seed: int = 0, name: str = "part") -> WeightPart:
+    """Random valid blocks: any bits, with scales near those of real weights, of both signs, some of them zero."""
+    random = numpy.random.default_rng(seed)
+    if storage in DTYPES:
+        values = torch.from_numpy(random.standard_normal((rows, columns), numpy.float32)) * columns**-0.5
+        return WeightPart(name, rows, columns, plain(storage), {"weight": values.to(getattr(torch, storage))})
+    elements, nbytes = BLOCKS[storage]
+    blocks = random.integers(0, 256, (rows, columns // elements, nbytes), dtype=numpy.uint8)
+    for at in HALVES[storage]:
+        scales = random.standard_normal(blocks.shape[:2]).astype(numpy.float16) * numpy.float16(0.01)
+        scales[random.random(scales.shape) < 0.05] = 0
+        blocks[:, :, at : at + 2] = scales[..., None].view(numpy.uint8)
+    stored = torch.from_numpy(blocks.reshape(rows, -1).copy())
+    return WeightPart(name, rows, columns, block_format(storage), {"weight": stored})
+
+
+def dequantized(part: WeightPart) -> torch.Tensor:
+    stored = part.tensors["weight"]
+    if part.format.plain:
+        return stored.float()
+    kind = gguf.GGMLQuantizationType[part.format.storage.upper()]
+    return torch.from_numpy(gguf.quants.dequantize(stored.numpy(), kind)).reshape(part.rows, part.columns)
+
+
+def multiply(
+    device: CpuDevice, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None = None, out: str | None = None
+) -> torch.Tensor:
+    rows, columns = weight.shape
+    dtype = str(x.dtype).removeprefix("torch.")
+    static = {"rows": rows, "columns": columns, "dtype": dtype, "out": out or dtype}
+    kernel = NativeLinear(device)
+    call = OpCall("linear", static, Bucket(1, 512), device.capabilities, {"weight": weight.layout})
+    assert kernel.supports(call) is None
+    result = kernel.build(call)(x, weight, bias)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def rows_of(tokens: int, columns: int, dtype: str, seed: int = 1) -> torch.Tensor:
+    """Rows with an outlier, as residual streams have them."""
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
+    x[:, 3] *= 100
+    return x.to(getattr(torch, dtype))
+
+
+def distance(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+    """The largest error of ``x @ valuesᵀ + bias``, relative to the lengths of the two rows that were multiplied."""
+    want = x.double() @ values.double().T + (0.0 if bias is None else bias.double())
+    lengths = x.double().norm(dim=1)[:, None] * values.double().norm(dim=1)
+    return float(((got.double() - want).abs() / lengths.clamp_min(1e-30)).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("storage", list(KINDS))
+def test_a_product_with_blocks_is_that_with_their_values(device: CpuDevice, storage: str, dtype: str) -> None:
+    for rows, columns in ((1, 256), (16, 512), (37, 768)):
+        weight = part(storage, rows, columns, seed=rows)
+        values = dequantized(weight)
+        packed = device.blocks.pack([weight], dtype, torch.device("cpu"))
+        for tokens in (0, 1, 2, 3, 17):
+            x = rows_of(tokens, columns, dtype)
+            for out in {dtype, "float32"}:
+                got = multiply(device, packed, x, out=out)
+                assert got.dtype == getattr(torch, out) and got.shape == (tokens, rows)
+                if tokens:
+                    assert distance(got, x, values) < CLOSE[out]
+
+
+@pytest.mark.parametrize("storage", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("columns", [32, 96, 576])
+def test_columns_may_be_any_multiple_of_the_block(device: CpuDevice, storage: str, columns: int) -> None:
+    weight = part(storage, 19, columns)
+    packed = device.blocks.pack([weight], "float32", torch.device("cpu"))
+    x, bias = rows_of(5, columns, "float32"), torch.randn(19)
+    assert distance(multiply(device, packed, x, bias), x, dequantized(weight), bias) < CLOSE["float32"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_one_layer_may_have_different_formats_or_none(device: CpuDevice, dtype: str) -> None:
+    names = [("q5_0", 40), (dtype, 21), ("q8_0", 16), ("q4_k", 7), ("q6_k", 33)]
+    parts = [part(storage, rows, 256, seed=i, name=storage) for i, (storage, rows) in enumerate(names)]
+    assert device.blocks.supports(parts, dtype) is None
+    packed = device.blocks.pack(parts, dtype, torch.device("cpu"))
+    assert packed.nbytes == device.blocks.nbytes(parts, dtype)
+    assert [f.storage for f in packed.formats] == [name for name, _ in names]
+    x, bias = rows_of(70, 256, dtype), torch.randn(117).to(getattr(torch, dtype))
+    values = torch.cat([dequantized(p) for p in parts])
+    assert distance(multiply(device, packed, x, bias), x, values, bias) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(device: CpuDevice, dtype: str) -> None:
+    packed = device.blocks.pack([part("q4_k", 50, 512), part("q6_k", 41, 512)], dtype, torch.device("cpu"))
+    x = rows_of(512, 512, dtype)
+    whole = multiply(device, packed, x)
+    for count in (1, 2, 5, 16, 130):
+        assert torch.equal(multiply(device, packed, x[:count]), whole[:count])
+    before = device.threads
+    try:
+        for threads in (1, 3):
+            device.limit_threads(threads)
+            assert torch.equal(multiply(device, packed, x), whole)
+    finally:
+        device.limit_threads(before)
+
+
+def test_what_is_not_a_number_stays_so(device: CpuDevice) -> None:
+    packed = device.blocks.pack([part("q8_0", 16, 64)], "float32", torch.device("cpu"))
+    x = torch.randn(3, 64)
+    x[0, 40], x[1, 7], x[2] = float("nan"), float("inf"), 0
+    got = multiply(device, packed, x)
+    assert not got[:2].isfinite().any() and (got[2] == 0).all()
+
+
+def test_sizes_are_known_before_anything_is_packed(device: CpuDevice) -> None:
+    native = device.native
+    assert isinstance(native, Native)
+    for storage, kind in KINDS.items():
+        for columns in (256, 1536) if BLOCKS[storage][0] == 256 else (32, 320, 1536):
+            assert native.tile_bytes(kind, columns) == tile_bytes(storage, columns)
+    for storage in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"):  # as many bits as in the file
+        format_bytes = block_format(storage).nbytes(LANES, 1536)
+        assert format_bytes <= tile_bytes(storage, 1536) <= 1.035 * format_bytes
+
+
+def test_refusals_name_the_reason(device: CpuDevice) -> None:
+    blocks = device.blocks
+    cases = (
+        ([part("float32", 8, 64)], "float32", "nothing is in blocks"),
+        ([part("q8_0", 8, 64)], "float16", "not float16"),
+        ([WeightPart("x", 8, 320, block_format("q4_k"))], "float32", "320 columns"),
+    )
+    for parts, dtype, reason in cases:
+        refusal = blocks.supports(parts, dtype)
+        assert refusal is not None and reason in refusal
+    without = BlockPacking(SimpleNamespace(threads=1, native=Unavailable("no C++ compiler was found")))
+    assert without.supports([part("q8_0", 8, 64)], "float32") == "no C++ compiler was found"
+
+
+@pytest.mark.slow
+def test_without_vector_instructions_the_results_are_the_same(device: CpuDevice, tmp_path: Path) -> None:
+    made = tmp_path / "portable.so"
+    command = ["g++", "-O2", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w", "-DEVENER_PORTABLE"]
+    subprocess.run([*command, str(SOURCES / "kernels.cpp"), "-o", str(made)], check=True, timeout=300)
+    other = CpuDevice(0, {})
+    other._native = Native(made)
+    assert ctypes.CDLL(str(made))
+    for storage in KINDS:
+        weight = part(storage, 37, 512)
+        x = rows_of(5, 512, "float32")
+        got = multiply(other, other.blocks.pack([weight], "float32", torch.device("cpu")), x)
+        assert distance(got, x, dequantized(weight)) < CLOSE["float32"]
+
+
+def test_the_layout_has_a_name_of_its_own(device: CpuDevice) -> None:
+    assert device.blocks.layout == LAYOUT == NativeLinear(device).packings[1].layout
