@@ -1,8 +1,8 @@
 """Weights in blocks: against the gguf library's own dequantization, in float32.
 
-Tolerance of every format, relative to the lengths of the rows that are multiplied: float32 9e-5 (activations are 16-bit integers that share a
-scale over 32 columns: at most √32 / 65534), bfloat16 4e-3 (the result is rounded). No weight is rounded, so no format has a tolerance of its
-own.
+Tolerance of every format, relative to the lengths of the rows that are multiplied: float32 9e-5 (activations are 16-bit
+integers that share a scale over 32 columns: at most sqrt(32) / 65534), bfloat16 4e-3 (the result is rounded). No weight
+is rounded, so no format has a tolerance of its own.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import gguf
 import numpy
 import pytest
 import torch
+
+from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.quant import BLOCKS, PackedWeight, WeightPart, block_format, plain
 from evener_backend_cpu.block_packing import KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import SOURCES, Native, Unavailable
 from evener_backend_cpu.primitives import NativeLinear
-
-from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import BLOCKS, PackedWeight, WeightPart, block_format, plain
 
 DTYPES = ["float32", "bfloat16"]
 CLOSE = {"float32": 9e-5, "bfloat16": 4e-3}

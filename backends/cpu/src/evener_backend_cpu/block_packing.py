@@ -1,8 +1,8 @@
 """Weights that stay in the blocks of a GGUF file, laid out for this backend's kernels.
 
-Nothing is rounded: each block's quants and scales are kept as they are, in tiles of 16 rows. The parts of a merged layer
-may have different block types, and plain parts may stand between them. Activations are computed with as 16-bit integers
-that share a scale over 32 columns, which is exact to about 2⁻¹⁶ of the largest of them.
+Nothing is rounded: each block's quants and scales are kept as they are, in tiles of 16 rows. The parts of a merged
+layer may have different block types, and plain parts may stand between them. Activations are computed with as 16-bit
+integers that share a scale over 32 columns, which is exact to about 2⁻¹⁶ of the largest of them.
 """
 
 from __future__ import annotations

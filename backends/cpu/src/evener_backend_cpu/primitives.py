@@ -54,6 +54,7 @@ class NativeLinear(NativeKernel):
 
     op = "linear"
     takes_weights = True
+
     def _judge(self, call: OpCall) -> str | None:
         dtype, out = call.static["dtype"], call.static["out"]
         return None if out in (dtype, "float32") else f"gives {dtype} or float32, not {out}"
