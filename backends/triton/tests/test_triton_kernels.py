@@ -14,7 +14,9 @@ from evener.testing.composite_check import check_composite
 from evener.testing.op_check import check_kernel, no_other_op
 from evener.testing.reference_device import HostDevice
 from evener.testing.state_check import SHAPES, check_provider
+from evener_kernels_triton.linear import gemv
 from evener_kernels_triton.sampling import choose_filtered
+from evener_kernels_triton.tuning import Tuning
 
 DTYPES = ("float32", "bfloat16")
 
@@ -81,3 +83,17 @@ def test_filters_keep_what_sorting_keeps() -> None:
     seed, position = torch.tensor([3, -4, 5, 6], dtype=torch.int32), torch.tensor([0, 9, 77, 2], dtype=torch.int32)
     want = sample({"vocab": 37, "filters": True}, no_other_op)(logits, heat, top_k, top_p, min_p, seed, position)
     assert torch.equal(choose_filtered(logits, heat, top_k, top_p, min_p, seed, position), want)
+
+
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 64), (7, 5000)])
+def test_rows_of_any_length_are_multiplied_a_tile_at_a_time(rows: int, columns: int, activation: str) -> None:
+    noise = torch.Generator().manual_seed(columns)
+    halves = 2 if activation else 1
+    x, w = torch.randn(1, columns, generator=noise), torch.randn(rows * halves, columns, generator=noise)
+    bias = torch.randn(rows * halves, generator=noise)
+    got = gemv(Tuning(0, 48 << 10, False), x, w, torch.float32, bias=bias, activation=activation)
+    want = torch.nn.functional.linear(x, w, bias)
+    if activation:
+        want = torch.nn.functional.silu(want[:, :rows]) * want[:, rows:]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)

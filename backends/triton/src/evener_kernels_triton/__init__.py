@@ -17,7 +17,6 @@ descriptor = Descriptor(
             choices=("auto", "off"),
             help="Start a kernel while the one before it drains, where the device can.",
         ),
-        "fold": Option(type=bool, default=False, help="For one token, fold a norm into the product behind it."),
     },
     ops=(
         "embedding",

@@ -13,7 +13,7 @@ from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.linear import FEW, FEW_FUSED, few, gemv, many
+from evener_kernels_triton.linear import FEW, FEW_FUSED, few, many, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -28,40 +28,44 @@ def _project(tuning: Tuning, call: OpCall, out: torch.dtype) -> Project:
     return lambda x, w, bias: many(x, w, out, bias)
 
 
-def _enter(tuning: Tuning, call: OpCall) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """(add +) norm and projection: the projected rows and the stream, which is float32."""
+Enter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def _enter(tuning: Tuning, call: OpCall, rows: int, activation: str = "") -> Enter:
+    """(add +) norm and projection to ``rows`` (with the activation behind it): those rows, and the stream, which is
+    float32."""
     s = call.static
     eps, offset, dtype = s["eps"], s["offset"], getattr(torch, s["dtype"])
     project = _project(tuning, call, dtype)
 
     def one(
-        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
-        activation: str,
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         x = rows_of(x)
         if residual is None:
-            y = gemv(tuning, x, w, dtype, bias=bias, gain=norm, eps=eps, offset=offset, activation=activation)
+            y = stream(tuning, x, w, dtype, bias=bias, gain=norm, eps=eps, offset=offset, activation=activation)
             return y, x.float()
         # Programs read the residual while one of them writes the sum, so the sum needs memory of its own.
         total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        y = gemv(
+        y = stream(
             tuning, x, w, dtype, bias=bias, residual=rows_of(residual), total=total, gain=norm, eps=eps, offset=offset,
             activation=activation,
         )  # fmt: skip
         return y, total
 
     def some(
-        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
-        activation: str,
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
-        stream = x.float() if total is None else total
+        after = x.float() if total is None else total
         if activation and call.bucket.high <= FEW_FUSED:
-            return few(tuning, y, w, dtype, bias=bias, activation=activation), stream
+            return few(tuning, y, w, dtype, bias=bias, activation=activation), after
         wide = project(y, w, bias)
-        return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), stream
+        return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), after
 
-    return one if call.bucket.high == 1 and tuning.fold else some
+    halves = 2 if activation else 1
+    fits = tuning.stream(rows // halves, s["hidden"], halves) is not None
+    return one if call.bucket.high == 1 and fits else some
 
 
 class _Composite(TritonKernel):
@@ -83,8 +87,8 @@ class TritonNormQkvRotaryWrite(_Composite):
 
 def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
     s = call.static
-    enter, heads, kv_heads = _enter(tuning, call), s["heads"], s["kv_heads"]
-    d, dv, each = s["head_dim"], s["value_dim"], 4
+    heads, kv_heads, d, dv, each = s["heads"], s["kv_heads"], s["head_dim"], s["value_dim"], 4
+    enter = _enter(tuning, call, s["qkv"].rows)
     tiles = -(-heads // each) + 2 * -(-kv_heads // each)
     sizes = {
         "HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": s["rotary_dim"], "INTERLEAVED": bool(s["interleaved"]),
@@ -97,7 +101,7 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
         qkv_bias: torch.Tensor | None, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos_sin: torch.Tensor,
         views: PagedViews, meta: PagedMeta,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        wide, stream = enter(x, residual, norm, qkv.data, qkv_bias, "")
+        wide, stream = enter(x, residual, norm, qkv.data, qkv_bias)
         query = torch.empty(wide.shape[0], heads, d, dtype=wide.dtype, device=wide.device)
         norm_rotary_write_kernel[(wide.shape[0], tiles)](
             positions, meta.step.slot_mapping, wide, q_norm if q_norm is not None else wide,
@@ -152,10 +156,10 @@ class TritonMlpBlock(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
-        enter, project, activation = _enter(tuning, call), _project(tuning, call, dtype), s["activation"]
+        enter, project = _enter(tuning, call, s["gate_up"].rows, s["activation"]), _project(tuning, call, dtype)
 
         def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
-            inner, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias, activation)
+            inner, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
             x = project(inner, w.down.data, w.down_bias)
             if s["post_norm"]:
                 assert w.post_norm is not None, "declared with the flag"

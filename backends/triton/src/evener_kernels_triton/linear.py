@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.ops.reference.linear import PLAIN
-from evener_kernels_triton.jit.linear import gemv_kernel, skinny_kernel
+from evener_kernels_triton.jit.linear import gemv_kernel, skinny_kernel, stream_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.tuning import Tuning
 
@@ -20,51 +20,73 @@ FEW = 32
 FEW_FUSED = 64
 
 
-def gemv(
+def stream(
     tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None, total: torch.Tensor | None = None, gain: torch.Tensor | None = None,
-    eps: float = 0.0, offset: float = 0.0, activation: str = "", addend: torch.Tensor | None = None,
+    activation: str = "", residual: torch.Tensor | None = None, total: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """One token [1, columns] to [1, rows]; see ``gemv_kernel``. With ``addend`` the result takes its memory."""
+    """One token [1, columns] to [1, rows], where ``Tuning.stream`` has sizes for it; see ``stream_kernel``."""
     halves = 2 if activation else 1
     rows, columns = weight.shape[0] // halves, weight.shape[1]
-    p = tuning.gemv(rows, columns, halves)
-    y = addend if addend is not None else torch.empty(1, rows, dtype=out, device=x.device)
-    gemv_kernel[(-(-rows // p.n),)](
+    p = tuning.stream(rows, columns, halves)
+    assert p is not None, "the caller asked"
+    y = torch.empty(1, rows, dtype=out, device=x.device)
+    stream_kernel[(min(-(-rows // p.n), p.m * tuning.units),)](
         x, residual if residual is not None else x, total if total is not None else y, gain if gain is not None else x,
-        weight, bias if bias is not None else x, y, y, rows, columns, eps, offset,
-        ADD=residual is not None, NORM=gain is not None, BIAS=bias is not None, ACT=activation,
-        SUM=addend is not None, BN=p.n, BK=p.k, EVEN=rows % p.n == 0 and columns % p.k == 0, TWO=columns > p.k,
+        weight, bias if bias is not None else x, y, rows, columns, eps, offset,
+        ADD=residual is not None, NORM=gain is not None, BIAS=bias is not None, ACT=activation, BN=p.n, BK=p.k,
         OVERLAP=tuning.overlap, num_warps=p.warps, **tuning.launch,
+    )  # fmt: skip
+    return y
+
+
+def gemv(
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:  # fmt: skip
+    """One token [1, columns] to [1, rows]."""
+    halves = 2 if activation else 1
+    rows, columns = weight.shape[0] // halves, weight.shape[1]
+    if tuning.stream(rows, columns, halves) is not None:
+        return stream(tuning, x, weight, out, bias=bias, activation=activation)
+    p = tuning.gemv(rows, columns, halves)
+    y = torch.empty(1, rows, dtype=out, device=x.device)
+    gemv_kernel[(-(-rows // p.n),)](
+        x, weight, bias if bias is not None else x, y, rows, columns,
+        BIAS=bias is not None, ACT=activation, BN=p.n, BK=p.k, EVEN=rows % p.n == 0 and columns % p.k == 0,
+        TWO=columns > p.k, OVERLAP=tuning.overlap, num_warps=p.warps, **tuning.launch,
     )  # fmt: skip
     return y
 
 
 def skinny(
     tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
-    activation: str = "", addend: torch.Tensor | None = None,
+    activation: str = "",
 ) -> torch.Tensor:  # fmt: skip
-    """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel``. With ``addend`` the result takes its memory."""
+    """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel``."""
     halves = 2 if activation else 1
     tokens, rows, columns = x.shape[0], weight.shape[0] // halves, weight.shape[1]
     p = tuning.skinny(tokens, rows, columns, halves, weight.element_size())
-    y = addend if addend is not None else torch.empty(tokens, rows, dtype=out, device=x.device)
+    y = torch.empty(tokens, rows, dtype=out, device=x.device)
     skinny_kernel[(-(-rows // p.n), -(-tokens // p.m))](
-        x, weight, bias if bias is not None else x, y, y, tokens, rows, columns, x.stride(0), y.stride(0),
-        BIAS=bias is not None, ACT=activation, SUM=addend is not None, BM=p.m, BN=p.n, BK=p.k,
+        x, weight, bias if bias is not None else x, y, tokens, rows, columns, x.stride(0), y.stride(0),
+        BIAS=bias is not None, ACT=activation, BM=p.m, BN=p.n, BK=p.k,
         EVEN=rows % p.n == 0 and columns % p.k == 0, PRECISION=PRECISION, OVERLAP=tuning.overlap,
         num_warps=p.warps, num_stages=p.stages, **tuning.launch,
     )  # fmt: skip
     return y
 
 
-def few(tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, **more: Any) -> torch.Tensor:
+def few(
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:  # fmt: skip
     """``gemv`` or ``skinny``, by the number of tokens."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.shape[0] == 0:
-        return more["addend"] if more.get("addend") is not None else x.new_empty(0, weight.shape[0], dtype=out)
-    return (gemv if x.shape[0] == 1 else skinny)(tuning, x, weight, out, **more)
+        return x.new_empty(0, weight.shape[0] // (2 if activation else 1), dtype=out)
+    return (gemv if x.shape[0] == 1 else skinny)(tuning, x, weight, out, bias=bias, activation=activation)
 
 
 def many(x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -31,4 +31,4 @@ def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequen
 
 
 def _tuning(device: Device, options: Mapping[str, Any]) -> Tuning:
-    return Tuning.of(device.capabilities, options.get("overlap", "auto") != "off", options.get("fold", False))
+    return Tuning.of(device.capabilities, overlap=options.get("overlap", "auto") != "off")

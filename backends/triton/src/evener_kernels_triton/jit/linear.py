@@ -16,40 +16,80 @@ def _rows(w, n, inside, c, columns, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _take(
-    x, residual, total, gain, a, u, c, columns, offset, acc, high, squares,
-    ADD: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, EVEN: tl.constexpr,
+def stream_kernel(
+    x, residual, total, gain, w, bias, y, rows, columns, eps, offset,
+    ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The sums after columns ``c``, whose weights are ``a`` (and ``u`` for the up rows)."""
+    """One token, rows of at most BK columns: y = w @ x. A program takes BN rows of w [rows, columns] at a time until
+    there are none, and makes x once.
+
+    ADD: x + residual stands for x, and goes to ``total``. NORM: that is normalised by root mean square. ACT: w has the
+    up rows behind the gate rows.
+
+    The first rows are under way before the kernel waits for the one that makes x, and the next ones before the present
+    ones are summed.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    c = tl.arange(0, BK)
     real = c < columns
-    b = tl.load(x + c).to(tl.float32) if EVEN else tl.load(x + c, mask=real, other=0.0).to(tl.float32)
+    step = tl.num_programs(0) * BN
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < rows
+    a = _rows(w, n.to(tl.int64), inside, c, columns, False)
+    u = a
+    if ACT != "":
+        u = _rows(w, n.to(tl.int64) + rows, inside, c, columns, False)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    b = tl.load(x + c, mask=real, other=0.0).to(tl.float32)
     if ADD:
         b += tl.load(residual + c, mask=real, other=0.0).to(tl.float32)
         if tl.program_id(0) == 0:
             tl.store(total + c, b.to(total.dtype.element_ty), mask=real)
     if NORM:
-        squares += b * b
-        b = b * (tl.load(gain + c, mask=real, other=0.0).to(tl.float32) + offset)
+        scale = tl.rsqrt(tl.sum(b * b, 0) / columns + eps)
+        b = b * (tl.load(gain + c, mask=real, other=0.0).to(tl.float32) + offset) * scale
+    for first in range(tl.program_id(0) * BN, rows, step):
+        coming = first + step + tl.arange(0, BN)
+        a_next = _rows(w, coming.to(tl.int64), coming < rows, c, columns, False)
+        u_next = a_next
+        if ACT != "":
+            u_next = _rows(w, coming.to(tl.int64) + rows, coming < rows, c, columns, False)
+        n = first + tl.arange(0, BN)
+        inside = n < rows
+        r = tl.sum(a.to(tl.float32) * b[None, :], 1)
+        if BIAS:
+            r += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+        if ACT != "":
+            up = tl.sum(u.to(tl.float32) * b[None, :], 1)
+            if BIAS:
+                up += tl.load(bias + rows + n, mask=inside, other=0.0).to(tl.float32)
+            r = activate(r, ACT) * up
+        tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)
+        a = a_next
+        u = u_next
+
+
+@triton.jit
+def _take(x, a, u, c, columns, acc, high, ACT: tl.constexpr, EVEN: tl.constexpr):
+    """The sums after columns ``c``, whose weights are ``a`` (and ``u`` for the up rows)."""
+    b = tl.load(x + c).to(tl.float32) if EVEN else tl.load(x + c, mask=c < columns, other=0.0).to(tl.float32)
     acc += a.to(tl.float32) * b[None, :]
     if ACT != "":
         high += u.to(tl.float32) * b[None, :]
-    return acc, high, squares
+    return acc, high
 
 
 @triton.jit
 def gemv_kernel(
-    x, residual, total, gain, w, bias, addend, y, rows, columns, eps, offset,
-    ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, SUM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr, OVERLAP: tl.constexpr,
+    x, w, bias, y, rows, columns,
+    BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token: y = w @ x, BN rows of w [rows, columns] a program.
-
-    ADD: x + residual stands for x, and goes to ``total``. NORM: that is normalised by root mean square; the factor is
-    one for all columns, so it is applied to the sums. ACT: w has the up rows behind the gate rows. SUM: ``addend``
-    [rows] is added, in float32; it may be y. TWO: there is more than one tile of columns.
-
-    The weights of two tiles are under way before the kernel waits for the one that makes x: they do not depend on it.
-    """
+    """One token, rows of any length: BN rows of w a program, BK columns at a time. ACT as in ``stream_kernel``. TWO:
+    there is more than one tile of columns; two are under way before the kernel waits."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -70,48 +110,34 @@ def gemv_kernel(
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BN, BK], tl.float32)
     high = tl.zeros([BN, BK], tl.float32)
-    squares = tl.zeros([BK], tl.float32)
-    acc, high, squares = _take(
-        x, residual, total, gain, a0, u0, c, columns, offset, acc, high, squares, ADD, NORM, ACT, EVEN
-    )
+    acc, high = _take(x, a0, u0, c, columns, acc, high, ACT, EVEN)
     if TWO:
-        acc, high, squares = _take(
-            x, residual, total, gain, a1, u1, BK + c, columns, offset, acc, high, squares, ADD, NORM, ACT, EVEN
-        )
+        acc, high = _take(x, a1, u1, BK + c, columns, acc, high, ACT, EVEN)
         for k in range(2 * BK, columns, BK):
             a = _rows(w, wide, inside, k + c, columns, EVEN)
             u = a
             if ACT != "":
                 u = _rows(w, up_rows, inside, k + c, columns, EVEN)
-            acc, high, squares = _take(
-                x, residual, total, gain, a, u, k + c, columns, offset, acc, high, squares, ADD, NORM, ACT, EVEN
-            )
+            acc, high = _take(x, a, u, k + c, columns, acc, high, ACT, EVEN)
     r = tl.sum(acc, 1)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
-        r = r * scale
     if BIAS:
         r += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     if ACT != "":
         up = tl.sum(high, 1)
-        if NORM:
-            up = up * scale
         if BIAS:
             up += tl.load(bias + rows + n, mask=inside, other=0.0).to(tl.float32)
         r = activate(r, ACT) * up
-    if SUM:
-        r += tl.load(addend + n, mask=inside, other=0.0)
     tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def skinny_kernel(
-    x, w, bias, addend, y, tokens, rows, columns, x_row, y_row,
-    BIAS: tl.constexpr, ACT: tl.constexpr, SUM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    x, w, bias, y, tokens, rows, columns, x_row, y_row,
+    BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Up to BM tokens: yᵀ = w @ xᵀ, BN rows of w a program. The weights are the left side of the product: matrix units
-    take 64 rows on the left, and on the right as few as there are. ACT, BIAS and SUM as in ``gemv_kernel``."""
+    take 64 rows on the left, and on the right as few as there are. ACT as in ``stream_kernel``."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -144,6 +170,4 @@ def skinny_kernel(
         acc = activate(acc, ACT) * high
     at = m_wide[None, :] * y_row + n[:, None]
     mask = there[None, :] & inside[:, None]
-    if SUM:
-        acc += tl.load(addend + at, mask=mask, other=0.0)
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=mask)
