@@ -38,9 +38,10 @@ def requantized(source: Path, folder: Path, kind: str) -> Path:
     target = folder / f"{source.name.split('.')[0]}.{kind}.gguf"
     if not target.exists():
         print(f"making {target.name}", flush=True)
-        subprocess.run(
-            [interpreter("llamacpp"), str(HERE / "requantize.py"), str(source), str(target), kind], check=True
-        )
+        words = [interpreter("llamacpp"), str(HERE / "requantize.py"), str(source), str(target), kind]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"llama.cpp could not make {target.name}:\n{done.stderr[-2000:]}")
     return target
 
 

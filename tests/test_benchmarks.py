@@ -303,6 +303,7 @@ def test_a_sweep_over_a_csv_file_is_measured_written_and_drawn(model: Path, tmp_
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_engine_alone_is_measured(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
     text = program(

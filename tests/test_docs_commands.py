@@ -94,16 +94,12 @@ def shell(command: str, model: Path, folder: Path, port: str = PORT) -> subproce
 @pytest.mark.parametrize("row", [row for row in rows("serves", "runs", "parsed") if " run MODEL_DIR" in row.here
                                  or " serve MODEL_DIR" in row.here], ids=str)  # fmt: skip
 def test_the_keys_of_a_command_are_taken(row: Row, smollm2_dir: Path) -> None:
-    from evener.cli.main import main
     from evener.config import from_overrides
 
     words = shlex.split(row.command)
     at = words.index("MODEL_DIR")
     keys = [word for word in words[at + 1 :] if "=" in word and not word.startswith("--")]
-    if row.word == "parsed":
-        assert from_overrides(str(smollm2_dir), dict(key.split("=", 1) for key in keys))
-    else:
-        assert main(["config", str(smollm2_dir), *keys]) == 0
+    assert from_overrides(str(smollm2_dir), dict(key.split("=", 1) for key in keys))
 
 
 @pytest.mark.slow

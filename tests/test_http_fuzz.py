@@ -101,7 +101,7 @@ def own(server: InProcess, count: int, number: int) -> None:
 
 
 def test_malformed_requests_end_in_4xx_and_leave_nothing(unharmed: InProcess) -> None:
-    own(unharmed, 600, 1)
+    own(unharmed, 400, 1)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ LABELS = [f"POST {CHAT}", f"POST {COMPLETIONS}"]
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_made_from_the_description_are_answered(unharmed: InProcess, mode: GenerationMode, label: str) -> None:
-    described(unharmed, mode, label, 20)
+    described(unharmed, mode, label, 12)
 
 
 @pytest.mark.slow
@@ -314,9 +314,9 @@ def wait_until_idle(served: Served) -> None:
 
 
 def test_bytes_that_are_no_http_leave_a_server_that_answers(model: Path) -> None:
-    over_sockets(model, 50, 1)
+    over_sockets(model, 40, 1)
 
 
 @pytest.mark.slow
 def test_many_bytes_that_are_no_http_leave_a_server_that_answers(model: Path) -> None:
-    over_sockets(model, 700, 100)
+    over_sockets(model, 800, 100)
