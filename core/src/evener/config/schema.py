@@ -286,6 +286,10 @@ class Config(Section):
     tokenizer: str | None = field(
         default=None, metadata=key("path", "Folder or file with the tokenizer; none: the model's.", none=True)
     )
+    weight_map: str | None = field(
+        default=None,
+        metadata=key("path", "JSON file of regular expressions that rename a checkpoint's tensors.", none=True),
+    )
     executor: str = field(
         default="auto",
         metadata=key(

@@ -22,6 +22,7 @@ from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import pick_scheme
+from evener.loading.weight_map import with_weight_map
 from evener.plugins.load import Loaded
 from evener.resolution.buckets import token_buckets
 from evener.resolution.resolver import Market, Offer, Resolver
@@ -56,7 +57,10 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
         EvenerError: what was asked for cannot be had; see the tree in ``evener.errors``.
     """
     checkpoint = open_checkpoint(config.model)
-    headers = {} if config.load == "dummy" else checkpoint.headers
+    headers: Headers = {}
+    if config.load != "dummy":
+        checkpoint = with_weight_map(checkpoint, config.weight_map)
+        headers = checkpoint.headers
     loaded = search.load(config.options)
     device = loaded.open_device()
     facts = facts_of(config.model, checkpoint.config)

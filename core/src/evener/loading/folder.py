@@ -10,34 +10,29 @@ from typing import TYPE_CHECKING, Any, Protocol
 from evener.contracts.checkpoint import Checkpoint, Headers, ModelFiles
 from evener.errors import CheckpointError, did_you_mean
 from evener.loading.header import MAX_HEADER
-from evener.loading.safetensors_files import SafetensorsFiles
-from evener.loading.torch_files import TorchFiles
+from evener.loading.safetensors_files import SafetensorsFile
+from evener.loading.torch_files import TorchFile
 
 if TYPE_CHECKING:
     import torch
 
 
-class WeightFiles(Protocol):
-    """The weight files of one folder, all of one kind."""
+class WeightFile(Protocol):
+    """One weight file; ``headers`` and ``copied`` as a checkpoint's."""
+
+    path: Path
 
     @property
-    def headers(self) -> Headers:
-        """As ``Checkpoint.headers``."""
-
+    def headers(self) -> Headers: ...
     @property
-    def copied(self) -> frozenset[str]:
-        """As ``Checkpoint.copied``."""
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor ``name``, which is in ``headers``."""
-
-    def close(self) -> None:
-        """Let go of the files."""
+    def copied(self) -> frozenset[str]: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
+    def close(self) -> None: ...
 
 
 #: Kinds of weight files: the name of a single one, how further ones end, and who reads them. The first that is there is
 #: taken, as transformers does, so that a folder with both loads the same weights.
-KINDS = (("model.safetensors", ".safetensors", SafetensorsFiles), ("pytorch_model.bin", ".bin", TorchFiles))
+KINDS = (("model.safetensors", ".safetensors", SafetensorsFile), ("pytorch_model.bin", ".bin", TorchFile))
 
 
 class FolderFiles(ModelFiles):
@@ -79,35 +74,55 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         if not (path / "config.json").exists():
-            raise CheckpointError(_no_config(path))
-
-    @property
-    def headers(self) -> Headers:
-        return self._weights.headers
-
-    @property
-    def copied(self) -> frozenset[str]:  # type: ignore[override]  # known once the files are read
-        return self._weights.copied
-
-    def tensor(self, name: str) -> torch.Tensor:
-        if name not in self.headers:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self.headers)}")
-        return self._weights.tensor(name)
-
-    def close(self) -> None:
-        if "_weights" in self.__dict__:
-            self._weights.close()
+            raise _lacks(path, "config.json", "give a model folder as saved for transformers")
 
     @cached_property
-    def _weights(self) -> WeightFiles:
+    def headers(self) -> Headers:
+        return {name: file.headers[name] for name, file in self._files.items()}
+
+    @cached_property
+    def copied(self) -> frozenset[str]:  # type: ignore[override]  # known once the files are read
+        return frozenset(name for name, file in self._files.items() if name in file.copied)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self._files)}")
+        return self._files[name].tensor(name)
+
+    def close(self) -> None:
+        for file in self.__dict__.get("_files", {}).values():
+            file.close()
+
+    @cached_property
+    def _files(self) -> Mapping[str, WeightFile]:
+        """The file of each tensor."""
         for single, ending, reader in KINDS:
             if (self.path / single).exists():
-                return reader({single: self.path / single}, None)
+                return _by_tensor([reader(self.path / single)], {})
             name = f"{single}.index.json"
             if self.text(name) is not None:
                 where = _weight_map(self.path / name, self.json(name), ending)
-                return reader({file: self.path / file for file in sorted(set(where.values()))}, where)
-        raise CheckpointError(_no_weights(self.path))
+                return _by_tensor([reader(self.path / file) for file in sorted(set(where.values()))], where)
+        names = ", ".join(f"{single}, {single}.index.json" for single, _, _ in KINDS)
+        raise _lacks(self.path, f"weights: no {names}", "save the model as safetensors, or use load=dummy")
+
+
+def _by_tensor(files: Sequence[WeightFile], where: Mapping[str, str]) -> dict[str, WeightFile]:
+    found: dict[str, WeightFile] = {}
+    for file in files:
+        for tensor in file.headers:
+            if tensor in found:
+                raise CheckpointError(
+                    f"{tensor!r} is both in {found[tensor].path.name} and in {file.path.name} of {file.path.parent}; "
+                    "remove the file that is not part of this checkpoint"
+                )
+            found[tensor] = file
+    lost = [tensor for tensor, name in where.items() if tensor not in found or found[tensor].path.name != name]
+    if lost:
+        raise CheckpointError(
+            f"the index names {len(lost)} tensors that are not in the file it names: {some(lost)}; fetch it again"
+        )
+    return found
 
 
 def _weight_map(path: Path, index: Mapping[str, Any], ending: str) -> dict[str, str]:
@@ -131,26 +146,11 @@ def _weight_map(path: Path, index: Mapping[str, Any], ending: str) -> dict[str, 
     return where
 
 
-def _no_config(folder: Path) -> str:
-    others = _other_weights(folder)
-    detail = f" (it holds {some(others)}; a file that has its own description is opened by its name)" if others else ""
-    return f"{folder} has no config.json{detail}; give a model folder as saved for transformers"
-
-
-def _no_weights(folder: Path) -> str:
-    wanted = " or ".join(f"{single}, {single}.index.json" for single, _, _ in KINDS)
-    if others := _other_weights(folder):
-        return (
-            f"{folder} has no {wanted}, only {some(others)}; save the model as safetensors (transformers' "
-            "save_pretrained does), open a file that has its own description by its name, or use load=dummy for "
-            "random weights"
-        )
-    return f"{folder} has no weights: no {wanted}; put them there, or use load=dummy for random weights"
-
-
-def _other_weights(folder: Path) -> list[str]:
+def _lacks(folder: Path, what: str, advice: str) -> CheckpointError:
     endings = (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".npz")
-    return sorted(path.name for path in folder.iterdir() if path.suffix in endings)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in endings)
+    detail = f" (it holds {some(others)}; a file that describes itself is opened by its name)" if others else ""
+    return CheckpointError(f"{folder} has no {what}{detail}; {advice}")
 
 
 def some(names: Sequence[str], limit: int = 10) -> str:

@@ -9,39 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.errors import CheckpointError
-from evener.loading.safetensors_files import check_index
 
 if TYPE_CHECKING:
     import torch
 
 
-class TorchFiles:
-    """One file, or the shards of an index.
-
-    Args:
-        files: by name.
-        where: the index's ``{tensor: file}``.
+class TorchFile:
+    """One file.
 
     Raises:
-        CheckpointError: a file is broken, holds more than tensors, or disagrees with the index.
+        CheckpointError: it is broken, or holds more than tensors.
     """
 
-    def __init__(self, files: Mapping[str, Path], where: Mapping[str, str] | None) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        found: dict[str, Path] = {}
-        for path in files.values():
-            for name, tensor in _read(path).items():
-                if name in found:
-                    raise CheckpointError(
-                        f"{name!r} is both in {found[name].name} and in {path.name} of {path.parent}; "
-                        "remove the file that is not part of this checkpoint"
-                    )
-                found[name], self._tensors[name] = path, tensor
-        check_index(found, where)
-        self.headers = {
-            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in self._tensors.items()
-        }
+    def __init__(self, path: Path) -> None:
+        self.path, self._tensors = path, _read(path)
+        self.headers = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._tensors.items()}
         self.copied = frozenset(name for name, tensor in self._tensors.items() if not tensor.is_contiguous())
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -49,8 +31,7 @@ class TorchFiles:
         return self._tensors[name].contiguous()
 
     def close(self) -> None:
-        """Let go of the files."""
-        self._tensors.clear()
+        """Nothing is held open."""
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,90 @@
+"""Checkpoints with other weight names: rules that say what a tensor is called here. Torch-free.
+
+A JSON object of ``"regular expression": "name"``: the first expression, in the file's order, that matches a whole name
+renames it; ``$1`` and ``\\1`` stand for its groups, and ``null`` drops the tensor. ``weight_map=FILE`` names it;
+without the key ``<model_type>_weight_map.json`` of the model is used, if there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evener.contracts.checkpoint import Checkpoint, Headers
+from evener.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+def with_weight_map(checkpoint: Checkpoint, file: str | None) -> Checkpoint:
+    """``checkpoint`` under the names that its rules give; itself if there are none.
+
+    Raises:
+        CheckpointError: the rules are no JSON object of expressions and names, or two tensors get one name.
+    """
+    name = f"{checkpoint.config.get('model_type')}_weight_map.json"
+    try:
+        text = checkpoint.text(name) if file is None else Path(file).expanduser().read_text("utf-8")
+        if text is None:
+            return checkpoint
+        rules = [
+            (re.compile(key), None if value is None else re.sub(r"\$(\d+)", r"\\g<\1>", value))
+            for key, value in json.loads(text).items()
+        ]
+        return _Renamed(checkpoint, rules)
+    except (OSError, ValueError, AttributeError, TypeError, IndexError, re.error) as error:
+        where = checkpoint.where(name) if file is None else file
+        raise CheckpointError(
+            f"the weight map {where} cannot be used: {error}; it must be a JSON object of regular expressions and names"
+        ) from error
+
+
+class _Renamed(Checkpoint):
+    def __init__(self, inner: Checkpoint, rules: Sequence[tuple[re.Pattern[str], str | None]]) -> None:
+        self._inner, self.path = inner, inner.path
+        self._names: dict[str, str] = {}
+        used, untouched = [0] * len(rules), []
+        for stored in inner.headers:
+            number, match = next(((i, m) for i, (p, _) in enumerate(rules) if (m := p.fullmatch(stored))), (-1, None))
+            name: str | None = stored
+            if match is None:
+                untouched.append(stored)
+            else:
+                used[number] += 1
+                template = rules[number][1]
+                name = None if template is None else match.expand(template)
+            if name is not None and self._names.setdefault(name, stored) != stored:
+                raise CheckpointError(
+                    f"the weight map of {inner.path} calls both {self._names[name]!r} and {stored!r} {name!r}"
+                )
+        self.copied = frozenset(name for name, stored in self._names.items() if stored in inner.copied)
+        unused = [pattern.pattern for (pattern, _), count in zip(rules, used, strict=True) if not count]
+        if unused:
+            log.warning("weight map: no tensor fits %s", ", ".join(map(repr, unused)))
+        if untouched:
+            shown = ", ".join(untouched[:10]) + (", …" if len(untouched) > 10 else "")
+            log.info("weight map: %d tensors keep their names: %s", len(untouched), shown)
+
+    @cached_property
+    def headers(self) -> Headers:
+        return {name: self._inner.headers[stored] for name, stored in self._names.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._inner.tensor(self._names.get(name, name))
+
+    def text(self, name: str) -> str | None:
+        return self._inner.text(name)
+
+    def json(self, name: str) -> dict[str, Any]:
+        return self._inner.json(name)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,81 @@
+"""Rules that rename tensors: whole names, in the file's order, null drops; what no rule fits is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener.contracts.checkpoint import Checkpoint
+from evener.errors import CheckpointError
+from evener.loading.checkpoint import open_checkpoint
+from evener.loading.weight_map import with_weight_map
+
+Write = Callable[..., Path]
+STORED = {"transformer.h.0.attn.w": torch.ones(2), "transformer.h.1.attn.w": torch.zeros(3), "wte": torch.ones(1)}
+
+
+def mapped(folder: Path, rules: Any) -> Checkpoint:
+    (folder / "rules.json").write_text(rules if isinstance(rules, str) else json.dumps(rules))
+    return with_weight_map(open_checkpoint(folder), str(folder / "rules.json"))
+
+
+@pytest.mark.parametrize("name", ["layers.$1.weight", r"layers.\1.weight"])
+def test_groups_are_put_into_names_and_tensors_follow(name: str, write_folder: Write) -> None:
+    checkpoint = mapped(write_folder(STORED), {r"transformer\.h\.(\d+)\.attn\.w": name})
+    assert set(checkpoint.headers) == {"layers.0.weight", "layers.1.weight", "wte"}
+    assert checkpoint.tensor("layers.1.weight").tolist() == [0, 0, 0]
+    assert checkpoint.architecture == "TinyForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("rules", "names"),
+    [
+        ({"transformer": "x", "wte": "e"}, {"transformer.h.0.attn.w", "transformer.h.1.attn.w", "e"}),
+        ({r"transformer\.h\.0.*": "first", r"transformer\..*": None, ".*": "rest"}, {"first", "rest"}),
+        ({r"transformer\..*": None, r"transformer\.h\.0.*": "first"}, {"wte"}),
+    ],
+)
+def test_the_first_rule_that_fits_a_whole_name_wins_and_null_drops(
+    rules: Mapping[str, Any], names: set[str], write_folder: Write
+) -> None:
+    assert set(mapped(write_folder(STORED), rules).headers) == names
+
+
+def test_unused_rules_and_untouched_tensors_are_told(write_folder: Write, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "evener.loading.weight_map"):
+        mapped(write_folder(STORED), {"wte": "e", "nothing": "x", r"tr.*\.0.*": "y"})
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "weight map: no tensor fits 'nothing'"),
+        ("INFO", "weight map: 1 tensors keep their names: transformer.h.1.attn.w"),
+    ]
+
+
+def test_rules_of_the_model_folder_are_found_by_the_family(write_folder: Write) -> None:
+    folder = write_folder(STORED)
+    assert with_weight_map(open_checkpoint(folder), None).headers.keys() == STORED.keys()
+    (folder / "tiny_weight_map.json").write_text('{"wte": "e"}')
+    assert "e" in with_weight_map(open_checkpoint(folder), None).headers
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ("[", "cannot be used"), ("[]", "cannot be used"), ({"(": "x"}, "cannot be used"),
+        ({"wte": 3}, "expected string"),
+        ({"wte": "$4"}, "invalid group reference"), ({".*": "one"}, "calls both"),
+    ],
+)  # fmt: skip
+def test_rules_that_cannot_be_used_are_refused(rules: Any, words: str, write_folder: Write) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        mapped(write_folder(STORED), rules)
+
+
+def test_a_file_that_is_not_there_is_named(write_folder: Write) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.json cannot be used"):
+        with_weight_map(open_checkpoint(write_folder(STORED)), "none.json")
