@@ -6,6 +6,9 @@ A key is a field's dotted name: ``dtype``, ``infer.max_reqs``, ``serve.port``. `
 honour is an error when the object is built.
 """
 
+# ``option`` makes a dataclass field, which the linter takes for a call whose result all objects would share.
+# ruff: noqa: RUF009
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,9 +32,9 @@ DTYPE_WORDS = {
 }
 
 
-def key(kind: Kind, help: str, **limits: Any) -> dict[str, KeySpec]:
-    """Metadata of a field that is a key; ``limits`` are fields of ``KeySpec``."""
-    return {"spec": KeySpec(help=help, kind=kind, **limits)}
+def option(default: Any, kind: Kind, help: str, **limits: Any) -> Any:
+    """A field that is a key; ``limits`` are fields of ``KeySpec``."""
+    return field(default=default, metadata={"spec": KeySpec(help=help, kind=kind, **limits)})
 
 
 class Section:
@@ -56,93 +59,57 @@ class InferConfig(Section):
 
     prefix: ClassVar[str] = "infer."
 
-    tp_size: int = field(
-        default=1,
-        metadata=key("int", "Tensor-parallel ranks.", minimum=1, supported=(1,), missing="tensor parallelism is"),
-    )
-    pp_size: int = field(
-        default=1, metadata=key("int", "Pipeline stages.", minimum=1, supported=(1,), missing="pipeline parallelism is")
-    )
-    dp_size: int = field(
-        default=1,
-        metadata=key(
-            "int", "Data-parallel copies of attention.", minimum=1, supported=(1,), missing="data parallelism is"
-        ),
-    )
-    ep_size: int = field(
-        default=1,
-        metadata=key(
-            "int", "Ranks that share a model's experts.", minimum=1, supported=(1,), missing="expert parallelism is"
-        ),
-    )
-    max_reqs: int | Auto = field(
-        default="auto", metadata=key("int", "Requests that run at the same time.", auto=True, minimum=1)
-    )
-    max_seq_len: int | Auto = field(
-        default="auto", metadata=key("int", "Tokens of one request, prompt and answer together.", auto=True, minimum=2)
-    )
-    attn_type: str = field(
-        default="auto",
-        metadata=key(
-            "str",
-            "Who computes attention: the best that fits, or the plain reference.",
-            choices=("auto", "ref"),
-            claimable=True,
-        ),
-    )
-    op_impl: str = field(
-        default="auto",
-        metadata=key(
-            "str",
-            "Who computes the other ops: the best that fits, or the plain reference.",
-            choices=("auto", "ref"),
-            claimable=True,
-        ),
-    )
-    use_cuda_graph: bool | Auto = field(
-        default="auto", metadata=key("bool", "Capture steps and replay them, where the device can.", auto=True)
-    )
-    cache_type: str = field(
-        default="auto", metadata=key("str", "How state is kept: in pages.", choices=("auto", "paged"))
-    )
-    mla_absorb: str = field(
-        default="auto",
-        metadata=key(
-            "str",
-            "How latent attention reads its state for one new token: expanded to keys and values, with queries brought "
-            "into latent space, or so with matrix products made once at start.",
-            choices=("auto", "none", "absorb-without-precomp", "absorb"),
-        ),
-    )
-    index_topk: int | Auto = field(
-        default="auto",
-        metadata=key("int", "Earlier tokens that sparse attention reads; 0 reads all of them.", auto=True, minimum=0),
-    )
-    snapshot_every: int = field(
-        default=512,
-        metadata=key("int", "Tokens between the snapshots of recurrent state that a prefix can go on from.", minimum=1),
-    )
-    block_size: int | Auto = field(
-        default="auto", metadata=key("int", "Tokens in one block of state.", auto=True, minimum=1)
-    )
-    kv_memory: int | float | Auto = field(
-        default="auto",
-        metadata=key("size", "Memory for state: bytes, or a fraction of what is free at start.", auto=True),
-    )
-    step_tokens: int | Auto = field(
-        default="auto", metadata=key("int", "Tokens computed in one step, over all requests.", auto=True, minimum=1)
-    )
-    depth: int = field(
-        default=2,
-        metadata=key(
-            "int", "Plans in flight: 1 for debugging; tokens are the same for every depth.", minimum=1, maximum=16
-        ),
-    )
-    prefix_cache: bool = field(default=True, metadata=key("bool", "Reuse the state of prompts that begin alike."))
-    threads: int | Auto = field(default="auto", metadata=key("int", "Host threads that compute.", auto=True, minimum=1))
-    stop_with_eos: bool = field(
-        default=True, metadata=key("bool", "End an answer at the model's end token, for requests that do not say.")
-    )
+    tp_size: int = option(
+        1, "int", "Tensor-parallel ranks.", minimum=1, supported=(1,), missing="tensor parallelism is"
+    )  # fmt: skip
+    pp_size: int = option(1, "int", "Pipeline stages.", minimum=1, supported=(1,), missing="pipeline parallelism is")
+    dp_size: int = option(
+        1, "int", "Data-parallel copies of attention.", minimum=1, supported=(1,), missing="data parallelism is"
+    )  # fmt: skip
+    ep_size: int = option(
+        1, "int", "Ranks that share a model's experts.", minimum=1, supported=(1,), missing="expert parallelism is"
+    )  # fmt: skip
+    max_reqs: int | Auto = option("auto", "int", "Requests that run at the same time.", auto=True, minimum=1)
+    max_seq_len: int | Auto = option(
+        "auto", "int", "Tokens of one request, prompt and answer together.", auto=True, minimum=2
+    )  # fmt: skip
+    attn_type: str = option(
+        "auto", "str", "Who computes attention: the best that fits, or the plain reference.",
+        choices=("auto", "ref"), claimable=True
+    )  # fmt: skip
+    op_impl: str = option(
+        "auto", "str", "Who computes the other ops: the best that fits, or the plain reference.",
+        choices=("auto", "ref"), claimable=True
+    )  # fmt: skip
+    use_cuda_graph: bool | Auto = option(
+        "auto", "bool", "Capture steps and replay them, where the device can.", auto=True
+    )  # fmt: skip
+    cache_type: str = option("auto", "str", "How state is kept: in pages.", choices=("auto", "paged"))
+    mla_absorb: str = option(
+        "auto", "str",
+        "How latent attention reads its state for one new token: expanded to keys and values, with queries brought "
+        "into latent space, or so with matrix products made once at start.",
+        choices=("auto", "none", "absorb-without-precomp", "absorb")
+    )  # fmt: skip
+    index_topk: int | Auto = option(
+        "auto", "int", "Earlier tokens that sparse attention reads; 0 reads all of them.", auto=True, minimum=0
+    )  # fmt: skip
+    snapshot_every: int = option(
+        512, "int", "Tokens between the snapshots of recurrent state that a prefix can go on from.", minimum=1
+    )  # fmt: skip
+    block_size: int | Auto = option("auto", "int", "Tokens in one block of state.", auto=True, minimum=1)
+    kv_memory: int | float | Auto = option(
+        "auto", "size", "Memory for state: bytes, or a fraction of what is free at start.", auto=True
+    )  # fmt: skip
+    step_tokens: int | Auto = option(
+        "auto", "int", "Tokens computed in one step, over all requests.", auto=True, minimum=1
+    )  # fmt: skip
+    depth: int = option(
+        2, "int", "Plans in flight: 1 for debugging; tokens are the same for every depth.", minimum=1, maximum=16
+    )  # fmt: skip
+    prefix_cache: bool = option(True, "bool", "Reuse the state of prompts that begin alike.")
+    threads: int | Auto = option("auto", "int", "Host threads that compute.", auto=True, minimum=1)
+    stop_with_eos: bool = option(True, "bool", "End an answer at the model's end token, for requests that do not say.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,19 +118,15 @@ class ServeConfig(Section):
 
     prefix: ClassVar[str] = "serve."
 
-    host: str = field(default="127.0.0.1", metadata=key("str", "Address to listen on; 0.0.0.0 for every interface."))
-    port: int = field(
-        default=21002, metadata=key("int", "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
-    )
-    api_keys: tuple[str, ...] = field(
-        default=(), metadata=key("names", "Keys that requests must carry.", supported=((),), missing="API keys are")
-    )
-    served_model_name: str | None = field(
-        default=None, metadata=key("str", "The model's name in the API; none: the folder's name.", none=True)
-    )
-    max_queue: int = field(
-        default=1024, metadata=key("int", "Requests that may wait; more are refused with 429.", minimum=0)
-    )
+    host: str = option("127.0.0.1", "str", "Address to listen on; 0.0.0.0 for every interface.")
+    port: int = option(21002, "int", "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
+    api_keys: tuple[str, ...] = option(
+        (), "names", "Keys that requests must carry.", supported=((),), missing="API keys are"
+    )  # fmt: skip
+    served_model_name: str | None = option(
+        None, "str", "The model's name in the API; none: the folder's name.", none=True
+    )  # fmt: skip
+    max_queue: int = option(1024, "int", "Requests that may wait; more are refused with 429.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,26 +135,18 @@ class LogConfig(Section):
 
     prefix: ClassVar[str] = "log."
 
-    level: str = field(
-        default="auto",
-        metadata=key(
-            "str",
-            "The least of what is said; auto: info of a server and in a file, warnings elsewhere.",
-            choices=("auto", "debug", "info", "warning", "error"),
-            words={word: word for word in ("debug", "info", "warning", "error")},  # DEBUG, as others write it
-        ),
-    )
-    file: str | None = field(
-        default=None,
-        metadata=key("path", "A file that lines are added to, beside standard error; none: no file.", none=True),
-    )
-    format: str = field(
-        default="text", metadata=key("str", "Lines for people, or an object a line.", choices=("text", "json"))
-    )
-    interval: float = field(
-        default=10.0,
-        metadata=key("float", "A server says how busy it is every so many seconds, if it is; 0: never.", minimum=0),
-    )
+    level: str = option(
+        "auto", "str", "The least of what is said; auto: info of a server and in a file, warnings elsewhere.",
+        choices=("auto", "debug", "info", "warning", "error"),
+        words={word: word for word in ("debug", "info", "warning", "error")}
+    )  # fmt: skip
+    file: str | None = option(
+        None, "path", "A file that lines are added to, beside standard error; none: no file.", none=True
+    )  # fmt: skip
+    format: str = option("text", "str", "Lines for people, or an object a line.", choices=("text", "json"))
+    interval: float = option(
+        10.0, "float", "A server says how busy it is every so many seconds, if it is; 0: never.", minimum=0
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,28 +155,18 @@ class RequestConfig(Section):
 
     prefix: ClassVar[str] = "request."
 
-    prompt_tokens_len: int | None = field(
-        default=None,
-        metadata=key(
-            "int",
-            "`evener run` makes a prompt of exactly this many tokens, of --prompt over and over or made up; with "
+    prompt_tokens_len: int | None = option(
+        None, "int",
+        "`evener run` makes a prompt of exactly this many tokens, of --prompt over and over or made up; with "
             "request.max_new_tokens the answer has exactly as many, too (speed tests).",
-            none=True,
-            minimum=1,
-        ),
-    )
-    max_new_tokens: int | None = field(
-        default=None,
-        metadata=key(
-            "int",
-            "New tokens of requests that do not say; none: chat takes the rest of the context, completions 16.",
-            none=True,
-            minimum=1,
-        ),
-    )
-    plugins: tuple[str, ...] = field(
-        default=(), metadata=key("names", "Request plugins that see every request, in this order.")
-    )
+        none=True, minimum=1
+    )  # fmt: skip
+    max_new_tokens: int | None = option(
+        None, "int",
+        "New tokens of requests that do not say; none: chat takes the rest of the context, completions 16.",
+        none=True, minimum=1
+    )  # fmt: skip
+    plugins: tuple[str, ...] = option((), "names", "Request plugins that see every request, in this order.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,80 +179,50 @@ class Config(Section):
             those that were set.
     """
 
-    model: str = field(
-        metadata=key("path", "The model: a folder, a file such as model.gguf, or its id on a hub (org/name).")
-    )
-    dtype: str = field(
-        default="auto",
-        metadata=key(
-            "str",
-            "Type that is computed in; auto: the checkpoint's own.",
-            choices=("auto", "bfloat16", "float16", "float32"),
-            words=DTYPE_WORDS,
-        ),
-    )
-    load: str = field(
-        default="auto",
-        metadata=key(
-            "str", "Where weights come from: the checkpoint, or random numbers (dummy).", choices=("auto", "dummy")
-        ),
-    )
-    quant: str = field(
-        default="auto",
-        metadata=key(
-            "str", "Quantization; auto: as the checkpoint says.", supported=("auto", "none"), missing="quantization is"
-        ),
-    )
-    backend: str | None = field(
-        default=None,
-        metadata=key("str", "The backend to run on; none: the best that is installed and fits.", none=True),
-    )
-    max_fallback: str = field(
-        default="any",
-        metadata=key(
-            "str",
-            "What may run on the plain reference: anything, anything with a line for each at start, or nothing.",
-            choices=("any", "listed", "none"),
-        ),
-    )
-    seed: int = field(
-        default=0,
-        metadata=key("int", "Seed of random weights and of requests that bring none.", minimum=0, maximum=2**31 - 1),
-    )
-    trust_model_code: bool = field(
-        default=False,
-        metadata=key(
-            "bool",
-            "Run Python code from the model's folder.",
-            supported=(False,),
-            missing="code from a model's folder is",
-        ),
-    )
-    tokenizer: str | None = field(
-        default=None, metadata=key("path", "Folder or file with the tokenizer; none: the model's.", none=True)
-    )
-    weight_map: str | None = field(
-        default=None,
-        metadata=key("path", "JSON file of regular expressions that rename a checkpoint's tensors.", none=True),
-    )
-    executor: str = field(
-        default="auto",
-        metadata=key(
-            "str",
-            "Where the worker runs: inside this process, or in one of its own.",
-            choices=("auto", "inline", "process"),
-        ),
-    )
-    outputs: str | None = field(
-        default="auto",
-        metadata=key(
-            "path",
-            "Folder in which `evener run` leaves a folder with its keys, log and result; auto: outputs where request.* "
+    model: str = option(
+        dataclasses.MISSING, "path", "The model: a folder, a file such as model.gguf, or its id on a hub (org/name)."
+    )  # fmt: skip
+    dtype: str = option(
+        "auto", "str", "Type that is computed in; auto: the checkpoint's own.",
+        choices=("auto", "bfloat16", "float16", "float32"), words=DTYPE_WORDS
+    )  # fmt: skip
+    load: str = option(
+        "auto", "str", "Where weights come from: the checkpoint, or random numbers (dummy).",
+        choices=("auto", "dummy")
+    )  # fmt: skip
+    quant: str = option(
+        "auto", "str", "Quantization; auto: as the checkpoint says.", supported=("auto", "none"),
+        missing="quantization is"
+    )  # fmt: skip
+    backend: str | None = option(
+        None, "str", "The backend to run on; none: the best that is installed and fits.", none=True
+    )  # fmt: skip
+    max_fallback: str = option(
+        "any", "str",
+        "What may run on the plain reference: anything, anything with a line for each at start, or nothing.",
+        choices=("any", "listed", "none")
+    )  # fmt: skip
+    seed: int = option(
+        0, "int", "Seed of random weights and of requests that bring none.", minimum=0, maximum=2**31 - 1
+    )  # fmt: skip
+    trust_model_code: bool = option(
+        False, "bool", "Run Python code from the model's folder.", supported=(False,),
+        missing="code from a model's folder is"
+    )  # fmt: skip
+    tokenizer: str | None = option(None, "path", "Folder or file with the tokenizer; none: the model's.", none=True)
+    weight_map: str | None = option(
+        None, "path", "JSON file of regular expressions that rename a checkpoint's tensors.", none=True
+    )  # fmt: skip
+    executor: str = option(
+        "auto", "str", "Where the worker runs: inside this process, or in one of its own.",
+        choices=("auto", "inline", "process")
+    )  # fmt: skip
+    outputs: str | None = option(
+        "auto", "path",
+        "Folder in which `evener run` leaves a folder with its keys, log and result; auto: outputs where request.* "
             "fixes a length, otherwise none.",
-            auto=True,
-            none=True,
-        ),
-    )
+        auto=True, none=True
+    )  # fmt: skip
     infer: InferConfig = field(default_factory=InferConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
