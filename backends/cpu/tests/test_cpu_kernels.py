@@ -137,6 +137,25 @@ def test_greedy_takes_the_lowest_id_of_a_tie(device: CpuDevice, dtype: str) -> N
     assert got.dtype == torch.int32 and got[3] == logits[3].argmax()
 
 
+FILTERS = [(0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (40, 0.95, 0.02), (20000, 0.99, 0.0)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [0.5, 4.0], ids=["flat", "peaked"])
+def test_sampling_picks_the_references_tokens_from_a_whole_vocabulary(
+    device: CpuDevice, dtype: str, spread: float
+) -> None:
+    rows = 2 * len(FILTERS)
+    logits = noise(rows, 32011, dtype=dtype) * spread
+    logits[1, ::2] = -torch.inf  # as a mask leaves it
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*FILTERS * 2, strict=True))
+    heat = torch.tensor([0.7] * len(FILTERS) + [1.0] * (len(FILTERS) - 1) + [0.0])
+    seed = torch.arange(rows, dtype=torch.int32) * 977 - 5000
+    inputs = (logits, heat, top_k.int(), top_p, min_p, seed, torch.arange(rows, dtype=torch.int32))
+    static = {"vocab": 32011, "filters": True}
+    assert built(device, "sample", static)(*inputs).tolist() == reference("sample", static)(*inputs).tolist()
+
+
 def stored_as(storage: str) -> QuantFormat:
     return block_format(storage) if storage in BLOCKS else plain(storage)
 

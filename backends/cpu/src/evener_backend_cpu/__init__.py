@@ -30,6 +30,7 @@ descriptor = Descriptor(
         "rotary",
         "act_and_mul",
         "greedy",
+        "sample",
         "norm_qkv_rotary_write",
         "attention_block",
         "mlp_block",

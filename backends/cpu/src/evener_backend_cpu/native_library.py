@@ -32,6 +32,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "rotary": (None, (_P, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I, _I, _P, _I)),
     "act": (None, (_P, _P, _I, _I, _I, _I)),
     "greedy": (None, (_P, _I, _I, _P)),
+    "sample": (None, (_P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _I)),
 }
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 

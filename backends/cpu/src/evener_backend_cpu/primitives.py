@@ -225,4 +225,42 @@ class NativeGreedy(NativeKernel):
         return run
 
 
-PRIMITIVES = (NativeLinear, NativeRmsNorm, NativeAddRmsNorm, NativeRotary, NativeActAndMul, NativeGreedy)
+class NativeSample(NativeKernel):
+    """Sorts only the few candidates that a filter can keep; without filters, one pass."""
+
+    op = "sample"
+
+    def build(self, call: OpCall) -> OpFunction:
+        device = self.device
+        functions: dict[torch.dtype, Any] = {
+            getattr(torch, dtype): self.native.function("sample", dtype) for dtype in DTYPES
+        }
+
+        def run(
+            logits: torch.Tensor,
+            temperature: torch.Tensor,
+            top_k: torch.Tensor,
+            top_p: torch.Tensor,
+            min_p: torch.Tensor,
+            seed: torch.Tensor,
+            position: torch.Tensor,
+        ) -> torch.Tensor:
+            if logits.dtype not in functions:
+                logits = logits.float()
+            logits = logits.contiguous()
+            rows = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seed, position)]
+            ids = torch.empty(logits.shape[0], dtype=torch.int32)
+            functions[logits.dtype](
+                logits.data_ptr(),
+                logits.shape[0],
+                logits.shape[1],
+                *(t.data_ptr() for t in rows),
+                ids.data_ptr(),
+                device.threads,
+            )
+            return ids
+
+        return run
+
+
+PRIMITIVES = (NativeLinear, NativeRmsNorm, NativeAddRmsNorm, NativeRotary, NativeActAndMul, NativeGreedy, NativeSample)

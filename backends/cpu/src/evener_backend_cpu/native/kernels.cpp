@@ -1,6 +1,7 @@
 // What Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Functions that need memory return 0, or 1 if
 // there was none.
 #include "layer.h"
+#include "sampling.h"
 
 static Scratch& scratch() {
   static thread_local Scratch s;
@@ -102,6 +103,16 @@ template <class T> static void greedy(const T* x, int64_t rows, int64_t n, int32
   }
 }
 
+template <class T>
+static void sample(const T* x, int64_t rows, int64_t n, const float* heat, const int32_t* top_k, const float* top_p, const float* min_p,
+                   const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {
+  Pool::each(rows > 1 ? threads : 1, rows, [&](long r) {
+    static thread_local Sampler sampler;
+    sampler.n = n;
+    sample_row<T>(sampler, x + r * n, heat[r], top_k[r], top_p[r], min_p[r], seed[r], position[r], ids + r);
+  });
+}
+
 extern "C" {
 #define EXPORT(T, S)                                                                                                                   \
   int evener_layer_##S(const Layer* l, const Step* s, int64_t n, void* x, void* stream, void* out, const void* pos, int64_t p64,        \
@@ -135,7 +146,11 @@ extern "C" {
   void evener_act_##S(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {                                  \
     act<T>(x, y, rows, inner, kind, threads);                                                                                          \
   }                                                                                                                                    \
-  void evener_greedy_##S(const T* x, int64_t rows, int64_t n, int32_t* ids) { greedy<T>(x, rows, n, ids); }
+  void evener_greedy_##S(const T* x, int64_t rows, int64_t n, int32_t* ids) { greedy<T>(x, rows, n, ids); }                            \
+  void evener_sample_##S(const T* x, int64_t rows, int64_t n, const float* heat, const int32_t* top_k, const float* top_p,             \
+                         const float* min_p, const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {            \
+    sample<T>(x, rows, n, heat, top_k, top_p, min_p, seed, position, ids, threads);                                                    \
+  }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
 
