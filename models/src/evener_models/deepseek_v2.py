@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from evener.layers import CausalLM, LatentConfig, MLPConfig, RotaryConfig
+from evener.layers import CausalLM, LatentConfig, MLPConfig, MoEConfig, RotaryConfig
 from evener.layers.latent import IndexConfig
-from evener.layers.settings import activation, count, layer_count, refuse
+from evener.layers.settings import activation, count, layer_count, number, refuse
 
 
 class DeepseekV2ForCausalLM(CausalLM):
@@ -39,8 +39,31 @@ class DeepseekV2ForCausalLM(CausalLM):
         del config
         return None
 
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig:
-        return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        dense = layer < count({"first_k_dense_replace": 0, **config}, "first_k_dense_replace", least=0)
+        if dense or not config.get("n_routed_experts") or layer % count({"moe_layer_freq": 1, **config}, "moe_layer_freq"):
+            return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
+        inner = count(config, "moe_intermediate_size")
+        return MoEConfig(
+            experts=count(config, "n_routed_experts"),
+            top=count(config, "num_experts_per_tok"),
+            inner=inner,
+            activation=activation(config),
+            scale=number(config, "routed_scaling_factor"),
+            shared_inner=inner * (config.get("n_shared_experts") or 0),
+            **self.routing(config),
+        )
+
+    def routing(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """How experts are chosen, beside their number."""
+        if config.get("norm_topk_prob") or config.get("scoring_func", "softmax") != "softmax":
+            key = "norm_topk_prob" if config.get("norm_topk_prob") else "scoring_func"
+            raise refuse(config, key, "this family's weights are softmax scores as they are")
+        if config.get("topk_method", "greedy") == "greedy":
+            return {"renormalize": False}
+        if config["topk_method"] != "group_limited_greedy":
+            raise refuse(config, "topk_method", "implemented are: greedy, group_limited_greedy")
+        return {"renormalize": False, "groups": count(config, "n_group"), "top_groups": count(config, "topk_group")}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
@@ -50,7 +73,10 @@ class DeepseekV2ForCausalLM(CausalLM):
             "num_key_value_heads": 3, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False, "attention_bias": False, "kv_lora_rank": 20, "q_lora_rank": 28,
             "qk_nope_head_dim": 14, "qk_rope_head_dim": 6, "v_head_dim": 10, "bos_token_id": 1, "eos_token_id": 2,
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "first_k_dense_replace": 3,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "first_k_dense_replace": 1,
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+            "norm_topk_prob": False, "moe_layer_freq": 1,
         }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from evener.layers import Builder
 from evener.layers.latent import IndexConfig
-from evener.layers.settings import count, layer_count
+from evener.layers.settings import count, layer_count, refuse
 from evener_models.deepseek_v2 import DeepseekV2ForCausalLM
 
 
@@ -20,11 +20,25 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         for extra in range(int(config.get("num_nextn_predict_layers") or 0)):
             build.ignore(rf"model\.layers\.{layers + extra}\..*")
 
+    def routing(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+            if config.get(key, only) != only:
+                raise refuse(config, key, f"this family's is {only}")
+        return {
+            "scoring": "sigmoid",
+            "correction": "mlp.gate.e_score_correction_bias",
+            "renormalize": bool(config.get("norm_topk_prob", True)),
+            "groups": count(config, "n_group"),
+            "top_groups": count(config, "topk_group"),
+            "group_best": 2,
+        }
+
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
         return {
             **super().tiny_config(), "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
             "rope_interleave": True, "num_nextn_predict_layers": 0,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "n_routed_experts": 12,
         }  # fmt: skip
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evener.layers import Builder, CausalLM, MLPConfig, RotaryConfig
+from evener.layers import Builder, CausalLM, MLPConfig, MoEConfig, RotaryConfig
 from evener.layers.hybrid import DeltaConfig, GatedAttentionConfig
 from evener.layers.settings import activation, count, layer_count, refuse
+from evener_models.qwen_moe import experts
 
 _KINDS = ("linear_attention", "full_attention")
 
@@ -50,8 +51,13 @@ class Qwen3NextForCausalLM(CausalLM):
             raise refuse(config, "layer_types", f"it must name one of {', '.join(_KINDS)} for each layer")
         return kinds
 
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig:
-        return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        plain = MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
+        if not config.get("num_experts"):
+            return plain
+        shared = count(config, "shared_expert_intermediate_size")
+        extra = {"shared_inner": shared, "shared": "mlp.shared_expert", "shared_gate": "mlp.shared_expert_gate"}
+        return experts({"norm_topk_prob": True, **config}, layer, **extra) or plain
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
@@ -61,6 +67,8 @@ class Qwen3NextForCausalLM(CausalLM):
             "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False, "attention_bias": False, "linear_conv_kernel_dim": 4,
             "linear_key_head_dim": 10, "linear_value_head_dim": 14, "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6, "mlp_only_layers": [0, 1, 2, 3], "bos_token_id": 1, "eos_token_id": 2,
+            "linear_num_value_heads": 6, "mlp_only_layers": [2], "num_experts": 7,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 18, "shared_expert_intermediate_size": 30,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "bos_token_id": 1, "eos_token_id": 2,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
         }  # fmt: skip
