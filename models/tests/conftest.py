@@ -24,6 +24,9 @@ def _randomise(model: Any) -> None:
                 parameter.copy_(offset + 0.2 * noise)
             else:
                 parameter.copy_((0.1 if parameter.dim() == 1 else 0.25) * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 @pytest.fixture

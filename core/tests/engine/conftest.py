@@ -19,7 +19,7 @@ from evener.engine.controller import Controller
 from evener.engine.messages import NewRequest, Ready
 from evener.engine.scheduler import Scheduler
 from evener.engine.state import StateManager
-from evener.layers.declared import LinearWeight, Weight
+from evener.layers.declared import LinearWeight, StackedWeight, Weight
 from evener.testing import reference_engine
 from evener.testing.installed import install_reference_backend
 from evener.testing.naive import NaiveModel
@@ -57,7 +57,11 @@ def make_lively(make_config: Callable[..., Config]) -> Callable[..., Config]:
         shape = json.loads((Path(config.model) / "config.json").read_text())
         noise, tensors = torch.Generator().manual_seed(3), {}
         for weight in NaiveModel(shape).build.weights:
-            if isinstance(weight, LinearWeight):
+            if isinstance(weight, StackedWeight):
+                sizes = {part.name: (part.rows, part.columns) for part in weight.parts}
+                for name, size in ((n.format(e), s) for n, s in sizes.items() for e in range(weight.experts)):
+                    tensors[name] = 0.25 * torch.randn(size, generator=noise)
+            elif isinstance(weight, LinearWeight):
                 for part in weight.parts:
                     tensors[part.name] = 0.25 * torch.randn(part.rows, part.columns, generator=noise)
             elif isinstance(weight, Weight) and len(weight.shape) == 1 and len(weight.sources) == 1:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from evener.layers import CausalLM, LatentConfig, MLPConfig, MoEConfig, RotaryConfig
 from evener.layers.latent import IndexConfig
+from evener.layers.rotary import yarn_factor
 from evener.layers.settings import activation, count, layer_count, number, refuse
 
 
@@ -81,9 +81,8 @@ class DeepseekV2ForCausalLM(CausalLM):
 
 
 def _stretch(config: Mapping[str, Any]) -> float:
-    """The factor on queries and keys each that goes with YaRN's longer context (Peng et al. 2023)."""
+    """The factor on queries and keys each that goes with YaRN's longer context."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if settings.get("rope_type", settings.get("type", "default")) == "default" or not settings.get("mscale_all_dim"):
         return 1.0
-    factor = float(settings["factor"])
-    return 1.0 if factor <= 1 else 0.1 * float(settings["mscale_all_dim"]) * math.log(factor) + 1.0
+    return yarn_factor(float(settings["factor"]), float(settings["mscale_all_dim"]))

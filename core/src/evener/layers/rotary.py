@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 #: Scalings and the numbers that they cannot do without.
 _SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }  # fmt: skip
 
 
@@ -36,15 +37,29 @@ def _settings(config: Mapping[str, Any], layer_type: str | None, default_base: f
     return {"rope_theta": config.get("rope_theta", default_base), **(config.get("rope_scaling") or {})}
 
 
+def yarn_factor(factor: float, weight: float = 1.0) -> float:
+    """By how much YaRN raises a dot product's sides when the context is ``factor`` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _amplitude(settings: Mapping[str, Any]) -> float:
+    if settings.get("attention_factor") is not None:
+        return float(settings["attention_factor"])
+    factor, one, other = settings["factor"], settings.get("mscale"), settings.get("mscale_all_dim")
+    return yarn_factor(factor, one) / yarn_factor(factor, other) if one and other else yarn_factor(factor)
+
+
 @dataclass(frozen=True)
 class RotaryConfig:
     """Angles of one kind of layer.
 
     Attributes:
         dim: the rotated part of a head; base: theta.
-        scaling: "default", "linear" or "llama3".
+        scaling: "default", "linear", "llama3" or "yarn".
         factor: how much longer the context was made.
-        low, high, original: Llama 3's frequency bounds and its pre-training context.
+        low, high, original: Llama 3's frequency bounds (YaRN's: in turns) and its pre-training context.
+        truncate: (YaRN) the bounds become whole dimensions.
+        amplitude: factor on cosines and sines.
         interleaved: pairs (2i, 2i+1) instead of halves.
     """
 
@@ -56,6 +71,8 @@ class RotaryConfig:
     high: float = 4.0
     original: int = 8192
     interleaved: bool = False
+    truncate: bool = True
+    amplitude: float = 1.0
 
     @classmethod
     def from_config(
@@ -99,10 +116,13 @@ class RotaryConfig:
         original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
         if scaling == "default":  # numbers that do not matter must not make equal angles two tables
             return cls(int(dim * float(partial or 1.0)), float(base))
+        yarn = scaling == "yarn"
         return cls(
             int(dim * float(partial or 1.0)), float(base), scaling, factor=float(settings["factor"]),
-            low=float(settings.get("low_freq_factor") or 1.0), high=float(settings.get("high_freq_factor") or 4.0),
+            low=float(settings.get("beta_slow" if yarn else "low_freq_factor") or 1.0),
+            high=float(settings.get("beta_fast" if yarn else "high_freq_factor") or (32.0 if yarn else 4.0)),
             original=int(original or config.get("max_position_embeddings") or 8192),
+            truncate=bool(settings.get("truncate", True)), amplitude=_amplitude(settings) if yarn else 1.0,
         )  # fmt: skip
 
     def table(self, build: Builder) -> Table:
@@ -118,8 +138,23 @@ class RotaryConfig:
             inverse = inverse / self.factor
         elif self.scaling == "llama3":
             inverse = self._llama3(inverse)
+        elif self.scaling == "yarn":
+            inverse = self._yarn(inverse)
         angles = torch.outer(torch.arange(length).float(), inverse)
-        return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * self.amplitude).to(device)
+
+    def _yarn(self, inverse: torch.Tensor) -> torch.Tensor:
+        """YaRN (Peng et al. 2023): dimensions that turn often are kept, those that hardly turn are stretched."""
+        import torch
+
+        turns = (self.high, self.low)
+        ends = [self.dim * math.log(self.original / (n * 2 * math.pi)) / (2 * math.log(self.base)) for n in turns]
+        if self.truncate:
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        first, last = max(ends[0], 0), min(ends[1], self.dim - 1)
+        ramp = (torch.arange(self.dim // 2).float() - first) / (last - first or 0.001)
+        stretch = ramp.clamp(0, 1)
+        return inverse / self.factor * stretch + inverse * (1 - stretch)
 
     def _llama3(self, inverse: torch.Tensor) -> torch.Tensor:
         """Llama 3.1's scaling: long wavelengths are stretched, short ones kept, those between are mixed."""
