@@ -112,7 +112,8 @@ build = Builder("bfloat16", 4096, absorb="none")
 model = DeepseekV3ForCausalLM(json.load(open(sys.argv[1])), build)
 linears = [w for w in build.weights if hasattr(w, "parts")]
 others = [w for w in build.weights if hasattr(w, "shape") and not hasattr(w, "parts")]
-count = sum(max(w.experts, 1) * p.rows * p.columns for w in linears for p in w.parts) + sum(math.prod(w.shape) for w in others)
+each = lambda w: sum(p.rows * p.columns for p in w.parts)
+count = sum(max(w.experts, 1) * each(w) for w in linears) + sum(math.prod(w.shape) for w in others)
 spec = build.slots[0].spec
 print(json.dumps({"parameters": count, "declared": len(build.weights), "values": sum(t.shape[0] for t in spec.tensors),
     "layers": len(build.slots), "torch": "torch" in sys.modules}))

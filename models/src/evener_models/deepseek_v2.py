@@ -41,7 +41,8 @@ class DeepseekV2ForCausalLM(CausalLM):
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         dense = layer < count({"first_k_dense_replace": 0, **config}, "first_k_dense_replace", least=0)
-        if dense or not config.get("n_routed_experts") or layer % count({"moe_layer_freq": 1, **config}, "moe_layer_freq"):
+        every = count({"moe_layer_freq": 1, **config}, "moe_layer_freq")
+        if dense or not config.get("n_routed_experts") or layer % every:
             return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
         inner = count(config, "moe_intermediate_size")
         return MoEConfig(

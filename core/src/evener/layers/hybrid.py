@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.architecture import Step
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.layers.builder import Builder
-from evener.layers.declared import CallSite, StateSlot, Weight, WeightGroup
+from evener.layers.declared import CallSite, StateSlot, WeightGroup
+from evener.layers.norms import norm_weight
 from evener.layers.rotary import RotaryConfig
 from evener.ops.hybrid import DeltaWeights, GatedAttentionWeights
 
 if TYPE_CHECKING:
     import torch
-
-
-def _norm(build: Builder, prefix: str, name: str, size: int, common: Mapping[str, Any]) -> Weight:
-    return build.weight(f"{prefix}.{name}.weight", size, dummy="zeros" if common["offset"] else "ones")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +51,13 @@ class DeltaNet:
             "enter": build.linear(f"{at}.in_proj", enter, hidden),
             "o": build.linear(f"{at}.out_proj", {f"{at}.out_proj.weight": hidden}, values),
         }
-        tensors = (
-            StateTensor("conv", (channels, c.width - 1), build.dtype),
-            StateTensor("delta", (c.heads, c.key_dim, c.value_dim), "float32"),
-        )
-        spec = StateSpec("recurrent", tensors, per="request", every=build.snapshot_every)
+        conv = StateTensor("conv", (channels, c.width - 1), build.dtype)
+        delta = StateTensor("delta", (c.heads, c.key_dim, c.value_dim), "float32")
+        spec = StateSpec("recurrent", (conv, delta), per="request", every=build.snapshot_every)
         attention = AttentionSpec(c.heads, c.key_dim, c.key_dim**-0.5, dtype=build.dtype, algorithm="gated_delta")
         self.slot: StateSlot = build.state(at, spec, attention)
         self.weights: WeightGroup = build.group(
-            DeltaWeights, **linears, norm=_norm(build, prefix, "input_layernorm", hidden, common),
+            DeltaWeights, **linears, norm=norm_weight(build, prefix, "input_layernorm", hidden, common),
             filters=build.weight(f"{at}.conv1d.weight", channels, 1, c.width),
             a_log=build.weight(f"{at}.A_log", c.heads, dummy="zeros", dtype="float32"),
             dt_bias=build.weight(f"{at}.dt_bias", c.heads, dummy="ones", dtype="float32"),
@@ -102,17 +97,15 @@ class GatedAttention:
         rows = {"q": 2 * c.heads * dim, "k": c.kv_heads * dim, "v": c.kv_heads * dim}
         qkv = {f"{at}.{name}_proj.weight": count for name, count in rows.items()}
         o = {f"{at}.o_proj.weight": hidden}
-        linears = {
-            "qkv": build.linear(f"{at}.qkv_proj", qkv, hidden),
-            "o": build.linear(f"{at}.o_proj", o, c.heads * dim),
-        }
+        q_rows, o_rows = build.linear(f"{at}.qkv_proj", qkv, hidden), build.linear(f"{at}.o_proj", o, c.heads * dim)
+        linears = {"qkv": q_rows, "o": o_rows}
         tensors = tuple(StateTensor(name, (c.kv_heads, dim), build.dtype) for name in ("key", "value"))
         attention = AttentionSpec(c.heads, dim, dim**-0.5, dtype=build.dtype)
         self.slot: StateSlot = build.state(at, StateSpec("full", tensors), attention)
         self.weights: WeightGroup = build.group(
-            GatedAttentionWeights, **linears, norm=_norm(build, prefix, "input_layernorm", hidden, common),
-            cos_sin=c.rotary.table(build), q_norm=_norm(build, at, "q_norm", dim, common),
-            k_norm=_norm(build, at, "k_norm", dim, common),
+            GatedAttentionWeights, **linears, norm=norm_weight(build, prefix, "input_layernorm", hidden, common),
+            cos_sin=c.rotary.table(build), q_norm=norm_weight(build, at, "q_norm", dim, common),
+            k_norm=norm_weight(build, at, "k_norm", dim, common),
             qkv_bias=build.biases(qkv, f"{at}.qkv_bias") if c.bias else None,
             o_bias=build.biases(o, f"{at}.o_bias") if c.bias else None,
         )  # fmt: skip

@@ -59,10 +59,20 @@ def linear_static(weight: LinearWeight) -> dict[str, Any]:
     return {"weight": weight, **sizes, "dtype": weight.dtype, "out": weight.out or weight.dtype}
 
 
+def first_norm(static: Static, use: Use) -> OpFunction:
+    """(add +) norm, as most blocks begin: of the stream ``x + residual``, the normed rows and the sum in float32."""
+    norm, add_norm = use("rms_norm", **norm_static(static)), use("add_rms_norm", **norm_static(static))
+
+    def run(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> Any:
+        return (norm(x, weight), x.float()) if residual is None else add_norm(x, residual, weight)
+
+    return run
+
+
 def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
     heads, kv_heads, dim, value_dim = (static[k] for k in ("heads", "kv_heads", "head_dim", "value_dim"))
     sizes = [heads * dim, kv_heads * dim, kv_heads * value_dim]
-    norm, add_norm = use("rms_norm", **norm_static(static)), use("add_rms_norm", **norm_static(static))
+    begin = first_norm(static, use)
     head_norm = use("rms_norm", **norm_static(static, dim)) if static["qk_norm"] else None
     project = use("linear", **linear_static(static["qkv"]))
     rotate = use("rotary", head_dim=dim, **{k: static[k] for k in ("rotary_dim", "interleaved", "dtype")})
@@ -74,10 +84,7 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
         qkv_bias: torch.Tensor | None, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos_sin: torch.Tensor,
         views: Any, meta: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if residual is None:
-            residual, x = x.float(), norm(x, norm_weight)
-        else:
-            x, residual = add_norm(x, residual, norm_weight)
+        x, residual = begin(x, residual, norm_weight)
         q, k, v = project(x, qkv, qkv_bias).split(sizes, dim=-1)
         q, k = q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim))
         v = v.unflatten(-1, (kv_heads, value_dim))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
-from evener.ops.composites import linear_static, norm_static
+from evener.ops.composites import first_norm, linear_static, norm_static
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class GatedAttentionWeights(NamedTuple):
 def delta_block(static: Static, use: Use) -> OpFunction:
     heads, key_heads, key_dim, value_dim = (static[k] for k in ("heads", "key_heads", "key_dim", "value_dim"))
     share = heads // key_heads
-    norm, add_norm = use("rms_norm", **norm_static(static)), use("add_rms_norm", **norm_static(static))
+    begin = first_norm(static, use)
     enter, leave = use("linear", **linear_static(static["enter"])), use("linear", **linear_static(static["o"]))
     gates = use("delta_gates", heads=heads, dtype=static["dtype"])
     inner = use("gated_rms_norm", hidden=value_dim, eps=static["eps"], dtype=static["dtype"])
@@ -56,10 +56,7 @@ def delta_block(static: Static, use: Use) -> OpFunction:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        if residual is None:
-            residual, x = x.float(), norm(x, w.norm)
-        else:
-            x, residual = add_norm(x, residual, w.norm)
+        x, residual = begin(x, residual, w.norm)
         wide, ba = enter(x, w.enter, None).split([key_heads * sum(parts), 2 * heads], dim=-1)
         # Queries, keys, values and gates of one key head lie together, as do its gates' two numbers.
         q, k, v, z = wide.unflatten(-1, (key_heads, -1)).split(parts, dim=-1)
@@ -75,7 +72,7 @@ def delta_block(static: Static, use: Use) -> OpFunction:
 
 def gated_attention_block(static: Static, use: Use) -> OpFunction:
     heads, kv_heads, dim = (static[k] for k in ("heads", "kv_heads", "head_dim"))
-    norm, add_norm = use("rms_norm", **norm_static(static)), use("add_rms_norm", **norm_static(static))
+    begin = first_norm(static, use)
     head_norm = use("rms_norm", **norm_static(static, dim))
     enter, leave = use("linear", **linear_static(static["qkv"])), use("linear", **linear_static(static["o"]))
     rotary = {"rotary_dim": static["rotary_dim"], "interleaved": False, "dtype": static["dtype"]}
@@ -87,10 +84,7 @@ def gated_attention_block(static: Static, use: Use) -> OpFunction:
         x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: GatedAttentionWeights, views: Any,
         meta: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if residual is None:
-            residual, x = x.float(), norm(x, w.norm)
-        else:
-            x, residual = add_norm(x, residual, w.norm)
+        x, residual = begin(x, residual, w.norm)
         wide, k, v = enter(x, w.qkv, w.qkv_bias).split(sizes, dim=-1)
         q, gate = wide.unflatten(-1, (heads, 2 * dim)).chunk(2, dim=-1)
         k, v = (part.unflatten(-1, (kv_heads, dim)) for part in (k, v))

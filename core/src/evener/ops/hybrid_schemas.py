@@ -18,41 +18,34 @@ _NORM = {
 
 HYBRID_PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
-        name="delta_gates",
+        name="delta_gates", reference=f"{_REF}:delta_gates", cases=f"{_CASES}:delta_gates",
         doc="decay = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b), in float32.",
         static={"heads": "value heads", "dtype": "compute type"},
         inputs=tensors("a T,heads; b T,heads; a_log heads float32; dt_bias heads float32"),
         outputs=tensors("decay T,heads float32; beta T,heads float32"),
-        reference=f"{_REF}:delta_gates",
-        cases=f"{_CASES}:delta_gates",
     ),
     OpSchema(
-        name="gated_rms_norm",
+        name="gated_rms_norm", reference=f"{_REF}:gated_rms_norm", cases=f"{_CASES}:gated_rms_norm",
         doc="rms_norm(x) * weight * silu(gate), in float32.",
         static={"hidden": "D, width of the rows", "dtype": "compute type", "eps": "added to the mean square"},
         inputs=tensors("x …,hidden; gate …,hidden; weight hidden"),
         outputs=tensors("y …,hidden"),
-        reference=f"{_REF}:gated_rms_norm",
-        cases=f"{_CASES}:gated_rms_norm",
     ),
 )
 
 HYBRID_COMPOSITES: tuple[OpSchema, ...] = (
     OpSchema(
-        name="delta_block",
+        name="delta_block", reference=f"{_COMP}:delta_block", composite=True, weights=("enter", "o"), state=True,
         doc="(add +) norm, projection, gates, convolution and gated delta rule, gated norm, output projection.",
         static={
             **_NORM, "heads": "value heads", "key_heads": "key heads", "key_dim": "of a key", "value_dim": "of a value",
             "enter": "the declared LinearWeight of queries, keys, values and gates",
         },
         inputs=tensors(_STREAM + "weights - DeltaWeights" + _STATE), outputs=tensors(_OUT),
-        reference=f"{_COMP}:delta_block",
-        composite=True,
-        weights=("enter", "o"),
-        state=True,
     ),
     OpSchema(
-        name="gated_attention_block",
+        name="gated_attention_block", reference=f"{_COMP}:gated_attention_block", composite=True, state=True,
+        weights=("qkv", "o"),
         doc="(add +) norm, QKV projection, head norms, rotary, write, attention, times sigmoid of a gate that lies"
         " beside each head's query, output projection.",
         static={
@@ -61,9 +54,5 @@ HYBRID_COMPOSITES: tuple[OpSchema, ...] = (
             "qkv": "the declared LinearWeight of queries with gates, keys, values",
         },
         inputs=tensors(_STREAM + "positions T int32; weights - GatedAttentionWeights" + _STATE), outputs=tensors(_OUT),
-        reference=f"{_COMP}:gated_attention_block",
-        composite=True,
-        weights=("qkv", "o"),
-        state=True,
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
 from evener.contracts.state import StepParts
-from evener.ops.composites import linear_static, norm_static
+from evener.ops.composites import first_norm, linear_static
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ def index_block(static: Static, use: Use) -> OpFunction:
 def latent_attention_block(static: Static, use: Use) -> OpFunction:
     heads, nope, rope, rank, dtype = (static[k] for k in ("heads", "nope_dim", "rope_dim", "rank", "dtype"))
     q_rank, hidden = static["q_rank"], static["hidden"]
-    norm, add_norm = use("rms_norm", **norm_static(static)), use("add_rms_norm", **norm_static(static))
+    begin = first_norm(static, use)
     down, leave = (use("linear", **linear_static(static[name])) for name in ("down", "o"))
     kv_norm = use("rms_norm", **_inner_norm(static, rank))
     q_norm = use("rms_norm", **_inner_norm(static, q_rank)) if q_rank else None
@@ -189,10 +189,7 @@ def latent_attention_block(static: Static, use: Use) -> OpFunction:
         x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: LatentWeights, views: Any,
         meta: Any, index_weights: IndexWeights | None = None, index_views: Any = None, index_meta: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if residual is None:
-            residual, x = x.float(), norm(x, w.norm)
-        else:
-            x, residual = add_norm(x, residual, w.norm)
+        x, residual = begin(x, residual, w.norm)
         query, latent, key = down(x, w.down, w.down_bias).split([width, rank, rope], dim=-1)
         latent = kv_norm(latent, w.kv_norm)
         if q_norm is not None:
