@@ -1,8 +1,8 @@
-"""Log-probabilities of given token ids under llama.cpp: the other reader of GGUF files that tests compare with.
+"""Token ids of a text, or log-probabilities of ids, under llama.cpp: the GGUF reader that tests compare with.
 
 Run by the Python of an environment with llama-cpp-python (``make llamacpp``), never by the project's own. Standard
-input is a JSON object with ``model`` (a GGUF file) and ``ids``; standard output a JSON list with one number for each id
-but the first.
+input is a JSON object with ``model`` (a GGUF file) and ``text`` or ``ids``; standard output a JSON list of ids,
+or one of numbers, for each id but the first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import numpy as np
 def main() -> None:
     """Answer one request."""
     asked = json.load(sys.stdin)
+    if "text" in asked:
+        model = llama_cpp.Llama(asked["model"], vocab_only=True, verbose=False)
+        json.dump(model.tokenize(asked["text"].encode(), add_bos=True, special=True), sys.stdout)
+        return
     ids = asked["ids"]
     model = llama_cpp.Llama(
         asked["model"], n_ctx=len(ids), n_batch=len(ids), logits_all=True, verbose=False, n_threads=asked.get("threads")

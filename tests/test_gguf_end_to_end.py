@@ -1,0 +1,80 @@
+"""A GGUF file through what takes a model: the same tokens as its folder, on the command line, with dummies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import dequantized, tokenizer_keys, write_gguf
+from safetensors.torch import save_file
+
+from evener import LLM, SamplingParams
+from evener.loading.checkpoint import open_checkpoint
+
+WIDTH, INNER, VOCAB, LAYERS = 64, 96, 259, 2
+KEYS = {
+    "context_length": 64, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": INNER,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+}  # fmt: skip
+SHAPES = {
+    "attn_norm": (WIDTH,), "attn_q": (64, WIDTH), "attn_k": (32, WIDTH), "attn_v": (32, WIDTH),
+    "attn_output": (WIDTH, 64), "ffn_norm": (WIDTH,), "ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH),
+    "ffn_down": (WIDTH, INNER),
+}  # fmt: skip
+KEEP = {"dtype": "float32", "infer.max_reqs": 2}
+
+
+@pytest.fixture
+def pair(tmp_path: Path, one_thread: None) -> Sequence[Path]:
+    """A Llama in Q8_0, and the folder of its dequantized weights."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"token_embd": (VOCAB, WIDTH), "output_norm": (WIDTH,)}
+    shapes |= {f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", KEYS, tensors, "Q8_0")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    checkpoint = open_checkpoint(path)
+    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text(checkpoint.text(name) or "")
+    plain = {}
+    for name, (_, shape) in checkpoint.headers.items():
+        stored = next(n for n in tensors if checkpoint._family.name(n) == name)  # type: ignore[attr-defined]
+        tensor = dequantized(tensors[stored], "Q8_0") if len(shape) == 2 else tensors[stored]
+        if heads := checkpoint._family.heads_of(stored):  # type: ignore[attr-defined]
+            tensor = tensor.view(heads, -1, 2, WIDTH).transpose(1, 2).reshape(shape)
+        plain[name] = tensor.contiguous()
+    save_file(plain, folder / "model.safetensors")
+    return path, folder
+
+
+def test_a_file_gives_the_tokens_of_its_folder_and_says_what_was_dequantized(pair: Sequence[Path]) -> None:
+    texts, notes = [], []
+    for model in pair:
+        with LLM(model, **{**KEEP, "ops.linear": "reference"}) as llm:
+            outputs = llm.generate(["at t", "tea"], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+            texts.append([output.outputs[0].token_ids for output in outputs])
+            notes.append(llm.info["manifest"]["dequantized"])  # type: ignore[index]
+    assert texts[0] == texts[1]
+    assert "dequantized from q8_0 to float32" in notes[0][0] and notes[1] == []
+
+
+def test_a_file_with_dummy_weights_runs(pair: Sequence[Path]) -> None:
+    with LLM(pair[0], load="dummy", **KEEP) as llm:
+        [output] = llm.generate("tea", SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+
+
+def test_the_command_line_takes_a_file(pair: Sequence[Path]) -> None:
+    command = [sys.executable, "-m", "evener", "run", str(pair[0]), "--prompt", "tea", "--max-tokens", "3", "--json"]
+    done = subprocess.run([*command, "outputs=none", "--raw"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt_tokens"] == 4
+    assert tokenizer_keys()["tokenizer.ggml.add_bos_token"]
