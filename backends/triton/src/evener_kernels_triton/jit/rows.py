@@ -29,16 +29,18 @@ def rms_norm_kernel(
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
+    # A weight does not depend on the kernel before.
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     v = tl.load(x + (row // inner) * x_outer + (row % inner) * x_inner + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         v += tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + row * size + at, v.to(total.dtype.element_ty), mask=inside)
     scale = tl.rsqrt(tl.sum(v * v, 0) / size + eps)
-    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
     tl.store(y + row * size + at, (v * scale * w).to(y.dtype.element_ty), mask=inside)
 
 
