@@ -103,7 +103,10 @@ struct Sampler {
       for (int l = 0; l < 16; l++)
         if (in[l] && i + l < n) kept.push_back(Candidate{score[i + l], (int32_t)(i + l)});
     }
-    std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) { return a.score != b.score ? a.score > b.score : a.id < b.id; });
+  }
+  void sort() {
+    std::sort(kept.begin(), kept.end(),
+              [](const Candidate& a, const Candidate& b) { return a.score != b.score ? a.score > b.score : a.id < b.id; });
   }
 
   double mass(float top) const {
@@ -118,12 +121,13 @@ struct Sampler {
     double total = few ? 0 : mass(top);
     long count = 0;
     // Wider until all that may stay is there; what is beyond a filter's bound never comes back.
-    for (float reach = 4.f;; reach *= 4.f) {
+    for (float reach = 4.f;; reach *= 1.5f) {
       bool all = reach > 1000.f;
       gather(all ? -INFINITY : top - reach);
       count = few ? std::min<long>(top_k, (long)kept.size()) : (long)kept.size();
+      if (few && !all && (long)kept.size() < top_k) continue;
+      sort();
       if (few) {
-        if (!all && (long)kept.size() < top_k) continue;
         total = 0;
         for (long i = 0; i < count; i++) total += vexp1(kept[i].score - top);
       }
