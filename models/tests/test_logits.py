@@ -37,12 +37,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 moe renormalised": ("Qwen2MoeForCausalLM", {"norm_topk_prob": True, "mlp_only_layers": []}),
     "qwen3 moe": ("Qwen3MoeForCausalLM", {}),
     "qwen3 moe with an MLP in every other layer": ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}),
+    "glm 4.5 with groups": ("Glm4MoeForCausalLM", {}),
+    "glm 4.5 with one group, without head norms": (
+        "Glm4MoeForCausalLM", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "num_key_value_heads": 5}),
+    "seed-oss": ("SeedOssForCausalLM", {}),
+    "gemma": ("GemmaForCausalLM", {}),
+    "gemma 2": ("Gemma2ForCausalLM", {}),
     "gemma 3": (GEMMA, {}),
     "gemma 3 by pattern with capped logits": (
         GEMMA, {"layer_types": None, "sliding_window_pattern": 2, "final_logit_softcapping": 3.0}),
     "gemma 3 with biases, untied": (
         GEMMA, {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 3}),
 }  # fmt: skip
+
+
+#: Families whose rows are in a table of their own, because their state is not keys and values.
+ELSEWHERE = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Qwen3NextForCausalLM"}
+
+
+def test_every_family_has_a_row() -> None:
+    from evener_models import descriptor
+
+    assert set(descriptor.architectures) == {architecture for architecture, _ in CASES.values()} | ELSEWHERE
 
 
 def tiny(architecture: str, **changes: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="models",
-    summary="Llama, Mistral, Qwen2, Qwen3 and Gemma 3 text models; GGUF files.",
+    summary="Llama, Mistral, Mixtral, Qwen, Gemma, GLM-4.5, Seed-OSS and DeepSeek text models; GGUF files.",
     contracts={"descriptor": 1, "architecture": 1, "layers": 1, "checkpoint": 1, "quant": 1},
     module="evener_models.plugin",
     formats=("gguf",),
@@ -15,6 +15,10 @@ descriptor = Descriptor(
         "DeepseekV2ForCausalLM": "evener_models.deepseek_v2:DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM": "evener_models.deepseek_v3:DeepseekV3ForCausalLM",
         "DeepseekV32ForCausalLM": "evener_models.deepseek_v3:DeepseekV32ForCausalLM",
+        "Gemma2ForCausalLM": "evener_models.gemma:Gemma2ForCausalLM",
+        "GemmaForCausalLM": "evener_models.gemma:GemmaForCausalLM",
+        "Glm4MoeForCausalLM": "evener_models.glm4_moe:Glm4MoeForCausalLM",
+        "SeedOssForCausalLM": "evener_models.seed_oss:SeedOssForCausalLM",
         "LlamaForCausalLM": "evener_models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "evener_models.mistral:MistralForCausalLM",
         "MixtralForCausalLM": "evener_models.mixtral:MixtralForCausalLM",

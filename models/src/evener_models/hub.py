@@ -128,5 +128,3 @@ def _with_file(folder: Path, file: str, asked: str) -> Path:
 def _short(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
-
-

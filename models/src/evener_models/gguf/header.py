@@ -153,9 +153,7 @@ class _Reader:
         shape = [self._number("Q") for _ in range(rank)]
         return name, shape, self._number("I"), self._number("Q")
 
-    def _placed(
-        self, infos: list[tuple[str, list[int], int, int]], data: int, alignment: int
-    ) -> dict[str, GgufTensor]:
+    def _placed(self, infos: list[tuple[str, list[int], int, int]], data: int, alignment: int) -> dict[str, GgufTensor]:
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in infos:
             shown = repr(name[:120])

@@ -1,0 +1,78 @@
+"""Gemma 1 and 2. The second has windows on every other layer, capped scores and logits, and norms on both sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from evener.layers import AttentionConfig, MLPConfig, MoEConfig, RotaryConfig
+from evener.layers.settings import activation, count, layer_count, layer_windows, number
+from evener_models.llama import LlamaForCausalLM
+
+
+class GemmaForCausalLM(LlamaForCausalLM):
+    """Early configs name the activation ``gelu`` and mean its tanh form, as transformers reads them."""
+
+    tied = True
+    norm_offset = 1.0
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        return MLPConfig(inner=count(config, "intermediate_size"), activation="gelu_tanh")
+
+    def embedding_scale(self, config: Mapping[str, Any]) -> float:
+        return math.sqrt(count(config, "hidden_size"))
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "vocab_size": 217, "hidden_size": 36,
+            "intermediate_size": 68, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "head_dim": 22, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 2,
+            "eos_token_id": 1, "pad_token_id": 0,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        }  # fmt: skip
+
+
+class Gemma2ForCausalLM(GemmaForCausalLM):
+    """``layer_types``, or a window on every layer with an even index; ``attn_logit_softcapping``."""
+
+    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
+        dim, bias = count(config, "head_dim"), bool(config.get("attention_bias", False))
+        types = [("sliding_attention", "full_attention")[i % 2] for i in range(layer_count(config))]
+        return [
+            AttentionConfig(
+                heads=count(config, "num_attention_heads"),
+                kv_heads=count(config, "num_key_value_heads"),
+                head_dim=dim,
+                rotary=RotaryConfig.from_config(config, dim, default_base=self.default_theta),
+                window=window,
+                scale=number(config, "query_pre_attn_scalar") ** -0.5,
+                qkv_bias=bias,
+                o_bias=bias,
+                softcap=config.get("attn_logit_softcapping"),
+                post_norm="post_attention_layernorm",
+            )
+            for window in layer_windows({**config, "layer_types": config.get("layer_types") or types}, "")
+        ]
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        return MLPConfig(
+            inner=count(config, "intermediate_size"),
+            activation=activation(config, "hidden_activation"),
+            norm="pre_feedforward_layernorm",
+            post_norm="post_feedforward_layernorm",
+        )
+
+    def logit_cap(self, config: Mapping[str, Any]) -> float | None:
+        cap = config.get("final_logit_softcapping")
+        return None if cap is None else float(cap)
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            **super().tiny_config(), "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 39,
+            "query_pre_attn_scalar": 20, "sliding_window": 7, "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 9.0, "num_key_value_heads": 3,
+        }  # fmt: skip

@@ -1,0 +1,57 @@
+"""GLM-4.5, 4.6 and 4.7: Llama with half-rotated heads; experts above the first layers, chosen by sigmoid and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evener.layers import Builder, MLPConfig, MoEConfig
+from evener.layers.settings import activation, count, either, layer_count, number
+from evener_models.llama import LlamaForCausalLM
+
+
+class Glm4MoeForCausalLM(LlamaForCausalLM):
+    """``use_qk_norm``, ``attention_bias``, groups; the layers for multi-token prediction are left unread."""
+
+    default_theta = None
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        super().__init__({"partial_rotary_factor": 0.5, **config}, build)
+        build.ignore(rf"model\.layers\.{layer_count(config)}\..*")
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "qkv_bias": bool(config.get("attention_bias", False)),
+            "qk_norm": bool(config.get("use_qk_norm", False)),
+        }
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        if layer < count(config, "first_k_dense_replace", least=0):
+            return super().mlp(config, layer)
+        inner = count(config, "moe_intermediate_size")
+        return MoEConfig(
+            experts=count(config, either(config, "n_routed_experts", "num_local_experts")),
+            top=count(config, "num_experts_per_tok"),
+            inner=inner,
+            activation=activation(config),
+            scoring="sigmoid",
+            groups=count(config, "n_group"),
+            top_groups=count(config, "topk_group"),
+            group_best=2,
+            renormalize=bool(config.get("norm_topk_prob", True)),
+            scale=number(config, "routed_scaling_factor"),
+            correction="mlp.gate.e_score_correction_bias",
+            shared_inner=inner * count(config, "n_shared_experts", least=0),
+        )
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 197, "hidden_size": 50,
+            "intermediate_size": 70, "num_hidden_layers": 3, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "head_dim": 20, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False, "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1,
+            "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "eos_token_id": 2,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+        }  # fmt: skip
