@@ -1,4 +1,4 @@
-"""Writes the documents that are made from the source: ``docs/contracts.md`` and ``docs/configuration.md``.
+"""Writes the documents that are made from the source: contracts, configuration and supported models.
 
 ``--check`` writes nothing and fails if a document is not what it would write.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,10 @@ from evener.cli.main import find
 from evener.config.schema import key_specs
 from evener.contracts.descriptor import Descriptor
 from evener.contracts.ops import OpSchema, Tensor
+from evener.layers.builder import Builder
+from evener.layers.declared import StackedWeight
 from evener.ops.schemas import BUILTIN
+from evener_models import descriptor
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTRACTS = ROOT / "core/src/evener/contracts"
@@ -50,7 +54,34 @@ def main() -> int:
 
 def generated() -> dict[Path, str]:
     """Every document that is made from the source, by path."""
-    return {ROOT / "docs/contracts.md": contracts(), ROOT / "docs/configuration.md": configuration()}
+    pages = {"contracts": contracts, "configuration": configuration, "supported-models": supported_models}
+    return {ROOT / f"docs/{name}.md": make() for name, make in pages.items()}
+
+
+def supported_models() -> str:
+    """Every architecture of ``evener-models``, with the state that its tiny model declares."""
+    rows = []
+    for name, target in sorted(descriptor.architectures.items()):
+        module, _, attribute = target.partition(":")
+        family = getattr(importlib.import_module(module), attribute)
+        build = Builder("bfloat16", 64)
+        family(family.tiny_config(), build)
+        kinds = ", ".join(sorted({slot.spec.kind for slot in build.slots}))
+        experts = "yes" if any(isinstance(w, StackedWeight) for w in build.weights) else "no"
+        about = module_text(ROOT / "models/src" / f"{module.replace('.', '/')}.py").splitlines()[0]
+        rows.append((f"`{name}`", about, kinds, experts, f"`models/src/{module.replace('.', '/')}.py`"))
+    return "\n".join(
+        (
+            "# Supported models", "", MADE, "",
+            "What `evener-models` registers, by the name under `architectures` in a checkpoint's `config.json`.",
+            "Type `evener models` for what is installed where you are; [model-author.md](model-author.md) says how",
+            "to add one.", "",
+            "**State** is that of the family's tiny test model, and **experts** whether it has some. The logits of",
+            "that model equal the oracle's in float32, with the prompt whole and in chunks; the oracle is transformers",
+            "(`models/tests`). Which real checkpoints were run is in [features.md](features.md).", "",
+            _table(("architecture", "what it is", "state", "experts", "where"), rows), "",
+        )
+    )  # fmt: skip
 
 
 def contracts() -> str:
