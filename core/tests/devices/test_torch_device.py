@@ -1,0 +1,79 @@
+"""Ready-made parts of backends, over a namespace and graphs that this machine does have."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from evener.contracts.device import DeviceCapabilities
+from evener.devices.torch_device import TorchDevice, TorchGraphs
+from evener.errors import BackendError, EngineError
+
+
+class Graph:
+    """Runs what was captured; ``said`` is what it was told."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.said = fails, []  # type: bool, list[Any]
+
+    def capture_begin(self, pool: Any) -> None:
+        self.said.append(("begin", pool))
+
+    def capture_end(self) -> None:
+        self.said.append("end")
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def replay(self) -> None:
+        self.said.append("replay")
+
+    def reset(self) -> None:
+        self.said.append("reset")
+
+
+def graphs(made: list[Graph], fails: bool = False) -> TorchGraphs:
+    def make() -> Graph:
+        made.append(Graph(fails))
+        return made[-1]
+
+    device: Any = SimpleNamespace(
+        name="a device", synchronize=lambda: None, new_stream=lambda: "a stream",
+        module=SimpleNamespace(stream=lambda stream: nullcontext()),
+    )  # fmt: skip
+    return TorchGraphs(device, make, "the pool")
+
+
+def test_every_capture_uses_the_one_pool_and_can_be_replayed_and_released() -> None:
+    made: list[Graph] = []
+    capture, ran = graphs(made), []
+    for number in range(2):
+        capture.capture(lambda number=number: ran.append(number))()  # type: ignore[misc]
+    capture.release()
+    assert ran == [0, 1]
+    assert [g.said for g in made] == [[("begin", "the pool"), "end", "replay", "reset"]] * 2
+
+
+def test_what_cannot_be_captured_is_an_engine_error_with_the_cause() -> None:
+    with pytest.raises(EngineError, match="a device cannot capture it: operation not permitted"):
+        graphs([], fails=True).capture(lambda: None)
+
+
+def test_an_error_in_the_segment_ends_the_capture() -> None:
+    made: list[Graph] = []
+
+    def segment() -> None:
+        raise ValueError("ours")
+
+    with pytest.raises(ValueError, match="ours"):
+        graphs(made).capture(segment)
+    assert made[0].said[-1] == "end"
+
+
+def test_a_device_that_torch_does_not_see_is_refused() -> None:
+    with pytest.raises(BackendError, match=r"device 7 of namespace cpu .* sees 1; type `evener doctor`"):
+        TorchDevice("cpu", 7, DeviceCapabilities())
+    assert torch.cpu.device_count() == 1
