@@ -37,7 +37,7 @@ class NativeGroupedLinear(NativeKernel):
                 own = None if bias is None else bias[slot].data_ptr()
                 into = sorted_rows.data_ptr() + start * rows * size
                 given = picked.data_ptr() + start * columns * size
-                function(given, count, weight.data[slot].data_ptr(), own, rows, columns, into, device.threads)
+                function(given, count, weight.data[slot].data_ptr(), None, own, rows, columns, into, device.threads)
                 start += count
             y = torch.empty_like(sorted_rows)
             y[order] = sorted_rows
