@@ -50,12 +50,12 @@ def test_the_parameters_that_the_server_takes_are_those_on_the_page() -> None:
         "ChatBody": {name: field for name, field in ChatBody.model_fields.items() if name not in shared},
         "CompletionBody": {name: field for name, field in CompletionBody.model_fields.items() if name not in shared},
     }
-    text = (DOCS / "serving.md").read_text("utf-8")
+    text = (DOCS / "api.md").read_text("utf-8")
     for body, fields in bodies.items():
         # ``Any`` marks fields that are understood and refused.
         taken = {name for name, field in fields.items() if field.annotation is not Any}
         shown = text.split(f"<!-- parameters: {body} -->")[1].split("\n\n")[0]
-        assert set(re.findall(r"`(\w+)`", shown)) == taken, body
+        assert set(re.findall(r"^\| `(\w+)` \|", shown, re.MULTILINE)) == taken, body
 
 
 def anchors(path: Path) -> set[str]:

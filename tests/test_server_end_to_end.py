@@ -171,13 +171,68 @@ def test_what_cannot_be_served_is_an_exception_of_its_kind_that_names_the_field(
     with pytest.raises(openai.BadRequestError, match="1024 tokens") as long:
         chat(client, messages=too_long)
     assert long.value.code == "context_length_exceeded" and long.value.param == "messages"
-    for field, value in (("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("temperature", -1), ("n", 0)):
+    for field, value in (("logit_bias", {"five": 1}), ("presence_penalty", 2.5), ("temperature", -1), ("n", 0)):
         with pytest.raises(openai.BadRequestError, match=field) as wrong:
             chat(client, **{field: value})
         assert wrong.value.param == field and wrong.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="temperature") as unknown:
         chat(client, extra_body={"temperatur": 1})
     assert unknown.value.code == "unknown_parameter"
+
+
+def test_every_penalty_and_bias_does_what_it_says(client: OpenAI, smollm2_dir: Path) -> None:
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    looping: Any = {"prompt": "The cat sat. The cat sat. The cat sat. The cat sat.", "max_tokens": 24}
+    assert complete(client, **looping).choices[0].text == " The cat sat." * 6
+    for fields in (
+        {"frequency_penalty": 2}, {"presence_penalty": 2}, {"extra_body": {"repetition_penalty": 1.8}},
+        {"logit_bias": {str(ids.encode(" cat").ids[0]): -100}},
+    ):  # fmt: skip
+        assert complete(client, **looping, **fields).choices[0].text.count("cat") < 3, fields
+    (forced,) = ids.encode(" Rome").ids
+    assert chat(client, logit_bias={str(forced): 100}, max_tokens=3).choices[0].message.content == " Rome Rome Rome"
+
+
+def test_limits_from_below_stop_ids_and_deadlines(client: OpenAI, smollm2_dir: Path) -> None:
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    plain = chat(client, max_tokens=60)
+    assert plain.choices[0].finish_reason == "stop"
+    longer = chat(client, max_tokens=60, extra_body={"min_tokens": 50})
+    assert longer.usage.completion_tokens >= 50 > plain.usage.completion_tokens
+    (stop,) = ids.encode(" is").ids
+    cut = chat(client, max_tokens=60, extra_body={"stop_token_ids": [stop]})
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.choices[0].message.content == plain.choices[0].message.content.split(" is")[0]
+    late = chat(client, max_tokens=900, extra_body={"max_time": 0.4, "ignore_eos": True})
+    assert late.choices[0].finish_reason == "timeout" and 0 < late.usage.completion_tokens < 900
+    with pytest.raises(openai.APIStatusError) as missed:
+        chat(client, extra_body={"max_time": 1e-6})
+    assert missed.value.status_code == 504 and missed.value.code == "deadline_exceeded"
+
+
+def test_echo_scores_the_prompt_as_its_tokens_would_have_been_sampled(client: OpenAI) -> None:
+    text = "The capital of France is Paris."
+    (echoed,) = complete(client, prompt=text, echo=True, logprobs=1, max_tokens=0).choices
+    assert echoed.text == text and echoed.logprobs.token_logprobs[0] is None
+    for count in (3, 5):
+        (one,) = complete(client, prompt="".join(echoed.logprobs.tokens[:count]), logprobs=1, max_tokens=1).choices
+        ((token, value),) = one.logprobs.top_logprobs[0].items()
+        assert echoed.logprobs.top_logprobs[count][token] == pytest.approx(value, abs=1e-3)
+    (both,) = complete(client, prompt=text, echo=True, max_tokens=4).choices
+    assert both.text.startswith(text) and len(both.text) > len(text)
+
+
+def test_best_of_returns_the_likeliest_and_bills_all(client: OpenAI) -> None:
+    asked: Any = {"temperature": 1.3, "seed": 7, "max_tokens": 8, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+    every = complete(client, n=5, **asked)
+    best = complete(client, n=2, best_of=5, **asked)
+    totals = sorted(((sum(c.logprobs.token_logprobs), c.text) for c in every.choices), reverse=True)
+    assert [c.text for c in best.choices] == [text for _, text in totals[:2]]
+    assert best.usage.completion_tokens == every.usage.completion_tokens == 40
 
 
 def test_the_model_the_version_and_the_reason_for_the_backend_are_told(client: OpenAI, real: Served) -> None:

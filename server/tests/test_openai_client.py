@@ -75,7 +75,7 @@ def test_it_raises_its_own_errors(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="other", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as wrong:
-        client.chat.completions.create(model="fake", messages=MESSAGES, presence_penalty=1)
+        client.chat.completions.create(model="fake", messages=MESSAGES, presence_penalty=3)
     assert wrong.value.param == "presence_penalty" and wrong.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="fake", prompt="a" * 500)

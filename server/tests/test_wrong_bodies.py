@@ -62,13 +62,36 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"stream": True, "stream_options": []}, "stream_options"),
     ({"user": 5}, "user"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty"),
     ({"frequency_penalty": False}, "frequency_penalty"),
-    ({"presence_penalty": -1}, "presence_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"stop_token_ids": [5]}, "stop_token_ids"),
-    ({"min_tokens": 3}, "min_tokens"),
+    ({"presence_penalty": -2.5}, "presence_penalty"),
+    ({"presence_penalty": "1"}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1.1}, "repetition_penalty"),
+    ({"repetition_penalty": 101}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"logit_bias": {"5": None}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"": 1}}, "logit_bias"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias"),
+    ({"logit_bias": {"\u0665": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
+    ({"logit_bias": {"512": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(513)}}, "logit_bias"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"stop_token_ids": [512]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5}, "min_tokens"),
+    ({"max_tokens": ..., "min_tokens": 500}, "min_tokens"),
+    ({"max_time": 0}, "max_time"),
+    ({"max_time": "1s"}, "max_time"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"guided_json": {}}, "guided_json"),
@@ -130,7 +153,13 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"prompt_cache_key": "k"}, "prompt_cache_key"),
     ({"safety_identifier": "u"}, "safety_identifier"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"best_of": 2}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     ({"prompt": "hi"}, "prompt"),
 ]
 COMPLETION: list[tuple[dict[str, Any], str]] = [
@@ -152,9 +181,11 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
-    ({"echo": True}, "echo"),
+    ({"echo": 1}, "echo"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"suffix": "end"}, "suffix"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 129}, "best_of"),
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"messages": [USER]}, "messages"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
@@ -276,8 +307,8 @@ def test_codes_tell_unknown_missing_mistyped_and_unsupported_fields_apart(api: A
     assert error(api.complete(prompt=...))["code"] == "missing_required_parameter"
     assert error(api.complete(max_tokens="4"))["code"] == "invalid_type"
     assert error(api.complete(top_p=2))["code"] == "invalid_value"
-    assert error(api.complete(echo=True))["code"] == "unsupported_parameter"
-    assert "send false" in error(api.complete(echo=True))["message"]
+    assert error(api.complete(use_beam_search=True))["code"] == "unsupported_parameter"
+    assert "send false" in error(api.complete(use_beam_search=True))["message"]
 
 
 NOTHING_ASKED = {

@@ -18,7 +18,6 @@
     ├── ArchitectureError           the checkpoint asks for an architecture nobody registered
     ├── MemoryPlanError             the model and its state do not fit
     ├── RequestError                one request is invalid (HTTP 400)
-    │   ├── UnsupportedParameter    a parameter that this server does not implement
     │   ├── ContextLengthError      the prompt, or prompt + max_tokens, is too long
     │   ├── TemplateError           the chat template refused the messages
     │   └── RequestPluginError      a request plugin failed on it (HTTP 500)
@@ -120,17 +119,6 @@ class RequestError(EvenerError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.code = param, code
-
-
-class UnsupportedParameter(RequestError):
-    """A parameter that is understood but not implemented; nothing is accepted and ignored."""
-
-    def __init__(self, param: str, detail: str = "") -> None:
-        super().__init__(
-            f"{param!r} is not supported by this server" + (f": {detail}" if detail else ""),
-            param,
-            "unsupported_parameter",
-        )
 
 
 class ContextLengthError(RequestError):

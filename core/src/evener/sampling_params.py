@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from evener.errors import RequestError
 
@@ -13,14 +14,19 @@ MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 1000.0
 #: The work on each token grows with the stop strings.
 MAX_STOPS, MAX_STOP_CHARS = 32, 1024
+#: Ids of one request whose logits are changed: by ``logit_bias``, and by ``min_tokens`` those that end a sample.
+MAX_BIASES = 1024
+MAX_LOGIT_BIAS, MAX_STOP_IDS = 512, 256
+#: Penalties far from 1 leave nothing of the model, and logits beyond what float32 holds.
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 _SEED_LIMIT = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample one request. None means "not said": ``temperature``, ``top_p``, ``top_k`` and ``min_p`` then come
-    from the model's ``generation_config.json`` where it has them (its ``do_sample`` is not read), else 1.0, 1.0, 0
-    and 0.0.
+    """How to sample one request. None means "not said": ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
+    ``repetition_penalty`` then come from the model's ``generation_config.json`` where it has them (its ``do_sample`` is
+    not read), else they are 1.0, 1.0, 0, 0.0 and 1.0.
 
     Attributes:
         n: samples of the prompt.
@@ -31,9 +37,20 @@ class SamplingParams:
         seed: the same seed gives the same tokens, in any company; None draws one.
         max_tokens: at most this many new tokens. None: the rest of the context for chat, 16 for completions and
             ``generate``.
+        min_tokens: at least this many new tokens: until then no EOS or stop token can come, and no stop string ends the
+            sample.
         stop: string or strings that end the sample.
+        stop_token_ids: ids that end it as an EOS token does; they are not part of the text.
         ignore_eos: go on after an EOS token; None: as the engine's ``infer.stop_with_eos`` says, which is not to.
-        logprobs: report the sampled token's log-probability and this many of the likeliest; None reports none.
+        frequency_penalty: taken from a token's logit for each time that the sample has it; in [-2, 2].
+        presence_penalty: taken from it once if the sample has it; in [-2, 2].
+        repetition_penalty: divides the logit of a token that prompt or sample have if that is positive, else multiplies
+            it; in [0.01, 100]. 1.0 is off.
+        logit_bias: what is added to the logits of single ids; in [-100, 100] each, at most 512 ids.
+        logprobs: report the sampled token's log-probability and this many of the likeliest; None reports none. They are
+            the model's own, before penalties, biases, temperature and filters.
+        prompt_logprobs: the same for the prompt's tokens; cached state of the prompt is not used then.
+        max_time: seconds after which the sample ends with what it has, waiting included.
         detokenize: False gives ids only.
         include_stop_str_in_output: leave the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
@@ -49,15 +66,24 @@ class SamplingParams:
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    max_time: float | None = None
     detokenize: bool = True
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
+        _number("max_time", self.max_time, 0.0, math.inf, open_low=True)
         _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, -1, None)
@@ -65,8 +91,17 @@ class SamplingParams:
         _integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
         _integer("max_tokens", self.max_tokens, 1, None)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.n is None:
-            raise RequestError("n must be an integer of at least 1, not None", "n")
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
+        for name in ("n", "min_tokens", "frequency_penalty", "presence_penalty"):
+            if getattr(self, name) is None:
+                raise RequestError(f"{name} must be a number, not None", name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}", "min_tokens")
+        self._check_ids()
         if not isinstance(self.ignore_eos, (bool, type(None))):
             raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos")
         for name in ("detokenize", "include_stop_str_in_output", "skip_special_tokens"):
@@ -81,6 +116,14 @@ class SamplingParams:
                 raise RequestError(f"stop must hold strings of 1 to {MAX_STOP_CHARS} characters, not {text!r}", "stop")
         if self.stop_strings and not self.detokenize:
             raise RequestError("stop needs text: stop strings cannot be used with detokenize=False", "stop")
+
+    def _check_ids(self) -> None:
+        lists = {"stop_token_ids": (self.stop_token_ids, Sequence, MAX_STOP_IDS)}
+        for name, (ids, kind, limit) in {**lists, "logit_bias": (self.logit_bias, Mapping, MAX_LOGIT_BIAS)}.items():
+            if not isinstance(ids, kind) or len(ids) > limit or not all(type(i) is int and i >= 0 for i in ids):
+                raise RequestError(f"{name} must have at most {limit} token ids, and nothing else", name)
+        for value in self.logit_bias.values():
+            _number("logit_bias", math.nan if value is None else value, -100.0, 100.0)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from evener.engine.start import build_controller
 
 GREEDY = Sampling(temperature=0.0)
 RANDOM = Sampling(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=3, logprobs=4)
+ADJUSTED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.1, presence_penalty=0.5, bias=[(5, 1.0, 0)])
 LOOKUPS = ("pluggy", "evener.plugins", "evener.resolution.resolver", "evener.contracts.hooks")
 
 
@@ -71,7 +72,7 @@ def calls(make_config: Any) -> Any:
     return count
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM, ADJUSTED], ids=["greedy", "random", "adjusted"])
 def test_calls_of_a_decode_step_do_not_grow_with_the_context_or_the_vocabulary(calls: Any, sampling: Sampling) -> None:
     little = calls(100, 1000, sampling)
     assert little.found.total() > 100

@@ -108,6 +108,58 @@ def test_draws_have_the_exact_distribution(settings: dict[str, Any], by: str) ->
     assert fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), exact(**settings))
 
 
+#: A prompt and an answer so far; some ids stand in both, some in one, some in none.
+PROMPT, ANSWER = [0, 3, 3, 7, 10], [3, 5, 5, 5, 0, 8]
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition": 1.5},
+    {"repetition": 0.6},
+    {"frequency": 0.5},
+    {"frequency": -0.4},
+    {"presence": 1.25},
+    {"presence": -2.0},
+    {"bias": {1: 2.0, 5: -1.5, 11: 0.25}},
+    {"bias": {4: -100.0}},
+    {"barred": [2, 6]},
+    {
+        "repetition": 1.2, "frequency": 0.3, "presence": 0.4, "bias": {0: 1.0, 5: 0.5}, "barred": [9],
+        "temperature": 0.8, "top_k": 9, "top_p": 0.95, "min_p": 0.01,
+    },
+]  # fmt: skip
+
+
+def adjusted(repetition: float, frequency: float, presence: float, bias: dict[int, float]) -> list[float]:
+    """Logits by hand."""
+    logits = LOGITS.tolist()
+    for i, value in bias.items():
+        logits[i] += value
+    for i in {*PROMPT, *ANSWER}:
+        logits[i] = logits[i] / repetition if logits[i] > 0 else logits[i] * repetition
+    return [x - frequency * ANSWER.count(i) - presence * (i in ANSWER) for i, x in enumerate(logits)]
+
+
+@pytest.mark.parametrize("settings", PENALTIES, ids=str)
+def test_draws_under_penalties_and_biases_have_the_exact_distribution(settings: dict[str, Any]) -> None:
+    filters = {k: v for k, v in settings.items() if k in ("temperature", "top_k", "top_p", "min_p")}
+    repetition, frequency, presence = (
+        settings.get(name, off) for name, off in (("repetition", 1.0), ("frequency", 0.0), ("presence", 0.0))
+    )
+    bias = {**settings.get("bias", {}), **dict.fromkeys(settings.get("barred", []), -math.inf)}
+    known = torch.tensor([PROMPT + ANSWER], dtype=torch.int32)
+    length, zeros = known.shape[1], torch.zeros(DRAWS, dtype=torch.int32)
+    logits = LOGITS.expand(DRAWS, -1).contiguous()
+    if bias:
+        entries = torch.tensor([list(bias)], dtype=torch.int32).expand(DRAWS, -1)
+        values = torch.tensor([list(bias.values())]).expand(DRAWS, -1)
+        logits = op("add_bias")(logits, entries, values, torch.full_like(entries, length + 1), zeros + length)
+    penalties = (torch.full((DRAWS,), value) for value in (repetition, frequency, presence))
+    logits = op("penalize")(logits, known, zeros, zeros + len(PROMPT), zeros + length, length, *penalties)
+    ids = draw(logits, seeds=torch.arange(DRAWS, dtype=torch.int32), positions=zeros + length, **filters)
+    expected = exact(**filters, logits=adjusted(repetition, frequency, presence, bias))
+    assert fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), expected)
+    if settings != {"bias": {4: -100.0}}:
+        assert not fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), [p or 1e-9 for p in exact()])
+
+
 def test_the_check_itself_notices_a_wrong_distribution() -> None:
     ids = draw(LOGITS.expand(DRAWS, -1), temperature=1.05)
     assert not fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), exact())

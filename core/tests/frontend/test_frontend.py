@@ -250,7 +250,7 @@ def test_events_of_unknown_requests_are_ignored(frontend: Frontend) -> None:
     text=st.text(max_size=12),
     cuts=st.lists(st.integers(1, 4), max_size=20),
     stop=st.sampled_from([None, "a", "ab", "é"]),
-    reason=st.sampled_from(["stop", "length", "abort", "error"]),
+    reason=st.sampled_from(["stop", "length", "timeout", "abort", "error"]),
 )
 def test_how_tokens_are_cut_into_events_makes_no_difference(
     tiny_dir: Path, text: str, cuts: list[int], stop: str | None, reason: FinishReason

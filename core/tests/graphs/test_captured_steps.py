@@ -14,6 +14,9 @@ EAGER = {"infer.use_cuda_graph": False}
 GREEDY = Sampling(temperature=0.0)
 WARM = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=5)
 
+PENALIZED = Sampling(temperature=0.0, repetition_penalty=0.6, frequency_penalty=0.5, presence_penalty=-1.5)
+BIASED = Sampling(temperature=0.9, seed=3, bias=[(5, 3.0, 0), (6, 50.0, 4), (7, -100.0, 0)])
+
 
 def requests(count: int, *kinds: Sampling) -> list[NewRequest]:
     """Prompts and answers of different lengths."""
@@ -26,7 +29,11 @@ def requests(count: int, *kinds: Sampling) -> list[NewRequest]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kinds", [(GREEDY,), (WARM,), (GREEDY, WARM)], ids=["greedy", "random", "mixed"])
+@pytest.mark.parametrize(
+    "kinds",
+    [(GREEDY,), (WARM,), (GREEDY, WARM), (PENALIZED,), (GREEDY, PENALIZED, BIASED)],
+    ids=["greedy", "random", "mixed", "penalized", "all"],
+)
 def test_captured_and_eager_tokens_are_equal_at_every_batch_size(start: Any, kinds: tuple[Sampling, ...]) -> None:
     captured, eager = start("Llama", ONE_LAYER), start("Llama", ONE_LAYER, **EAGER)
     assert captured.play(requests(9, *kinds), every=1) == eager.play(requests(9, *kinds), every=1)
@@ -65,6 +72,18 @@ def test_log_probabilities_run_eagerly(start: Any) -> None:
     before = sum(r.runs for r in run.replays)
     run.play([NewRequest(id="a", prompt=[5, 6], max_tokens=4, sampling=Sampling(temperature=0.0, logprobs=2))])
     assert sum(r.runs for r in run.replays) == before
+
+
+def test_requests_without_penalties_or_biases_replay_what_they_would_without_such_neighbours(start: Any) -> None:
+    run = start("Llama", ONE_LAYER)
+    run.play(requests(3, GREEDY))
+    made = list(run.replays)
+    run.play([NewRequest(id="p", prompt=[5, 6], max_tokens=6, sampling=PENALIZED)])
+    assert len(run.replays) > len(made)
+    before = {id(replay): replay.runs for replay in run.replays}
+    run.play([NewRequest(id="q", prompt=[5, 6], max_tokens=6, sampling=GREEDY)])
+    grown = [replay for replay in run.replays if replay.runs > before.get(id(replay), 0)]
+    assert grown and all(replay in made for replay in grown)
 
 
 def test_a_device_that_needs_updates_gets_one_before_each_run(start: Any) -> None:

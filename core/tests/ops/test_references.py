@@ -172,6 +172,29 @@ def sample(s: Static, logits: torch.Tensor, *columns: torch.Tensor) -> torch.Ten
     return torch.tensor(ids, dtype=torch.int32)
 
 
+def add_bias(s: Static, logits: torch.Tensor, *entries: torch.Tensor) -> torch.Tensor:
+    out = logits.clone()
+    for r, (ids, values, until, position) in enumerate(zip(*(e.tolist() for e in entries), strict=True)):
+        for i, value, end in zip(ids, values, until, strict=True):
+            if position < end:
+                out[r, i] += value
+    return out
+
+
+def penalize(
+    s: Static, logits: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, prompt: torch.Tensor,
+    lengths: torch.Tensor, longest: int, *penalties: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    out = logits.clone()
+    for r, (repetition, frequency, presence) in enumerate(zip(*(p.tolist() for p in penalties), strict=True)):
+        known = tokens[slots[r], : lengths[r]].tolist()
+        for i in set(known):
+            out[r, i] = out[r, i] / repetition if out[r, i] > 0 else out[r, i] * repetition
+        for i in set(known[prompt[r] :]):
+            out[r, i] = out[r, i] - frequency * known[prompt[r] :].count(i) - presence
+    return out
+
+
 def apply_mask(s: Static, logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     out = logits.clone()
     for r, words in enumerate(mask.tolist()):
@@ -194,7 +217,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
         embedding, rms_norm, add_rms_norm, layer_norm, linear, grouped_linear, rotary, act_and_mul, take_rows, softcap,
-        route, place_experts, mix_experts, greedy, sample, apply_mask, logprobs,
+        route, place_experts, mix_experts, greedy, sample, add_bias, penalize, apply_mask, logprobs,
     )
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
+from evener.errors import RequestError
 from evener_server.generation import Generation
 from evener_server.logprobs import TokenNames, chat_logprobs
 from evener_server.protocol import ChatBody
@@ -29,8 +30,15 @@ class ChatJob(Job):
         messages = [message.plain() for message in body.messages]
         request_id = str(self._head["id"])
 
-        submit = functools.partial(service.llm.submit_chat, messages, self._params, request_id=request_id)
-        return await service.running.start([submit], body.samples)
+        submit = functools.partial(
+            service.llm.submit_chat, messages, self._params, request_id=request_id, **body.template()
+        )
+        try:
+            return await service.running.start([submit], body.samples)
+        except RequestError as error:
+            if error.param == "template_kwargs":
+                error.param = "chat_template_kwargs"
+            raise
 
     async def whole(self, generation: Generation) -> bytes:
         texts: list[list[str]] = [[] for _ in range(generation.choices)]

@@ -66,6 +66,8 @@ class Generation:
         n: samples of each.
         finish_reasons: by choice, as far as they have ended.
         completion_tokens: sampled so far, over all choices.
+        likelihood: by choice, log-probabilities of what was sampled, added up, as far as they came.
+        mute: what is sampled is neither shown nor counted; only the prompt is wanted.
     """
 
     def __init__(self, running: Running, streams: list[RequestStream], n: int, meter: SampleMeter) -> None:
@@ -73,6 +75,8 @@ class Generation:
         self._meter = meter
         self.finish_reasons: dict[int, str] = {}
         self.completion_tokens = 0
+        self.likelihood = [0.0] * (len(streams) * n)
+        self.mute = False
         self._running = running
         self._cached: dict[int, int] = {}
 
@@ -133,14 +137,20 @@ class Generation:
 
     def _seen(self, prompt: int, delta: Delta) -> tuple[int, Delta]:
         choice = prompt * self.n + delta.index
+        if self.mute:
+            delta.text, delta.token_ids, delta.logprobs = "", [], None
+            delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         if delta.token_ids:
             self.completion_tokens += len(delta.token_ids)
             self._meter.tokens(choice, len(delta.token_ids))
+        # The first entry at a position is the token that was sampled.
+        self.likelihood[choice] += sum(next(iter(entry.values())) for entry in delta.logprobs or ())
         self._cached[choice] = max(self._cached.get(choice, 0), delta.num_cached_tokens)
         if delta.finish_reason is not None:
             self.finish_reasons[choice] = delta.finish_reason
             self._meter.end(delta.finish_reason)
-        if delta.error is not None or delta.finish_reason in ("abort", "error"):
+        late = delta.finish_reason == "timeout" and not self.completion_tokens
+        if late or delta.error is not None or delta.finish_reason in ("abort", "error"):
             raise self._failure(delta)
         return choice, delta
 
@@ -149,6 +159,10 @@ class Generation:
             return unavailable(
                 f"the request was aborted: {self._running.stop_reason or 'the engine was told to end it'}"
             )
+        if delta.finish_reason == "timeout":
+            message = "max_time was over before the first token; send a larger one, or try again when less is waiting"
+            # Official clients would try again by themselves, with the same deadline.
+            return ApiError(504, message, "max_time", "deadline_exceeded", {"x-should-retry": "false"})
         return status_error(delta.status, delta.error or "the engine gave no reason")
 
 

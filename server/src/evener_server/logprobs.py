@@ -69,14 +69,15 @@ class CompletionLogprobs:
         self._offset = 0
 
     def add(self, ids: Iterable[int], entries: Iterable[dict[int, float]]) -> dict[str, list[Any]]:
-        """The shape of the next tokens alone."""
+        """The shape of the next tokens alone. An entry is empty for a prompt's first token, which nothing predicts."""
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(ids, entries, strict=True):
             top = dict(ranked(entry, self._count))
-            top.setdefault(token_id, max(entry[token_id], _LOWEST))
+            if entry:
+                top.setdefault(token_id, max(entry[token_id], _LOWEST))
             out["tokens"].append(self._name(token_id))
-            out["token_logprobs"].append(top[token_id])
-            out["top_logprobs"].append({self._name(i): value for i, value in top.items()})
+            out["token_logprobs"].append(top.get(token_id))
+            out["top_logprobs"].append({self._name(i): value for i, value in top.items()} or None)
             out["text_offset"].append(self._offset)
             if self._detokenizer is not None:
                 self._offset += len(self._detokenizer.push(token_id))

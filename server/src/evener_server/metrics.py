@@ -28,7 +28,7 @@ from evener.engine.messages import QUEUE_SECONDS, StatsReport
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 80)
-_REASONS = ("stop", "length", "abort", "error")
+_REASONS = ("stop", "length", "timeout", "abort", "error")
 
 
 class Histogram:

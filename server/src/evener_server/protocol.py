@@ -14,11 +14,19 @@ from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from evener.errors import RequestError, did_you_mean
-from evener.sampling_params import MAX_LOGPROBS, SamplingParams
+from evener.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_REPETITION,
+    MAX_STOP_IDS,
+    MIN_REPETITION,
+    SamplingParams,
+)
 from evener_server.messages import Body, Messages, only
 
 MAX_STOPS = 16
 _INT32, _INT64 = 2**31 - 1, 2**63
+_ID_DIGITS = 10
 #: Characters of what a client sent that an error repeats.
 _SHOWN = 60
 _MISSING, _UNKNOWN, _UNSUPPORTED = "missing", "extra_forbidden", "unsupported_parameter"
@@ -35,6 +43,23 @@ def _stops(value: object) -> object:
     ):
         raise _invalid(f"must be a string or a list of at most {MAX_STOPS} strings, none of them empty")
     return stops
+
+
+def _biases(value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
+        raise _invalid(f"must be an object with at most {MAX_LOGIT_BIAS} token ids")
+    wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS)]
+    if wrong:
+        raise _invalid(f"has the key {_short(wrong[0])}: keys are token ids, as in {{\"50256\": -100}}")
+    for bias in value.values():
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            raise _invalid(f"has the value {_short(bias)}: values are numbers from -100 to 100")
+    biases = {int(key): float(bias) for key, bias in value.items()}
+    if len(biases) < len(value):
+        raise _invalid("has the same token id twice")
+    return biases
 
 
 def _prompts(value: object) -> object:
@@ -71,6 +96,20 @@ _PROMPT_SCHEMA = {
 }
 
 
+_TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+_BIAS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        },
+        {"type": "null"},
+    ]
+}
+
+
 class StreamOptions(Body):
     """``include_usage``: one more chunk at the end, with the usage."""
 
@@ -97,18 +136,27 @@ class GenerationBody(Body):
     #: For the log line, where it stands beside the request's id.
     user: str | None = None
 
-    frequency_penalty: Annotated[Any, only(0)] = None
-    presence_penalty: Annotated[Any, only(0)] = None
-    repetition_penalty: Annotated[Any, only(1)] = None
-    logit_bias: Annotated[Any, only({})] = None
-    stop_token_ids: Annotated[Any, only([])] = None
-    min_tokens: Annotated[Any, only(0)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] = None
+    #: By token id, as text, since JSON has no other keys.
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)] = None
+    stop_token_ids: Annotated[list[_TokenId] | None, Field(max_length=MAX_STOP_IDS)] = None
+    min_tokens: Annotated[int | None, Field(ge=0)] = None
+    #: Seconds that the whole request may take, waiting included.
+    max_time: Annotated[float | None, Field(gt=0)] = None
+
     use_beam_search: Annotated[Any, only(False)] = None
 
     @property
-    def samples(self) -> int:
-        """Samples of each prompt."""
+    def choices(self) -> int:
+        """Choices that each prompt gets."""
         return 1 if self.n is None else self.n
+
+    @property
+    def samples(self) -> int:
+        """Samples that run for each prompt."""
+        return self.choices
 
     @property
     def include_usage(self) -> bool:
@@ -118,6 +166,10 @@ class GenerationBody(Body):
     def token_limit(self) -> int | None:
         """At most this many new tokens, as far as the client says."""
         return self.max_tokens
+
+    def prompt_top_count(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
 
     @abstractmethod
     def top_count(self) -> int | None:
@@ -154,9 +206,18 @@ class GenerationBody(Body):
             min_p=self.min_p,
             seed=self.seed,
             max_tokens=self.token_limit(),
+            min_tokens=self.min_tokens or 0,
             stop=self.stop,
+            stop_token_ids=self.stop_token_ids or (),
             ignore_eos=ignore_eos,
-            logprobs=self.top_count(),
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
+            # Which samples are best is told by their tokens' own.
+            logprobs=0 if self.top_count() is None and self.samples > self.choices else self.top_count(),
+            prompt_logprobs=self.prompt_top_count(),
+            max_time=self.max_time,
             detokenize=detokenize,
         )
 
@@ -189,9 +250,10 @@ class ChatBody(GenerationBody):
     prompt_cache_retention: Annotated[Any, only()] = None
     safety_identifier: Annotated[Any, only(hint="; send user, which is logged")] = None
     chat_template: Annotated[Any, only()] = None
-    chat_template_kwargs: Annotated[Any, only({})] = None
-    add_generation_prompt: Annotated[Any, only(True)] = None
-    continue_final_message: Annotated[Any, only(False)] = None
+    #: Variables for the chat template, such as ``{"enable_thinking": false}``.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -205,6 +267,17 @@ class ChatBody(GenerationBody):
             raise RequestError("max_tokens and max_completion_tokens mean the same; send one of them", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt contradict each other; send one of them"
+            raise RequestError(message, "continue_final_message")
+
+    def template(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages."""
+        return {
+            "template_kwargs": self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
+        }
 
 
 class CompletionBody(GenerationBody):
@@ -213,21 +286,40 @@ class CompletionBody(GenerationBody):
     #: A list of prompts, each a text or a list of ids, whichever way it was sent.
     prompt: Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    #: 0 gives nothing but the prompt, with ``echo``.
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
 
-    echo: Annotated[Any, only(False)] = None
+    #: Text and, with ``logprobs``, log-probabilities of the prompt come before those of the answer.
+    echo: bool | None = None
+    #: Samples to draw, of which the ``n`` likeliest are returned.
+    best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     suffix: Annotated[Any, only("")] = None
-    best_of: int | None = None
-    prompt_logprobs: Annotated[Any, only()] = None
+    prompt_logprobs: Annotated[Any, only(hint="; send echo=true with logprobs")] = None
     response_format: Annotated[Any, only({"type": "text"})] = None
+
+    @property
+    def samples(self) -> int:
+        return self.choices if self.best_of is None else self.best_of
 
     def top_count(self) -> int | None:
         return self.logprobs
 
+    def token_limit(self) -> int | None:
+        # A request of the engine samples at least one token; nobody sees it then.
+        return 1 if self.max_tokens == 0 else self.max_tokens
+
+    def prompt_top_count(self) -> int | None:
+        return self.logprobs if self.echo else None
+
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != self.samples:
-            message = f"best_of is not supported by this server; leave it out, or send what n is ({self.samples})"
-            raise RequestError(message, "best_of", _UNSUPPORTED)
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens is 0, which is for echo=true only; send 1 or more", "max_tokens")
+        if self.samples < self.choices:
+            raise RequestError(f"best_of is {self.best_of}, but n is {self.choices}; send n or more", "best_of")
+        if self.stream and self.samples > self.choices:
+            message = "best_of cannot be streamed: the best are known when all have ended; send stream=false"
+            raise RequestError(message, "best_of")
 
 
 B = TypeVar("B", bound=GenerationBody)

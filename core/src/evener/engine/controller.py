@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from evener.engine.deadlines import Deadlines
 from evener.engine.executor import Executor
 from evener.engine.messages import (
     Abort,
@@ -30,6 +32,7 @@ class Controller:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int) -> None:
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
+        self.deadlines = Deadlines(time.monotonic)
         self.stopping = False
         self.dead: str | None = None
 
@@ -48,6 +51,7 @@ class Controller:
     def _handle(self, message: ToController) -> list[FromController]:
         match message:
             case NewRequest():
+                self.deadlines.set(message.id, message.max_time)
                 events = self.scheduler.add(message)
                 if self.dead or self.stopping:
                     events += self.scheduler.end(message.id, "error", self.dead or "the engine is shutting down")
@@ -80,15 +84,16 @@ class Controller:
         """
         if self.dead:
             return []
+        events = [event for name in self.deadlines.passed() for event in self.scheduler.end(name, "timeout")]
         try:
             while self.scheduler.in_flight < self.depth:
                 plan = self.scheduler.schedule()
                 if plan is None:
                     break
                 self.executor.submit(plan)
-            return self.scheduler.retire(self.executor.read()) if self.scheduler.in_flight else []
+            return events + (self.scheduler.retire(self.executor.read()) if self.scheduler.in_flight else [])
         except EngineError as error:
-            return self.die(str(error))
+            return events + self.die(str(error))
 
     def check(self) -> list[FromController]:
         """While nothing is under way: look whether the worker still lives; as ``step`` if it does not."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from evener.contracts.device import Device
 from evener.engine.plan import Admission, TableUpdate
+from evener.sampling_params import MAX_BIASES
+
+_FOREVER = 2**31 - 1
 
 
 class DeviceTables:
@@ -18,7 +22,8 @@ class DeviceTables:
     Attributes:
         tokens: int32 [slots, length], known and sampled ids by position.
         blocks: for each group int32 [slots, columns], numbered as its provider numbers them.
-        floats: float32 [slots, 3]: temperature, top_p, min_p; ints: int32 [slots, 2]: top_k, seed.
+        floats: float32 [slots, 6]: temperature, top_p, min_p, repetition, frequency and presence penalty.
+        ints: int32 [slots, 3]: top_k, seed, prompt length.
     """
 
     def __init__(self, device: Device, slots: int, length: int, spans: Sequence[int], block_size: int) -> None:
@@ -29,13 +34,22 @@ class DeviceTables:
         columns = -(-length // block_size)
         self.blocks = [torch.zeros(slots, columns, dtype=torch.int32, device=where) for _ in spans]
         self._spans = spans
-        self.floats = torch.zeros(slots, 3, dtype=torch.float32, device=where)
-        self.ints = torch.zeros(slots, 2, dtype=torch.int32, device=where)
+        self.floats = torch.ones(slots, 6, dtype=torch.float32, device=where)
+        self.ints = torch.zeros(slots, 3, dtype=torch.int32, device=where)
+        self._biased: set[int] = set()
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return sum(t.nbytes for t in (self.tokens, self.floats, self.ints, *self.blocks))
+
+    @cached_property
+    def biases(self) -> list[torch.Tensor]:
+        """What is added to the logits of single ids: ids int32, values float32, and the positions int32 until which
+        they hold, 0 where there is none; [slots, MAX_BIASES] each. Made when a request needs them; they stay where they
+        are then, as captures want."""
+        shape, where = (self.tokens.shape[0], MAX_BIASES), self.tokens.device
+        return [torch.zeros(shape, dtype=kind, device=where) for kind in (torch.int32, torch.float32, torch.int32)]
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """New requests take their slots."""
@@ -43,10 +57,27 @@ class DeviceTables:
             self.tokens[a.slot, : len(a.tokens)] = self._device.upload(np.array(a.tokens, dtype=np.int32))
         sampling = [a.sampling for a in admissions]
         slots = self._device.upload(np.array([a.slot for a in admissions], dtype=np.int32))
-        floats = np.array([(x.temperature, x.top_p, x.min_p) for x in sampling], dtype=np.float32)
-        ints = np.array([(x.top_k, _signed(x.seed)) for x in sampling], dtype=np.int32)
-        self.floats[slots] = self._device.upload(floats)
-        self.ints[slots] = self._device.upload(ints)
+        floats = [
+            (x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.frequency_penalty, x.presence_penalty)
+            for x in sampling
+        ]
+        ints = [(a.sampling.top_k, _signed(a.sampling.seed), a.prompt) for a in admissions]
+        self.floats[slots] = self._device.upload(np.array(floats, dtype=np.float32))
+        self.ints[slots] = self._device.upload(np.array(ints, dtype=np.int32))
+        changed = [a for a in admissions if a.sampling.bias or a.slot in self._biased]
+        if changed:
+            self._write_biases(changed)
+
+    def _write_biases(self, admissions: Sequence[Admission]) -> None:
+        """Entries of new requests; those of a slot's last one go."""
+        packed = np.zeros((3, len(admissions), MAX_BIASES))
+        for row, a in enumerate(admissions):
+            for column, (token, value, count) in enumerate(a.sampling.bias):
+                packed[:, row, column] = token, value, a.prompt + count if count else _FOREVER
+            (self._biased.add if a.sampling.bias else self._biased.discard)(a.slot)
+        slots = self._device.upload(np.array([a.slot for a in admissions], dtype=np.int32))
+        for table, part, kind in zip(self.biases, packed, (np.int32, np.float32, np.int32), strict=True):
+            table[slots] = self._device.upload(part.astype(kind))
 
     def update(self, updates: Sequence[TableUpdate]) -> None:
         """New entries of block tables, all of a step's at once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,15 @@ from evener.engine.step_layout import StepShape
 from evener.errors import EngineError
 
 _ARRAYS = ("positions", "token_slots", "kv_lens")
+
+
+class Kind(NamedTuple):
+    """What is captured apart: a number of rows, and what their sampling has to do."""
+
+    size: int
+    random: bool
+    penalized: bool = False
+    biased: bool = False
 
 
 @dataclass
@@ -58,25 +68,26 @@ class DecodeGraphs:
     ) -> None:
         self._runner, self._device, self._capture = runner, device, capture
         self._sizes, self._spare, self._length = sizes, spare_slot, length
-        self._captured: dict[tuple[int, bool], _Captured | None] = {}
+        self._captured: dict[Kind, _Captured | None] = {}
         self._held = 0
         self.notes: list[str] = []
 
     def capture_all(self) -> None:
-        """Capture every size now, small ones and greedy ones first: ``notes`` is complete and no request waits for it.
-        """
+        """Capture every size now, small ones and greedy ones first: ``notes`` is complete and no request waits for it,
+        but the first that brings penalties or biases."""
         for random in (False, True):
             for size in self._sizes:
-                self._get(size, random)
+                self._get(Kind(size, random))
 
     def execute(self, plan: Plan) -> PendingStep | None:
         """Submit a step by replaying a capture. None: nothing was done, the step must run eagerly."""
         rows = len(plan.slots)
-        plain = len(plan.samples) == rows and max(plan.counts) == 1 and not plan.logprobs and not plan.copies
+        plain = len(plan.samples) == rows and max(plan.counts) == 1
+        plain = plain and not (plan.logprobs or plan.copies or plan.scores)
         size = next((s for s in self._sizes if s >= rows), None) if plain else None
         if size is None:
             return None
-        captured = self._get(size, bool(plan.random))
+        captured = self._get(Kind(size, bool(plan.random), bool(plan.penalized), bool(plan.biased)))
         if captured is None:
             return None
         with torch.inference_mode():
@@ -95,22 +106,21 @@ class DecodeGraphs:
         host[2] = host[0] + 1
         captured.buffer.copy_(self._device.upload(host))
 
-    def _get(self, size: int, random: bool) -> _Captured | None:
-        key = (size, random)
-        if key not in self._captured:
+    def _get(self, kind: Kind) -> _Captured | None:
+        if kind not in self._captured:
             try:
-                self._captured[key] = self._make(size, random)
+                self._captured[kind] = self._make(kind)
             except EngineError as error:
-                self._captured[key] = None
-                kind = "sampled" if random else "greedy"
-                self.notes.append(f"{kind} decode of {size} rows runs eagerly: {error}")
-        return self._captured[key]
+                self._captured[kind] = None
+                words = ("penalized " * kind.penalized, "biased " * kind.biased, "sampled" if kind.random else "greedy")
+                self.notes.append(f"{''.join(words)} decode of {kind.size} rows runs eagerly: {error}")
+        return self._captured[kind]
 
-    def _make(self, size: int, random: bool) -> _Captured:
+    def _make(self, kind: Kind) -> _Captured:
         limit = self._device.capabilities.max_captures
         if limit is not None and self._held + 2 > limit:
             raise EngineError(f"{self._device.name} holds {limit} captures at once and a step takes 2")
-        forward, sample, buffer, ids = self._segments(size, random)
+        forward, sample, buffer, ids = self._segments(kind)
         # The first run of each builds what must not be built while capturing; it only touches the spare slot.
         replays = []
         with torch.inference_mode():
@@ -120,10 +130,8 @@ class DecodeGraphs:
                 self._held += 1
         return _Captured(buffer, tuple(replays), ids, (forward, sample))
 
-    def _segments(
-        self, size: int, random: bool
-    ) -> tuple[Callable[[], None], Callable[[], None], torch.Tensor, torch.Tensor]:
-        runner, where = self._runner, self._device.torch_device
+    def _segments(self, kind: Kind) -> tuple[Callable[[], None], Callable[[], None], torch.Tensor, torch.Tensor]:
+        runner, where, size = self._runner, self._device.torch_device, kind.size
         buffer = torch.zeros(len(_ARRAYS), size, dtype=torch.int32, device=where)
         buffer[1], buffer[2] = self._spare, 1
         positions, slots, lengths = buffer
@@ -131,6 +139,7 @@ class DecodeGraphs:
         parts = {"positions": positions, "token_slots": slots, "slots": slots, "kv_lens": lengths, "query_start": every}
         shape = StepShape(size, size, 1, self._length, [1] * size, [self._length] * size)
         ids = torch.zeros(size, dtype=torch.int32, device=where)
+        rows = every[:size]
 
         # Kept from one segment to the next: a copy of the whole vocabulary's rows would cost more than sampling.
         made: dict[str, torch.Tensor] = {}
@@ -142,7 +151,11 @@ class DecodeGraphs:
         def sample() -> None:
             floats = runner.tables.floats.index_select(0, slots)
             ints = runner.tables.ints.index_select(0, slots)
-            ids.copy_(runner.sampler.ids(made["logits"], floats, ints, lengths, every[:size] if random else None))
+            penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
+            scores = runner.sampler.adjust(
+                made["logits"], runner.tables, slots, lengths, self._length, penalized, biased
+            )
+            ids.copy_(runner.sampler.ids(scores, floats, ints, lengths, random))
             runner.tables.tokens[slots, lengths] = ids
 
         return forward, sample, buffer, ids

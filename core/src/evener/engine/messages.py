@@ -11,14 +11,14 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
 #: Upper bounds, in seconds, of ``StatsReport.queued``; its last count has none.
 QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the sampler needs of a request. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are
-    off."""
+    """What the sampler needs of a request. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0,
+    ``repetition_penalty`` 1 and the other penalties at 0 are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -28,6 +28,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     #: Number of the likeliest tokens whose raw log-probabilities are wanted beside the sampled one's; None: no
     #: log-probabilities.
     logprobs: int | None = None
+    #: The same for the prompt's own tokens, from the second on.
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    #: (id, added to its logit, for how many generated tokens; 0: for all): biases, and ids that may not come yet.
+    bias: list[tuple[int, float, int]] = []
+
+    @property
+    def penalized(self) -> bool:
+        """Whether what was seen changes the logits."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
     def filtered(self) -> bool:
@@ -39,7 +51,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     """One sequence to generate. ``n`` samples of a prompt are ``n`` of these, which share the prompt's blocks.
 
     ``max_tokens`` is already limited to the context. ``stop_token_ids`` ends with reason ``stop``; the token itself is
-    reported. ``cache_salt`` separates prefix caches (adapter, image hash, tenant).
+    reported. ``max_time`` seconds after the controller took it in, a request ends with reason ``timeout``.
+    ``cache_salt`` separates prefix caches (adapter, image hash, tenant).
     """
 
     id: str
@@ -47,6 +60,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     max_tokens: int
     sampling: Sampling = Sampling()
     stop_token_ids: list[int] = []
+    max_time: float | None = None
     cache_salt: str = ""
     priority: int = 0
 
@@ -77,18 +91,25 @@ ToController = NewRequest | Abort | Finish | GetStats | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Raw log-probabilities at one output position: the sampled token's, then the likeliest, ids and values alike."""
+    """Raw log-probabilities at one position: the token's that stands there, then the likeliest, ids and values alike.
+    """
 
     ids: list[int]
     values: list[float]
 
+    def likeliest(self, count: int) -> TokenLogprobs:
+        """With no more than ``count`` of the likeliest."""
+        return self if len(self.ids) <= count + 1 else TokenLogprobs(self.ids[: count + 1], self.values[: count + 1])
+
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
-    """New tokens of one request, in order. ``cached`` = prompt tokens that were taken from the prefix cache."""
+    """New tokens of one request, in order. ``cached`` = prompt tokens that were taken from the prefix cache.
+    ``prompt_logprobs`` belong to the next prompt tokens, from the second on; they come before or with the first id."""
 
     id: str
     ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     cached: int = 0
 
 

@@ -12,11 +12,12 @@ from evener.engine.messages import Sampling, TokenLogprobs
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """A request takes a slot: its known tokens and its sampling parameters."""
+    """A request takes a slot: its known tokens, its sampling parameters and how many of the tokens are its prompt."""
 
     slot: int
     tokens: list[int]
     sampling: Sampling
+    prompt: int = 0
 
 
 class TableUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +39,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         samples: indices of rows whose last token's logits give a new token, which goes to position start + count.
         random: positions in ``samples`` whose request is not greedy; filtered: whether any of them has a filter on.
         logprobs: positions in ``samples`` that want log-probabilities; ``top_logprobs``: the largest number wanted.
+        penalized, biased: positions in ``samples`` with a penalty, and with a bias, on.
+        scores: (row, first, count): so many of the row's tokens, from the ``first`` on, score the prompt token that
+            follows them; ``top_scores``: the largest number of likeliest tokens wanted there.
     """
 
     id: int
@@ -52,11 +56,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     filtered: bool = False
     logprobs: list[int] = []
     top_logprobs: int = 0
+    penalized: list[int] = []
+    biased: list[int] = []
+    scores: list[tuple[int, int, int]] = []
+    top_scores: int = 0
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """What a step gave: one id for each of ``Plan.samples``; log-probabilities for each of ``Plan.logprobs``."""
+    """What a step gave: one id for each of ``Plan.samples``; log-probabilities for each of ``Plan.logprobs`` and each
+    token of ``Plan.scores``."""
 
     plan: int
     ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    scores: list[TokenLogprobs] = []

@@ -53,7 +53,7 @@ def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
     )
     return Demand(
         weights=weights,
-        rows=(config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 20 + 4 * columns * len(groups)),
+        rows=(config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 36 + 4 * columns * len(groups)),
         workspace=scratch + activation_bytes(a.build, config.step_tokens, config.max_reqs, a.model.vocab_size),
         block_bytes=max(1, a.geometry.block_bytes),
         useful=config.max_reqs * least,

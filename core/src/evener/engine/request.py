@@ -19,6 +19,7 @@ class Request:
         tokens: known ids, the prompt's and those that were read.
         unread: tokens that submitted plans sample and that nobody has read yet.
         planned: tokens whose state submitted plans compute.
+        scored: prompt tokens, from the second on, whose log-probabilities were read.
         last_plan: id of the last plan that names this request; -1 before the first.
         slot, table: held while running.
         alone: it runs in an otherwise empty pool.
@@ -31,6 +32,7 @@ class Request:
     unread: int = 0
     planned: int = 0
     cached: int = 0
+    scored: int = 0
     preemptions: int = 0
     last_plan: int = -1
     slot: int = -1
@@ -53,6 +55,11 @@ class Request:
     def length(self) -> int:
         """Tokens that exist: known ones and unread ones."""
         return len(self.tokens) + self.unread
+
+    @property
+    def to_score(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still wanted; those rows have to be computed then."""
+        return self.message.sampling.prompt_logprobs is not None and self.scored < self.prompt_length - 1
 
     @property
     def to_compute(self) -> int:

@@ -17,7 +17,7 @@ from evener.engine.device_tables import DeviceTables
 from evener.engine.geometry import Geometry
 from evener.engine.messages import TokenLogprobs
 from evener.engine.plan import Plan, StepResult
-from evener.engine.sampler import LogprobTensors, Sampler
+from evener.engine.sampler import Sampler
 from evener.engine.step_layout import StepLayout, StepShape
 from evener.resolution.buckets import bucket_index
 
@@ -33,26 +33,35 @@ class ForwardStep:
 
 
 class PendingStep:
-    """A submitted step; its ids are on their way to the host."""
+    """A submitted step; what it gives is on its way to the host.
+
+    Attributes:
+        scores: of ``plan.scores``: the ids that were scored, then chosen, values and ids as in ``LogprobTensors``.
+    """
+
+    scores: Sequence[Readback] = ()
 
     def __init__(self, plan: Plan, ids: Readback | None, logprobs: Sequence[Readback] = ()) -> None:
         self._plan, self._ids, self._logprobs = plan, ids, logprobs
 
     def ready(self) -> bool:
         """True once ``wait`` would not block."""
-        return (self._ids is None or self._ids.ready()) and all(r.ready() for r in self._logprobs)
+        return (self._ids is None or self._ids.ready()) and all(r.ready() for r in (*self._logprobs, *self.scores))
 
     def wait(self) -> StepResult:
         """Block until the step is done."""
-        if self._ids is None:
-            return StepResult(plan=self._plan.id)
-        ids: list[int] = self._ids.wait().tolist()
-        if not self._logprobs:
-            return StepResult(plan=self._plan.id, ids=ids)
-        picked = [ids[i] for i in self._plan.logprobs]
-        chosen, values, top = (r.wait() for r in self._logprobs)
-        rows = Sampler.unpack(chosen, values, top, picked)
-        return StepResult(plan=self._plan.id, ids=ids, logprobs=[TokenLogprobs(*row) for row in rows])
+        ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()
+        logprobs, scores = [], []
+        if self._logprobs:
+            logprobs = _rows([ids[i] for i in self._plan.logprobs], self._logprobs)
+        if self.scores:
+            scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
+        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores)
+
+
+def _rows(picked: list[int], tensors: Sequence[Readback]) -> list[TokenLogprobs]:
+    chosen, values, ids = (r.wait() for r in tensors)
+    return [TokenLogprobs(*row) for row in Sampler.unpack(chosen, values, ids, picked)]
 
 
 class Runner:
@@ -72,10 +81,12 @@ class Runner:
         """Submit a step; returns before the device has finished it, where the device allows."""
         with torch.inference_mode():
             hidden, step, parts = self.forward(plan)
-            last = parts["last"]
-            if not last.shape[0]:
-                return PendingStep(plan, None)
-            return self._sample(plan, parts, self.logits(hidden.index_select(0, last), step))
+            scores = self._score(plan, hidden, step, parts) if plan.scores else ()
+            pending = PendingStep(plan, None)
+            if plan.samples:
+                pending = self._sample(plan, parts, self.logits(hidden.index_select(0, parts["last"]), step))
+            pending.scores = scores
+            return pending
 
     def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
         """Apply a plan and compute its tokens: hidden states [T, hidden], the step, and the arrays of its layout."""
@@ -133,14 +144,30 @@ class Runner:
             metas.append(group.provider.metadata(step, group.spec, group.attention, size))
         return tuple(metas)
 
+    def _score(
+        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: dict[str, torch.Tensor]
+    ) -> list[Readback]:
+        """Log-probabilities of prompt tokens, a few rows at a time: never more logits than a step's samples have."""
+        found: list[tuple[torch.Tensor, ...]] = []
+        for rows in parts["scores"].split(max(1, self.tables.tokens.shape[0] - 1)):
+            slots, positions = (parts[name].index_select(0, rows) for name in ("token_slots", "positions"))
+            targets = self.tables.tokens[slots, positions + 1]
+            logits = self.logits(hidden.index_select(0, rows), step)
+            found.append((targets, *self.sampler.logprobs(logits, targets, plan.top_scores)))
+        return [self.device.readback(torch.cat(columns)) for columns in zip(*found, strict=True)]
+
     def _sample(self, plan: Plan, parts: dict[str, torch.Tensor], logits: torch.Tensor) -> PendingStep:
         slots, positions = parts["sample_slots"], parts["sample_positions"]
         floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
-        random = parts["random"] if plan.random else None
+        random, penalized, biased = (parts[n] if getattr(plan, n) else None for n in ("random", "penalized", "biased"))
+        # Log-probabilities are those of the model, whatever is done to its logits afterwards.
+        raw = logits.index_select(0, parts["logprobs"]) if plan.logprobs else logits
+        longest = max(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
+        logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
         ids = self.sampler.ids(logits, floats, ints, positions, random, filtered=plan.filtered)
         self.tables.tokens[slots, positions] = ids
-        if not plan.logprobs:
-            return PendingStep(plan, self.device.readback(ids))
-        found: LogprobTensors = self.sampler.logprobs(logits, ids, parts["logprobs"], plan.top_logprobs)
-        copies = [self.device.readback(t) for t in (found.chosen, found.values, found.ids)]
+        copies = []
+        if plan.logprobs:
+            found = self.sampler.logprobs(raw, ids.index_select(0, parts["logprobs"]), plan.top_logprobs)
+            copies = [self.device.readback(t) for t in found]
         return PendingStep(plan, self.device.readback(ids), copies)

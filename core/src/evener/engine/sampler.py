@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from evener.engine.device_tables import DeviceTables
 from evener.layers.builder import Builder
 from evener.resolution.buckets import bucket_index
 
 
-@dataclass(frozen=True)
-class LogprobTensors:
+class LogprobTensors(NamedTuple):
     """Log-probabilities of some rows: chosen [n], values [n, top], ids int32 [n, top]."""
 
     chosen: torch.Tensor
@@ -29,8 +29,49 @@ class Sampler:
     def __init__(self, build: Builder, vocab: int) -> None:
         self._greedy = build.op("greedy", "sampler", vocab=vocab)
         self._sample = {on: build.op("sample", "sampler", vocab=vocab, filters=on) for on in (False, True)}
+        self._add_bias = build.op("add_bias", "sampler", vocab=vocab)
+        self._penalty = build.op("penalize", "sampler", vocab=vocab)
         self._mask = build.op("apply_mask", "sampler", vocab=vocab)
         self._logprobs = build.op("logprobs", "sampler", vocab=vocab)
+
+    def adjust(
+        self, logits: torch.Tensor, tables: DeviceTables, slots: torch.Tensor, positions: torch.Tensor, longest: int,
+        penalized: torch.Tensor | None, biased: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Logits with biases, then penalties, as transformers has the order; those given are overwritten.
+
+        Args:
+            slots, positions: int32 [R], of the rows and of their new tokens.
+            longest: no position is larger.
+            penalized, biased: indices of the rows that have one; None if there are none.
+        """
+        if biased is not None or penalized is not None:
+            logits = logits.float()
+        for rows, change in ((biased, self._bias), (penalized, self._penalize)):
+            if rows is None:
+                continue
+            if rows.shape[0] == logits.shape[0]:
+                logits = change(logits, tables, slots, positions, longest)
+            else:
+                some, at = slots.index_select(0, rows), positions.index_select(0, rows)
+                changed = change(logits.index_select(0, rows), tables, some, at, longest)
+                logits = logits.index_copy_(0, rows.long(), changed)
+        return logits
+
+    def _bias(
+        self, logits: torch.Tensor, tables: DeviceTables, slots: torch.Tensor, positions: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        parts = (part.index_select(0, slots) for part in tables.biases)
+        function = self._add_bias.table[bucket_index(logits.shape[0])]
+        return function(logits, *parts, positions)  # type: ignore[no-any-return]
+
+    def _penalize(
+        self, logits: torch.Tensor, tables: DeviceTables, slots: torch.Tensor, positions: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        prompt = tables.ints.index_select(0, slots)[:, 2]
+        penalties = tables.floats.index_select(0, slots)[:, 3:].unbind(1)
+        function = self._penalty.table[bucket_index(logits.shape[0])]
+        return function(logits, tables.tokens, slots, prompt, positions, longest, *penalties)  # type: ignore[no-any-return]
 
     def ids(
         self, logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, positions: torch.Tensor,
@@ -64,10 +105,9 @@ class Sampler:
         )
         return drawn if ids is None else ids.index_copy(0, random.long(), drawn)
 
-    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, top: int) -> LogprobTensors:
-        """Raw log-probabilities of ``rows``: of the sampled id, and the ``top`` likeliest."""
-        table = self._logprobs.table[bucket_index(rows.shape[0])]
-        return LogprobTensors(*table(logits.index_select(0, rows), ids.index_select(0, rows), top))
+    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> LogprobTensors:
+        """Log-probabilities of rows of logits [n, V]: of ``ids`` int32 [n], and of the ``top`` likeliest."""
+        return LogprobTensors(*self._logprobs.table[bucket_index(logits.shape[0])](logits, ids, top))
 
     @staticmethod
     def unpack(

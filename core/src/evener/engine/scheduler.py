@@ -15,7 +15,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from evener.engine.messages import QUEUE_SECONDS, Finished, FinishReason, FromController, NewRequest, Tokens
+from evener.engine.messages import (
+    QUEUE_SECONDS,
+    Finished,
+    FinishReason,
+    FromController,
+    NewRequest,
+    TokenLogprobs,
+    Tokens,
+)
 from evener.engine.plan import Admission, Plan, StepResult, TableUpdate
 from evener.engine.request import Request
 from evener.engine.state import StateManager
@@ -170,7 +178,8 @@ class Scheduler:
                 return
             if self._blocked == (request.id, self.state.pool.free):
                 return  # nothing has changed since it did not fit
-            table, cached = self.state.open(request.tokens, request.message.cache_salt, request.alone)
+            reuse, salt = not request.to_score, request.message.cache_salt
+            table, cached = self.state.open(request.tokens, salt, alone=request.alone, reuse=reuse)
             request.table, request.planned = table, cached
             request.slot = self._slots.pop()
             if not self._plan_row(draft, request, min(request.to_compute, draft.budget), admit=True):
@@ -196,7 +205,8 @@ class Scheduler:
         if growth is None:
             return False
         if admit:
-            draft.admissions.append(Admission(request.slot, list(request.tokens), request.message.sampling))
+            sampling = request.message.sampling
+            draft.admissions.append(Admission(request.slot, list(request.tokens), sampling, request.prompt_length))
             draft.updates.append(TableUpdate(request.slot, 0, [list(b) for b in request.table.blocks]))
         elif growth.blocks:
             draft.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
@@ -222,29 +232,28 @@ class Scheduler:
     def _hand_out(self, draft: _Draft) -> Plan:
         # Providers may compute requests that add one token in another way: they come first.
         draft.rows.sort(key=lambda row: row[2] > 1)
-        samples: list[int] = []
-        random: list[int] = []
-        logprobs: list[int] = []
-        top = 0
-        filtered = False
+        scores: list[tuple[int, int, int]] = []
         for index, (request, start, count, sampled) in enumerate(draft.rows):
             request.planned = start + count
             request.last_plan = draft.plan_id
-            if sampled:
-                sampling = request.message.sampling
-                if sampling.temperature > 0:
-                    random.append(len(samples))
-                    filtered = filtered or sampling.filtered
-                if sampling.logprobs is not None:
-                    logprobs.append(len(samples))
-                    top = max(top, sampling.logprobs)
-                samples.append(index)
-                request.unread += 1
+            request.unread += sampled
+            if request.to_score:  # as far as nobody has read it yet
+                first = max(0, request.scored - start)
+                scored = min(count, request.prompt_length - 1 - start) - first
+                scores += [(index, first, scored)] if scored > 0 else []
+        wanted = [request.message.sampling for request, *_, sampled in draft.rows if sampled]
+        scorers = (draft.rows[index][0].message.sampling for index, *_ in scores)
         plan = Plan(
             id=draft.plan_id, admissions=draft.admissions, updates=draft.updates,
             slots=[r.slot for r, *_ in draft.rows], starts=[s for _, s, *_ in draft.rows],
-            counts=[c for _, _, c, _ in draft.rows], samples=samples, random=random,
-            filtered=filtered, logprobs=logprobs, top_logprobs=top,
+            counts=[c for _, _, c, _ in draft.rows], samples=[i for i, row in enumerate(draft.rows) if row[3]],
+            random=[i for i, s in enumerate(wanted) if s.temperature > 0],
+            filtered=any(s.temperature > 0 and s.filtered for s in wanted),
+            logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
+            top_logprobs=max((s.logprobs or 0 for s in wanted), default=0),
+            penalized=[i for i, s in enumerate(wanted) if s.penalized],
+            biased=[i for i, s in enumerate(wanted) if s.bias],
+            scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),
         )  # fmt: skip
         self._next_plan += 1
         self._in_flight.append((plan, draft.rows))
@@ -263,28 +272,38 @@ class Scheduler:
         back."""
         plan, rows = self._in_flight.popleft()
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
-        ids = iter(result.ids)
+        ids, scores = iter(result.ids), iter(result.scores)
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
+        scored = {row: [next(scores) for _ in range(count)] for row, _, count in plan.scores}
         events: list[FromController] = []
         sampled = 0
-        for request, start, count, samples in rows:
+        for index, (request, start, count, samples) in enumerate(rows):
             token = next(ids) if samples else None
             if request.finish is None:
                 assert request.table is not None
                 self.state.commit(request.table, request.tokens, start + count)
-                if token is not None:
-                    chosen = logprobs.get(sampled)
-                    events.extend(self._read(request, token, Tokens(
-                        id=request.id, ids=[token], logprobs=None if chosen is None else [chosen], cached=request.cached
-                    )))  # fmt: skip
+                events.extend(self._read(request, token, logprobs.get(sampled), scored.get(index)))
             sampled += samples
         self._release_leaving(plan.id)
         return events
 
-    def _read(self, request: Request, token: int, event: Tokens) -> Iterator[FromController]:
+    def _read(
+        self, request: Request, token: int | None, logprobs: TokenLogprobs | None, scores: list[TokenLogprobs] | None
+    ) -> Iterator[FromController]:
+        if token is None and scores is None:
+            return
+        sampling = request.message.sampling
+        request.scored += len(scores or ())
+        yield Tokens(
+            id=request.id, ids=[] if token is None else [token], cached=request.cached,
+            # Of what was computed for the most demanding row of the step, each gets what it asked for.
+            logprobs=None if logprobs is None or token is None else [logprobs.likeliest(sampling.logprobs or 0)],
+            prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],
+        )  # fmt: skip
+        if token is None:
+            return
         request.tokens.append(token)
         request.unread -= 1
-        yield event
         if token in request.stop_ids:
             yield self._finish(request, "stop")
         elif len(request.tokens) >= request.limit:

@@ -94,8 +94,11 @@ class StateManager:
         first = kind.first_live_block(spec, max(0, end - step_tokens), self.block_size)
         return kind.held(spec, first, -(-end // self.block_size), self.block_size)
 
-    def open(self, tokens: Sequence[int], salt: str, alone: bool = False) -> tuple[BlockTable, int]:
-        """A table for a request whose known tokens are ``tokens``, with the longest cached prefix held in it.
+    def open(
+        self, tokens: Sequence[int], salt: str, alone: bool = False, reuse: bool = True
+    ) -> tuple[BlockTable, int]:
+        """A table for a request whose known tokens are ``tokens``, with the longest cached prefix held in it; none
+        without ``reuse``.
 
         Returns the table and how many tokens of state it has; always fewer than ``len(tokens)``, so that something is
         computed. ``alone``: without a prefix, and nobody's prefix is kept; nobody else may hold a block.
@@ -104,7 +107,7 @@ class StateManager:
         if alone:
             table.alone = True
             self.pool.forget_all()
-        if not self.prefix_cache or alone:
+        if not (self.prefix_cache and reuse) or alone:
             return table, 0
         columns = (len(tokens) - 1) // self.block_size
         self._extend_digests(table, tokens, columns)

@@ -45,6 +45,7 @@ class StepLayout(StepShape):
             inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
             positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
         picked = np.array(plan.samples, dtype=np.int32)
+        scored = [query_start[row] + np.arange(first, first + n, dtype=np.int32) for row, first, n in plan.scores]
         self.arrays: dict[str, np.ndarray[Any, Any]] = {
             "positions": positions,
             "token_slots": token_slots,
@@ -56,6 +57,9 @@ class StepLayout(StepShape):
             "sample_positions": ends[picked],
             "random": np.array(plan.random, dtype=np.int32),
             "logprobs": np.array(plan.logprobs, dtype=np.int32),
+            "penalized": np.array(plan.penalized, dtype=np.int32),
+            "biased": np.array(plan.biased, dtype=np.int32),
+            "scores": np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
         }
 
     def upload(self, device: Device) -> dict[str, torch.Tensor]:

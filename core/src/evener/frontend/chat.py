@@ -88,8 +88,9 @@ class Chat:
             "add_generation_prompt": add_generation_prompt,
             **(template_kwargs or {}),
         }
-        if "messages" in variables:
-            raise RequestError("template_kwargs must not have 'messages'", "template_kwargs")
+        taken = {"messages", "tools", "add_generation_prompt", "continue_final_message"} & set(template_kwargs or {})
+        if taken:
+            raise RequestError(f"template_kwargs must not have {min(taken)!r}, which is given apart", "template_kwargs")
         return self._renderer.render(template, plain, continue_final_message, variables)
 
     def warm_up(self) -> None:

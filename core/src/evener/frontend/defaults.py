@@ -17,6 +17,7 @@ class GenerationDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     eos_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -28,7 +29,8 @@ class GenerationDefaults:
         """
         generation, config = files.json("generation_config.json"), files.json("config.json")
         values: dict[str, Any] = {}
-        for name, kind in (("temperature", float), ("top_p", float), ("top_k", int), ("min_p", float)):
+        kinds = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
+        for name, kind in kinds.items():
             value = generation.get(name)
             if value is None:
                 continue

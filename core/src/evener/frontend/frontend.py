@@ -8,6 +8,7 @@ comes when its ``Finished`` arrives, and tokens that arrive in between are dropp
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from dataclasses import dataclass
 from typing import Literal
@@ -31,7 +32,7 @@ from evener.frontend.outputs import Delta
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
-from evener.sampling_params import SamplingParams
+from evener.sampling_params import MAX_BIASES, SamplingParams
 
 Kind = Literal["chat", "completion"]
 #: New tokens of a completion that does not say how many, as OpenAI has it.
@@ -50,9 +51,16 @@ class _Sample:
     detokenizer: Detokenizer | None
     stops: StopStrings
     silent_ids: frozenset[int]
+    #: Those of the caller, without the model's own EOS ids.
+    stop_ids: frozenset[int]
+    #: Tokens whose text no stop string ends yet.
+    unstoppable: int
+    last_id: int = -1
     stopped: bool = False
     failure: str | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
+    #: The first prompt token has no log-probabilities: it is reported as None before the first that has.
+    prompt_logprobs_due: bool = False
 
 
 class Frontend:
@@ -117,25 +125,27 @@ class Frontend:
         if request_id in self._requests or any(name in self._samples for name in names):
             raise RequestError(f"request id {request_id!r} is in use by a running request", "request_id")
         ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
-        stop_ids = frozenset() if ignore_eos else frozenset(self.defaults.eos_ids)
+        eos_ids = frozenset() if ignore_eos else frozenset(self.defaults.eos_ids)
+        asked = frozenset(params.stop_token_ids)
+        bias = self._bias(params, eos_ids | asked)
         seed = self._rng.getrandbits(_SEED_BITS) if params.seed is None else params.seed
         messages = []
         for index, name in enumerate(names):
+            tokenizer = self.tokenizer if params.detokenize else None
+            detokenizer = None if tokenizer is None else tokenizer.detokenizer(params.skip_special_tokens)
             self._samples[name] = _Sample(
-                request_id,
-                index,
-                self.tokenizer.detokenizer(params.skip_special_tokens)
-                if self.tokenizer is not None and params.detokenize
-                else None,
-                StopStrings(params.stop_strings, params.include_stop_str_in_output),
-                stop_ids,
-            )
-            sampling = self._sampling(params, sample_seed(seed, index))
+                request_id, index, detokenizer, StopStrings(params.stop_strings, params.include_stop_str_in_output),
+                silent_ids=eos_ids if params.include_stop_str_in_output else eos_ids | asked,
+                stop_ids=asked - eos_ids, unstoppable=params.min_tokens,
+                prompt_logprobs_due=params.prompt_logprobs is not None and index == 0,
+            )  # fmt: skip
+            sampling = self._sampling(params, sample_seed(seed, index), bias, index)
             messages.append(
                 NewRequest(
-                    id=name, prompt=ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=sorted(stop_ids)
+                    id=name, prompt=ids, max_tokens=max_tokens, sampling=sampling,
+                    stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
                 )
-            )
+            )  # fmt: skip
         self._requests[request_id] = set(names)
         return messages
 
@@ -164,6 +174,8 @@ class Frontend:
         if not isinstance(prompt, str) or max(ids) >= self.vocab_size:
             self._check_ids(ids, param)
         self._max_tokens(len(ids), params, kind)
+        for name, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            self._check_ids(list(given), name)
         return ids
 
     def abort(self, request_id: str) -> list[ToController]:
@@ -193,6 +205,10 @@ class Frontend:
         logprobs = None if event.logprobs is None else [as_dict(entry) for entry in event.logprobs[:count]]
         delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
         delta.num_cached_tokens = event.cached
+        if event.prompt_logprobs is not None or sample.prompt_logprobs_due:
+            first: list[dict[int, float] | None] = [None] if sample.prompt_logprobs_due else []
+            delta.prompt_logprobs = first + [as_dict(entry) for entry in event.prompt_logprobs or ()]
+            sample.prompt_logprobs_due = False
         try:
             shown = self.plugins.chunk(delta)
         except RequestError as error:
@@ -202,11 +218,17 @@ class Frontend:
 
     def _read(self, sample: _Sample, ids: list[int]) -> tuple[str, int]:
         """Text that may be shown, and how many of ``ids`` belong to the sample: a stop string may cut them."""
+        if ids:
+            sample.last_id = ids[-1]
         if sample.detokenizer is None:
             return "", len(ids)
         pieces = []
         for count, token in enumerate(ids, 1):
+            sample.unstoppable -= 1
             if token in sample.silent_ids:
+                continue
+            if sample.unstoppable >= 0:
+                pieces.append(sample.detokenizer.push(token))
                 continue
             match = sample.stops.push(sample.detokenizer.push(token))
             pieces.append(match.text)
@@ -235,6 +257,8 @@ class Frontend:
             delta.finish_reason, delta.stop_reason = "stop", sample.stop_reason
         else:
             delta.finish_reason, delta.error, delta.status = event.reason, event.error, event.status
+            if event.reason == "stop" and sample.last_id in sample.stop_ids:
+                delta.stop_reason = sample.last_id
             if event.reason == "error" and delta.error is None:
                 delta.error = "the engine gave no reason"
         return [delta if sample.failure is not None else self._last(delta)]
@@ -252,8 +276,17 @@ class Frontend:
         bad = next((i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < size), None)
         if bad is not None:
             raise RequestError(
-                f"the prompt has {ids[bad]!r} at position {bad}: ids are integers from 0 to {size - 1}", param
+                f"{param} has {ids[bad]!r} at position {bad}: ids are integers from 0 to {size - 1}", param
             )
+
+    def _bias(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[tuple[int, float, int]]:
+        """What the engine adds to logits: ``logit_bias`` always, and what bars ``stop_ids`` from ``min_tokens``."""
+        bias = [(token, float(value), 0) for token, value in params.logit_bias.items() if value]
+        if params.min_tokens:
+            bias += [(token, -math.inf, params.min_tokens) for token in sorted(stop_ids)]
+        if len(bias) > MAX_BIASES:
+            raise RequestError(f"logit_bias and min_tokens touch {len(bias)} ids; at most {MAX_BIASES}", "logit_bias")
+        return bias
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams, kind: Kind) -> int:
         rest = self.max_model_len - prompt_len
@@ -264,9 +297,12 @@ class Frontend:
                 "at least one is for the answer: shorten the prompt",
                 param,
             )
+        if params.min_tokens > rest:
+            message = f"min_tokens is {params.min_tokens}, but the prompt of {prompt_len} tokens leaves {rest}"
+            raise ContextLengthError(message, "min_tokens")
         if params.max_tokens is None:
             wanted = self._default_max_tokens or (rest if kind == "chat" else COMPLETION_MAX_TOKENS)
-            return min(wanted, rest)
+            return min(max(wanted, params.min_tokens), rest)
         if params.max_tokens > rest:
             raise ContextLengthError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}: together "
@@ -276,8 +312,11 @@ class Frontend:
             )
         return params.max_tokens
 
-    def _sampling(self, params: SamplingParams, seed: int) -> Sampling:
+    def _sampling(
+        self, params: SamplingParams, seed: int, bias: list[tuple[int, float, int]], index: int
+    ) -> Sampling:
         defaults = self.defaults
+        repetition = params.repetition_penalty
         top_k = defaults.top_k if params.top_k is None else params.top_k
         temperature = float(defaults.temperature if params.temperature is None else params.temperature)
         return Sampling(
@@ -287,6 +326,11 @@ class Frontend:
             min_p=float(defaults.min_p if params.min_p is None else params.min_p),
             seed=seed,
             logprobs=params.logprobs,
+            prompt_logprobs=None if index else params.prompt_logprobs,
+            repetition_penalty=float(defaults.repetition_penalty if repetition is None else repetition),
+            frequency_penalty=float(params.frequency_penalty),
+            presence_penalty=float(params.presence_penalty),
+            bias=bias,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from evener.engine.messages import FinishReason
 
@@ -18,8 +18,9 @@ class CompletionOutput:
         token_ids: every sampled id, the EOS token and the tokens of a stop string included.
         logprobs: one dict a token, id to raw log-probability (natural log): the sampled token first, then the
             likeliest; None unless asked for.
-        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it runs.
-        stop_reason: the stop string that was found; None for EOS and every other reason.
+        finish_reason: ``stop``, ``length``, ``timeout``, ``abort`` or ``error``; None while it runs.
+        stop_reason: the stop string that was found, or the one of ``stop_token_ids``; None for EOS and every other
+            reason.
     """
 
     index: int
@@ -27,13 +28,14 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
     """A request with all of its samples. ``num_cached_tokens`` = prompt tokens taken from the prefix cache; ``error``
-    says why a sample ended with reason ``error``; ``prompt`` is None when ids were given."""
+    says why a sample ended with reason ``error``; ``prompt`` is None when ids were given. ``prompt_logprobs``, if asked
+    for, has an entry a prompt token, None for the first."""
 
     request_id: str
     prompt: str | None
@@ -42,6 +44,7 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Delta:
 
     ``text`` and ``token_ids`` need not match: text is held back while it may be part of a character or of a stop
     string. ``request_id`` is the caller's, not the sample's. ``status`` is the HTTP status that fits ``error``.
+    ``prompt_logprobs`` come with sample 0, in the prompt's order.
     """
 
     request_id: str
@@ -58,10 +62,11 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     error: str | None = None
     status: int = 500
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     def merge(self, later: Delta) -> None:
         """Append ``later``, the next delta of the same sample."""
@@ -69,6 +74,8 @@ class Delta:
         self.token_ids += later.token_ids
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = (self.prompt_logprobs or []) + later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.status = later.error, later.status
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
@@ -90,6 +97,8 @@ class OutputBuilder:
         if delta.logprobs is not None:
             sample.logprobs = sample.logprobs or []
             sample.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self._output.prompt_logprobs = (self._output.prompt_logprobs or []) + delta.prompt_logprobs
         self._output.num_cached_tokens = max(self._output.num_cached_tokens, delta.num_cached_tokens)
         self._output.error = self._output.error or delta.error
         if delta.finish_reason is not None:
@@ -109,10 +118,5 @@ class OutputBuilder:
         for sample, pieces in zip(out.outputs, self._texts, strict=True):
             pieces[:] = ["".join(pieces)]
             logprobs = None if sample.logprobs is None else list(sample.logprobs)
-            ids = list(sample.token_ids)
-            samples.append(
-                CompletionOutput(sample.index, pieces[0], ids, logprobs, sample.finish_reason, sample.stop_reason)
-            )
-        return RequestOutput(
-            out.request_id, out.prompt, out.prompt_token_ids, samples, out.finished, out.num_cached_tokens, out.error
-        )
+            samples.append(replace(sample, text=pieces[0], token_ids=list(sample.token_ids), logprobs=logprobs))
+        return replace(out, outputs=samples)

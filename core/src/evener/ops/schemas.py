@@ -138,6 +138,24 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         outputs=tensors("ids R int32"),
     ),
     OpSchema(
+        name="add_bias", reference=f"{_REF}.sampling:add_bias", cases=f"{_CASES}:add_bias",
+        doc="logits[r, ids[r, k]] += values[r, k] wherever position[r] < until[r, k]; ``until`` 0 is an empty entry.",
+        static={"vocab": "V"},
+        inputs=tensors("logits R,vocab float32 donated; ids R,K int32; values R,K float32; until R,K int32; position R "
+                       "int32"),
+        outputs=tensors("logits R,vocab float32"),
+    ),
+    OpSchema(
+        name="penalize", reference=f"{_REF}.sampling:penalize", cases=f"{_CASES}:penalize",
+        doc="Penalties by what stands in tokens[slot, :length]. The logit x of every id there becomes x / repetition "
+            "if x > 0, else x * repetition (Keskar et al. 2019); then those of ids that stand ``count`` times from "
+            "``prompt`` on lose frequency * count, and presence. ``longest``: no length is larger.",
+        static={"vocab": "V"},
+        inputs=tensors("logits R,vocab float32 donated; tokens slots,columns int32; slots R int32; prompt R int32; "
+                       "lengths R int32; longest - int; repetition R float32; frequency R float32; presence R float32"),
+        outputs=tensors("logits R,vocab float32"),
+    ),
+    OpSchema(
         name="apply_mask", reference=f"{_REF}.sampling:apply_mask", cases=f"{_CASES}:apply_mask",
         doc="Logits of ids whose bit in the packed mask is 0 become -inf.",
         static={"vocab": "V"},

@@ -49,6 +49,7 @@ class _Running:
     request: NewRequest
     tokens: list[int]
     done: int = 0
+    scored: bool = False
 
 
 class FakeEngine(EngineClient):
@@ -148,6 +149,12 @@ class FakeEngine(EngineClient):
             self._held, self._steps_left = False, None
             self._changed.notify_all()
 
+    def expire(self, request_id: str) -> None:
+        """The request's time is over."""
+        with self._changed:
+            self._end(request_id, "timeout")
+            self._changed.notify_all()
+
     def fail(self, request_id: str, error: str, status: int = 500) -> None:
         """End one request with an error."""
         with self._changed:
@@ -169,6 +176,12 @@ class FakeEngine(EngineClient):
             return list(self._running)
 
     @property
+    def steps_left(self) -> int | None:
+        """Steps until it holds by itself; 0 when it does, None when it was not told to."""
+        with self._changed:
+            return self._steps_left
+
+    @property
     def aborted_ids(self) -> list[str]:
         """Ids of all ``Abort`` messages, in order."""
         with self._changed:
@@ -187,8 +200,14 @@ class FakeEngine(EngineClient):
         logprobs = None
         if request.sampling.logprobs is not None:
             logprobs = [_logprobs(token, request.sampling.logprobs) for token in ids]
+        scores, top = None, request.sampling.prompt_logprobs
+        if top is not None and not running.scored and len(request.prompt) > 1:
+            scores = [_logprobs(token, top) for token in request.prompt[1:]]
+        running.scored = True
         if ids:
-            self._events.append(Tokens(id=request.id, ids=ids, logprobs=logprobs, cached=self._cached))
+            self._events.append(
+                Tokens(id=request.id, ids=ids, logprobs=logprobs, prompt_logprobs=scores, cached=self._cached)
+            )
         if stop is not None:
             self._end(request.id, "stop")
         elif running.done >= len(running.tokens):

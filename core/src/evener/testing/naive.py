@@ -7,7 +7,7 @@ provider, resolver or buckets. State is in ``naive_state``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,17 @@ class NaiveModel:
         size = chunk or len(token_ids)
         return torch.cat([self.feed(token_ids[i : i + size]) for i in range(0, len(token_ids), size)])
 
-    def greedy(self, prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> list[int]:
-        """The ``count`` likeliest next tokens, one after another; ends early after one of ``stop``."""
+    def greedy(
+        self, prompt: Sequence[int], count: int, stop: Sequence[int] = (),
+        adjust: Callable[[list[int], torch.Tensor], torch.Tensor] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """The ``count`` likeliest next tokens, one after another; ends early after one of ``stop``. ``adjust`` is given
+        the tokens found so far and the logits [vocab] of the next, and returns those that count."""
         self.reset()
-        rows, found = self.feed(prompt), []
+        rows, found = self.feed(prompt), list[int]()
         while True:
-            found.append(int(rows[-1].argmax()))
+            logits = rows[-1] if adjust is None else adjust(found, rows[-1].float().clone())
+            found.append(int(logits.argmax()))
             if len(found) == count or found[-1] in stop:
                 return found
             rows = self.feed(found[-1:])

@@ -261,6 +261,39 @@ def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
             yield OpCase({"vocab": 33, "filters": on}, (logits, torch.ones(3), *off, seed, position))
 
 
+def add_bias(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Empty entries, entries that have run out, no entries at all; -inf, also beside a finite one of the same id."""
+    make = Maker("float32", generator)
+    for rows, vocab, entries in ((1, 33, 1), (4, 211, 16), (3, 64, 0), (2, 7, 5)):
+        ids = torch.stack([torch.randperm(vocab, generator=generator)[:entries] for _ in range(rows)]).to(torch.int32)
+        values, until, position = make.noise(rows, entries, scale=50.0), make.ids(40, rows, entries), make.ids(40, rows)
+        until[0] = 2**31 - 1
+        if entries > 3:
+            values[-1, :2] = -torch.inf
+            ids[-1, 2:4], until[-1, :3] = ids[-1, 0].item(), torch.tensor([50, 50, 50], dtype=torch.int32)
+            ids[:, -1] = until[:, -1] = 0
+        yield OpCase({"vocab": vocab}, (make.noise(rows, vocab, scale=4.0), ids, values, until, position))
+
+
+def penalize(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Every penalty alone, all, none; ids of prompt, output and both; a sequence of one token and of all columns; a
+    slot of two rows; logits of -inf and 0."""
+    make = Maker("float32", generator)
+    kinds = ((1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (1.0, 0.5, 0.0), (1.0, 0.0, -1.5), (0.7, -0.25, 2.0), (2.0, 2.0, 0.125))
+    for vocab, slots, columns in ((33, 7, 24), (259, 6, 40), (5, 9, 70)):
+        rows = len(kinds)
+        repetition, frequency, presence = (torch.tensor(column) for column in zip(*kinds, strict=True))
+        lengths = make.ids(columns - 1, rows) + 2
+        lengths[0], lengths[1] = columns, 1
+        prompt = torch.minimum(make.ids(columns, rows) + 1, lengths)
+        where = torch.arange(rows, dtype=torch.int32)
+        where[-1] = 0
+        logits = make.noise(rows, vocab, scale=4.0)
+        logits[:, 1], logits[:, 2] = -torch.inf, 0.0
+        tables = make.ids(vocab, slots, columns), where, prompt, lengths, int(lengths.max())
+        yield OpCase({"vocab": vocab}, (logits, *tables, repetition, frequency, presence))
+
+
 def apply_mask(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Vocabularies that 32 divides and does not; nothing and everything allowed; the sign bit."""
     make = Maker(dtype, generator)

@@ -90,7 +90,7 @@ def expected(schema: OpSchema, case: OpCase) -> tuple[Any, ...]:
         if declared.dtype == "packed":
             value = _packed(PLAIN, value, "float32", _CPU, _widened)
         elif isinstance(value, torch.Tensor):
-            value = value.float() if value.is_floating_point() else value.clone()
+            value = value.to(torch.float32, copy=True) if value.is_floating_point() else value.clone()
         inputs.append(value)
     return outputs_of(load_reference(schema)(static, no_other_op)(*inputs))
 

@@ -38,13 +38,15 @@ class Played:
     """What every request got.
 
     Attributes:
-        tokens, logprobs: by request; ends: its terminal events; cached: prompt tokens from the prefix cache.
+        tokens, logprobs, prompt_logprobs: by request; ends: its terminal events; cached: prompt tokens from the prefix
+            cache.
         dead: reasons of ``Dead``.
     """
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[Any]] = {}
+        self.prompt_logprobs: dict[str, list[Any]] = {}
         self.ends: dict[str, list[Finished]] = {}
         self.cached: dict[str, int] = {}
         self.dead: list[str] = []
@@ -55,6 +57,7 @@ class Played:
             if isinstance(event, Tokens):
                 self.tokens.setdefault(event.id, []).extend(event.ids)
                 self.logprobs.setdefault(event.id, []).extend(event.logprobs or [])
+                self.prompt_logprobs.setdefault(event.id, []).extend(event.prompt_logprobs or [])
                 self.cached[event.id] = event.cached
             elif isinstance(event, Finished):
                 self.ends.setdefault(event.id, []).append(event)

@@ -51,6 +51,38 @@ def greedy(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
+def add_bias(static: Mapping[str, Any], use: Use) -> OpFunction:
+    def run(
+        logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, until: torch.Tensor, position: torch.Tensor
+    ) -> torch.Tensor:
+        on = position[:, None] < until
+        return logits.scatter_add_(1, ids.long(), values.masked_fill(~on, 0.0))
+
+    return run
+
+
+def penalize(static: Mapping[str, Any], use: Use) -> OpFunction:
+    def run(
+        logits: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, prompt: torch.Tensor, lengths: torch.Tensor,
+        longest: int, repetition: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ids = tokens[:, :longest].index_select(0, slots).long()
+        place = torch.arange(longest, dtype=torch.int32, device=ids.device)[None]
+        known = place < lengths[:, None]
+        # What lies beyond the end stands for the first token: the same value written twice changes nothing.
+        ids = torch.where(known, ids, ids[:, :1])
+        seen = logits.gather(1, ids)
+        factor = repetition[:, None]
+        logits.scatter_(1, ids, torch.where(seen > 0, seen / factor, seen * factor))
+        generated = (known & (place >= prompt[:, None])).to(torch.int32)
+        counts = torch.zeros(logits.shape, dtype=torch.int32, device=ids.device).scatter_add_(1, ids, generated)
+        count = counts.gather(1, ids).float()
+        value = logits.gather(1, ids) - frequency[:, None] * count
+        return logits.scatter_(1, ids, value - presence[:, None] * (count > 0))
+
+    return run
+
+
 def apply_mask(static: Mapping[str, Any], use: Use) -> OpFunction:
     vocab = static["vocab"]
 

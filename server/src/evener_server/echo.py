@@ -1,0 +1,45 @@
+"""``echo``: a completion that begins with its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from evener.frontend.outputs import Delta
+from evener.frontend.tokenizer import Tokenizer
+from evener_server.generation import Generation
+
+
+async def echoed(
+    generation: Generation, tokenizer: Tokenizer | None, scored: bool
+) -> AsyncIterator[tuple[int, Delta]]:
+    """Choices and their deltas; the first of each has the prompt's text in front and, if ``scored``, its ids with their
+    log-probabilities, of which the first is empty.
+
+    Only sample 0 of a prompt brings these: what comes earlier of the others waits for them.
+    """
+    entries: list[list[dict[int, float] | None]] = [[] for _ in generation.streams]
+    held: dict[int, Delta] = {}
+    begun: set[int] = set()
+    async for choice, delta in generation:
+        prompt = choice // generation.n
+        stream = generation.streams[prompt]
+        entries[prompt] += delta.prompt_logprobs or []
+        if choice in held:
+            held[choice].merge(delta)
+        else:
+            held[choice] = delta
+        if scored and len(entries[prompt]) < len(stream.prompt_token_ids):
+            continue
+        for ready in sorted(c for c in held if c // generation.n == prompt):
+            shown = held.pop(ready)
+            if ready not in begun:
+                begun.add(ready)
+                text = stream.prompt
+                if text is None:
+                    text = "" if tokenizer is None else tokenizer.decode(stream.prompt_token_ids)
+                shown = replace(shown, text=text + shown.text)
+                if scored:
+                    shown.token_ids = stream.prompt_token_ids + shown.token_ids
+                    shown.logprobs = [*(entry or {} for entry in entries[prompt]), *(shown.logprobs or [])]
+            yield ready, shown
