@@ -72,6 +72,14 @@ def test_a_file_with_dummy_weights_runs(pair: Sequence[Path]) -> None:
         assert len(output.outputs[0].token_ids) == 3
 
 
+def test_dummy_weights_need_nobody_who_reads_the_folders_quantization(pair: Sequence[Path]) -> None:
+    path = pair[1] / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "other"}}))
+    with LLM(pair[1], load="dummy", **KEEP) as llm:
+        [output] = llm.generate("tea", SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+
+
 def test_the_command_line_takes_a_file(pair: Sequence[Path]) -> None:
     command = [sys.executable, "-m", "evener", "run", str(pair[0]), "--prompt", "tea", "--max-tokens", "3", "--json"]
     done = subprocess.run([*command, "outputs=none", "--raw"], capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.loading.checkpoint import open_checkpoint
-from evener.loading.scheme import pick_scheme
+from evener.loading.scheme import Unquantized, pick_scheme
 from evener.loading.weight_map import with_weight_map
 from evener.plugins.load import Loaded
 from evener.resolution.buckets import token_buckets
@@ -67,7 +67,9 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     resolved = resolve_config(config, facts, DeviceFacts.of(device, loaded.backend.name), serving=serving)
     device.limit_threads(resolved.threads)
     device.select()
-    scheme = pick_scheme(checkpoint.config, [p.value for p in loaded.quant_schemes()], config.quant)
+    # Random weights are plain ones, whatever the checkpoint's own would be.
+    schemes = [p.value for p in loaded.quant_schemes()]
+    scheme = pick_scheme(checkpoint.config, schemes, config.quant) if headers else Unquantized()
     infer = resolved.config.infer
     build = Builder(
         resolved.dtype,
