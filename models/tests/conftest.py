@@ -17,9 +17,6 @@ def _randomise(model: Any) -> None:
     """Weights large enough that norms, biases, windows and caps all show in the logits."""
     generator = torch.Generator().manual_seed(7)
     offset = 0.0 if model.config.model_type.startswith("gemma") else 1.0
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
