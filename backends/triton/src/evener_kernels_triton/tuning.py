@@ -90,7 +90,8 @@ class Tuning:
         """A few tokens: as many rows a program as a matrix unit takes while a third of the units have one, and stages
         that fill shared memory."""
         m = max(16, power_of_two(tokens))
-        n = 64
+        # Gate and up rows together are as many as the other products' rows, so that there are as many programs.
+        n = 64 // halves
         while n > 16 and 3 * rows < n * self.units:
             n //= 2
         k = max(16, min(128, power_of_two(columns)))
