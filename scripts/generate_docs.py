@@ -1,4 +1,4 @@
-"""Writes the documents that are made from the source: contracts, configuration and supported models.
+"""Writes the documents that are made from the source: contracts, configuration, commands and supported models.
 
 ``--check`` writes nothing and fails if a document is not what it would write.
 """
@@ -35,7 +35,7 @@ MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
     "graph", "experts", "request_plugin",
 )  # fmt: skip
-COMMANDS = ("run", "chat", "serve", "explain", "config", "plugins", "doctor", "models", "version")
+COMMANDS = ("run", "chat", "serve", "explain", "config", "plugins", "doctor", "models", "version", "completion")
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 
 
@@ -54,7 +54,8 @@ def main() -> int:
 
 def generated() -> dict[Path, str]:
     """Every document that is made from the source, by path."""
-    pages = {"contracts": contracts, "configuration": configuration, "supported-models": supported_models}
+    pages = {"contracts": contracts, "configuration": configuration, "cli": commands,
+             "supported-models": supported_models}
     return {ROOT / f"docs/{name}.md": make() for name, make in pages.items()}
 
 
@@ -156,8 +157,22 @@ def configuration() -> str:
         "## Keys", _table(("key", "takes", "default", "what for"), keys),
         "## Options of packages in this repository", _table(("key", "takes", "default", "what for"), options),
         "## Environment", _table(("variable", "what for"), ENVIRONMENT),
-        "## Commands",
-        *(f"### `evener {name}`\n\n{command_help(name)}" for name in COMMANDS),
+        "## Commands", "See [cli.md](cli.md).",
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def commands() -> str:
+    """The reference of the command line."""
+    parts = [
+        "# Commands", MADE,
+        "`evener COMMAND --help` says the same. Commands that take a MODEL take every key as well "
+        "([configuration.md](configuration.md)).\n\nExit codes: 0 done, 1 it could not be done, 2 it was asked for "
+        "wrongly, 130 interrupted. A message says what was asked, what is wrong and what to type next; "
+        "`EVENER_DEBUG=1` adds where.",
+        'Completion in a shell: `eval "$(evener completion bash)"` (in `~/.bashrc`), the same with `zsh`; '
+        "`evener completion fish | source`.",
+        *(f"## `evener {name}`\n\n{command_help(name)}" for name in COMMANDS),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 

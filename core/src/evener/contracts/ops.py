@@ -127,6 +127,8 @@ class OpSchema:
         cases: ``"module:function"``; the function takes ``(dtype, generator)`` and yields ``OpCase``; "" for ops whose
             cases need a whole model.
         tolerance: ``{dtype: (relative, absolute)}`` against the reference computed in float32.
+        scratch: bytes that the reference holds at its peak for each element of its first input, beside inputs and
+            outputs; for the memory plan.
         deterministic: equal inputs give equal bits on one device.
         capturable: the reference may run while a graph is captured: it reads no value on the host.
     """
@@ -144,6 +146,7 @@ class OpSchema:
     tolerance: Mapping[str, tuple[float, float]] = field(
         default_factory=lambda: {"float32": (1e-5, 1e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (2e-3, 2e-3)}
     )
+    scratch: float = 8.0
     deterministic: bool = True
     capturable: bool = True
 

@@ -25,6 +25,7 @@ from evener.loading.scheme import Unquantized, pick_scheme
 from evener.loading.weight_map import with_weight_map
 from evener.plugins.load import Loaded
 from evener.resolution.buckets import token_buckets
+from evener.resolution.footprint import Sizes
 from evener.resolution.resolver import Market, Offer, Resolver
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device) -> Resolve
         forced=config.config.ops,
         max_fallback=config.config.max_fallback,
         version=_core_version(),
+        sizes=Sizes(config.step_tokens, config.max_reqs),
     )
     return Resolver(market)
 

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evener.contracts.device import MemoryInfo
-from evener.contracts.quant import DTYPE_BYTES
-from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight
 from evener.loading.estimate import WeightEstimate
-
-#: Tensors of hidden width that a forward pass of plain ops holds at once, and of the MLP's width.
-_HIDDEN_COPIES, _INNER_COPIES, _STREAM_COPIES = 4, 3, 2
 
 
 @dataclass(frozen=True)
@@ -71,17 +65,6 @@ class MemoryPlan:
 def _size(count: int) -> str:
     """Bytes for a person."""
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
-
-
-def activation_bytes(build: Builder, step_tokens: int, rows: int, vocab: int) -> int:
-    """Scratch of the largest step with plain ops: a few tensors of each width, the stream in float32, and the logits
-    twice."""
-    element = int(DTYPE_BYTES[build.dtype])
-    linears = [w for w in build.weights if isinstance(w, LinearWeight) and w.rows != vocab]
-    hidden = max((w.columns for w in linears), default=0)
-    inner = max((w.rows for w in linears), default=0)
-    step = (_HIDDEN_COPIES * hidden + _INNER_COPIES * inner) * element + _STREAM_COPIES * hidden * 4
-    return step_tokens * step + rows * vocab * 8
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evener.config.resolve import ResolvedConfig
 from evener.engine.assembly import Assembly
-from evener.engine.memory import Demand, MemoryPlan, activation_bytes, plan_memory
+from evener.engine.memory import Demand, MemoryPlan, plan_memory
 from evener.engine.state import StateManager
 from evener.errors import MemoryPlanError
 from evener.loading.estimate import estimate_weights
@@ -54,7 +54,7 @@ def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
     return Demand(
         weights=weights,
         rows=(config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 36 + 4 * columns * len(groups)),
-        workspace=scratch + activation_bytes(a.build, config.step_tokens, config.max_reqs, a.model.vocab_size),
+        workspace=scratch + a.resolver.activations,
         block_bytes=max(1, a.geometry.block_bytes),
         useful=config.max_reqs * least,
         least=least,

@@ -130,6 +130,8 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         inputs=tensors("logits R,vocab"), outputs=tensors("ids R int32"),
     ),
     OpSchema(
+        # Sorted, with their ids, probabilities and noise.
+        scratch=40.0,
         name="sample", reference=f"{_REF}.sampling:sample", cases=f"{_CASES}:sample",
         doc="One id a row by temperature, top-k, top-p and min-p, with Gumbel noise from (seed, position, id).",
         static={"vocab": "V", "filters": "False if every row has top_k 0, top_p 1 and min_p 0"},

@@ -16,6 +16,7 @@ from evener.errors import ResolveError, UnknownNameError
 from evener.layers.declared import CallSite, LinearWeight, StateSlot
 from evener.ops.composites import linear_static
 from evener.resolution.buckets import bucket_index
+from evener.resolution.footprint import Sizes, activations, scratch, stream
 from evener.resolution.manifest import EXPANDED, REFERENCE, Choice, Manifest
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Market:
         forced: ``{op: provider}``; an op name or "attention"; a provider is a kernel, a package or "reference".
         max_fallback: "none" refuses primitives that only the reference serves.
         version: core's own, for the manifest.
+        sizes: of the largest step.
     """
 
     schemas: Mapping[str, OpSchema]
@@ -66,6 +68,7 @@ class Market:
     forced: Mapping[str, str] = field(default_factory=dict)
     max_fallback: str = "any"
     version: str = ""
+    sizes: Sizes = field(default_factory=lambda: Sizes(1, 1))
 
 
 class Resolver:
@@ -79,7 +82,8 @@ class Resolver:
     def __init__(self, market: Market) -> None:
         self.market = market
         self.manifest = Manifest()
-        self.workspace = 0
+        self.workspace = self._held = self._peak = self._stream = 0
+        self._sizes: Sizes | None = None
         self._by_op: dict[str, list[Offer]] = {}
         self._tables: dict[Any, OpFunction] = {}
         for offer in market.kernels:
@@ -94,6 +98,11 @@ class Resolver:
     def packings_by_layout(self) -> Mapping[str, Packing]:
         """Every packing on offer."""
         return self._packings
+
+    @property
+    def activations(self) -> int:
+        """Bytes of the model's stream, and of the tensors around and inside the largest call site."""
+        return self._peak + self._stream
 
     def _check_forced(self) -> None:
         for op, wanted in self.market.forced.items():
@@ -227,7 +236,23 @@ class Resolver:
         schema = self.market.schemas.get(op)
         if schema is None:
             raise UnknownNameError("op", op, self.market.schemas, f"It is called at {path}.")
-        call = self._call(schema, static, bucket)
+        largest = self.market.sizes
+        sizes = self._sizes or Sizes(min(bucket.high, largest.tokens), min(bucket.high, largest.outputs))
+        before = self._held, self._sizes
+        self._held += activations(schema, static, sizes)
+        self._sizes = sizes.inside(schema)
+        self._peak = max(self._peak, self._held)
+        if before[1] is None:
+            self._stream = max(self._stream, stream(schema, static, sizes))
+        try:
+            return self._choose(schema, path, static, bucket, sizes)
+        finally:
+            self._held, self._sizes = before
+
+    def _choose(
+        self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket, sizes: Sizes
+    ) -> OpFunction:
+        op, call = schema.name, self._call(schema, static, bucket)
         refused: list[tuple[str, str]] = []
         for offer in self._by_op.get(op, []):
             kernel: Kernel = offer.value
@@ -240,6 +265,8 @@ class Resolver:
             refused.append((offer.label, reason))
         provider = EXPANDED if schema.composite else REFERENCE
         self._record(op, path, bucket, provider, self.market.version, refused, schema.capturable)
+        if not schema.composite:
+            self._peak = max(self._peak, self._held + scratch(schema, static, sizes))
         return self._reference(schema, path, static, bucket)
 
     def _reference(self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
