@@ -125,8 +125,8 @@ def _fish(own: Mapping[str, list[str]], keyed: Mapping[str, list[str]]) -> str:
         ]  # fmt: skip
     seen = f"'__fish_seen_subcommand_from {' '.join(sorted(_OF_MODELS))}'"
     for key, values in keyed.items():
-        words = " ".join(f"{key}={value}" for value in values) or f"{key}="
-        lines.append(f"complete -c evener -n {seen} -a '{words}'")
+        typed = " ".join(f"{key}={value}" for value in values) or f"{key}="
+        lines.append(f"complete -c evener -n {seen} -a '{typed}'")
     return "\n".join(lines) + "\n"
 
 
