@@ -13,7 +13,11 @@ from evener_server import descriptor
 def test_the_entry_point_is_the_descriptor() -> None:
     (found,) = [point for point in entry_points(group="evener.plugins") if point.name == "server"]
     assert found.load() is descriptor
-    assert descriptor.commands == {"serve": "evener_server.command:main", "chat": "evener_server.chat_command:main"}
+    assert descriptor.commands == {
+        "serve": "evener_server.command:main",
+        "chat": "evener_server.chat_command:main",
+        "completion": "evener_server.completion_script:main",
+    }
 
 
 def test_importing_the_descriptor_imports_neither_torch_nor_a_web_server() -> None:

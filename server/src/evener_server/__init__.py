@@ -7,6 +7,7 @@ module                  noun
 ``chat_command``        ``evener chat``
 ``chat_models``         who answers there: a model in the process, or a server
 ``chat_screen``         how answers look there
+``completion_script``   ``evener completion``
 ``process``             the serving process: socket, signals, draining
 ``app``                 the FastAPI application and its routes
 ``status``              models, health, readiness, version
@@ -32,5 +33,9 @@ descriptor = Descriptor(
     name="server",
     summary="The OpenAI API over HTTP: `evener serve`; a conversation in the terminal: `evener chat`.",
     contracts={"descriptor": 1},
-    commands={"serve": "evener_server.command:main", "chat": "evener_server.chat_command:main"},
+    commands={
+        "serve": "evener_server.command:main",
+        "chat": "evener_server.chat_command:main",
+        "completion": "evener_server.completion_script:main",
+    },
 )

@@ -29,10 +29,8 @@ def main(argv: list[str]) -> int:
     # A look is no run: ranks that somebody started do not matter.
     arguments, config = read_config(command, argv, ranks=False)
     found = explain(config)
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(render(found, shutil.get_terminal_size((120, 24)).columns), end="")
+    width = shutil.get_terminal_size((120, 24)).columns
+    print(json.dumps(found, indent=2) + "\n" if arguments.json else render(found, width), end="")
     return 0 if found["memory"]["problem"] is None else 1
 
 
@@ -92,10 +90,8 @@ def _state(a: Assembly, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _communicator(a: Assembly) -> dict[str, Any]:
     infer = a.config.config.infer
-    ranks = infer.tp_size * infer.pp_size * infer.dp_size
-    offer = a.loaded.communicator()
-    package = None if offer is None else offer.package
-    return {"ranks": ranks, "package": package, "used": ranks > 1}
+    ranks, offer = infer.tp_size * infer.pp_size * infer.dp_size, a.loaded.communicator()
+    return {"ranks": ranks, "package": None if offer is None else offer.package, "used": ranks > 1}
 
 
 def render(found: dict[str, Any], width: int) -> str:
@@ -107,19 +103,16 @@ def render(found: dict[str, Any], width: int) -> str:
 
     out = io.StringIO()
     console = Console(file=out, width=width, no_color=True, highlight=False, markup=False, soft_wrap=False)
-    for line in _head(found):
-        console.print(line)
+    console.print("\n".join(_head(found)))
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in ("op", "tokens", "sites", "provider", "why better ones lost"):
         table.add_column(column, overflow="fold")
     for row in found["ops"]:
         reasons = "\n".join(f"{each['provider']}: {each['reason']}" for each in row["refused"])
-        version = f" {row['version']}" if row["version"] else ""
-        cells = (row["op"], ", ".join(row["tokens"]), str(row["sites"]), row["provider"] + version, reasons)
-        table.add_row(*map(Text, cells))
+        provider = f"{row['provider']} {row['version']}"
+        table.add_row(*map(Text, (row["op"], ", ".join(row["tokens"]), str(row["sites"]), provider, reasons)))
     console.print(table)
-    for line in _tail(found):
-        console.print(line)
+    console.print("\n".join(_tail(found)))
     return out.getvalue()
 
 
@@ -134,8 +127,7 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
             f"{group['provider']}, blocks of {group['block_size']} tokens, "
             f"{group['layer_bytes_per_block']} bytes in each layer"
         )
-        for each in group["refused"]:
-            yield f"              not {each['provider']}: {each['reason']}"
+        yield from (f"              not {each['provider']}: {each['reason']}" for each in group["refused"])
     yield "packings:     " + (", ".join(f"{n} x {layout}" for layout, n in found["packings"].items()) or "none")
     own = found["communicator"]
     who = own["package"] or "torch.distributed"
@@ -145,12 +137,9 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _tail(found: dict[str, Any]) -> Iterator[str]:
-    for note in found["notes"]:
-        yield f"note: {note}"
+    yield from (f"note: {note}" for note in found["notes"])
     if found["fallbacks"]:
         yield f"on the reference: {', '.join(found['fallbacks'])}"
     yield "memory:"
-    for line in found["memory"]["lines"]:
-        yield f"  {line}"
-    problem = found["memory"]["problem"]
-    yield "it fits" if problem is None else problem
+    yield from (f"  {line}" for line in found["memory"]["lines"])
+    yield found["memory"]["problem"] or "it fits"

@@ -35,13 +35,13 @@ _BUILTIN: Mapping[str, _Builtin] = {
     "doctor": _Builtin("evener.cli.doctor", "show how the backend is chosen, step by step"),
     "models": _Builtin("evener.cli.models", "list the architectures that can be run"),
     "version": _Builtin("evener.cli.version", "show versions"),
-    "completion": _Builtin("evener.cli.completion", "print a completion script for a shell"),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
 #: Commands that a package of ours brings, and what to type when it is not installed.
 _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "serve": ("serve a model over HTTP", 'pip install "evener[serve]"'),
     "chat": ("talk with a model in the terminal", 'pip install "evener[serve]"'),
+    "completion": ("print a completion script for a shell", 'pip install "evener[serve]"'),
 }
 
 

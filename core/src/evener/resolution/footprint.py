@@ -30,8 +30,7 @@ class Sizes:
 
 def activations(schema: OpSchema, static: Mapping[str, Any], sizes: Sizes) -> int:
     """Bytes of inputs and outputs; an output that may be written over its input counts once."""
-    donated = sum(_nbytes(tensor, static, sizes) for tensor in schema.inputs if tensor.donated)
-    read = sum(_nbytes(tensor, static, sizes) for tensor in schema.inputs if not tensor.donated)
+    donated, read = (sum(_nbytes(t, static, sizes) for t in schema.inputs if t.donated is on) for on in (True, False))
     return read + max(donated, sum(_nbytes(tensor, static, sizes) for tensor in schema.outputs))
 
 
