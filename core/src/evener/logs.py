@@ -45,12 +45,11 @@ def set_up_logging(config: LogConfig, quiet: int = logging.WARNING) -> None:
     handlers: list[logging.Handler] = [errors]
     if config.file is not None:
         handlers.append(file_handler(config.file, logging.INFO if asked is None else asked))
-    for handler in handlers:
-        handler.setFormatter(formatter)
     for handler in ours:
         root.removeHandler(handler)
         handler.close()
     for handler in handlers:
+        handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(min(handler.level for handler in handlers))
 

@@ -47,8 +47,7 @@ def main(argv: list[str]) -> int:
     if outputs is not None:
         log.info("%s", answer.line())
         outputs.write("resolved.json", answer.resolved)
-        asked = {"model": config.model, "sampling": dataclasses.asdict(params)}
-        outputs.write("result.json", {**answer.to_json(), **asked})
+        outputs.write("result.json", answer.to_json() | {"model": config.model, "sampling": dataclasses.asdict(params)})
         print(f"left in {outputs.folder}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(answer.to_json(), indent=2))

@@ -129,6 +129,9 @@ class ServeConfig(Section):
     max_queue: int = option(1024, "int", "Requests that may wait; more are refused with 429.", minimum=0)
 
 
+_LEVELS = ("debug", "info", "warning", "error")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
     """The log."""
@@ -137,16 +140,11 @@ class LogConfig(Section):
 
     level: str = option(
         "auto", "str", "The least of what is said; auto: info of a server and in a file, warnings elsewhere.",
-        choices=("auto", "debug", "info", "warning", "error"),
-        words={word: word for word in ("debug", "info", "warning", "error")}
+        choices=("auto", *_LEVELS), words=dict(zip(_LEVELS, _LEVELS, strict=True))
     )  # fmt: skip
-    file: str | None = option(
-        None, "path", "A file that lines are added to, beside standard error; none: no file.", none=True
-    )  # fmt: skip
+    file: str | None = option(None, "path", "A file that lines are added to as well; none: no file.", none=True)
     format: str = option("text", "str", "Lines for people, or an object a line.", choices=("text", "json"))
-    interval: float = option(
-        10.0, "float", "A server says how busy it is every so many seconds, if it is; 0: never.", minimum=0
-    )  # fmt: skip
+    interval: float = option(10.0, "float", "Seconds between a busy server's lines on itself; 0: none.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +155,7 @@ class RequestConfig(Section):
 
     prompt_tokens_len: int | None = option(
         None, "int",
-        "`evener run` makes a prompt of exactly this many tokens, of --prompt over and over or made up; with "
-            "request.max_new_tokens the answer has exactly as many, too (speed tests).",
+        "`evener run` makes a prompt of so many tokens; with request.max_new_tokens the answer's number is exact, too.",
         none=True, minimum=1
     )  # fmt: skip
     max_new_tokens: int | None = option(
