@@ -35,7 +35,7 @@ def set_up_logging(config: LogConfig, quiet: int = logging.WARNING) -> None:
         ConfigError: the file cannot be written.
     """
     root = logging.getLogger()
-    ours = [handler for handler in root.handlers if isinstance(handler, (_Stderr, _Appender))]
+    ours: list[logging.Handler] = [handler for handler in root.handlers if isinstance(handler, (_Stderr, _Appender))]
     if len(ours) < len(root.handlers):
         return
     asked = None if config.level == "auto" else logging.getLevelName(config.level.upper())
