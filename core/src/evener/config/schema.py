@@ -94,6 +94,9 @@ class InferConfig(Section):
     index_topk: int | Auto = option(
         "auto", "int", "Earlier tokens that sparse attention reads; 0 reads all of them.", auto=True, minimum=0
     )  # fmt: skip
+    latent_dtype: str = option(
+        "auto", "str", "Type of latent state; auto: the compute type.", choices=("auto", "bfloat16", "float8_e4m3fn")
+    )  # fmt: skip
     snapshot_every: int = option(
         512, "int", "Tokens between the snapshots of recurrent state that a prefix can go on from.", minimum=1
     )  # fmt: skip

@@ -79,6 +79,7 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
         absorb=infer.mla_absorb,
         index_top=None if infer.index_topk == "auto" else infer.index_topk,
         snapshot_every=infer.snapshot_every,
+        state_dtype=None if infer.latent_dtype == "auto" else infer.latent_dtype,
     )
     model = _architecture(loaded, checkpoint)(checkpoint.config, build)
     sampler = Sampler(build, model.vocab_size)
