@@ -111,7 +111,7 @@ def test_bf16_log_probabilities_and_perplexity_stay_close_to_float32(model_dir: 
     ids = text_ids(model_dir)[:513]
 
     def chosen(logits: torch.Tensor) -> torch.Tensor:
-        return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        return logits.cpu().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
     exact = chosen(oracle_of(model_dir)(ids[:-1]))
     for client in engine(model_dir, **{"dtype": "bfloat16", "infer.max_seq_len": 1024, "infer.max_reqs": 2}):

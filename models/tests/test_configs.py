@@ -27,8 +27,8 @@ def declare(name: str, **changes: Any) -> Builder:
         ("Llama", {"hidden_act": "relu6"}, ["hidden_act", "relu6", "silu"]),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
-            ["rope_type", "yarn", "llama3"],
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}},
+            ["rope_type", "longrope", "llama3"],
         ),
         ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, ["low_freq_factor"]),
         ("Llama", {"rope_parameters": {"rope_type": "default"}}, ["rope_theta"]),

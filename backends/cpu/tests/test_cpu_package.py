@@ -153,7 +153,8 @@ def test_kernels_are_compiled_once_and_again_when_their_source_changes(
 ) -> None:
     sources, log = tmp_path / "native", tmp_path / "log"
     sources.mkdir()
-    (sources / "kernels.cpp").write_text('extern "C" void evener_plan() {}')
+    names = ("plan", "tile_bytes", "pack")
+    (sources / "kernels.cpp").write_text("".join(f'extern "C" void evener_{name}() {{}}\n' for name in names))
     compiler = tmp_path / "counting-cc"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec c++ "$@"\n')
     compiler.chmod(0o755)
@@ -186,7 +187,7 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
         "native = CpuDevice(0, {}).native\n"
         "x, w, y = torch.randn(3, 64), torch.randn(900, 64), torch.empty(3, 900)\n"
         "def run():\n"
-        "    native.function('linear', 'float32')(x.data_ptr(), 3, w.data_ptr(), None, 900, 64, y.data_ptr(), 2)\n"
+        "    native.function('linear', 'float32')(x.data_ptr(), 3, w.data_ptr(), None, None, 900, 64, y.data_ptr(), 2)\n"
         "run()\n"
         "child = os.fork()\n"
         "run()\n"

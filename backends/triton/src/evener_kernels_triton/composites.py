@@ -13,7 +13,7 @@ from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.linear import FEW, FEW_FUSED, few, many, stream
+from evener_kernels_triton.linear import FEW, few, many, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -58,7 +58,7 @@ def _enter(tuning: Tuning, call: OpCall, rows: int, activation: str = "") -> Ent
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
         after = x.float() if total is None else total
-        if activation and call.bucket.high <= FEW_FUSED:
+        if activation and call.bucket.high == 1:  # with more, gate and up rows side by side are slower: measured
             return few(tuning, y, w, dtype, bias=bias, activation=activation), after
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), after

@@ -16,8 +16,6 @@ from evener_kernels_triton.tuning import Tuning
 
 #: Most tokens for which the own kernels are at least as fast as the library's.
 FEW = 32
-#: The same where the activation behind the product is fused into it, which the library cannot do.
-FEW_FUSED = 64
 
 
 def stream(

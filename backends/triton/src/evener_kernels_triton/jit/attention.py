@@ -55,7 +55,6 @@ def decode_kernel(
     """Program (request, tile of the heads of one key head, split). A split has LEAST tiles or more, so short requests
     are not cut: then the first program has the result, and nothing is left to merge."""
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILES: tl.constexpr = (GROUP + M - 1) // M
@@ -88,6 +87,9 @@ def decode_kernel(
             q, m, mass, acc, at, valid, table + row * table_row, keys, values, key_page, value_page, head, scale, cap,
             valid[None, :], PAGE, D, DV, DP, DVP, CAP, True, PRECISION,
         )  # fmt: skip
+    # Merging programs that came earlier would take the place of those that still read.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     if SPLIT and span < length - start:
         if low < length:
             cell = (row * HEADS + heads) * splits + split
