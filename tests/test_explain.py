@@ -45,3 +45,13 @@ def test_every_builtin_op_that_the_model_calls_can_be_forced_to_the_reference(mo
 
 def test_an_op_forced_to_the_package_that_has_it_anyway_changes_nothing(model: Path) -> None:
     assert rows(model, rms_norm="cpu")["decoder_layer"]["provider"] == "cpu/native_decoder_layer"
+
+
+def test_a_model_of_671_billion_parameters_is_explained_and_does_not_fit_here(tmp_path: Path) -> None:
+    published = Path(__file__).parent.parent / "models" / "tests" / "data" / "deepseek_v3_config.json"
+    (tmp_path / "config.json").write_bytes(published.read_bytes())
+    found = explain(from_overrides(tmp_path, {"backend": "cpu", "load": "dummy"}))
+    sites = {row["op"]: row["sites"] for row in found["ops"]}
+    assert (sites["latent_attention_block"], sites["moe_block"]) == (61, 58)
+    assert found["memory"]["weights"] == pytest.approx(2 * 671.03e9, rel=1e-3)
+    assert "does not fit" in found["memory"]["problem"] and "GiB" in found["memory"]["problem"]
