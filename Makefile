@@ -48,7 +48,7 @@ model: install
 
 # Its binding comes as source only, so it is compiled once, for this machine.
 llamacpp:  ## build llama.cpp in an environment of its own, for the tests and benchmarks that compare with it
-	@test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
+	@test -x $(LLAMACPP)/bin/python || { echo "building llama.cpp, once: some minutes"; $(PYTHON) -m venv $(LLAMACPP); }
 	@$(LLAMACPP)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
 run: model  ## ask a real model one question over HTTP (PROMPT="...")
@@ -60,7 +60,7 @@ serve: model  ## serve a real model until Ctrl-C (PORT=8000, ARGS="key=value ...
 test: model  ## the tests, under ten minutes
 	@$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
 
-test-all: models  ## the slow tests too
+test-all: models llamacpp  ## the slow tests too
 	@$(PY) -m pytest -m "not gpu" $(ARGS)
 
 check: install  ## ruff, mypy, the architecture tests, and whether generated pages are fresh
