@@ -49,7 +49,7 @@ model: install
 # Its binding comes as source only, so it is compiled once, for this machine.
 llamacpp:  ## build llama.cpp in an environment of its own, for the tests and benchmarks that compare with it
 	@test -x $(LLAMACPP)/bin/python || { echo "building llama.cpp, once: some minutes"; $(PYTHON) -m venv $(LLAMACPP); }
-	@$(LLAMACPP)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	@$(LLAMACPP)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-binary llama-cpp-python "llama-cpp-python[server]==0.3.36"
 
 run: model  ## ask a real model one question over HTTP (PROMPT="...")
 	@$(PY) scripts/demo.py --prompt $(call quoted,$(value PROMPT)) -- $(ARGS)
