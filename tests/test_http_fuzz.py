@@ -66,7 +66,9 @@ def good_answer(server: InProcess) -> Any:
 
 def check(call: Call, answer: Answer) -> None:
     """What holds for every answer."""
-    assert answer.status < 500, f"{call}\n{answer}"
+    # A request may ask for so little time that the answer to it is that it has passed.
+    too_late = answer.status == 504 and b'"deadline_exceeded"' in answer.body and b'"max_time"' in call.body
+    assert answer.status < 500 or too_late, f"{call}\n{answer}"
     if answer.status == 0:
         assert call.gone_after is not None or not call.whole, f"no answer: {call}"
         return
