@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from logits_check import assert_equal_logits, prompt, reference
 
 from evener.testing.naive import NaiveModel, find_architecture
 
@@ -29,21 +30,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         V3, {"qk_rope_head_dim": 16, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}),
     "V3 with biases and rotated halves": (V3, {"attention_bias": True, "rope_interleave": False}),
 }  # fmt: skip
-
-
-def prompt(vocab: int, length: int = 41) -> list[int]:
-    return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-def reference(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0]
-
-
-def assert_equal_logits(ours: NaiveModel, theirs: torch.Tensor, ids: list[int]) -> None:
-    assert theirs.std() > 0.5, "the model is too flat to show a difference"
-    for chunk in (None, 7, 1):
-        torch.testing.assert_close(ours.logits(ids, chunk), theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -25,7 +25,7 @@ from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
 from evener.testing.composite_check import Family, TinyModel, families
 from evener.testing.reference_device import HostDevice
-from evener_kernels_triton.linear import few
+from evener_kernels_triton.linear import few, gemv
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
 from evener_kernels_triton.sampling import choose, choose_filtered
@@ -94,10 +94,12 @@ def record(target: str) -> Recorder:
                 model.step(noise[: sum(counts)], before, counts)
     tuning = Tuning.of(device.capabilities)
     for tokens in (1, 4, 16, 64):
-        for rows, columns, act in ((6144, 4096, ""), (24576, 4096, "silu"), (4096, 12288, ""), (1024, 3072, "")):
+        for rows, columns in ((6144, 4096), (24576, 4096), (4096, 12288), (1024, 3072)):
             x = torch.empty(tokens, columns, dtype=getattr(torch, dtype), device=META)
             w = torch.empty(rows, columns, dtype=getattr(torch, dtype), device=META)
-            few(tuning, x, w, x.dtype, activation=act)
+            few(tuning, x, w, x.dtype)
+            if tokens == 1:
+                gemv(tuning, x, w, x.dtype, activation="silu")
     logits = torch.empty(4, 151936, device=META)
     ints = torch.empty(4, dtype=torch.int32, device=META)
     choose(tuning, logits)

@@ -13,7 +13,7 @@ from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.linear import FEW, few, many, stream
+from evener_kernels_triton.linear import FEW, few, gemv, many, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -59,7 +59,7 @@ def _enter(tuning: Tuning, call: OpCall, rows: int, activation: str = "") -> Ent
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
         after = x.float() if total is None else total
         if activation and call.bucket.high == 1:  # with more, gate and up rows side by side are slower: measured
-            return few(tuning, y, w, dtype, bias=bias, activation=activation), after
+            return gemv(tuning, y, w, dtype, bias=bias, activation=activation), after
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), after
 
@@ -115,11 +115,7 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
 
 
 class TritonAttentionBlock(_Composite):
-    """The write above, attention, and an output projection that adds to the stream where nothing stands between.
-
-    What it returns beside the stream is what still has to be added to it: zero rows are not kept, so a sum that is done
-    already shows as None to the MLP block of this package and to nobody else.
-    """
+    """The write above, attention, output projection."""
 
     op = "attention_block"
     state_layout = LAYOUT

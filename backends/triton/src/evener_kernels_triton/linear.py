@@ -58,33 +58,29 @@ def gemv(
 
 
 def skinny(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
-    activation: str = "",
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None
 ) -> torch.Tensor:  # fmt: skip
     """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel``."""
-    halves = 2 if activation else 1
-    tokens, rows, columns = x.shape[0], weight.shape[0] // halves, weight.shape[1]
-    p = tuning.skinny(tokens, rows, columns, halves, weight.element_size())
+    tokens, (rows, columns) = x.shape[0], weight.shape
+    p = tuning.skinny(tokens, rows, columns, weight.element_size())
     y = torch.empty(tokens, rows, dtype=out, device=x.device)
     skinny_kernel[(-(-rows // p.n), -(-tokens // p.m))](
         x, weight, bias if bias is not None else x, y, tokens, rows, columns, x.stride(0), y.stride(0),
-        BIAS=bias is not None, ACT=activation, BM=p.m, BN=p.n, BK=p.k,
-        EVEN=rows % p.n == 0 and columns % p.k == 0, PRECISION=PRECISION, OVERLAP=tuning.overlap,
-        num_warps=p.warps, num_stages=p.stages, **tuning.launch,
+        BIAS=bias is not None, BM=p.m, BN=p.n, BK=p.k, EVEN=rows % p.n == 0 and columns % p.k == 0,
+        PRECISION=PRECISION, OVERLAP=tuning.overlap, num_warps=p.warps, num_stages=p.stages, **tuning.launch,
     )  # fmt: skip
     return y
 
 
 def few(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
-    activation: str = "",
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None
 ) -> torch.Tensor:  # fmt: skip
     """``gemv`` or ``skinny``, by the number of tokens."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.shape[0] == 0:
-        return x.new_empty(0, weight.shape[0] // (2 if activation else 1), dtype=out)
-    return (gemv if x.shape[0] == 1 else skinny)(tuning, x, weight, out, bias=bias, activation=activation)
+        return x.new_empty(0, weight.shape[0], dtype=out)
+    return (gemv if x.shape[0] == 1 else skinny)(tuning, x, weight, out, bias=bias)
 
 
 def many(x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:

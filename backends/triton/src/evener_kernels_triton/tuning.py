@@ -87,18 +87,17 @@ class Tuning:
         n = 2 if rows * halves >= 16 * self.units and halves == 1 else 1
         return Product(1, n, k, 8 if n * k * halves >= 2048 else 4, 1)
 
-    def skinny(self, tokens: int, rows: int, columns: int, halves: int, element: int) -> Product:
+    def skinny(self, tokens: int, rows: int, columns: int, element: int) -> Product:
         """A few tokens: as many rows a program as a matrix unit takes while a third of the units have one, and stages
         that fill shared memory."""
         m = max(16, power_of_two(tokens))
-        # Gate and up rows together are as many as the other products' rows, so that there are as many programs.
-        n = 64 // halves
+        n = 64
         while n > 16 and 3 * rows < n * self.units:
             n //= 2
         k = max(16, min(128, power_of_two(columns)))
-        while k > 32 and 2 * (m + n * halves) * k * element > self.shared:
+        while k > 32 and 2 * (m + n) * k * element > self.shared:
             k //= 2
-        stages = max(2, min(8, (self.shared - 1024) // ((m + n * halves) * k * element)))
+        stages = max(2, min(8, (self.shared - 1024) // ((m + n) * k * element)))
         return Product(m, n, k, 4, stages)
 
     def decode_tile(self, wide: int, element: int) -> tuple[int, int, int]:

@@ -133,11 +133,11 @@ def gemv_kernel(
 @triton.jit
 def skinny_kernel(
     x, w, bias, y, tokens, rows, columns, x_row, y_row,
-    BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Up to BM tokens: yᵀ = w @ xᵀ, BN rows of w a program. The weights are the left side of the product: matrix units
-    take 64 rows on the left, and on the right as few as there are. ACT as in ``stream_kernel``."""
+    take 64 rows on the left, and on the right as few as there are."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -147,7 +147,6 @@ def skinny_kernel(
     m_wide = m.to(tl.int64)
     n_wide = n.to(tl.int64)
     acc = tl.zeros([BN, BM], tl.float32)
-    high = tl.zeros([BN, BM], tl.float32)
     for k in range(0, columns, BK):
         c = k + tl.arange(0, BK)
         if EVEN:
@@ -157,17 +156,11 @@ def skinny_kernel(
                 x + m_wide[None, :] * x_row + c[:, None], mask=there[None, :] & (c < columns)[:, None], other=0.0
             )
         acc = tl.dot(_rows(w, n_wide, inside, c, columns, EVEN), b, acc, input_precision=PRECISION)
-        if ACT != "":
-            high = tl.dot(_rows(w, n_wide + rows, inside, c, columns, EVEN), b, high, input_precision=PRECISION)
     # Dependents that came earlier would take the place of programs that still read.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     if BIAS:
         acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-    if ACT != "":
-        if BIAS:
-            high += tl.load(bias + rows + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-        acc = activate(acc, ACT) * high
     at = m_wide[None, :] * y_row + n[:, None]
     mask = there[None, :] & inside[:, None]
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=mask)
