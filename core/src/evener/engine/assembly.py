@@ -17,6 +17,7 @@ from evener.contracts.state import StateKind
 from evener.engine.geometry import Geometry, plan_geometry
 from evener.engine.sampler import Sampler
 from evener.engine.search import Search
+from evener.engine.world import Ranks
 from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
@@ -49,14 +50,16 @@ class Assembly:
     resolver: Resolver
     geometry: Geometry
     kinds: Mapping[str, StateKind]
+    ranks: Ranks
 
 
-def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
-    """Choose the backend, open its device, declare the model and resolve it.
+def assemble(config: Config, search: Search, serving: bool = False, ranks: Ranks | None = None) -> Assembly:
+    """Choose the backend, open its device, declare the model (``ranks``: this rank's part of it) and resolve it.
 
     Raises:
         EvenerError: what was asked for cannot be had; see the tree in ``evener.errors``.
     """
+    ranks = ranks or Ranks()
     checkpoint = open_checkpoint(config.model)
     headers: Headers = {}
     if config.load != "dummy":
@@ -76,6 +79,7 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
         resolved.dtype,
         resolved.max_seq_len,
         (lambda name: scheme.part(name, headers)) if headers else None,
+        ranks.tp,
         absorb=infer.mla_absorb,
         index_top=None if infer.index_topk == "auto" else infer.index_topk,
         snapshot_every=infer.snapshot_every,
@@ -92,8 +96,9 @@ def assemble(config: Config, search: Search, serving: bool = False) -> Assembly:
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(
-        resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds
-    )
+        resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
+        ranks,
+    )  # fmt: skip
 
 
 def capture_offer(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:

@@ -18,6 +18,7 @@ from evener.engine.provision import provision
 from evener.engine.runner import PendingStep, Runner
 from evener.engine.search import Search
 from evener.engine.worker_facts import WorkerFacts
+from evener.engine.world import Ranks
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
 from evener.resolution.buckets import ladder
@@ -32,13 +33,17 @@ _MEASURED_SHARE = 0.95
 class Worker:
     """Runs plans on one device. Construct builds everything and may take a while.
 
+    Args:
+        ranks: this worker's place among others and its ends of their groups; by default it is alone. All workers of a
+            group are constructed at the same time and given the same plans in the same order.
+
     Raises:
         EvenerError: what was asked for cannot be had, or does not fit.
     """
 
-    def __init__(self, config: Config, search: Search, serving: bool = False) -> None:
+    def __init__(self, config: Config, search: Search, serving: bool = False, ranks: Ranks | None = None) -> None:
         began = time.monotonic()
-        a = assemble(config, search, serving)
+        a = assemble(config, search, serving, ranks)
         resolved, plan = provision(a)
         self._assembly = a = replace(a, config=resolved)
         loaded = self._load(a, config)
