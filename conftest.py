@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from model_sources import SOURCES, models_root, problem
+
+# Last, not first as pytest's ``pythonpath`` would: ``profile.py`` there must not hide the standard library's.
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
 
 def _folder(key: str) -> Path:

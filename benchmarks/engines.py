@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
+import after_stdlib  # noqa: F401
 from workload import Job, fixed
 
 Run = Callable[[Job], tuple[float, float]]

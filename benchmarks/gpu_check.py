@@ -23,11 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import after_stdlib  # noqa: F401
+from shapes import CONFIGS, write
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(HERE))
-
-from shapes import CONFIGS, write  # noqa: E402  (found beside this file)
 
 PARTS = (
     "doctor", "kernels:float32", "kernels:float16", "kernels:bfloat16", "models", "speed:qwen3-0.6b", "speed:qwen3-8b",

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import after_stdlib  # noqa: F401
 from launch import EngineChild, Server, evener_server
 from machine import Others, cpu_seconds, facts, family
 from stream import Sample, post

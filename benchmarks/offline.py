@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import after_stdlib  # noqa: F401
 from engines import ENGINES
 from launch import HERE, EngineChild
 from machine import Others, facts

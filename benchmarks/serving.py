@@ -25,6 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import after_stdlib  # noqa: F401
 from arrivals import offsets
 from dataset import Ask, Message, affixed, body_of, conversations, cut, length, random_ids
 from figures import METRICS, summary

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import after_stdlib  # noqa: F401
 import http_ratio
 import offline
 import serving

@@ -330,7 +330,7 @@ def test_the_cost_of_http_is_measured(model: Path, tmp_path: Path) -> None:
 def test_profiled_steps_have_ranges_and_a_trace(model: Path, tmp_path: Path) -> None:
     trace, out = tmp_path / "trace.json", tmp_path / "o.jsonl"
     program(
-        "profiling.py", model, "--fixed", "2,8,12", "--steps", "2:6", "--trace", trace, "--vocab", "200", "--out", out,
+        "profile.py", model, "--fixed", "2,8,12", "--steps", "2:6", "--trace", trace, "--vocab", "200", "--out", out,
         *settings(),
     )  # fmt: skip
     row = json.loads(out.read_text())

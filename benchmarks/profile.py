@@ -1,6 +1,6 @@
 """Profile steps of the engine: a table by range, and a trace for chrome://tracing or Perfetto.
 
-    python benchmarks/profiling.py MODEL --fixed 16,128,64 --steps 8:24 --trace trace.json
+    python benchmarks/profile.py MODEL --fixed 16,128,64 --steps 8:24 --trace trace.json
 
 Ranges: ``step`` (one plan, with what is in it), ``forward``, ``logits``, and one for each op that the model calls, by
 its name in the manifest. Steps before the first one are the warm-up. Where steps are replayed as graphs there is one
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import after_stdlib  # noqa: F401
 from machine import facts
 from workload import Job, fixed
 
