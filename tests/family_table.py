@@ -1,0 +1,122 @@
+"""The table of families: each architecture that is registered has a row here, and each row is checked in the same way
+(``family_runner``) by ``test_families.py``.
+
+A row's config is its class's ``tiny_config`` with ``changes``. A family without transformers' implementation gets an
+oracle in plain torch (``family_oracles.Plain``). Give a new architecture rows with one key/value head and with as many
+as heads, and with one group of experts and several, where it has them: a test asks for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from family_oracles import TRANSFORMERS, Oracle
+
+from evener.testing.naive import find_architecture
+
+#: A change that takes a key out of the config.
+ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tiny model and its oracle.
+
+    Attributes:
+        architecture: the name in ``config.json``.
+        changes: of the class's tiny config; ``ABSENT`` removes a key.
+        oracle: what it is compared with.
+        tolerance: absolute, of logits and log-probabilities.
+        keys: of the engine's configuration, beside the runner's own.
+    """
+
+    architecture: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    oracle: Oracle = TRANSFORMERS
+    tolerance: float = 1e-4
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` says."""
+        merged = {**find_architecture(self.architecture).tiny_config(), **self.changes}
+        return {key: value for key, value in merged.items() if value != ABSENT}
+
+
+LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA = (
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
+)
+V2, V3, V32, NEXT = (f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "DeepseekV32", "Qwen3Next"))
+PLAIN_ROPE = {"rope_theta": 20000.0, "rope_type": "default"}
+YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16,
+        "beta_fast": 4, "beta_slow": 1, "mscale": 0.707}  # fmt: skip
+DENSE = {"infer.index_topk": 0}
+
+TABLE: dict[str, Row] = {
+    "llama with llama3 rope": Row(LLAMA),
+    "llama with biases everywhere, tied": Row(
+        LLAMA, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": PLAIN_ROPE}),
+    "llama with linear rope and one KV head": Row(
+        LLAMA, {"num_key_value_heads": 1, "rope_parameters": {**PLAIN_ROPE, "rope_type": "linear", "factor": 3.0}}),
+    "llama with as many KV heads as heads, without head_dim": Row(
+        LLAMA, {"num_key_value_heads": ABSENT, "head_dim": ABSENT}),
+    "mistral with a window": Row(MISTRAL),
+    "mistral without": Row(MISTRAL, {"sliding_window": None, "tie_word_embeddings": True}),
+    "mistral with as many KV heads as heads": Row(MISTRAL, {"num_key_value_heads": 3}),
+    "qwen2 with windows above layer 1": Row(QWEN2),
+    "qwen2 with a window by layer type": Row(
+        QWEN2, {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": False}),
+    "qwen2 whose window is switched off": Row(QWEN2, {"use_sliding_window": False, "num_key_value_heads": 1}),
+    "qwen3": Row(QWEN3),
+    "qwen3 with biases, untied": Row(
+        QWEN3, {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 5}),
+    "mixtral": Row("MixtralForCausalLM"),
+    "mixtral with as many KV heads as heads": Row(
+        "MixtralForCausalLM", {"num_key_value_heads": 3, "sliding_window": None}),
+    "qwen2 moe": Row("Qwen2MoeForCausalLM"),
+    "qwen2 moe renormalised": Row(
+        "Qwen2MoeForCausalLM", {"norm_topk_prob": True, "mlp_only_layers": [], "num_key_value_heads": 7}),
+    "qwen3 moe": Row("Qwen3MoeForCausalLM"),
+    "qwen3 moe with an MLP in every other layer": Row(
+        "Qwen3MoeForCausalLM", {"decoder_sparse_step": 2, "num_key_value_heads": 5}),
+    "glm 4.5 with groups": Row("Glm4MoeForCausalLM"),
+    "glm 4.5 with one group, without head norms": Row(
+        "Glm4MoeForCausalLM", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "num_key_value_heads": 5}),
+    "seed-oss": Row("SeedOssForCausalLM"),
+    "seed-oss with as many KV heads as heads": Row("SeedOssForCausalLM", {"num_key_value_heads": 6}),
+    "gemma": Row("GemmaForCausalLM"),
+    "gemma with as many KV heads as heads": Row("GemmaForCausalLM", {"num_key_value_heads": 3}),
+    "gemma 2": Row("Gemma2ForCausalLM"),
+    "gemma 2 with one KV head": Row("Gemma2ForCausalLM", {"num_key_value_heads": 1}),
+    "gemma 3": Row(GEMMA),
+    "gemma 3 by pattern with capped logits": Row(
+        GEMMA, {"layer_types": ABSENT, "sliding_window_pattern": 2, "final_logit_softcapping": 3.0}),
+    "gemma 3 with biases, untied": Row(
+        GEMMA, {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 3}),
+    "deepseek V2": Row(V2),
+    "deepseek V2-Lite, which projects queries directly": Row(V2, {"q_lora_rank": None}),
+    "deepseek V2 with one head": Row(V2, {"num_attention_heads": 1, "num_key_value_heads": 1, "q_lora_rank": None}),
+    "deepseek V2 with experts chosen from all": Row(V2, {"topk_method": "greedy", "n_shared_experts": 1}),
+    "deepseek V2 over a longer context": Row(
+        V2, {"qk_rope_head_dim": 16, "rope_parameters": {**YARN, "mscale_all_dim": 0.707}}),
+    "deepseek V3": Row(V3),
+    "deepseek V3 with one group of experts, as Kimi K2 has": Row(
+        V3, {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+    "deepseek V3 over a longer context": Row(
+        V3, {"qk_rope_head_dim": 16, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}),
+    "deepseek V3 with biases and rotated halves": Row(V3, {"attention_bias": True, "rope_interleave": False}),
+    "deepseek V3.2": Row(V32),
+    "deepseek V3.2 with one group of experts": Row(V32, {"n_group": 1, "topk_group": 1}),
+    "deepseek V3.2 that reads as much as there is": Row(V32, {"index_topk": 105}),
+    "deepseek V3.2 that reads as much as there is, read densely": Row(V32, {"index_topk": 105}, keys=DENSE),
+    "deepseek V3.2 that could read more than there is, read densely": Row(V32, {"index_topk": 200}, keys=DENSE),
+    "qwen3-next": Row(NEXT, tolerance=5e-4),
+    "qwen3-next with biases, and as many value heads as key heads": Row(
+        NEXT, {"attention_bias": True, "linear_num_value_heads": 2}, tolerance=5e-4),
+    "qwen3-next by layer type, with a short convolution": Row(
+        NEXT, {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+               "linear_conv_kernel_dim": 2, "num_key_value_heads": 3}, tolerance=5e-4),
+}  # fmt: skip
