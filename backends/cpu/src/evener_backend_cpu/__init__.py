@@ -34,6 +34,7 @@ descriptor = Descriptor(
         "norm_qkv_rotary_write",
         "attention_block",
         "mlp_block",
+        "moe_block",
         "decoder_layer",
     ),
     states=("cpu.paged",),

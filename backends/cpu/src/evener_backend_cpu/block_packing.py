@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from evener.contracts.quant import BLOCKS, DTYPE_BYTES, PackedWeight, Packing, WeightPart
-from evener_backend_cpu.native_library import DTYPES, Blocks, Native, Segment, Unavailable
+from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment, Unavailable
 
 LAYOUT = "cpu.blocks"
 LANES = 16
@@ -50,6 +50,15 @@ def addresses(weight: PackedWeight) -> tuple[int | None, int | None]:
     tensor: torch.Tensor = weight.data
     assert tensor.is_contiguous(), "plain packing gives contiguous weights"
     return tensor.data_ptr(), None
+
+
+def matrices(weight: PackedWeight) -> ctypes.Array[Matrix]:
+    """The matrices of a stack, by number; valid as long as the weight."""
+    found = (Matrix * weight.shape[0])()
+    for index in range(weight.shape[0]):
+        one = weight.data[index]
+        found[index] = Matrix(*addresses(PackedWeight(weight.layout, weight.shape[1:], one, 0)))
+    return found
 
 
 def tile_bytes(storage: str, columns: int) -> int:

@@ -26,6 +26,9 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "scratch": (_I, (_P, _I, _I, _I)),
     "linear": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _P, _I)),
     "linear_wide": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _P, _I)),
+    "grouped": (ctypes.c_int, (_P, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I)),
+    "experts": (ctypes.c_int, (_P, _I, _P, _P, _I)),
+    "experts_scratch": (_I, (_P, _I, _I)),
     "attend": (ctypes.c_int, (_P, _P, _P, _P, _P, _I)),
     "write": (None, (_P, _P, _P, _I, _P, _I, _I)),
     "norm": (None, (_P, _I, _P, _P, _P, _I, _I, _F, _F, _I)),
@@ -98,6 +101,50 @@ class Layer(ctypes.Structure):
                 "gate_up_bias",
                 "down_bias",
                 "mlp_post_norm",
+            )
+        ),
+    ]
+
+
+class Experts(ctypes.Structure):
+    """``struct Experts`` of experts.h."""
+
+    _fields_ = [
+        *(
+            (name, _I)
+            for name in (
+                "hidden",
+                "inner",
+                "count",
+                "top",
+                "slots",
+                "copy_columns",
+                "scoring",
+                "groups",
+                "top_groups",
+                "group_best",
+                "renormalize",
+                "activation",
+                "shared_inner",
+                "packed",
+                "packed_inner",
+                "packed_shared",
+            )
+        ),
+        *((name, _F) for name in ("eps", "offset", "scale", "alpha", "limit")),
+        *((name, _P) for name in ("gate_up", "down")),
+        *((name, Matrix) for name in ("router", "shared_gate_up", "shared_down", "shared_gate")),
+        *(
+            (name, _P)
+            for name in (
+                "norm",
+                "post_norm",
+                "router_bias",
+                "gate_up_bias",
+                "down_bias",
+                "correction",
+                "slot_of",
+                "copies",
             )
         ),
     ]

@@ -3,8 +3,16 @@
 #pragma once
 #include "simd.h"
 
+// Rows of a matrix that a product takes: those numbered at[0], at[1], …, or neighbours from ``first`` on.
+struct Rows {
+  const int32_t* at = nullptr;
+  long first = 0;
+  MEMBER long operator[](long m) const { return at ? at[m] : first + m; }
+  MEMBER Rows from(long m) const { return at ? Rows{at + m, 0} : Rows{nullptr, first + m}; }
+};
+
 template <class T, int MR>
-INLINE void tile(const T* const w[4], const T* x, long ldx, long K, v4* out) {
+INLINE void tile(const T* const w[4], const T* const x[MR], long K, v4* out) {
   constexpr int S = Lanes<T>::step;
   v16 a[4][MR];
   for (int i = 0; i < 4; i++)
@@ -14,7 +22,7 @@ INLINE void tile(const T* const w[4], const T* x, long ldx, long K, v4* out) {
     v16 w0 = Lanes<T>::raw(w[0] + k), w1 = Lanes<T>::raw(w[1] + k), w2 = Lanes<T>::raw(w[2] + k), w3 = Lanes<T>::raw(w[3] + k);
 #pragma GCC unroll 4
     for (int j = 0; j < MR; j++) {
-      v16 y = Lanes<T>::raw(x + j * ldx + k);
+      v16 y = Lanes<T>::raw(x[j] + k);
       Lanes<T>::dot(a[0][j], w0, y);
       Lanes<T>::dot(a[1][j], w1, y);
       Lanes<T>::dot(a[2][j], w2, y);
@@ -25,7 +33,7 @@ INLINE void tile(const T* const w[4], const T* x, long ldx, long K, v4* out) {
     T tail[4 + MR][S];
     memset((void*)tail, 0, sizeof tail);
     for (int i = 0; i < 4; i++) memcpy((void*)tail[i], w[i] + k, (K - k) * sizeof(T));
-    for (int j = 0; j < MR; j++) memcpy((void*)tail[4 + j], x + j * ldx + k, (K - k) * sizeof(T));
+    for (int j = 0; j < MR; j++) memcpy((void*)tail[4 + j], x[j] + k, (K - k) * sizeof(T));
     for (int i = 0; i < 4; i++)
       for (int j = 0; j < MR; j++) Lanes<T>::dot(a[i][j], Lanes<T>::raw(tail[i]), Lanes<T>::raw(tail[4 + j]));
   }
@@ -34,16 +42,20 @@ INLINE void tile(const T* const w[4], const T* x, long ldx, long K, v4* out) {
 }
 
 template <class T, class O, int MR>
-INLINE void put_tile(const T* const w[4], const T* x, long ldx, long K, const T* bias, O* y, long ldy, int count) {
-  v4 out[MR];
-  tile<T, MR>(w, x, ldx, K, out);
+INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K, const T* bias, O* y, long ldy, Rows out, int count) {
+  v4 sum[MR];
+  const T* at[MR];
+#pragma GCC unroll 4
+  for (int j = 0; j < MR; j++) at[j] = x + in[j] * ldx;
+  tile<T, MR>(w, at, K, sum);
   for (int j = 0; j < MR; j++)
-    for (int i = 0; i < count; i++) put(y + j * ldy + i, bias ? out[j][i] + wide(bias[i]) : out[j][i]);
+    for (int i = 0; i < count; i++) put(y + out[j] * ldy + i, bias ? sum[j][i] + wide(bias[i]) : sum[j][i]);
 }
 
-// y[m, n - n0] for weight rows n0 <= n < n1; ``w`` and ``bias`` point to row 0, ``y`` to column n0.
+// y[out[m], n - n0] = x[in[m]] · w[n] for weight rows n0 <= n < n1; ``w`` and ``bias`` point to row 0, ``y`` to column n0.
 template <class T, class O>
-__attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, long n0, long n1, long K, const T* bias, O* y, long ldy) {
+__attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, long n0, long n1, long K, const T* bias, O* y, long ldy,
+                                    Rows in = {}, Rows out = {}) {
   long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
   if (panel < 32) panel = 32;
   for (long m0 = 0; m0 < M; m0 += panel) {
@@ -53,11 +65,12 @@ __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, lo
       const T* rows[4];
       for (int i = 0; i < 4; i++) rows[i] = w + (n + (i < count ? i : count - 1)) * K;
       const T* b = bias ? bias + n : nullptr;
+      O* to = y + n - n0;
       long m = m0;
-      for (; m + 4 <= m1; m += 4) put_tile<T, O, 4>(rows, x + m * ldx, ldx, K, b, y + m * ldy + n - n0, ldy, count);
-      if (m1 - m == 3) put_tile<T, O, 3>(rows, x + m * ldx, ldx, K, b, y + m * ldy + n - n0, ldy, count);
-      if (m1 - m == 2) put_tile<T, O, 2>(rows, x + m * ldx, ldx, K, b, y + m * ldy + n - n0, ldy, count);
-      if (m1 - m == 1) put_tile<T, O, 1>(rows, x + m * ldx, ldx, K, b, y + m * ldy + n - n0, ldy, count);
+      for (; m + 4 <= m1; m += 4) put_tile<T, O, 4>(rows, x, ldx, in.from(m), K, b, to, ldy, out.from(m), count);
+      if (m1 - m == 3) put_tile<T, O, 3>(rows, x, ldx, in.from(m), K, b, to, ldy, out.from(m), count);
+      if (m1 - m == 2) put_tile<T, O, 2>(rows, x, ldx, in.from(m), K, b, to, ldy, out.from(m), count);
+      if (m1 - m == 1) put_tile<T, O, 1>(rows, x, ldx, in.from(m), K, b, to, ldy, out.from(m), count);
     }
   }
 }

@@ -1,6 +1,6 @@
 // What Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Functions that need memory return 0, or 1 if
 // there was none.
-#include "layer.h"
+#include "experts.h"
 #include "sampling.h"
 
 static Scratch& scratch() {
@@ -15,6 +15,15 @@ static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, 
   char* base = scratch().want(s.total);
   if (!base) return 1;
   Run<T> run{*l, step, tokens, (T*)x, (float*)stream, (T*)out, positions, positions64, flags, {}, {}, {}, {}, {}, {}};
+  run(base, s);
+  return 0;
+}
+
+template <class T> static int run_experts(const Experts* e, int64_t tokens, T* x, float* stream, int64_t threads) {
+  ExpertSizes s = ExpertSizes::of<T>(*e, tokens, threads);
+  char* base = scratch().want(s.total);
+  if (!base) return 1;
+  ExpertRun<T> run{*e, tokens, x, stream, {}, {}, {}, {}};
   run(base, s);
   return 0;
 }
@@ -128,6 +137,16 @@ extern "C" {
   int evener_linear_wide_##S(const T* x, int64_t M, const T* w, const Blocks* blocks, const T* b, int64_t N, int64_t K, float* y,      \
                              int64_t threads) {                                                                                        \
     return linear(x, M, w, blocks, b, N, K, y, threads);                                                                               \
+  }                                                                                                                                    \
+  int evener_experts_##S(const Experts* e, int64_t tokens, T* x, float* stream, int64_t threads) {                                      \
+    return run_experts<T>(e, tokens, x, stream, threads);                                                                              \
+  }                                                                                                                                    \
+  int64_t evener_experts_scratch_##S(const Experts* e, int64_t tokens, int64_t threads) {                                              \
+    return ExpertSizes::of<T>(*e, tokens, threads).total;                                                                              \
+  }                                                                                                                                    \
+  int evener_grouped_##S(const T* x, int64_t tokens, const int32_t* slots, int64_t top, int64_t count, const Matrix* w, const T* b,     \
+                         int64_t N, int64_t K, T* y, int64_t threads) {                                                                \
+    return grouped(x, tokens, slots, top, count, w, b, N, K, y, threads, scratch());                                                   \
   }                                                                                                                                    \
   int evener_attend_##S(const Geometry* g, const Step* s, const T* q, const T* sinks, T* out, int64_t threads) {                       \
     return attend<T>(g, s, q, sinks, out, threads);                                                                                    \

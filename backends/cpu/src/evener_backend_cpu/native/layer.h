@@ -60,15 +60,51 @@ INLINE void gemm_share(Share& share, long threads, const T* x, const Quantized& 
 
 static const long FEW = 4, MLP_PANEL = 256;
 
-// The rows of x as integers where the matrix wants them: a few by every thread for itself, more by all together.
+// The rows of x as integers: a few by every thread for itself, more by all together.
 template <class T>
-INLINE Quantized quantized(const Matrix& w, const T* x, long M, long K, char* shared, char* mine, Meet& meet, long tid, long threads) {
-  if (!w.blocks) return Quantized{};
+INLINE Quantized quantized(const T* x, long M, long K, char* shared, char* mine, Meet& meet, long tid, long threads) {
   bool few = M <= FEW;
   Quantized q = Quantized::at(few ? mine : shared, M, K);
   quantize_rows(x, K, few ? 0 : M * tid / threads, few ? M : M * (tid + 1) / threads, K, q);
   if (!few) meet.wait(threads);
   return q;
+}
+// The same where the matrix wants them.
+template <class T>
+INLINE Quantized quantized(const Matrix& w, const T* x, long M, long K, char* shared, char* mine, Meet& meet, long tid, long threads) {
+  return w.blocks ? quantized(x, M, K, shared, mine, meet, tid, threads) : Quantized{};
+}
+
+struct Norm {
+  const void* weight;
+  float eps, offset;
+};
+
+// The stream plus ``add`` (if not null; normed by ``post`` first, if that has a weight), normed. Few rows are done by every thread for
+// itself, in ``priv``, and ``sum`` is where their new stream is; more of them by all together, in ``xn``, and the stream is up to date.
+template <class T>
+T* norm_rows(float* stream, long tokens, long H, const T* add, Norm post, Norm norm, T* xn, float* priv, Meet& meet, long tid, long threads,
+             float** sum) {
+  bool few = tokens <= FEW;
+  T* y = few ? (T*)(priv + FEW * H) : xn;
+  *sum = few && add ? priv : nullptr;
+  long from = few ? 0 : tokens * tid / threads, to = few ? tokens : tokens * (tid + 1) / threads;
+  for (long t = from; t < to; t++) {
+    const float* in = stream + t * H;
+    if (add) {
+      float* s = few ? priv + t * H : stream + t * H;
+      const T* more = add + t * H;
+      if (post.weight) {
+        norm_row(more, (const T*)post.weight, y + t * H, H, post.eps, post.offset);
+        more = y + t * H;
+      }
+      add_row(in, more, s, H);
+      in = s;
+    }
+    norm_row(in, (const T*)norm.weight, y + t * H, H, norm.eps, norm.offset);
+  }
+  if (!few) meet.wait(threads);
+  return y;
 }
 
 struct Sizes {
@@ -120,27 +156,7 @@ template <class T> struct Run {
   Share qkv_share, attend_share, o_share, up_share, down_share;
 
   T* norms(T* add, const void* post, const void* weight, float eps, float offset, T* xn, float* priv, long tid, long threads, float** sum) {
-    long H = l.hidden;
-    bool few = tokens <= FEW;
-    T* y = few ? (T*)(priv + FEW * H) : xn;
-    *sum = few && add ? priv : nullptr;
-    long from = few ? 0 : tokens * tid / threads, to = few ? tokens : tokens * (tid + 1) / threads;
-    for (long t = from; t < to; t++) {
-      const float* in = stream + t * H;
-      if (add) {
-        float* s = few ? priv + t * H : stream + t * H;
-        const T* more = add + t * H;
-        if (post) {
-          norm_row(more, (const T*)post, y + t * H, H, l.eps, l.offset);
-          more = y + t * H;
-        }
-        add_row(in, more, s, H);
-        in = s;
-      }
-      norm_row(in, (const T*)weight, y + t * H, H, eps, offset);
-    }
-    if (!few) meet.wait(threads);
-    return y;
+    return norm_rows(stream, tokens, l.hidden, add, Norm{post, l.eps, l.offset}, Norm{weight, eps, offset}, xn, priv, meet, tid, threads, sum);
   }
 
   void keep(float* sum, long tid) {

@@ -2,6 +2,8 @@
 // of products is exact in int32 and the result as close to the dequantized one in float32 as bfloat16 inputs and outputs let it be.
 // (Eight-bit activations would halve the arithmetic; decode waits for memory anyway, and their error is 250 times as large.)
 #pragma once
+#include <type_traits>
+
 #include "gemm.h"
 #include "quant_blocks.h"
 
@@ -159,12 +161,16 @@ template <class F> struct Unit {
 };
 
 // Results of one tile for R rows of x, [R, 16].
-template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, long m, long columns, v16 f[R]) {
+template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, Rows in, long columns, v16 f[R]) {
   const char* scales = tile + F::units_bytes(columns);
   const int16_t* q[R];
-  for (int r = 0; r < R; r++) q[r] = x.q + (m + r) * columns, f[r] = splat(0.f);
-  const float* xs = x.scale + m * (columns / 32);
-  const int32_t* sums = x.sum + m * (columns / 16);
+  const float* xs[R];
+  const int32_t* sums[R];
+  for (int r = 0; r < R; r++) {
+    long m = in[r];
+    q[r] = x.q + m * columns, xs[r] = x.scale + m * (columns / 32), sums[r] = x.sum + m * (columns / 16);
+    f[r] = splat(0.f);
+  }
   v16 d{}, dm{};
   for (long u = 0; u < columns / UNIT; u++) {
     if (F::head_bytes && u % 8 == 0) {
@@ -184,7 +190,7 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
       float total[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const int32_t* at = sums + r * (columns / 16) + 2 * u + g;
+        const int32_t* at = sums[r] + 2 * u + g;
         int32_t sum = F::groups == 1 ? at[0] + at[1] : at[0];
         a[r] = i16x{} - F::offset * (F::offset ? sum : 0);
         total[r] = (float)sum;
@@ -198,7 +204,7 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        float scale = xs[r * (columns / 32) + u];
+        float scale = xs[r][u];
         f[r] += __builtin_convertvector(a[r], v16) * (s * scale);
         if (F::scales == AFFINE || F::scales == KMIN) f[r] += t * (scale * total[r]);
       }
@@ -208,9 +214,9 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
 }
 
 template <class T, class O>
-static __attribute__((noinline)) void put_rows(const v16* f, long rows, long skip, long count, const T* bias, O* y, long ldy) {
+static __attribute__((noinline)) void put_rows(const v16* f, long rows, long skip, long count, const T* bias, O* y, long ldy, Rows out) {
   for (long r = 0; r < rows; r++) {
-    O* to = y + r * ldy;
+    O* to = y + out[r] * ldy;
     if (count == LANES && !bias) store(to, f[r]);
     else
       for (long i = 0; i < count; i++) put(to + i, bias ? f[r][skip + i] + wide(bias[i]) : f[r][skip + i]);
@@ -218,16 +224,16 @@ static __attribute__((noinline)) void put_rows(const v16* f, long rows, long ski
 }
 
 template <class F, class T, class O, int R>
-INLINE void put_quant(const char* tile, const Quantized& x, long m, long columns, long skip, long count, const T* bias, O* y, long ldy) {
+INLINE void put_quant(const char* tile, const Quantized& x, Rows in, long columns, long skip, long count, const T* bias, O* y, long ldy, Rows out) {
   v16 f[R];
-  quant_tile<F, R>(tile, x, m, columns, f);
-  put_rows<T, O>(f, R, skip, count, bias, y + m * ldy, ldy);
+  quant_tile<F, R>(tile, x, in, columns, f);
+  put_rows<T, O>(f, R, skip, count, bias, y, ldy, out);
 }
 
 // Rows n0 <= n < n1 of one part; ``bias`` and ``y`` point to n0.
 template <class F, class T, class O>
 __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, long M, long n0, long n1, long columns, const T* bias, O* y,
-                                         long ldy) {
+                                         long ldy, Rows in, Rows out) {
   long panel = 393216 / (columns * 2) & ~7L, size = F::tile_bytes(columns);
   if (panel < 32) panel = 32;
   for (long m0 = 0; m0 < M; m0 += panel) {
@@ -237,10 +243,14 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
       const char* tile = tiles + n / LANES * size;
       const T* b = bias ? bias + (n - n0) : nullptr;
       O* to = y + (n - n0);
-      for (; m + 8 <= m1; m += 8) put_quant<F, T, O, 8>(tile, x, m, columns, skip, count, b, to, ldy);
-      if (m1 - m >= 4) put_quant<F, T, O, 4>(tile, x, m, columns, skip, count, b, to, ldy), m += 4;
-      if (m1 - m >= 2) put_quant<F, T, O, 2>(tile, x, m, columns, skip, count, b, to, ldy), m += 2;
-      if (m1 - m == 1) put_quant<F, T, O, 1>(tile, x, m, columns, skip, count, b, to, ldy);
+      auto rows = [&](auto R) {
+        put_quant<F, T, O, decltype(R)::value>(tile, x, in.from(m), columns, skip, count, b, to, ldy, out.from(m));
+        m += decltype(R)::value;
+      };
+      while (m + 8 <= m1) rows(std::integral_constant<int, 8>());
+      if (m1 - m >= 4) rows(std::integral_constant<int, 4>());
+      if (m1 - m >= 2) rows(std::integral_constant<int, 2>());
+      if (m1 - m == 1) rows(std::integral_constant<int, 1>());
       n += count;
     }
   }
@@ -248,20 +258,21 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
 
 // As ``gemm``, over a matrix of either kind; ``q`` are the rows of x as integers, unused for plain weights.
 template <class T, class O>
-INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy) {
-  if (!w.blocks) return gemm<T, O>(x, K, M, (const T*)w.plain, n0, n1, K, bias, y, ldy);
+INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy,
+                     Rows in = {}, Rows out = {}) {
+  if (!w.blocks) return gemm<T, O>(x, K, M, (const T*)w.plain, n0, n1, K, bias, y, ldy, in, out);
   for (long i = 0; i < w.blocks->count; i++) {
     const Segment& s = w.blocks->segments[i];
     long from = n0 > s.first ? n0 : s.first, to = n1 < s.first + s.rows ? n1 : s.first + s.rows;
     if (from >= to) continue;
     O* at = y + (from - n0);
     if (s.kind == PLAIN_PART) {
-      gemm<T, O>(x, K, M, (const T*)s.data, from - s.first, to - s.first, K, bias ? bias + s.first : nullptr, at, ldy);
+      gemm<T, O>(x, K, M, (const T*)s.data, from - s.first, to - s.first, K, bias ? bias + s.first : nullptr, at, ldy, in, out);
       continue;
     }
     const T* b = bias ? bias + from : nullptr;
     with_form(s.kind, [&](auto form) {
-      gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy);
+      gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
     });
   }
 }

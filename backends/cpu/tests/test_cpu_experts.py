@@ -1,0 +1,239 @@
+"""A block of experts as one call: against its expansion over reference ops, plain and in blocks, in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from evener.contracts.ops import Bucket, OpCall, OpFunction
+from evener.contracts.quant import WeightPart, block_format, plain
+from evener.layers.builder import Builder
+from evener.layers.declared import LinearWeight, StackedWeight, Table
+from evener.layers.experts import MoEConfig
+from evener.ops.expert_composites import MoEWeights
+from evener.ops.reference.linear import PLAIN
+from evener.ops.schemas import BUILTIN
+from evener.resolution.resolver import load_reference
+from evener.testing.op_check import no_other_op
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.experts import NativeGroupedLinear, NativeMoeBlock
+from evener_backend_cpu.native_library import Native
+
+SCHEMAS = {schema.name: schema for schema in BUILTIN}
+HIDDEN, CPU = 96, torch.device("cpu")
+CLOSE = {"float32": 1e-4, "bfloat16": 2e-2}
+KINDS = {
+    "softmax": MoEConfig(experts=16, top=4, inner=64),
+    "grouped sigmoid": MoEConfig(
+        experts=12, top=3, inner=96, scoring="sigmoid", correction="correction", groups=4, top_groups=2, group_best=2,
+        scale=2.5, shared_inner=64, shared_gate="gate", post_norm="post", activation="gelu_tanh",
+    ),
+    "biased pairs": MoEConfig(
+        experts=5, top=5, inner=32, scoring="softmax_top", renormalize=False, bias=True, activation="clamped_swiglu",
+        alpha=1.702, limit=7.0,
+    ),
+    "shared": MoEConfig(experts=6, top=1, inner=32, renormalize=False, shared_inner=160),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def device() -> CpuDevice:
+    device = CpuDevice(0, {})
+    assert isinstance(device.native, Native)
+    return device
+
+
+class Block:
+    """A declared block with weights, in this backend's packings and as plain float32 numbers."""
+
+    def __init__(self, device: CpuDevice, config: MoEConfig, dtype: str, storage: str = "") -> None:
+        self.device, self.dtype, build = device, dtype, Builder(dtype, 64)
+        common = {"hidden": HIDDEN, "dtype": dtype, "eps": 1e-5, "offset": 0.0}
+        group, self.static = config.declare(build, "layer", common)
+        noise, layouts = torch.Generator().manual_seed(7), {}
+        own: dict[str, Any] = {}
+        wide: dict[str, Any] = {}
+        for name, weight in group.fields.items():
+            if isinstance(weight, LinearWeight):
+                blocks = bool(storage) and name not in ("router", "shared_gate")
+                own[name], wide[name] = self._linear(weight, noise, storage if blocks else "")
+                layouts[name] = own[name].layout
+            elif isinstance(weight, Table):
+                own[name] = wide[name] = weight.make(CPU)
+            elif weight is not None:
+                made = torch.randn(weight.shape, generator=noise) * 0.3 + (weight.dummy == "ones")
+                own[name] = made.to(getattr(torch, weight.dtype))
+                wide[name] = own[name].float()
+        self.own, self.wide = MoEWeights(**own), MoEWeights(**wide)
+        call = OpCall("moe_block", self.static, Bucket(1, 1024), device.capabilities, layouts)
+        kernel = NativeMoeBlock(device)
+        assert kernel.supports(call) is None and kernel.workspace(call) > 0
+        self.run = kernel.build(call)
+
+    def _linear(self, weight: LinearWeight, noise: torch.Generator, storage: str) -> tuple[Any, Any]:
+        matrices, values = [], []
+        for _ in range(max(1, weight.experts)):
+            parts = [
+                replace(p, tensors={"weight": torch.randn(p.rows, p.columns, generator=noise) * p.columns**-0.5})
+                for p in weight.parts
+            ]
+            parts = [stored(p, storage or self.dtype) for p in parts]
+            matrices.append(parts)
+            values.append([replace(p, format=plain("float32"), tensors={"weight": numbers(p)}) for p in parts])
+        packing = self.device.blocks if storage else PLAIN
+        if isinstance(weight, StackedWeight):
+            count = weight.experts
+            return (
+                packing.pack_stack(matrices, count, self.dtype, CPU),
+                PLAIN.pack_stack(values, count, "float32", CPU),
+            )
+        return packing.pack(matrices[0], self.dtype, CPU), PLAIN.pack(values[0], "float32", CPU)
+
+    def inputs(self, tokens: int, alike: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """``alike``: all go to the same experts."""
+        noise = torch.Generator().manual_seed(tokens)
+        x, stream = torch.randn(tokens, HIDDEN, generator=noise), torch.randn(tokens, HIDDEN, generator=noise)
+        if alike:
+            stream = stream[:1].expand(tokens, -1).clone() + 1e-3 * stream
+            x = x[:1].expand(tokens, -1).clone()
+        return x.to(getattr(torch, self.dtype)), stream
+
+    def native(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, sums = self.run(x.clone(), stream.clone(), self.own)
+        return y, sums
+
+    def expected(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def use(op: str, /, **static: Any) -> OpFunction:
+            run: OpFunction = load_reference(SCHEMAS[op])({**static, "dtype": "float32", "out": "float32"}, no_other_op)
+            if op != "add_rms_norm":
+                return run
+
+            def rounded(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                # The router sees what the kernel's does: other rounding would choose other experts.
+                y, sums = run(*inputs)
+                return y.to(getattr(torch, self.dtype)).float(), sums
+
+            return rounded
+
+        y, sums = load_reference(SCHEMAS["moe_block"])(self.static, use)(x.float(), stream.clone(), self.wide)
+        return y, sums
+
+
+def stored(part: WeightPart, storage: str) -> WeightPart:
+    values = part.tensors["weight"]
+    if storage in CLOSE:
+        return replace(part, format=plain(storage), tensors={"weight": values.to(getattr(torch, storage))})
+    kind = gguf.GGMLQuantizationType[storage.upper()]
+    blocks = torch.from_numpy(gguf.quants.quantize(values.numpy(), kind))
+    return replace(part, format=block_format(storage), tensors={"weight": blocks})
+
+
+def numbers(part: WeightPart) -> torch.Tensor:
+    if part.format.plain:
+        return part.tensors["weight"].float()
+    kind = gguf.GGMLQuantizationType[part.format.storage.upper()]
+    return torch.from_numpy(gguf.quants.dequantize(part.tensors["weight"].numpy(), kind))
+
+
+def check(block: Block, x: torch.Tensor, stream: torch.Tensor) -> None:
+    (got, sums), (want, total) = block.native(x, stream), block.expected(x, stream)
+    assert got.dtype == x.dtype
+    torch.testing.assert_close(sums, total, rtol=1e-6, atol=1e-6)
+    worst = float((got.float() - want).abs().max() / want.abs().max())
+    assert worst < CLOSE[block.dtype], worst
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize("storage", ["", "q8_0", "q4_1"], ids=["plain", "q8_0", "q4_1"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_block_is_its_expansion(device: CpuDevice, kind: str, storage: str, dtype: str) -> None:
+    block = Block(device, KINDS[kind], dtype, storage)
+    for tokens in (1, 3, 5, 40):
+        check(block, *block.inputs(tokens))
+
+
+def test_any_load_and_more_tokens_than_a_panel(device: CpuDevice) -> None:
+    block = Block(device, KINDS["softmax"], "float32")
+    check(block, *block.inputs(300, alike=True))
+    check(block, *block.inputs(1100))
+
+
+@pytest.mark.parametrize("storage", ["", "q4_1"], ids=["plain", "q4_1"])
+@pytest.mark.parametrize("dtype", list(CLOSE))
+def test_a_token_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
+    device: CpuDevice, dtype: str, storage: str
+) -> None:
+    block = Block(device, KINDS["grouped sigmoid"], dtype, storage)
+    x, stream = block.inputs(600)
+    whole, before = block.native(x, stream)[0], device.threads
+    try:
+        for threads in (1, 2, 3):
+            device.limit_threads(threads)
+            for count in (1, 4, 5, 170, 600):
+                assert torch.equal(block.native(x[:count], stream[:count])[0], whole[:count]), (threads, count)
+    finally:
+        device.limit_threads(before)
+
+
+def test_the_map_says_where_an_expert_is_and_what_is_elsewhere_adds_nothing(device: CpuDevice) -> None:
+    block = Block(device, KINDS["softmax"], "float32")
+    experts = 16
+    order = torch.randperm(experts, generator=torch.Generator().manual_seed(1)).int()
+    apart = torch.stack((order, order.roll(1)), 1)
+    gone = apart.clone()
+    gone[::3] = -1
+    for slots, copies in (
+        (order[:, None].contiguous(), torch.ones(experts, dtype=torch.int32)),
+        (apart, torch.full((experts,), 2, dtype=torch.int32)),
+        (gone, (gone[:, 0] >= 0).int()),
+    ):
+        block.own, block.wide = (w._replace(slots=slots, copies=copies) for w in (block.own, block.wide))
+        for tokens in (2, 31):
+            check(block, *block.inputs(tokens))
+
+
+def _stack(device: CpuDevice, storage: str, dtype: str) -> tuple[Any, torch.Tensor]:
+    noise, experts, rows, columns = torch.Generator().manual_seed(5), 7, (33, 16), 512
+    matrices = []
+    for _ in range(experts):
+        made = [torch.randn(n, columns, generator=noise) for n in rows]
+        matrices.append(
+            [stored(WeightPart("p", len(m), columns, plain("float32"), {"weight": m}), storage) for m in made]
+        )
+    packed = device.blocks.pack_stack(matrices, experts, dtype, CPU)
+    return packed, torch.stack([torch.cat([numbers(p) for p in parts]) for parts in matrices])
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize("storage", ["q8_0", "q5_1", "q4_0"])
+def test_a_stack_in_blocks_multiplies_as_its_numbers_do(device: CpuDevice, storage: str, dtype: str) -> None:
+    packed, values = _stack(device, storage, dtype)
+    static: Mapping[str, Any] = {"experts": 7, "rows": 49, "columns": 512, "dtype": dtype}
+    kernel = NativeGroupedLinear(device)
+    call = OpCall("grouped_linear", static, Bucket(1, 64), device.capabilities, {"weight": packed.layout})
+    assert kernel.supports(call) is None and packed.layout in {p.layout for p in kernel.packings}
+    noise = torch.Generator().manual_seed(6)
+    for tokens in (1, 50):
+        x = torch.randn(tokens, 512, generator=noise).to(getattr(torch, dtype))
+        slots = torch.randint(-1, 7, (tokens, 3), generator=noise, dtype=torch.int32)
+        got = kernel.build(call)(x, packed, slots).float()
+        want = torch.einsum("tc,tkrc->tkr", x.float(), values[slots.clamp(min=0).long()]) * (slots >= 0)[..., None]
+        assert float((got - want).abs().max() / want.abs().max().clamp(min=1e-6)) < CLOSE[dtype]
+
+
+def test_refusals_name_the_reason(device: CpuDevice) -> None:
+    _, static = MoEConfig(experts=2, top=1, inner=32).declare(
+        Builder("float32", 8), "layer", {"hidden": 32, "dtype": "float32", "eps": 1e-5, "offset": 0.0}
+    )
+    for change, reason in (
+        ({"activation": "relu"}, "relu"), ({"scoring": "sinkhorn"}, "sinkhorn"), ({"weigh_input": True}, "inputs"),
+        ({"dtype": "float16"}, "not float16"),
+    ):  # fmt: skip
+        call = OpCall("moe_block", {**static, **change}, Bucket(1, 1), device.capabilities)
+        refusal = NativeMoeBlock(device).supports(call)
+        assert refusal is not None and reason in refusal
