@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from evener.distributed.torch_communicator import TorchCommunicator, open_torch_communicator
+from evener.contracts.communicator import Communicator
+from evener.distributed.torch_communicator import open_torch_communicator
 from evener.errors import EngineError
 
 
@@ -38,7 +39,7 @@ def error_of(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def collectives(c: TorchCommunicator, world: int) -> dict[str, Any]:
+def collectives(c: Communicator, world: int) -> dict[str, Any]:
     """Every method's result."""
     mine = {salt: torch.from_numpy(data(c.rank, 6, 4 * world, salt=salt)) for salt in range(8)}
     send, receive = splits(world)[c.rank].tolist(), splits(world)[:, c.rank].tolist()
@@ -65,7 +66,7 @@ def collectives(c: TorchCommunicator, world: int) -> dict[str, Any]:
     return found
 
 
-def ring(c: TorchCommunicator, tensor: torch.Tensor) -> torch.Tensor:
+def ring(c: Communicator, tensor: torch.Tensor) -> torch.Tensor:
     """Rank r's tensor goes to rank r + 1. Rank 0 sends first, so that nobody waits for ever."""
     got = torch.empty_like(tensor)
     following, before = (c.rank + 1) % c.size, (c.rank - 1) % c.size

@@ -1,4 +1,4 @@
-"""The default communicator over CPU processes, against numpy."""
+"""The default communicator over CPU processes, and the one over threads, against numpy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from evener.errors import EngineError
+from evener.testing.communicators import on_threads, thread_group
+
 RANKS = Path(__file__).with_name("ranks.py")
 _SPEC = importlib.util.spec_from_file_location("communicator_ranks", RANKS)
 assert _SPEC is not None and _SPEC.loader is not None
@@ -20,20 +23,33 @@ _SPEC.loader.exec_module(ranks)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a world of processes got."""
+    return _processes(request.param, tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module", params=["2 processes", "3 processes", "2 threads", "3 threads"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a world got."""
-    size, folder = request.param, tmp_path_factory.mktemp("world")
+    """What each rank of a world got, of either implementation of the contract."""
+    size, kind = request.param.split()
+    if kind == "processes":
+        return _processes(int(size), tmp_path_factory.mktemp("world"))
+    found = on_threads(int(size), lambda end: ranks.collectives(end, int(size)))
+    return [{name: value.numpy() for name, value in one.items()} for one in found]
+
+
+def _processes(size: int, folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, str(RANKS)]
-    processes = [
+    started = [
         subprocess.Popen([*command, str(r), str(size), str(folder)], stderr=subprocess.PIPE, text=True)
         for r in range(size)
     ]
     try:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
+        errors = [process.communicate(timeout=60)[1] for process in started]
     finally:
-        for process in processes:
+        for process in started:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+    assert [process.returncode for process in started] == [0] * size, "\n".join(errors)
     found = []
     for rank in range(size):
         with np.load(folder / f"{rank}.npz") as arrays:
@@ -98,16 +114,16 @@ def test_narrow_types_are_reduced_and_bytes_are_gathered(world: list[dict[str, A
     same(world, "turned", [np.concatenate([x.T for x in inputs(size, 2)])] * size)
 
 
-def test_ranks_know_their_group(world: list[dict[str, Any]]) -> None:
-    size = len(world)
-    assert [str(got["identity"]) for got in world] == [f"tp {r}/{size}" for r in range(size)]
-    assert [str(got["pair"]) for got in world[-2:]] == ["ep 0/2", "ep 1/2"]
-    assert [got["pair_gather"].tolist() for got in world[-2:]] == [[size - 2.0, size - 1.0]] * 2
+def test_ranks_know_their_group(processes: list[dict[str, Any]]) -> None:
+    size = len(processes)
+    assert [str(got["identity"]) for got in processes] == [f"tp {r}/{size}" for r in range(size)]
+    assert [str(got["pair"]) for got in processes[-2:]] == ["ep 0/2", "ep 1/2"]
+    assert [got["pair_gather"].tolist() for got in processes[-2:]] == [[size - 2.0, size - 1.0]] * 2
 
 
-def test_errors_say_what_does_not_fit(world: list[dict[str, Any]]) -> None:
-    size = len(world)
-    for got in world:
+def test_errors_say_what_does_not_fit(processes: list[dict[str, Any]]) -> None:
+    size = len(processes)
+    for got in processes:
         assert str(got["indivisible"]) == (
             f"reduce_scatter: dimension 0 of size {size + 1} is not divisible by {size} ranks"
         )
@@ -119,5 +135,21 @@ def test_errors_say_what_does_not_fit(world: list[dict[str, Any]]) -> None:
             "group 'ep' was asked for with the ranks [1, 0]; list each once, the lowest first"
         )
         assert "its library sums float32, not torch.int64; convert it" in str(got["no_sum"])
-    for got in world[:-2]:
+    for got in processes[:-2]:
         assert str(got["outside"]) == "rank 0 opened group 'ep', which has the ranks [1, 2]"
+
+
+def test_a_thread_that_fails_is_the_error_and_nobody_waits_for_it() -> None:
+    def work(end: Any) -> None:
+        if end.rank == 1:
+            raise ValueError("mine")
+        end.barrier()
+
+    with pytest.raises(ValueError, match="mine"):
+        on_threads(3, work)
+
+
+def test_a_rank_that_gets_nothing_says_from_whom() -> None:
+    [_, two] = thread_group("pp", 2, timeout=0.01)
+    with pytest.raises(EngineError, match="rank 0 of group 'pp' sent nothing to rank 1"):
+        two.receive(torch.zeros(1), 0)

@@ -166,6 +166,8 @@ class Kernel(ABC):
         batch_invariant: a token's result does not depend on the other tokens of the step.
         packings: for ops with weights, the packings whose ``PackedWeight`` it accepts, best first.
         state_layout: for ops that touch state, the layout it was written for; a candidate only where that unit won.
+        across_ranks: it does what ranks do together, with the communicator that its static holds. Without, it is no
+            candidate where there is one, but may serve the part of one rank that such a composite is made of.
     """
 
     op: str
@@ -176,6 +178,7 @@ class Kernel(ABC):
     batch_invariant: bool = False
     packings: tuple[Packing, ...] = ()
     state_layout: str | None = None
+    across_ranks: bool = False
 
     @abstractmethod
     def supports(self, call: OpCall) -> str | None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.quant import WeightPart, plain
 from evener.contracts.state import AttentionSpec, StateSpec
+from evener.errors import ConfigError
 from evener.layers.declared import (
     CallSite,
     Declared,
     LinearWeight,
+    Size,
+    Slice,
+    Span,
     StackedWeight,
     StateSlot,
     Table,
     Weight,
     WeightGroup,
+    held,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Gives the part that the checkpoint stores under a weight's name; None if it stores none.
 PartSource = Callable[[str], "WeightPart | None"]
+#: Names of checkpoint tensors and their out-features; pairs where one tensor is named for several of its spans.
+Parts = Mapping[str, Size] | Sequence[tuple[str, Size]]
 
 
 class Builder:
@@ -35,7 +43,8 @@ class Builder:
         dtype: compute type of weights and activations.
         max_positions: longest sequence that will be run; sizes position tables.
         part_source: the quantization scheme's view of the checkpoint; None declares every part as unquantized.
-        communicator: of this rank's tensor-parallel group; None in a world of one.
+        communicator: of this rank's tensor-parallel group; None in a world of one. Layers share what they are made of
+            (``share``), declare their spans of it, and give the communicator to the ops whose results are sums.
         absorb: how latent attention folds its up-projections: "auto", "none", "absorb-without-precomp" or "absorb".
         index_top: tokens that sparse attention reads of each context; 0 reads all, None is what the config says.
         state_dtype: of latent state, by default the compute type.
@@ -70,38 +79,104 @@ class Builder:
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks share each layer."""
+        return 1 if self.communicator is None else self.communicator.size
+
+    def share(self, count: int, what: str, unit: int = 1) -> Span:
+        """This rank's part of ``count`` elements, in units of so many; the first ranks get one unit more if it does not
+        come out even. ``what`` they are is for messages.
+
+        Raises:
+            ConfigError: there are fewer units than ranks.
+        """
+        rank, units = 0 if self.communicator is None else self.communicator.rank, -(-count // unit)
+        if units < self.ranks:
+            raise self.misfit(f"{count} {what} in units of {unit} are too few for so many ranks", range(1, units + 1))
+        each, more = divmod(units, self.ranks)
+        first, last = (r * each + min(r, more) for r in (rank, rank + 1))
+        return Span(first * unit, min(count, last * unit), count)
+
+    def share_inner(self, count: int, what: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Span:
+        """``share`` of what lies between two linear weights: ``rows`` of the checkpoint's parts (by name) before and
+        ``columns`` of those after, cut where their formats can be."""
+        forms = [(part.format, axis) for axis, names in enumerate((rows, columns)) for part in self._stored(names)]
+        unit = lcm(*(max(1, form.group if axis else form.group_out) for form, axis in forms))
+        if unit == 1 and count % self.ranks and count // gcd(count, 64) >= self.ranks:
+            unit = gcd(count, 64)  # kernels like round sizes
+        return self.share(count, what, unit)
+
+    def misfit(self, why: str, sizes: Sequence[int]) -> ConfigError:
+        """The error for layers that so many ranks cannot share."""
+        fit = ", ".join(map(str, sizes))
+        return ConfigError(f"infer.tp_size={self.ranks}: {why}; sizes that fit: {fit}")
+
+    def share_heads(self, heads: int, kv_heads: int) -> tuple[Span, Span]:
+        """This rank's query heads, and the key and value heads that they read: its own, or one that it holds beside
+        its neighbours where there are more ranks than those. All ranks hold as much state.
+
+        Raises:
+            ConfigError: they do not come out even.
+        """
+        fits = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
+        if self.ranks not in fits:
+            raise self.misfit(f"{heads} query heads and {kv_heads} KV heads do not come out even", fits)
+        query = self.share(heads, "query heads")
+        each = heads // kv_heads
+        first, last = query.start // each, -(-query.stop // each)
+        return query, Span(first, last, kv_heads)
+
+    def once(self, *names: str) -> bool:
+        """Whether this rank has what is added once to a sum over the ranks: rank 0 has. The others pass over the
+        checkpoint's ``names``."""
+        mine = self.communicator is None or self.communicator.rank == 0
+        self.ignored += () if mine else map(re.escape, names)
+        return mine
+
     def weight(
-        self, name: str, *shape: int, dummy: str = "noise", sources: Sequence[str] = (), dtype: str | None = None
-    ) -> Weight:
+        self, name: str, *shape: Size, dummy: str = "noise", sources: Sequence[str] = (), spans: Sequence[Span] = (),
+        axis: int = 0, dtype: str | None = None,
+    ) -> Weight:  # fmt: skip
         """A tensor called ``name`` in the checkpoint (or the join of ``sources`` along the first axis), held in
-        ``dtype``, by default the compute type."""
-        weight = Weight(name, shape, dtype or self.dtype, tuple(sources) or (name,), dummy)
+        ``dtype``, by default the compute type. Of a Span in ``shape`` this rank holds its part; ``spans`` are those of
+        each source along ``axis``, and the parts are joined along it."""
+        names = tuple(sources) or (name,)
+        slices = [Slice(axis, span) for span in spans]
+        slices = slices or [Slice(at, size) for at, size in enumerate(shape) if isinstance(size, Span)]
+        if all(s.span.size == s.span.whole for s in slices):
+            slices = []
+        sizes = tuple(map(held, shape))
+        weight = Weight(name, sizes, dtype or self.dtype, names, dummy, slices=tuple(slices))
         self.weights.append(weight)
         return weight
 
     def product(
-        self, name: str, rows: int, columns: int, sources: Mapping[str, tuple[int, int]],
+        self, name: str, rows: int, columns: int, sources: Mapping[str, tuple[Size, Size]],
         make: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     ) -> Weight:  # fmt: skip
-        """A matrix [rows, columns] that ``make`` computes once from checkpoint tensors of these shapes."""
-        weight = Weight(name, (rows, columns), self.dtype, tuple(sources), make=make, shapes=tuple(sources.values()))
+        """A matrix [rows, columns] that ``make`` computes once from checkpoint tensors of these shapes, or from this
+        rank's part of them."""
+        slices = tuple(_slice(*sizes) for sizes in sources.values())
+        shapes = tuple((_whole(a), _whole(b)) for a, b in sources.values())
+        weight = Weight(name, (rows, columns), self.dtype, tuple(sources), make=make, shapes=shapes, slices=slices)
         self.weights.append(weight)
         return weight
 
-    def linear(self, name: str, parts: Mapping[str, int], columns: int, out: str | None = None) -> LinearWeight:
+    def linear(self, name: str, parts: Parts, columns: Size, out: str | None = None) -> LinearWeight:
         """A linear weight made of checkpoint tensors: ``parts`` maps their names to their out-features. ``out`` is the
-        type of its products if that is not the compute type.
+        type of its products if that is not the compute type. Of a Span this rank holds its part.
 
         Sizes are the config's; the loader compares them with the checkpoint's and names every difference at once.
         """
-        found = tuple(self._part(part, rows, columns) for part, rows in parts.items())
-        weight = LinearWeight(name, found, sum(parts.values()), columns, self.dtype, out)
+        found, slices = self._parts(parts, columns)
+        weight = LinearWeight(name, found, sum(p.rows for p in found), held(columns), self.dtype, out, slices=slices)
         self.weights.append(weight)
         return weight
 
     def experts(
-        self, name: str, experts: int, parts: Mapping[str, int], columns: int, *,
-        stacked: Mapping[str, int] | None = None, transposed: bool = False,
+        self, name: str, experts: int, parts: Parts, columns: Size, *, stacked: Parts | None = None,
+        transposed: bool = False,
     ) -> StackedWeight:  # fmt: skip
         """One matrix an expert, declared as one stack.
 
@@ -113,20 +188,36 @@ class Builder:
             stacked: what to read instead if the checkpoint has its tensors, which hold all experts.
             transposed: stacked tensors, if unquantized, are [experts, columns, rows].
         """
-        if stacked is not None and self._part_source and self._part_source(next(iter(stacked))) is not None:
+        if stacked is not None and any(self._stored([name for name, _ in _pairs(stacked)])):
             parts = stacked
-        found = tuple(replace(self._part(part.format(0), n, columns), name=part) for part, n in parts.items())
+        found, slices = self._parts(parts, columns)
         weight = StackedWeight(
-            name, found, sum(parts.values()), columns, self.dtype, experts=experts, transposed=transposed
-        )
+            name, found, sum(p.rows for p in found), held(columns), self.dtype, experts=experts,
+            transposed=transposed, slices=slices,
+        )  # fmt: skip
         self.weights.append(weight)
         return weight
 
-    def _part(self, name: str, rows: int, columns: int) -> WeightPart:
-        part = self._part_source(name) if self._part_source else None
-        if part is None:  # dummy weights, or a missing tensor that the loader will name
-            return WeightPart(name, rows, columns, plain(self.dtype))
-        return WeightPart(name, rows, columns, part.format)
+    def _stored(self, names: Sequence[str]) -> Iterator[WeightPart]:
+        """What the checkpoint has under these names (of experts: the first's); nothing for dummy weights."""
+        found = (self._part_source(name.format(0)) if self._part_source else None for name in names)
+        return (part for part in found if part is not None)
+
+    def _parts(self, parts: Parts, columns: Size) -> tuple[tuple[WeightPart, ...], tuple[Slice | None, ...]]:
+        made = [self._part(name, rows, columns) for name, rows in _pairs(parts)]
+        slices = tuple(cut for _, cut in made)
+        return tuple(part for part, _ in made), slices if any(slices) else ()
+
+    def _part(self, name: str, rows: Size, columns: Size) -> tuple[WeightPart, Slice | None]:
+        # Without a source: dummy weights, or a missing tensor that the loader will name.
+        form = next((part.format for part in self._stored([name])), plain(self.dtype))
+        cut = _slice(rows, columns)
+        if cut is not None:
+            unit, span = max(1, form.group if cut.axis else form.group_out), cut.span
+            if span.start % unit or (span.stop % unit and span.stop != span.whole):
+                sizes = [n for n in range(1, span.whole + 1) if span.whole % n == 0 and not span.whole // n % unit]
+                raise self.misfit(f"{name} is stored in units of {unit} and cannot be cut", sizes)
+        return WeightPart(name, held(rows), held(columns), form), cut
 
     def ignore(self, pattern: str) -> None:
         """Let checkpoints hold tensors whose whole name matches the regular expression ``pattern``, unread."""
@@ -136,10 +227,14 @@ class Builder:
         """``twin`` serves for ``name``; a checkpoint may store both if they are equal."""
         self.ties[name] = twin
 
-    def biases(self, parts: Mapping[str, int], name: str) -> Weight:
-        """The biases of the linear weight with these ``parts`` (names end in ``.weight``), joined."""
+    def biases(self, parts: Mapping[str, Size], name: str, summed: bool = False) -> Weight | None:
+        """The biases of the linear weight with these ``parts`` (names end in ``.weight``), joined. ``summed``: its
+        products are added over the ranks, so one rank has them."""
         sources = [part.removesuffix("weight") + "bias" for part in parts]
-        return self.weight(name, sum(parts.values()), dummy="zeros", sources=sources)
+        if summed and not self.once(*sources):
+            return None
+        spans = [size if isinstance(size, Span) else Span(0, size, size) for size in parts.values()]
+        return self.weight(name, sum(map(held, spans)), dummy="zeros", sources=sources, spans=spans)
 
     def table(self, key: tuple[Any, ...], nbytes: int, make: Callable[[torch.device], torch.Tensor]) -> Table:
         """A computed tensor; a second call with an equal ``key`` returns the first one's."""
@@ -167,3 +262,18 @@ class Builder:
         group = WeightGroup(kind, fields)
         self.groups.append(group)
         return group
+
+
+def _pairs(parts: Parts) -> Sequence[tuple[str, Size]]:
+    return tuple(parts.items()) if isinstance(parts, Mapping) else parts
+
+
+def _whole(size: Size) -> int:
+    return size if isinstance(size, int) else size.whole
+
+
+def _slice(*sizes: Size) -> Slice | None:
+    """The one axis along which a rank holds a part; None if it holds everything."""
+    found = [Slice(a, s) for a, s in enumerate(sizes) if isinstance(s, Span) and s.size != s.whole]
+    assert len(found) < 2, "a matrix is cut along one axis"
+    return found[0] if found else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from evener.contracts.ops import OpFunction
@@ -14,12 +15,63 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True)
+class Span:
+    """Elements ``start`` to ``stop`` of the ``whole`` that is stored along one axis: what this rank holds of them."""
+
+    start: int
+    stop: int
+    whole: int
+
+    @property
+    def size(self) -> int:
+        """How many it holds."""
+        return self.stop - self.start
+
+    def __mul__(self, width: int) -> Span:
+        """The span where each element is ``width`` smaller ones."""
+        return Span(self.start * width, self.stop * width, self.whole * width)
+
+    def behind(self, offset: int, whole: int) -> Span:
+        """The span where ``offset`` others lie before, of ``whole`` together."""
+        return Span(self.start + offset, self.stop + offset, whole)
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Spans of one tensor, as one where they lie together."""
+    found = list(spans)
+    together = all(a.stop == b.start for a, b in pairwise(found))
+    return [Span(found[0].start, found[-1].stop, found[0].whole)] if together else found
+
+
+#: An extent of what is stored: all of it, or this rank's span.
+Size = int | Span
+
+
+def held(size: Size) -> int:
+    """Elements that this rank holds."""
+    return size if isinstance(size, int) else size.size
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A rank's part of a stored tensor: a span of one axis."""
+
+    axis: int
+    span: Span
+
+    def stored(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The stored tensor's shape, where the part's is ``shape`` (along the axis: whatever)."""
+        return (*shape[: self.axis], self.span.whole, *shape[self.axis + 1 :])
+
+
 @dataclass(eq=False)
 class Weight:
     """A tensor that ops take as it is: a norm, a bias, an embedding table.
 
     ``sources`` are the checkpoint's names, joined along the first axis; or ``make`` makes the tensor of them, and
-    ``shapes`` are theirs. ``value`` is filled by the loader.
+    ``shapes`` are theirs. ``slices``: what is read of each source, joined along the slices' axis; none for all of them.
+    ``value`` is filled by the loader.
     """
 
     name: str
@@ -31,12 +83,27 @@ class Weight:
     value: torch.Tensor | None = None
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
+    slices: tuple[Slice | None, ...] = ()
+
+    def pieces(self) -> Iterator[tuple[str, Slice | None]]:
+        """Every source with what is read of it."""
+        return zip(self.sources, self.slices or (None,) * len(self.sources), strict=True)
+
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor, of what was read of each source."""
+        import torch
+
+        if self.make is not None:
+            return self.make(pieces)
+        axis = next((cut.axis for cut in self.slices if cut is not None), 0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=axis)
 
 
 @dataclass(eq=False)
 class LinearWeight:
     """A linear weight of one or more parts, stacked along out-features.
 
+    ``slices``: which rows (axis 0) or columns (axis 1) of what is stored each part is; a part's sizes are the slice's.
     ``out`` is the type of its products if that is not ``dtype``; ``experts`` the number of matrices, 0 for one that is
     no stack. ``layout`` is chosen by resolution, ``value`` filled by the loader.
     """
@@ -53,6 +120,11 @@ class LinearWeight:
     layout: str = ""
     value: PackedWeight | None = None
     experts: int = 0
+    slices: tuple[Slice | None, ...] = ()
+
+    def pieces(self) -> Iterator[tuple[WeightPart, Slice | None]]:
+        """Every part with the slice that it is; None is all that is stored."""
+        return zip(self.parts, self.slices or (None,) * len(self.parts), strict=True)
 
 
 @dataclass(eq=False)

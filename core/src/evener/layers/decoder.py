@@ -63,19 +63,20 @@ class MLPConfig:
     def declare(self, build: Builder, prefix: str, common: Mapping[str, Any]) -> tuple[WeightGroup, dict[str, Any]]:
         """The MLP of layer ``prefix``; ``common``: hidden, dtype, eps and offset of its norms."""
         at, hidden = f"{prefix}.{self.at}", common["hidden"]
-        rise_parts = {f"{at}.gate_proj.weight": self.inner, f"{at}.up_proj.weight": self.inner}
-        fall_parts = {f"{at}.down_proj.weight": hidden}
+        rise, fall = [f"{at}.gate_proj.weight", f"{at}.up_proj.weight"], [f"{at}.down_proj.weight"]
+        inner = build.share_inner(self.inner, "inner features of an MLP", rise, fall)
+        rise_parts, fall_parts = dict.fromkeys(rise, inner), dict.fromkeys(fall, hidden)
         gate_up = build.linear(f"{at}.gate_up_proj", rise_parts, hidden)
-        down = build.linear(f"{at}.down_proj", fall_parts, self.inner)
+        down = build.linear(f"{at}.down_proj", fall_parts, inner)
         weights = build.group(
             MLPWeights, norm=norm_weight(build, prefix, self.norm, hidden, common), gate_up=gate_up, down=down,
             gate_up_bias=build.biases(rise_parts, f"{at}.gate_up_bias") if self.bias else None,
-            down_bias=build.biases(fall_parts, f"{at}.down_bias") if self.bias else None,
+            down_bias=build.biases(fall_parts, f"{at}.down_bias", summed=True) if self.bias else None,
             post_norm=norm_weight(build, prefix, self.post_norm, hidden, common),
         )  # fmt: skip
         static = {
-            **common, "inner": self.inner, "activation": self.activation, "gate_up": gate_up, "down": down,
-            "post_norm": self.post_norm is not None,
+            **common, "inner": inner.size, "activation": self.activation, "gate_up": gate_up, "down": down,
+            "post_norm": self.post_norm is not None, "communicator": build.communicator,
         }  # fmt: skip
         return weights, static
 
@@ -121,31 +122,33 @@ class DecoderLayer:
 
     def _declare_attention(self, a: AttentionConfig) -> tuple[WeightGroup, dict[str, Any]]:
         build, at = self._build, f"{self._prefix}.self_attn"
-        sizes = (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads))
-        qkv_parts = {f"{at}.{name}_proj.weight": heads * a.head_dim for name, heads in sizes}
+        heads, kv_heads = build.share_heads(a.heads, a.kv_heads)
+        sizes = (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        qkv_parts = {f"{at}.{name}_proj.weight": span * a.head_dim for name, span in sizes}
         o_parts = {f"{at}.o_proj.weight": self._hidden}
         qkv = build.linear(f"{at}.qkv_proj", qkv_parts, self._hidden)
-        o = build.linear(f"{at}.o_proj", o_parts, a.heads * a.head_dim)
-        shape = (a.kv_heads, a.head_dim)
+        o = build.linear(f"{at}.o_proj", o_parts, heads * a.head_dim)
+        shape = (kv_heads.size, a.head_dim)
         spec = StateSpec(
             "window" if a.window else "full",
             (StateTensor("key", shape, build.dtype), StateTensor("value", shape, build.dtype)), window=a.window,
         )  # fmt: skip
         scale = a.head_dim**-0.5 if a.scale is None else a.scale
-        self.slot = build.state(at, spec, AttentionSpec(a.heads, a.head_dim, scale, a.softcap, dtype=build.dtype))
+        self.slot = build.state(at, spec, AttentionSpec(heads.size, a.head_dim, scale, a.softcap, dtype=build.dtype))
         weights = build.group(
             AttentionWeights, norm=self._norm_weight(a.norm, self._hidden), qkv=qkv, o=o,
             cos_sin=a.rotary.table(build),
             qkv_bias=build.biases(qkv_parts, f"{at}.qkv_bias") if a.qkv_bias else None,
-            o_bias=build.biases(o_parts, f"{at}.o_bias") if a.o_bias else None,
+            o_bias=build.biases(o_parts, f"{at}.o_bias", summed=True) if a.o_bias else None,
             q_norm=self._norm_weight("self_attn.q_norm", a.head_dim) if a.qk_norm else None,
             k_norm=self._norm_weight("self_attn.k_norm", a.head_dim) if a.qk_norm else None,
             post_norm=self._norm_weight(a.post_norm, self._hidden),
         )  # fmt: skip
         static = {
-            **self._common, "heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim, "value_dim": a.head_dim,
-            "rotary_dim": a.rotary.dim, "interleaved": a.rotary.interleaved, "qk_norm": a.qk_norm, "state": self.slot,
-            "qkv": qkv, "o": o, "post_norm": a.post_norm is not None,
+            **self._common, "heads": heads.size, "kv_heads": kv_heads.size, "head_dim": a.head_dim,
+            "value_dim": a.head_dim, "rotary_dim": a.rotary.dim, "interleaved": a.rotary.interleaved,
+            "qk_norm": a.qk_norm, "state": self.slot, "qkv": qkv, "o": o, "post_norm": a.post_norm is not None,
+            "communicator": build.communicator,
         }  # fmt: skip
         return weights, static
 

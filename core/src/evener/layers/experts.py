@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight, Table, WeightGroup
+from evener.layers.declared import LinearWeight, Table, WeightGroup, joined
 from evener.layers.norms import norm_weight
 from evener.ops.expert_composites import MoEWeights
 
@@ -63,21 +63,29 @@ class MoEConfig:
         hidden, count, at = common["hidden"], self.experts, f"{prefix}.{self.at}"
         gate, up, down = (f"{at}.{{}}.{name}.weight" for name in self.projections)
         router_parts = {f"{prefix}.{self.router}.weight": count}
+        rise, fall = [gate, up, f"{at}.gate_up_proj"], [down, f"{at}.down_proj"]
+        inner = build.share_inner(self.inner, "inner features of an expert", rise, fall)
+        # Stacked tensors hold gates, then ups; or pairs of one each, where the activation takes them so.
+        paired, both = self.activation == "clamped_swiglu", 2 * self.inner
+        raised = [inner * 2] if paired else joined(inner.behind(first, both) for first in (0, self.inner))
         linears: dict[str, LinearWeight | None] = {
             "router": build.linear(f"{prefix}.{self.router}", router_parts, hidden, out="float32"),
             "gate_up": build.experts(
-                f"{at}.gate_up", count, {gate: self.inner, up: self.inner}, hidden,
-                stacked={f"{at}.gate_up_proj": 2 * self.inner}, transposed=self.transposed,
+                f"{at}.gate_up", count, {gate: inner, up: inner}, hidden,
+                stacked=[(f"{at}.gate_up_proj", span) for span in raised], transposed=self.transposed,
             ),
             "down": build.experts(
-                f"{at}.down", count, {down: hidden}, self.inner, stacked={f"{at}.down_proj": hidden},
+                f"{at}.down", count, {down: hidden}, inner, stacked={f"{at}.down_proj": hidden},
                 transposed=self.transposed,
             ),
             **self._declare_shared(build, prefix, hidden),
         }  # fmt: skip
 
-        def bias(name: str, *shape: int, wide: bool = False) -> Any:
-            return build.weight(name, *shape, dummy="zeros", dtype="float32" if wide else None)
+        def bias(name: str, *shape: int, wide: bool = False, **more: Any) -> Any:
+            return build.weight(name, *shape, dummy="zeros", dtype="float32" if wide else None, **more)
+
+        gate_up_bias, down_bias = f"{at}.gate_up_proj_bias", f"{at}.down_proj_bias"
+        cut: dict[str, Any] = {"sources": [gate_up_bias] * len(raised), "spans": raised, "axis": 1}
 
         weights = build.group(
             MoEWeights, norm=norm_weight(build, prefix, self.norm, hidden, common),
@@ -85,23 +93,24 @@ class MoEConfig:
             **linears, **resident(build, prefix, count),
             router_bias=bias(f"{prefix}.{self.router}.bias", count) if self.bias else None,
             correction=bias(f"{prefix}.{self.correction}", count, wide=True) if self.correction else None,
-            gate_up_bias=bias(f"{at}.gate_up_proj_bias", count, 2 * self.inner) if self.bias else None,
-            down_bias=bias(f"{at}.down_proj_bias", count, hidden) if self.bias else None,
+            gate_up_bias=bias(gate_up_bias, count, 2 * inner.size, **cut) if self.bias else None,
+            down_bias=bias(down_bias, count, hidden) if self.bias and build.once(down_bias) else None,
         )  # fmt: skip
-        names = ("experts", "top", "scoring", "groups", "top_groups", "group_best", "renormalize", "scale", "inner",
-                 "activation", "alpha", "limit", "weigh_input", "shared_inner")  # fmt: skip
-        static = {**common, **{name: getattr(self, name) for name in names}, **linears}
-        return weights, {**static, "post_norm": self.post_norm is not None}
+        names = ("experts", "top", "scoring", "groups", "top_groups", "group_best", "renormalize", "scale",
+                 "activation", "alpha", "limit", "weigh_input")  # fmt: skip
+        static = {**common, **{name: getattr(self, name) for name in names}, **linears, "inner": inner.size}
+        shared = linears["shared_down"]
+        static["shared_inner"] = 0 if shared is None else shared.columns
+        return weights, {**static, "post_norm": self.post_norm is not None, "communicator": build.communicator}
 
     def _declare_shared(self, build: Builder, prefix: str, hidden: int) -> dict[str, LinearWeight | None]:
         found: dict[str, LinearWeight | None] = dict.fromkeys(("shared_gate_up", "shared_down", "shared_gate"))
         if self.shared_inner:
             at = f"{prefix}.{self.shared}"
-            rise = {f"{at}.gate_proj.weight": self.shared_inner, f"{at}.up_proj.weight": self.shared_inner}
-            found["shared_gate_up"] = build.linear(f"{at}.gate_up_proj", rise, hidden)
-            found["shared_down"] = build.linear(
-                f"{at}.down_proj", {f"{at}.down_proj.weight": hidden}, self.shared_inner
-            )
+            rise, fall = [f"{at}.gate_proj.weight", f"{at}.up_proj.weight"], [f"{at}.down_proj.weight"]
+            inner = build.share_inner(self.shared_inner, "inner features of the shared experts", rise, fall)
+            found["shared_gate_up"] = build.linear(f"{at}.gate_up_proj", dict.fromkeys(rise, inner), hidden)
+            found["shared_down"] = build.linear(f"{at}.down_proj", dict.fromkeys(fall, hidden), inner)
         if self.shared_gate is not None:
             name = f"{prefix}.{self.shared_gate}"
             found["shared_gate"] = build.linear(name, {f"{name}.weight": 1}, hidden)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.architecture import Step
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.layers.builder import Builder
-from evener.layers.declared import StateSlot, WeightGroup
+from evener.layers.declared import Size, Span, StateSlot, WeightGroup
 from evener.layers.rotary import RotaryConfig
 from evener.ops.latent import IndexWeights, LatentWeights
 
@@ -75,15 +75,17 @@ class LatentAttention:
         if top is None and c.index is not None:
             top = c.index.top
         sparse = c.index is not None and bool(top)
+        self._heads, _ = build.share_heads(c.heads, c.heads)
+        heads = self._heads.size
         self.slot = self._declare_state(top if sparse else None)
-        q = {f"{at}.q_a_proj.weight": c.q_rank} if c.q_rank else {f"{at}.q_proj.weight": self._q_rows}
+        q: dict[str, Size] = {f"{at}.q_a_proj.weight": c.q_rank} if c.q_rank else {f"{at}.q_proj.weight": self._q_rows}
         down_parts = {**q, f"{at}.kv_a_proj_with_mqa.weight": c.rank + c.rope_dim}
-        kv_b = {f"{at}.kv_b_proj.weight": c.heads * (c.nope_dim + c.value_dim)}
+        kv_b = {f"{at}.kv_b_proj.weight": self._heads * (c.nope_dim + c.value_dim)}
         o = {f"{at}.o_proj.weight": hidden}
         linears = {
             "down": build.linear(f"{at}.down_proj", down_parts, hidden),
             "kv_b": build.linear(f"{at}.kv_b_proj", kv_b, c.rank),
-            "o": build.linear(f"{at}.o_proj", o, c.heads * c.value_dim),
+            "o": build.linear(f"{at}.o_proj", o, self._heads * c.value_dim),
             "q": build.linear(f"{at}.q_b", {f"{at}.q_b_proj.weight": self._q_rows}, c.q_rank) if c.q_rank else None,
         }
         matrices = self._absorb != "none" or sparse
@@ -93,7 +95,7 @@ class LatentAttention:
             kv_norm=build.weight(f"{at}.kv_a_layernorm.weight", c.rank, dummy="ones"),
             q_norm=build.weight(f"{at}.q_a_layernorm.weight", c.q_rank, dummy="ones") if c.q_rank else None,
             cos_sin=c.rotary.table(build), down_bias=build.biases(down_parts, f"{at}.down_bias") if c.bias else None,
-            o_bias=build.biases(o, f"{at}.o_bias") if c.bias else None,
+            o_bias=build.biases(o, f"{at}.o_bias", summed=True) if c.bias else None,
             heads=build.weight(next(iter(kv_b)), *next(iter(kv_b.items()))[1:], c.rank) if matrices else None,
             **(self._declare_products() if self._absorb == "absorb" and not sparse else {}),
         )  # fmt: skip
@@ -101,15 +103,16 @@ class LatentAttention:
             build.ignore(rf"{re.escape(at)}\.indexer\..*")
         self.index = self._declare_index(c.index, top or 0, hidden) if c.index is not None and sparse else None
         static = {
-            **common, **linears, "heads": c.heads, "nope_dim": c.nope_dim, "rope_dim": c.rope_dim,
-            "value_dim": c.value_dim, "rank": c.rank, "q_rank": c.q_rank, "interleaved": c.rotary.interleaved,
-            "absorb": self._absorb, "sparse": sparse, "state": self.slot, "index": self.index and self.index[2],
+            **common, **linears, "communicator": build.communicator, "heads": heads, "nope_dim": c.nope_dim,
+            "rope_dim": c.rope_dim, "value_dim": c.value_dim, "rank": c.rank, "q_rank": c.q_rank,
+            "interleaved": c.rotary.interleaved, "absorb": self._absorb, "sparse": sparse, "state": self.slot,
+            "index": self.index and self.index[2],
         }  # fmt: skip
         self.site = build.op("latent_attention_block", at, **static)
 
     @property
-    def _q_rows(self) -> int:
-        return self._config.heads * (self._config.nope_dim + self._config.rope_dim)
+    def _q_rows(self) -> Span:
+        return self._heads * (self._config.nope_dim + self._config.rope_dim)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream is ``x + residual``; returns the next pair, each [T, hidden]."""
@@ -128,15 +131,15 @@ class LatentAttention:
         scale = (c.nope_dim + c.rope_dim) ** -0.5 if c.scale is None else c.scale
         parts = self._absorb != "none" and top is None
         attention = AttentionSpec(
-            c.heads, c.rank + c.rope_dim, scale, dtype=self._build.dtype, top=top, parts=parts
+            self._heads.size, c.rank + c.rope_dim, scale, dtype=self._build.dtype, top=top, parts=parts
         )  # fmt: skip
         return self._build.state(self._at, spec, attention)
 
     def _declare_products(self) -> dict[str, Any]:
         """What absorption computes of two matrices each time, computed once."""
         c, at, hidden = self._config, self._at, self._hidden
-        heads, nope, rank = c.heads, c.nope_dim, c.rank
-        kv_b = {f"{at}.kv_b_proj.weight": (heads * (nope + c.value_dim), rank)}
+        heads, nope, rank = self._heads.size, c.nope_dim, c.rank
+        kv_b = {f"{at}.kv_b_proj.weight": (self._heads * (nope + c.value_dim), rank)}
         columns = c.q_rank or hidden
         queries = {f"{at}.q_b_proj.weight" if c.q_rank else f"{at}.q_proj.weight": (self._q_rows, columns)}
 
@@ -154,7 +157,7 @@ class LatentAttention:
             return made.transpose(0, 1).flatten(1).to(tensors[0].dtype)
 
         build = self._build
-        o = {f"{at}.o_proj.weight": (hidden, heads * c.value_dim)}
+        o = {f"{at}.o_proj.weight": (hidden, self._heads * c.value_dim)}
         wide = heads * (rank + c.rope_dim)
         return {
             "q_product": build.product(f"{at}.q_product", wide, columns, {**queries, **kv_b}, q_product),

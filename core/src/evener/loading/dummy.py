@@ -10,7 +10,7 @@ import torch
 
 from evener.contracts.quant import Packing, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, Weight
+from evener.layers.declared import Declared, LinearWeight, Slice, Weight
 from evener.loading.loader import Ledger, WeightBytes, fill_table, pack
 from evener.loading.match import shared_names
 
@@ -24,8 +24,8 @@ def load_dummy(
 ) -> WeightBytes:
     """Fill ``value`` of every declared weight (noise; norms with ones or zeros, biases with zeros) and every table.
 
-    A tensor's numbers depend on the seed and its own name alone. One period of normal noise is drawn and copied from an
-    offset that follows from the name, so filling runs at the speed of memory.
+    A tensor's numbers depend on the seed and its own name alone, and a slice's are those of the whole. One period of
+    normal noise is drawn and copied from an offset that follows from the name, so filling runs at the speed of memory.
 
     Raises:
         CheckpointError: a declared part is quantized.
@@ -46,8 +46,8 @@ def load_dummy(
 def _matrices(item: LinearWeight, noise: _Noise, device: torch.device) -> Iterator[list[WeightPart]]:
     """The parts of one matrix after another, each with numbers of its own."""
     for expert in range(max(1, item.experts)):
-        named = [replace(p, name=f"{p.name} {expert}" if item.experts else p.name) for p in item.parts]
-        yield [noise.part(p, item.dtype, device) for p in named]
+        named = [(replace(p, name=f"{p.name} {expert}" if item.experts else p.name), cut) for p, cut in item.pieces()]
+        yield [noise.part(p, cut, item.dtype, device) for p, cut in named]
 
 
 class _Noise:
@@ -55,37 +55,44 @@ class _Noise:
         self._seed, self._names = seed, shared
         self._period = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)) * STD
         self._typed: dict[tuple[str, str], torch.Tensor] = {}
-        self._made: dict[tuple[str, tuple[int, ...], str], torch.Tensor] = {}
+        self._made: dict[tuple[str, tuple[int, ...], str, Slice | None], torch.Tensor] = {}
 
     def weight(self, item: Weight, device: torch.device) -> torch.Tensor:
         dtype = getattr(torch, item.dtype)
-        if item.make is not None:
-            sources = zip(item.sources, item.shapes, strict=True)
-            return item.make([self._shared(name, shape, item.dtype, device) for name, shape in sources])
         if item.dummy == "ones":
             return torch.ones(item.shape, dtype=dtype, device=device)
         if item.dummy == "zeros":
             return torch.zeros(item.shape, dtype=dtype, device=device)
-        if len(item.sources) == 1:
-            return self._shared(item.sources[0], item.shape, item.dtype, device)
-        return self._fill(item.name, item.shape, item.dtype, device)
+        if len(item.sources) > 1 and not item.shapes and not item.slices:
+            return self._fill(item.name, item.shape, item.dtype, device)
+        shapes = item.shapes or [item.shape if cut is None else cut.stored(item.shape) for _, cut in item.pieces()]
+        pieces = zip(item.pieces(), shapes, strict=True)
+        return item.join([self._shared(name, shape, item.dtype, device, cut) for (name, cut), shape in pieces])
 
-    def part(self, part: WeightPart, dtype: str, device: torch.device) -> WeightPart:
+    def part(self, part: WeightPart, cut: Slice | None, dtype: str, device: torch.device) -> WeightPart:
         if not part.format.plain:
             raise CheckpointError(
                 f"load=dummy cannot make up {part.name}, which is stored as {part.format.storage}; "
                 "use load=auto with real weights, or a config.json without quantization_config"
             )
-        return replace(part, tensors={"weight": self._shared(part.name, (part.rows, part.columns), dtype, device)})
+        shape: tuple[int, ...] = (part.rows, part.columns)
+        shape = shape if cut is None else cut.stored(shape)
+        return replace(part, tensors={"weight": self._shared(part.name, shape, dtype, device, cut)})
 
-    def _shared(self, name: str, shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
-        """Noise for a checkpoint name; one tensor for all who read that name (a tied head)."""
-        if name not in self._names:
-            return self._fill(name, shape, dtype, device)
-        key = (name, shape, dtype)
-        if key not in self._made:
-            self._made[key] = self._fill(name, shape, dtype, device)
-        return self._made[key]
+    def _shared(
+        self, name: str, shape: tuple[int, ...], dtype: str, device: torch.device, cut: Slice | None
+    ) -> torch.Tensor:
+        """Noise for a checkpoint name, of which a slice may be wanted; one tensor for all who read that name (a tied
+        head)."""
+        key = (name, shape, dtype, cut)
+        if key in self._made:
+            return self._made[key]
+        made = self._fill(name, shape, dtype, device)
+        if cut is not None:
+            made = made.narrow(cut.axis, cut.span.start, cut.span.size).clone(memory_format=torch.contiguous_format)
+        if name in self._names:
+            self._made[key] = made
+        return made
 
     def _fill(self, name: str, shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
         key = (dtype, str(device))

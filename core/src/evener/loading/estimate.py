@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import DTYPE_BYTES, Packing, QuantFormat, QuantScheme, plain
-from evener.layers.declared import Declared, LinearWeight, Weight
+from evener.layers.declared import Declared, LinearWeight, Slice, Weight
 from evener.loading.scheme import Unquantized
 
 
@@ -69,7 +70,7 @@ class _Book:
         self.headers, self.scheme, self.mappable, self.copied = headers, scheme, mappable, copied
         self.counted = self.mapped = 0
         self.seconds: list[SecondCopy] = []
-        self.held: dict[str, set[str]] = {}
+        self.held: dict[str, set[tuple[Any, ...]]] = {}
 
     def add_tensor(self, item: Weight) -> None:
         nbytes = int(math.prod(item.shape) * DTYPE_BYTES[item.dtype])
@@ -78,29 +79,32 @@ class _Book:
         if len(item.sources) > 1 or item.make is not None:
             self.counted += nbytes
         else:
-            self._hold(item.sources[0], item.dtype, nbytes, self._mapped(item.sources[0], plain(item.dtype)))
+            name, cut = next(item.pieces())
+            self._hold(name, (item.dtype, cut), nbytes, self._mapped(name, plain(item.dtype), cut))
 
     def add_linear(self, item: LinearWeight, packing: Packing) -> None:
         if packing.keeps(item.parts):
-            for part in item.parts:
+            for part, cut in item.pieces():
                 # A plain part is converted before it is packed, a quantized one is packed as stored.
                 form = plain(item.dtype) if part.format.plain else part.format
                 nbytes = packing.nbytes([part], item.dtype)
-                self._hold(part.name, form.storage, nbytes, self._mapped(part.name, form))
+                self._hold(part.name, (form.storage, cut), nbytes, self._mapped(part.name, form, cut))
         elif len(item.parts) > 1:
             self.counted += packing.nbytes(item.parts, item.dtype)
         else:
             nbytes = packing.nbytes(item.parts, item.dtype)
-            self._hold(item.parts[0].name, f"packed:{packing.layout}", nbytes, False)
+            self._hold(item.parts[0].name, (f"packed:{packing.layout}", *item.slices), nbytes, False)
 
-    def _mapped(self, name: str, form: QuantFormat) -> bool:
-        """Whether what is stored under ``name`` is used as it lies in its file."""
+    def _mapped(self, name: str, form: QuantFormat, cut: Slice | None) -> bool:
+        """Whether what is stored under ``name`` is used as it lies in its file: all of it, or some of its rows."""
+        if cut is not None and cut.axis:
+            return False
         if not self.mappable or not self.copied.isdisjoint(self.scheme.tensors(name, self.headers).values()):
             return False
         stored = self.scheme.part(name, self.headers)
         return stored is not None and stored.format == form
 
-    def _hold(self, name: str, key: str, nbytes: int, mapped: bool) -> None:
+    def _hold(self, name: str, key: tuple[Any, ...], nbytes: int, mapped: bool) -> None:
         held = self.held.setdefault(name, set())
         if key in held:
             return

@@ -11,7 +11,7 @@ import torch
 from evener.contracts.checkpoint import Checkpoint
 from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, StackedWeight, Table, Weight
+from evener.layers.declared import Declared, LinearWeight, Slice, StackedWeight, Table, Weight
 from evener.loading.match import check_match, shared_names
 
 
@@ -97,7 +97,7 @@ class _Loader:
     ) -> None:  # fmt: skip
         self._checkpoint, self._scheme, self._packings, self._device = checkpoint, scheme, packings, device
         self._shared = shared
-        self._converted: dict[tuple[str, str], torch.Tensor] = {}
+        self._converted: dict[tuple[str, str, Slice | None], torch.Tensor] = {}
         self._ledger = Ledger()
 
     def load(self, declared: Sequence[Declared]) -> WeightBytes:
@@ -116,32 +116,43 @@ class _Loader:
         tensor = self._checkpoint.tensor(name)
         return tensor if name in self._checkpoint.copied else self._ledger.note_mapped(tensor)
 
-    def _convert(self, name: str, dtype: str) -> torch.Tensor:
-        """A tensor on the device in ``dtype``; names that several weights read are converted once."""
-        key = (name, dtype)
+    def _convert(self, name: str, dtype: str, cut: Slice | None) -> torch.Tensor:
+        """A tensor, or a slice of it, on the device in ``dtype``; names that several weights read are converted
+        once."""
+        key = (name, dtype, cut)
         if key in self._converted:
             return self._converted[key]
         stored = self._scheme.part(name, self._checkpoint.headers)
         if stored is None or stored.format.plain:
             tensor = self._read(name)
+            tensor = tensor if cut is None else tensor.narrow(cut.axis, cut.span.start, cut.span.size).contiguous()
         else:
-            tensor = self._scheme.dequantize(self._filled(stored), dtype)
+            tensor = self._scheme.dequantize(self._cut(self._filled(stored), cut), dtype)
         tensor = tensor.to(device=self._device, dtype=getattr(torch, dtype))
         if name in self._shared:
             self._converted[key] = tensor
         return tensor
 
     def _tensor(self, item: Weight) -> torch.Tensor:
-        pieces = [self._convert(name, item.dtype) for name in item.sources]
-        if item.make is not None:
-            return item.make(pieces)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        pieces = [self._convert(name, item.dtype, cut) for name, cut in item.pieces()]
+        return item.join(pieces)
 
-    def _part(self, part: WeightPart, dtype: str) -> WeightPart:
+    def _part(self, part: WeightPart, cut: Slice | None, dtype: str) -> WeightPart:
         if part.format.plain:
             # Converting here, not in the packing, lets a tied head and its embedding share one converted tensor.
-            return replace(part, tensors={"weight": self._convert(part.name, dtype)})
-        return self._filled(part)
+            return replace(part, tensors={"weight": self._convert(part.name, dtype, cut)})
+        if cut is None:
+            return self._filled(part)
+        stored = self._scheme.part(part.name, self._checkpoint.headers)
+        assert stored is not None, "check_match found it"
+        return self._cut(self._filled(stored), cut)
+
+    def _cut(self, stored: WeightPart, cut: Slice | None) -> WeightPart:
+        """A rank's slice of what is stored, which is not dequantized."""
+        if cut is None:
+            return stored
+        piece = self._scheme.cut(stored, "in" if cut.axis else "out", cut.span.start, cut.span.stop)
+        return replace(piece, tensors={role: tensor.contiguous() for role, tensor in piece.tensors.items()})
 
     def _filled(self, part: WeightPart) -> WeightPart:
         roles = self._scheme.tensors(part.name, self._checkpoint.headers)
@@ -150,22 +161,23 @@ class _Loader:
     def _matrices(self, item: LinearWeight) -> Iterator[list[WeightPart]]:
         """The parts of one matrix after another, each read and converted when its turn comes."""
         if not isinstance(item, StackedWeight):
-            yield [self._part(part, item.dtype) for part in item.parts]
+            yield [self._part(part, cut, item.dtype) for part, cut in item.pieces()]
             return
         for expert in range(item.experts):
-            yield [self._expert_part(item, part, expert) for part in item.parts]
+            yield [self._expert_part(item, part, cut, expert) for part, cut in item.pieces()]
 
-    def _expert_part(self, item: StackedWeight, part: WeightPart, expert: int) -> WeightPart:
+    def _expert_part(self, item: StackedWeight, part: WeightPart, cut: Slice | None, expert: int) -> WeightPart:
         name, whole = part.name.format(expert), "{}" not in part.name
         stored = self._scheme.part(name, self._checkpoint.headers)
         assert stored is not None, "check_match found it"
         read = {role: t[expert] if whole else t for role, t in self._filled(stored).tensors.items()}
-        if stored.format.plain:
-            if whole and item.transposed:
-                read["weight"] = read["weight"].T
-        elif part.format.plain:
-            read = {"weight": self._scheme.dequantize(replace(stored, tensors=read), item.dtype)}
-        return replace(part, name=name, tensors=read)
+        if stored.format.plain and whole and item.transposed:
+            read["weight"] = read["weight"].T
+            stored = replace(stored, rows=stored.columns, columns=stored.rows)
+        found = self._cut(replace(stored, tensors=read), cut)
+        if part.format.plain and not stored.format.plain:
+            found = replace(found, tensors={"weight": self._scheme.dequantize(found, item.dtype)})
+        return replace(part, name=name, tensors=found.tensors)
 
 
 def pack(

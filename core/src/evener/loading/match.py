@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, StackedWeight, Weight
+from evener.layers.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
 
 #: Buffers that old transformers versions saved although they follow from the config.
 HARMLESS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.attn\.bias")
@@ -75,28 +75,31 @@ def _finding(what: str, names: Sequence[str], limit: int = 10) -> str:
 def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterator[str]:
     if isinstance(item, Weight):
         shapes = [_shape(name, headers, scheme) for name in item.sources if name in headers]
-        fits = tuple(shapes) == item.shapes if item.make else _joined(shapes) == item.shape
+        wanted = item.shapes or tuple(cut.stored(item.shape) for cut in item.slices if cut is not None)
+        fits = tuple(shapes) == wanted if wanted else _joined(shapes) == item.shape
         if len(shapes) == len(item.sources) and not fits:
             stored = " + ".join(str(list(shape)) for shape in shapes)
-            yield f"{' + '.join(item.sources)} is {stored}, not {list(item.shapes or item.shape)}"
+            yield f"{' + '.join(item.sources)} is {stored}, not {list(wanted or item.shape)}"
     elif isinstance(item, StackedWeight):
-        for declared in item.parts:
+        for declared, cut in item.pieces():
             whole = "{}" not in declared.name
             for expert in range(1 if whole else item.experts):
-                yield from _misfit(declared, declared.name.format(expert), item, whole, headers, scheme)
+                yield from _misfit(declared, cut, declared.name.format(expert), item, whole, headers, scheme)
     elif isinstance(item, LinearWeight):
-        for declared in item.parts:
-            yield from _misfit(declared, declared.name, item, False, headers, scheme)
+        for declared, cut in item.pieces():
+            yield from _misfit(declared, cut, declared.name, item, False, headers, scheme)
 
 
 def _misfit(
-    declared: WeightPart, name: str, item: LinearWeight, whole: bool, headers: Headers, scheme: QuantScheme
-) -> Iterator[str]:
+    declared: WeightPart, cut: Slice | None, name: str, item: LinearWeight, whole: bool, headers: Headers,
+    scheme: QuantScheme,
+) -> Iterator[str]:  # fmt: skip
     part = scheme.part(name, headers)
     if part is None:
         return
     shapes = [list(headers[n][1]) for n in scheme.tensors(name, headers).values() if n in headers]
     wanted = [declared.rows, declared.columns]
+    wanted = wanted if cut is None else list(cut.stored(wanted))
     if isinstance(item, StackedWeight) and whole:
         wanted = wanted[::-1] if item.transposed and part.format.plain else wanted
         if any(shape[0] != item.experts for shape in shapes):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
+from evener.ops.ranks import summed, vocab_head
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,10 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
 
 
 def attention_block(static: Static, use: Use) -> OpFunction:
-    enter = use("norm_qkv_rotary_write", **{k: v for k, v in static.items() if k not in ("o", "post_norm")})
+    if static["communicator"] is not None:
+        return summed("attention_block", static, use, weights=3)
+    outside = ("o", "post_norm", "communicator")
+    enter = use("norm_qkv_rotary_write", **{k: v for k, v in static.items() if k not in outside})
     attend = use("state.attend", state=static["state"])
     project = use("linear", **linear_static(static["o"]))
     post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
@@ -115,6 +119,8 @@ def attention_block(static: Static, use: Use) -> OpFunction:
 
 
 def mlp_block(static: Static, use: Use) -> OpFunction:
+    if static["communicator"] is not None:
+        return summed("mlp_block", static, use, weights=2)
     add_norm = use("add_rms_norm", **norm_static(static))
     rise = use("linear", **linear_static(static["gate_up"]))
     act = use("act_and_mul", inner=static["inner"], activation=static["activation"], dtype=static["dtype"], alpha=1.0,
@@ -145,6 +151,8 @@ def decoder_layer(static: Static, use: Use) -> OpFunction:
 
 
 def head(static: Static, use: Use) -> OpFunction:
+    if static["communicator"] is not None:
+        return vocab_head(static, use)
     norm = use("rms_norm", **{**norm_static(static), "dtype": "float32"})
     project = use("linear", **linear_static(static["weight"]))
     cap = use("softcap", cap=static["cap"], dtype="float32") if static["cap"] else None

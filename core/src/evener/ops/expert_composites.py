@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
 from evener.ops.composites import linear_static, norm_static
+from evener.ops.ranks import summed
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,8 @@ def _shared(static: Mapping[str, Any], use: Use) -> OpFunction | None:
 
 
 def moe_block(static: Mapping[str, Any], use: Use) -> OpFunction:
+    if static["communicator"] is not None:
+        return summed("moe_block", static, use, weights=2)
     add_norm, routed, shared = use("add_rms_norm", **norm_static(static)), _routed(static, use), _shared(static, use)
     post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
 from evener.ops.composites import first_norm, linear_static, norm_static
+from evener.ops.ranks import summed
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,8 @@ class GatedAttentionWeights(NamedTuple):
 
 
 def delta_block(static: Static, use: Use) -> OpFunction:
+    if static["communicator"] is not None:
+        return summed("delta_block", static, use, weights=2)
     heads, key_heads, key_dim, value_dim = (static[k] for k in ("heads", "key_heads", "key_dim", "value_dim"))
     share = heads // key_heads
     begin = first_norm(static, use)
@@ -71,6 +74,8 @@ def delta_block(static: Static, use: Use) -> OpFunction:
 
 
 def gated_attention_block(static: Static, use: Use) -> OpFunction:
+    if static["communicator"] is not None:
+        return summed("gated_attention_block", static, use, weights=3)
     heads, kv_heads, dim = (static[k] for k in ("heads", "kv_heads", "head_dim"))
     begin = first_norm(static, use)
     head_norm = use("rms_norm", **norm_static(static, dim))

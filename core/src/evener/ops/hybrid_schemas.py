@@ -14,6 +14,7 @@ _NORM = {
     "hidden": "H, width of the rows", "dtype": "compute type", "eps": "added to the mean square",
     "offset": "added to the weights of norms", "state": "the layer's StateSlot",
     "o": "the declared LinearWeight of the output projection",
+    "communicator": "of the ranks that share the heads, or None",
 }  # fmt: skip
 
 HYBRID_PRIMITIVES: tuple[OpSchema, ...] = (
@@ -36,7 +37,8 @@ HYBRID_PRIMITIVES: tuple[OpSchema, ...] = (
 HYBRID_COMPOSITES: tuple[OpSchema, ...] = (
     OpSchema(
         name="delta_block", reference=f"{_COMP}:delta_block", composite=True, weights=("enter", "o"), state=True,
-        doc="(add +) norm, projection, gates, convolution and gated delta rule, gated norm, output projection.",
+        doc="(add +) norm, projection, gates, convolution and gated delta rule, gated norm, output projection, "
+            "(all_reduce).",
         static={
             **_NORM, "heads": "value heads", "key_heads": "key heads", "key_dim": "of a key", "value_dim": "of a value",
             "enter": "the declared LinearWeight of queries, keys, values and gates",
@@ -47,7 +49,7 @@ HYBRID_COMPOSITES: tuple[OpSchema, ...] = (
         name="gated_attention_block", reference=f"{_COMP}:gated_attention_block", composite=True, state=True,
         weights=("qkv", "o"),
         doc="(add +) norm, QKV projection, head norms, rotary, write, attention, times sigmoid of a gate that lies"
-        " beside each head's query, output projection.",
+        " beside each head's query, output projection, (all_reduce).",
         static={
             **_NORM, "heads": "query heads", "kv_heads": "key and value heads", "head_dim": "D",
             "rotary_dim": "leading part of each head that is rotated",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from evener.contracts.ops import OpFunction, Use
 from evener.contracts.state import StepParts
 from evener.ops.composites import first_norm, linear_static
+from evener.ops.ranks import summed
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +155,8 @@ def index_block(static: Static, use: Use) -> OpFunction:
 
 
 def latent_attention_block(static: Static, use: Use) -> OpFunction:
+    if static["communicator"] is not None:
+        return summed("latent_attention_block", static, use, weights=3)
     heads, nope, rope, rank, dtype = (static[k] for k in ("heads", "nope_dim", "rope_dim", "rank", "dtype"))
     q_rank, hidden = static["q_rank"], static["hidden"]
     begin = first_norm(static, use)

@@ -60,8 +60,9 @@ LATENT_COMPOSITES: tuple[OpSchema, ...] = (
         name="latent_attention_block", reference=f"{_COMP}:latent_attention_block", composite=True,
         weights=("down", "q", "kv_b", "o"), state=True,
         doc="(add +) norm, down-projections, inner norms, queries, rotary, write, (index_block,) latent_attend, output "
-            "projection (DeepSeek-AI 2024, MLA).",
-        static={**_LATENT, "hidden": "H, width of the rows", "eps": "added to the mean square by the first norm",
+            "projection, (all_reduce) (DeepSeek-AI 2024, MLA).",
+        static={**_LATENT, "communicator": "of the ranks that share the heads, or None",
+                "hidden": "H, width of the rows", "eps": "added to the mean square by the first norm",
                 "offset": "added to the first norm's weight",
                 "rope_dim": "rotated part of a head's query, and of the key that all heads share",
                 "q_rank": "width of the queries' latent; None makes queries directly",

@@ -10,10 +10,12 @@ from __future__ import annotations
 from evener.contracts.ops import OpSchema, tensors
 from evener.ops.hybrid_schemas import HYBRID_COMPOSITES, HYBRID_PRIMITIVES
 from evener.ops.latent_schemas import LATENT_COMPOSITES, LATENT_PRIMITIVES
+from evener.ops.rank_schemas import RANK_COMPOSITES, RANK_PRIMITIVES
 
 _REF = "evener.ops.reference"
 _COMP = "evener.ops.composites"
 _CASES = "evener.testing.op_cases"
+_RANKS = {"communicator": "of the ranks that share the layer, whose results are summed, or None"}
 _HIDDEN = {"hidden": "H, width of the rows", "dtype": "compute type"}
 _NORM = {**_HIDDEN, "eps": "added to the mean square", "offset": "added to the weight (Gemma: 1.0)"}
 _ATTENTION_IN = {
@@ -185,8 +187,8 @@ COMPOSITES: tuple[OpSchema, ...] = (
     ),
     OpSchema(
         name="attention_block", reference=f"{_COMP}:attention_block", composite=True, weights=("qkv", "o"), state=True,
-        doc="norm_qkv_rotary_write, attention, output projection, (post-norm).",
-        static={**_ATTENTION_IN, "o": "the declared LinearWeight of the output projection",
+        doc="norm_qkv_rotary_write, attention, output projection, (all_reduce,) (post-norm).",
+        static={**_ATTENTION_IN, **_RANKS, "o": "the declared LinearWeight of the output projection",
                 "post_norm": "norm after it"},
         inputs=tensors("x T,hidden donated; residual T,hidden float32 donated optional; positions T int32; weights - "
                        "AttentionWeights; views - state; meta - state"),
@@ -194,8 +196,8 @@ COMPOSITES: tuple[OpSchema, ...] = (
     ),
     OpSchema(
         name="mlp_block", reference=f"{_COMP}:mlp_block", composite=True, weights=("gate_up", "down"),
-        doc="add + norm, gate and up projection, activation, down projection, (post-norm).",
-        static={**_MLP, "post_norm": "norm after the down projection"},
+        doc="add + norm, gate and up projection, activation, down projection, (all_reduce,) (post-norm).",
+        static={**_MLP, **_RANKS, "post_norm": "norm after the down projection"},
         inputs=tensors("x T,hidden donated; residual T,hidden float32 donated; weights - MLPWeights"),
         outputs=tensors("x T,hidden; residual T,hidden float32"),
     ),
@@ -203,8 +205,8 @@ COMPOSITES: tuple[OpSchema, ...] = (
         name="moe_block", reference="evener.ops.expert_composites:moe_block", composite=True,
         weights=("router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate"),
         doc="add + norm, router in float32, route, place_experts, gate and up projections of the chosen experts, "
-            "activation, down projections, mix_experts, (+ shared experts), (post-norm).",
-        static={**_NORM, **_ROUTE, "inner": "width between the two linears of an expert",
+            "activation, down projections, mix_experts, (+ shared experts), (all_reduce,) (post-norm).",
+        static={**_NORM, **_ROUTE, **_RANKS, "inner": "width between the two linears of an expert",
         "activation": "as act_and_mul has them", "alpha": "of clamped_swiglu", "limit": "of clamped_swiglu",
         "weigh_input": "weights are factors on the experts' inputs, not on their results",
         "router": "the declared LinearWeight of the router, out float32",
@@ -227,8 +229,10 @@ COMPOSITES: tuple[OpSchema, ...] = (
     ),
     OpSchema(
         name="head", reference=f"{_COMP}:head", composite=True, weights=("weight",),
-        doc="Norm of the picked rows of the stream, projection to the vocabulary, (soft cap); in float32 at both ends.",
-        static={**_NORM, "vocab": "V", "weight": "the declared LinearWeight of the head", "cap": "soft cap or None"},
+        doc="Norm of the picked rows of the stream, projection to the vocabulary, (soft cap,) (all_gather); in float32 "
+            "at both ends.",
+        static={**_NORM, "vocab": "V", "weight": "the declared LinearWeight of the head", "cap": "soft cap or None",
+                "communicator": "of the ranks that share the vocabulary, or None"},
         inputs=tensors("x R,hidden float32 donated; norm hidden float32; weight vocab,hidden packed; bias vocab "
                        "optional"),
         outputs=tensors("logits R,vocab float32"),
@@ -236,5 +240,6 @@ COMPOSITES: tuple[OpSchema, ...] = (
 )  # fmt: skip
 
 BUILTIN: tuple[OpSchema, ...] = (
-    *PRIMITIVES, *LATENT_PRIMITIVES, *HYBRID_PRIMITIVES, *COMPOSITES, *LATENT_COMPOSITES, *HYBRID_COMPOSITES
+    *PRIMITIVES, *LATENT_PRIMITIVES, *HYBRID_PRIMITIVES, *RANK_PRIMITIVES,
+    *COMPOSITES, *LATENT_COMPOSITES, *HYBRID_COMPOSITES, *RANK_COMPOSITES,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from evener.contracts.communicator import Communicator
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction, OpSchema
 from evener.contracts.quant import Packing, WeightPart, plain
@@ -259,12 +260,14 @@ class Resolver:
             reason = self._forbidden(op, offer) or self._overruled(schema, static, offer)
             reason = reason or self._refusal(kernel, call)
             if reason is None:
-                self._record(op, path, bucket, offer.label, offer.version, refused, kernel.capturable)
+                fixed = kernel.capturable and _capturable(static)
+                self._record(op, path, bucket, offer.label, offer.version, refused, fixed)
                 self.workspace = max(self.workspace, kernel.workspace(call))
                 return kernel.build(call)
             refused.append((offer.label, reason))
         provider = EXPANDED if schema.composite else REFERENCE
-        self._record(op, path, bucket, provider, self.market.version, refused, schema.capturable)
+        fixed = schema.capturable and _capturable(static)
+        self._record(op, path, bucket, provider, self.market.version, refused, fixed)
         if not schema.composite:
             self._peak = max(self._peak, self._held + scratch(schema, static, sizes))
         return self._reference(schema, path, static, bucket)
@@ -289,6 +292,8 @@ class Resolver:
         return OpCall(schema.name, static, bucket, self.market.device, layouts, layout)
 
     def _refusal(self, kernel: Kernel, call: OpCall) -> str | None:
+        if not kernel.across_ranks and next(_communicators(call.static), None) is not None:
+            return "is written for one rank; it may serve what is between the sums over ranks"
         if kernel.state_layout is not None and kernel.state_layout != call.state_layout:
             return f"is written for state layout {kernel.state_layout!r}, but {call.state_layout!r} was chosen"
         accepted = {p.layout for p in kernel.packings}
@@ -334,6 +339,19 @@ def _linear_weights(static: Mapping[str, Any]) -> Iterator[tuple[str, LinearWeig
             yield name, value
         elif isinstance(value, Mapping):
             yield from _linear_weights(value)
+
+
+def _communicators(static: Mapping[str, Any]) -> Iterator[Communicator]:
+    for value in static.values():
+        if isinstance(value, Communicator):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _communicators(value)
+
+
+def _capturable(static: Mapping[str, Any]) -> bool:
+    """Whether what ranks do together at a call site may be part of a graph."""
+    return all(communicator.capabilities.capturable for communicator in _communicators(static))
 
 
 def _slots(static: Mapping[str, Any]) -> Iterator[StateSlot]:

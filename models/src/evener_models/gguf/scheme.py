@@ -63,7 +63,7 @@ class GgufScheme(QuantScheme):
         if start % elements or stop % elements:
             raise CheckpointError(
                 f"cannot cut {start}..{stop} out of the in-features of {part.name}: it is stored in blocks of "
-                f"{elements}"
+                f"{elements}; multiples of {elements} up to {part.columns} fit"
             )
         cut = {} if weight is None else {"weight": weight[:, start // elements * nbytes : stop // elements * nbytes]}
         return replace(part, columns=stop - start, tensors=cut)
