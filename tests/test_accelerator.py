@@ -112,6 +112,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**COMMON, "sliding_window": 48},
     "gemma3_text": {**COMMON, "sliding_window": 32, "num_key_value_heads": 1, "head_dim": 128,
                     "query_pre_attn_scalar": 128},
+    "qwen3_moe": {**COMMON, "num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 96,
+                  "norm_topk_prob": True, "decoder_sparse_step": 1},
 }  # fmt: skip
 
 

@@ -21,10 +21,12 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
 from evener.layers.decoder import AttentionConfig, MLPConfig
+from evener.layers.experts import MoEConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
 from evener.testing.composite_check import Family, TinyModel, families
 from evener.testing.reference_device import HostDevice
+from evener_kernels_triton.experts import grouped, scores, sort
 from evener_kernels_triton.linear import few, gemv
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
@@ -85,12 +87,12 @@ def record(target: str) -> Recorder:
     dtype = "bfloat16" if bf16 else "float16"
     large = Family("large", AttentionConfig(heads=32, kv_heads=8, head_dim=128, rotary=RotaryConfig(128), qk_norm=True),
                    MLPConfig(inner=192))  # fmt: skip
-    # Layers with experts run on the reference, which asks the device how many rows each has.
-    for family in (large, *(f for f in families() if isinstance(f.mlp, MLPConfig))):
+    many = Family("many experts", large.attention, MoEConfig(experts=128, top=8, inner=768))
+    for family in (large, many, *families()):
         model = TinyModel(device, dtype, family, kernels, states[0], BUILTIN)
         noise = torch.randn(64, 96)
         with torch.inference_mode():
-            for counts, before in (((1, 1), (3, 9)), ((33, 30), (0, 0))):
+            for counts, before in (((1, 1), (3, 9)), ((1,), (5,)), ((33, 30), (0, 0))):
                 model.step(noise[: sum(counts)], before, counts)
     tuning = Tuning.of(device.capabilities)
     for tokens in (1, 4, 16, 64):
@@ -100,6 +102,7 @@ def record(target: str) -> Recorder:
             few(tuning, x, w, x.dtype)
             if tokens == 1:
                 gemv(tuning, x, w, x.dtype, activation="silu")
+    _experts(tuning, getattr(torch, dtype))
     logits = torch.empty(4, 151936, device=META)
     ints = torch.empty(4, dtype=torch.int32, device=META)
     choose(tuning, logits)
@@ -122,6 +125,20 @@ def record(target: str) -> Recorder:
         if kernel.op in inputs:
             kernel.build(call)(*inputs[kernel.op])
     return recorder
+
+
+def _experts(tuning: Tuning, kind: torch.dtype) -> None:
+    """The products of a large model's experts, from a few tokens to many."""
+    for rise, fall in (((128, 1536, 2048), (128, 2048, 768)), ((64, 2816, 2048), (64, 2048, 1408))):
+        for tokens in (2, 16, 64, 256, 1024, 8192):
+            slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
+            x = torch.empty(tokens, rise[2], dtype=kind, device=META)
+            scores(tuning, x, torch.empty(rise[0], rise[2], dtype=kind, device=META))
+            work = sort(tuning, slots, rise[0], tokens)
+            inside = torch.empty(slots.numel(), fall[2], dtype=kind, device=META)
+            grouped(tuning, x, torch.empty(rise, dtype=kind, device=META), inside, work, share=True, activation="silu")
+            fallen = torch.empty(slots.numel(), fall[1], dtype=kind, device=META)
+            grouped(tuning, inside, torch.empty(fall, dtype=kind, device=META), fallen, work, share=False)
 
 
 def _long_step(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str) -> None:

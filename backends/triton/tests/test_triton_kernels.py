@@ -9,8 +9,10 @@ import pytest
 import torch
 from interpreted import host_kernels, host_states, schemas
 
+from evener.layers.experts import MoEConfig
 from evener.ops.reference.sampling import sample
-from evener.testing.composite_check import check_composite
+from evener.ops.reference.state import ReferenceState
+from evener.testing.composite_check import Family, TinyModel, check_composite, families
 from evener.testing.op_check import check_kernel, no_other_op
 from evener.testing.reference_device import HostDevice
 from evener.testing.state_check import SHAPES, check_provider
@@ -47,6 +49,20 @@ def test_a_composite_agrees_with_its_expansion(kernel: Any) -> None:
     results = check_composite(kernel, list(schemas().values()), HostDevice(0), host_states(), linears, DTYPES)
     assert not [str(r) for r in results if r.status == "failed"]
     assert any(r.status == "passed" for r in results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", [f for f in families() if isinstance(f.mlp, MoEConfig)], ids=lambda f: f.name)
+def test_the_experts_of_one_token_alone_give_what_their_expansion_gives(family: Family, dtype: str) -> None:
+    kernels = [k for k in host_kernels(composite=True) if k.op == "moe_block"]
+    every, place, noise = list(schemas().values()), HostDevice(0), torch.Generator().manual_seed(6)
+    model = TinyModel(place, dtype, family, kernels, ReferenceState(), every)
+    reference = TinyModel(place, "float32", family, (), ReferenceState(), every, model)
+    for before in range(3):
+        x = torch.randn(1, 96, generator=noise).to(getattr(torch, dtype))
+        with torch.inference_mode():
+            got, want = (m.step(x, (before,), (1,))[0].float() for m in (model, reference))
+        assert (got - want).abs().max() <= (1e-4 if dtype == "float32" else 3e-2) * want.abs().max()
 
 
 def test_a_layer_with_windows_caps_and_norms_everywhere_agrees_with_its_expansion() -> None:

@@ -10,6 +10,7 @@ from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import Kernel
 from evener.contracts.state import StateProvider
 from evener_kernels_triton.composites import COMPOSITES
+from evener_kernels_triton.experts import EXPERTS
 from evener_kernels_triton.linear import LINEAR
 from evener_kernels_triton.primitives import PRIMITIVES
 from evener_kernels_triton.sampling import SAMPLING
@@ -21,7 +22,7 @@ from evener_kernels_triton.tuning import Tuning
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """Every kernel, with sizes for this device."""
     tuning = _tuning(device, options)
-    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LINEAR, *COMPOSITES)]
+    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LINEAR, *COMPOSITES, *EXPERTS)]
 
 
 @hookimpl

@@ -35,6 +35,27 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """Block sizes of products with matrices of a stack: ``m`` pairs of a token and a matrix, ``n`` rows, ``k`` columns.
+    ``flip``: the weights are the left side."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    flip: bool
+
+
+@dataclass(frozen=True)
+class Lone:
+    """One token's experts: ``up.m`` programs an expert, ``up.n`` rows at a time; ``down.n`` rows of all experts."""
+
+    up: Product
+    down: Product
+
+
+@dataclass(frozen=True)
 class Tuning:
     """What kernels ask before a launch.
 
@@ -99,6 +120,37 @@ class Tuning:
             k //= 2
         stages = max(2, min(8, (self.shared - 1024) // ((m + n) * k * element)))
         return Product(m, n, k, 4, stages)
+
+    def grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, element: int) -> Grouped:
+        """Products with matrices of a stack. Tiles hold twice what a matrix gets of ``pairs`` if all get the same, so
+        that few are read twice."""
+        m = max(16, min(128, power_of_two(-(-2 * pairs // matrices))))
+        flip = m < 64
+        n = 64 if flip or halves == 2 else 128
+        if self.shared < 96 << 10:
+            m, n = min(m, 64), 64
+        n = max(16, min(n, power_of_two(rows)))
+        k = max(16, min(64, power_of_two(columns)))
+        while k > 16 and 2 * (m + halves * n) * k * element > self.shared - 1024:
+            k //= 2
+        stages = max(2, min(4, (self.shared - 1024) // ((m + halves * n) * k * element)))
+        return Grouped(m, n, k, 8 if m * n * halves > 8192 else 4, stages, flip)
+
+    def lone(self, hidden: int, inner: int, top: int) -> Lone | None:
+        """One token and its ``top`` experts; None where its row does not fit into one tile."""
+        k = power_of_two(hidden)
+        if not 16 <= k <= 4096:
+            return None
+        up = Product(max(1, -(-4 * self.units // top)), max(1, 4096 // k), k, 8, 1)
+        wide = min(256, power_of_two(inner))
+        return Lone(up, Product(1, max(1, 8192 // (power_of_two(top) * wide)), wide, 8, 1))
+
+    def scores(self, tokens: int, experts: int, columns: int, element: int) -> tuple[Product, int]:
+        """Products of a router, and the parts that columns are cut into: a power of two."""
+        k = max(16, min(128 if element <= 2 else 32, power_of_two(columns)))
+        m, n = 16 if tokens <= 64 else 64, max(16, min(64, power_of_two(experts)))
+        parts = power_of_two(max(1, self.units // (2 * -(-tokens // m) * -(-experts // n))))
+        return Product(m, n, k, 4, 2), min(parts, 16, power_of_two(columns) // k)
 
     def decode_tile(self, wide: int, element: int) -> tuple[int, int, int]:
         """Keys a tile, warps, stages for heads of ``wide`` elements (keys and values together: twice)."""

@@ -1,0 +1,356 @@
+"""Experts: routing, products with the matrices of a stack, and the whole block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
+from evener.ops.expert_composites import MoEWeights
+from evener.ops.reference.linear import PLAIN
+from evener_kernels_triton.jit.experts import grouped_kernel, lone_down_kernel, lone_up_kernel, mix_kernel
+from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_kernel
+from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
+from evener_kernels_triton.linear import FEW, few, gemv, many, stream
+from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
+from evener_kernels_triton.tuning import Lone, Tuning, power_of_two
+
+#: Most tokens whose pairs are found by every program for itself instead of being listed first.
+DIRECT = 16
+#: Choosing compares every expert with every other one.
+MOST_EXPERTS = 512
+GATED = (*ACTIVATIONS, "clamped_swiglu")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How experts are chosen: the static parameters of ``route`` as the kernels take them."""
+
+    scale: float
+    sizes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, static: Mapping[str, Any]) -> Choice:
+        """From the op's parameters."""
+        groups = static["groups"]
+        each = static["experts"] // groups
+        sizes = {
+            "SCORING": static["scoring"], "TOP": static["top"], "GROUPS": groups, "EACH": each,
+            "TOP_GROUPS": static["top_groups"], "GROUP_BEST": static["group_best"],
+            "RENORMALIZE": bool(static["renormalize"]), "GP": power_of_two(groups), "EP": power_of_two(each),
+        }  # fmt: skip
+        return cls(float(static["scale"]), sizes)
+
+    @property
+    def places(self) -> int:
+        """Experts with padding."""
+        return int(self.sizes["GP"] * self.sizes["EP"])
+
+
+def route(
+    tuning: Tuning, choice: Choice, logits: torch.Tensor, correction: torch.Tensor | None, *,
+    bias: torch.Tensor | None = None, slots: torch.Tensor | None = None, copies: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Ids (slots, where a map is given) and weights, each [T, top]. ``logits`` float32 [T, experts], or [parts, T,
+    experts] to be summed."""
+    parts = logits.shape[0] if logits.dim() == 3 else 1
+    logits = rows_of(logits)
+    tokens, top = logits.shape[-2], choice.sizes["TOP"]
+    ids = torch.empty(tokens, top, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, top, dtype=torch.float32, device=logits.device)
+    if tokens:
+        route_kernel[(tokens,)](
+            logits, bias if bias is not None else logits, correction if correction is not None else logits,
+            slots if slots is not None else ids, copies if copies is not None else ids, ids, weights,
+            logits.stride(-2), logits.stride(0) if parts > 1 else 0, slots.shape[1] if slots is not None else 1,
+            choice.scale, PLACE=slots is not None, PARTS=parts, BIAS=bias is not None, CORRECT=correction is not None,
+            OVERLAP=tuning.overlap, num_warps=4 if choice.places <= 256 else 8, **choice.sizes, **tuning.launch,
+        )  # fmt: skip
+    return ids, weights
+
+
+def scores(tuning: Tuning, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, columns] times a router's weight [experts, columns], in float32, in parts [parts, T, experts]."""
+    (tokens, columns), experts = x.shape, weight.shape[0]
+    p, parts = tuning.scores(tokens, experts, columns, weight.element_size())
+    y = torch.empty(parts, tokens, experts, dtype=torch.float32, device=x.device)
+    each = -(-columns // (parts * p.k)) * p.k
+    score_kernel[(-(-tokens // p.m), -(-experts // p.n), parts)](
+        x, weight, y, tokens, experts, columns, x.stride(0), each, BM=p.m, BN=p.n, BK=p.k, PRECISION=PRECISION,
+        OVERLAP=tuning.overlap, num_warps=p.warps, num_stages=p.stages, **tuning.launch,
+    )  # fmt: skip
+    return y if parts > 1 else y[0]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Which pairs (token, choice) go to which matrix.
+
+    Attributes:
+        slots: int32 [T, top], the matrix of each pair; -1 for none.
+        lists: int32 [matrices, room], the pairs of each; None if programs are to find them in ``slots``.
+        counts: int32 [matrices], how many.
+    """
+
+    slots: torch.Tensor
+    lists: torch.Tensor | None
+    counts: torch.Tensor | None
+
+
+def sort(tuning: Tuning, slots: torch.Tensor, matrices: int, room: int) -> Work:
+    """Lists of at most ``room`` pairs a matrix. Their sizes stay on the device, so that this can be captured."""
+    lists = torch.empty(matrices, room, dtype=torch.int32, device=slots.device)
+    counts = torch.empty(matrices, dtype=torch.int32, device=slots.device)
+    pairs = slots.numel()
+    list_kernel[(matrices,)](
+        slots, lists, counts, pairs, room, CHUNK=max(16, min(2048, power_of_two(pairs))), OVERLAP=tuning.overlap,
+        num_warps=4, **tuning.launch,
+    )  # fmt: skip
+    return Work(slots, lists, counts)
+
+
+def grouped(
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, work: Work, *, share: bool,
+    bias: torch.Tensor | None = None, activation: str = "", alpha: float = 1.0, limit: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """y [pairs, rows] = weight [matrices, rows, columns] by pair times x, a row a pair, or a row a token (``share``);
+    with an activation behind it, which halves the rows."""
+    (tokens, top), matrices = work.slots.shape, weight.shape[0]
+    columns, halves = weight.shape[2], 2 if activation else 1
+    rows, pairs, listed = weight.shape[1] // halves, work.slots.numel(), work.lists is not None
+    p = tuning.grouped(pairs, matrices, rows, columns, halves, weight.element_size())
+    tiles = pairs // p.m + min(pairs, matrices) if listed else matrices
+    lists, counts = (work.lists, work.counts) if listed else (work.slots, work.slots)
+    assert lists is not None, "listed"
+    grouped_kernel[(tiles * -(-rows // p.n),)](
+        x, weight, bias if bias is not None else x, y, work.slots, lists, counts, tokens, matrices, lists.shape[1],
+        rows, columns, x.stride(0), y.stride(0), alpha, limit, TOP=top, TP=power_of_two(top), SHARE=share,
+        ACT=activation, BIAS=bias is not None, EP=power_of_two(matrices), BM=p.m, BN=p.n, BK=p.k,
+        EVEN=columns % p.k == 0, DIRECT=not listed, FLIP=p.flip, PRECISION=PRECISION, OVERLAP=tuning.overlap,
+        num_warps=p.warps, num_stages=p.stages, **tuning.launch,
+    )  # fmt: skip
+    return y
+
+
+def mix(
+    tuning: Tuning, x: torch.Tensor, weights: torch.Tensor, *, slots: torch.Tensor | None = None,
+    extra: torch.Tensor | None = None, gate: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, top, hidden] and weights [T, top] to [T, hidden]; see ``mix_kernel``."""
+    x, weights = rows_of(x), weights.contiguous()
+    tokens, top, hidden = x.shape
+    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    if tokens:
+        block = min(1024, power_of_two(hidden))
+        mix_kernel[(tokens, -(-hidden // block))](
+            x, weights, slots if slots is not None else x, extra if extra is not None else x,
+            gate if gate is not None else x, y, hidden, x.stride(0), x.stride(1),
+            extra.stride(0) if extra is not None else 0, SOME=slots is not None, ADD=extra is not None,
+            GATE=gate is not None, TOP=top, TP=power_of_two(top), BLOCK=block, OVERLAP=tuning.overlap,
+            num_warps=max(1, min(4, block // 256)), **tuning.launch,
+        )  # fmt: skip
+    return y
+
+
+class TritonRoute(TritonKernel):
+    """One token a program; an expert's rank is the number of those before it."""
+
+    op = "route"
+    batch_invariant = True
+
+    def _judge(self, call: OpCall) -> str | None:
+        return _too_many(call)
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, choice = self.tuning, Choice.of(call.static)
+
+        def run(logits: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            return route(tuning, choice, logits, bias)
+
+        return run
+
+
+class TritonGroupedLinear(TritonKernel):
+    """Pairs sorted by matrix, then one launch over all matrices that have some."""
+
+    op = "grouped_linear"
+    packings = (PLAIN,)
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, rows = self.tuning, call.static["rows"]
+
+        def run(
+            x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            y = torch.zeros(*slots.shape, rows, dtype=x.dtype, device=x.device)
+            if slots.numel():
+                # A row may name a matrix twice here, so that one list can take all pairs.
+                work = sort(tuning, slots.contiguous(), weight.data.shape[0], slots.numel())
+                grouped(tuning, rows_of(x), weight.data, y.view(-1, rows), work, share=True, bias=bias)
+            return y
+
+        return run
+
+    def workspace(self, call: OpCall) -> int:
+        return int(4 * call.static["experts"] * call.bucket.high)
+
+
+class TritonMixExperts(TritonKernel):
+    """A weighted sum in one pass."""
+
+    op = "mix_experts"
+    batch_invariant = True
+
+    def build(self, call: OpCall) -> OpFunction:
+        def run(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return mix(self.tuning, x, weights)
+
+        return run
+
+
+def _too_many(call: OpCall) -> str | None:
+    places = Choice.of(call.static).places
+    return None if places <= MOST_EXPERTS else f"compares at most {MOST_EXPERTS} experts with each other"
+
+
+#: Normed rows (or, of one token, the stream) and weights to what all experts add up to.
+Experts = Callable[[torch.Tensor, MoEWeights], torch.Tensor]
+
+
+class TritonMoeBlock(TritonKernel):
+    """One token: norm and router, then the rows of its experts as one stream. More: sorted by expert."""
+
+    op = "moe_block"
+    packings = (PLAIN,)
+
+    def _judge(self, call: OpCall) -> str | None:
+        s = call.static
+        if s["activation"] not in GATED:
+            return f"does not know activation {s['activation']!r}"
+        if s["shared_inner"] and s["activation"] not in ACTIVATIONS:
+            return f"does not know activation {s['activation']!r} of shared experts"
+        if s["weigh_input"]:
+            return "weighs results, not inputs"
+        return _too_many(call)
+
+    def workspace(self, call: OpCall) -> int:
+        s, tokens = call.static, call.bucket.high
+        wide = s["inner"] + s["hidden"]
+        size: int = getattr(torch, s["dtype"]).itemsize
+        return int(tokens * (s["top"] * wide * size + 4 * s["experts"]))
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
+        lone = tuning.lone(s["hidden"], s["inner"], s["top"])
+        first = tuning.stream(s["experts"], s["hidden"], 1)
+        if call.bucket.high == 1 and lone is not None and first is not None:
+            run = _one(tuning, call, lone)
+        else:
+            run = _some(tuning, call)
+
+        def block(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
+            y, total = run(x, residual, w)
+            if s["post_norm"]:
+                assert w.post_norm is not None, "declared with the flag"
+                y, _ = norm_rows(tuning, y, None, w.post_norm, s["eps"], s["offset"], dtype)
+            return y, total
+
+        return block
+
+
+Block = Callable[[torch.Tensor, torch.Tensor, MoEWeights], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _some(tuning: Tuning, call: OpCall) -> Block:
+    """Any number of tokens."""
+    s, dtype = call.static, getattr(torch, call.static["dtype"])
+    choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
+    act = {"activation": s["activation"], "alpha": float(s["alpha"]), "limit": float(s["limit"])}
+
+    def project(x: torch.Tensor, weight: PackedWeight | None) -> torch.Tensor:
+        assert weight is not None, "declared with shared experts"
+        return few(tuning, x, weight.data, dtype) if call.bucket.high <= FEW else many(x, weight.data, dtype)
+
+    def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)
+        assert total is not None, "there is a residual"
+        tokens = y.shape[0]
+        if not tokens:
+            return y, total
+        extra = gate = None
+        if s["shared_inner"]:
+            extra = project(act_rows(tuning, project(y, w.shared_gate_up), s["shared_inner"], s["activation"]),
+                            w.shared_down)  # fmt: skip
+            gate = project(y, w.shared_gate) if s["shared_gate"] is not None else None
+        slots, weights = route(
+            tuning, choice, scores(tuning, y, w.router.data), w.correction, bias=w.router_bias, slots=w.slots,
+            copies=w.copies,
+        )  # fmt: skip
+        matrices = w.gate_up.data.shape[0]
+        # Experts of a token differ and so do their slots: a slot gets a token once at most.
+        work = Work(slots, None, None) if tokens <= DIRECT else sort(tuning, slots, matrices, tokens)
+        inside = torch.empty(tokens * top, inner, dtype=dtype, device=y.device)
+        grouped(tuning, y, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
+        fallen = torch.empty(tokens * top, hidden, dtype=dtype, device=y.device)
+        grouped(tuning, inside, w.down.data, fallen, work, share=False, bias=w.down_bias)
+        return mix(tuning, fallen.view(tokens, top, hidden), weights, slots=slots, extra=extra, gate=gate), total
+
+    return run
+
+
+def _one(tuning: Tuning, call: OpCall, sizes: Lone) -> Block:
+    """One token: the choice is made by each program for itself, which saves the launches between."""
+    s, dtype = call.static, getattr(torch, call.static["dtype"])
+    choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
+    norm = {"eps": s["eps"], "offset": s["offset"]}
+    up, down = sizes.up, sizes.down
+
+    def shared(total: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if not s["shared_inner"]:
+            return None, None
+        assert w.shared_gate_up is not None and w.shared_down is not None, "declared with shared experts"
+        rise, fall, gate = w.shared_gate_up.data, w.shared_down.data, None
+        if tuning.stream(s["shared_inner"], hidden, 2) is not None:
+            inside = stream(tuning, total, rise, dtype, gain=w.norm, activation=s["activation"], **norm)
+        else:
+            y, _ = norm_rows(tuning, total, None, w.norm, s["eps"], s["offset"], dtype)
+            inside = gemv(tuning, y, rise, dtype, activation=s["activation"])
+        if s["shared_gate"] is not None:
+            assert w.shared_gate is not None, "declared"
+            gate = stream(tuning, total, w.shared_gate.data, torch.float32, gain=w.norm, **norm)
+        return gemv(tuning, inside, fall, dtype), gate
+
+    def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        logits = stream(
+            tuning, rows_of(x), w.router.data, torch.float32, bias=w.router_bias, residual=rows_of(residual),
+            total=total, gain=w.norm, **norm,
+        )  # fmt: skip
+        extra, gate = shared(total, w)
+        inside = torch.empty(top, inner, dtype=dtype, device=x.device)
+        y = torch.empty(1, hidden, dtype=dtype, device=x.device)
+        common = {"CORRECT": w.correction is not None, "OVERLAP": tuning.overlap, **choice.sizes, **tuning.launch}
+        correction, most = w.correction if w.correction is not None else logits, w.slots.shape[1]
+        # These two follow each other: the second starts on what the first has waited for.
+        lone_up_kernel[(top, min(up.m, -(-inner // up.n)))](
+            logits, correction, w.slots, total, w.norm, w.gate_up.data,
+            w.gate_up_bias if w.gate_up_bias is not None else x, inside, most, inner, hidden, choice.scale, s["eps"],
+            s["offset"], float(s["alpha"]), float(s["limit"]), BIAS=w.gate_up_bias is not None, ACT=s["activation"],
+            BN=up.n, BK=up.k, num_warps=up.warps, **common,
+        )  # fmt: skip
+        lone_down_kernel[(-(-hidden // down.n),)](
+            logits, correction, w.slots, inside, w.down.data, w.down_bias if w.down_bias is not None else x,
+            extra if extra is not None else x, gate if gate is not None else x, y, most, hidden, inner, choice.scale,
+            BIAS=w.down_bias is not None, ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top),
+            BN=down.n, BK=down.k, TWO=inner > down.k, num_warps=down.warps, **common,
+        )  # fmt: skip
+        return y, total
+
+    return run
+
+
+EXPERTS: tuple[Any, ...] = (TritonRoute, TritonGroupedLinear, TritonMixExperts, TritonMoeBlock)

@@ -1,0 +1,284 @@
+"""Products with matrices of a stack: many tokens or a few, sorted by matrix; and one token, whose choice is made on the
+way."""
+
+import triton
+import triton.language as tl
+
+from evener_kernels_triton.jit.routing import chosen
+from evener_kernels_triton.jit.rows import activate
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, ACT: tl.constexpr):
+    """What stands between the two products of an expert, in float32; ``act_and_mul`` says what the names mean."""
+    if ACT == "clamped_swiglu":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        y = gate * tl.sigmoid(alpha * gate) * up
+    else:
+        y = activate(gate, ACT) * up
+    return y
+
+
+@triton.jit
+def _work(
+    slots, lists, counts, tile, tokens, experts, room,
+    TOP: tl.constexpr, TP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """The matrix of a tile, its pairs [BM] and which of them there are.
+
+    DIRECT: a tile is a matrix with all tokens, at most BM of them. Otherwise tiles are numbered through the lists.
+    """
+    if DIRECT:
+        matrix = tile
+        t = tl.arange(0, BM)
+        k = tl.arange(0, TP)
+        at = t[:, None] * TOP + k[None, :]
+        asked = (t < tokens)[:, None] & (k < TOP)[None, :]
+        hit = tl.load(slots + at, mask=asked, other=-1) == matrix
+        there = tl.sum(hit.to(tl.int32), 1) > 0
+        pair = tl.sum(tl.where(hit, at, 0), 1)
+        some = tl.sum(there.to(tl.int32), 0) > 0
+    else:
+        e = tl.arange(0, EP)
+        count = tl.load(counts + e, mask=e < experts, other=0)
+        tiles = tl.cdiv(count, BM)
+        ends = tl.cumsum(tiles, 0)
+        matrix = tl.sum((ends <= tile).to(tl.int32), 0)
+        mine = e == matrix
+        m = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * BM + tl.arange(0, BM)
+        there = m < tl.sum(tl.where(mine, count, 0), 0)
+        some = matrix < experts
+        pair = tl.load(lists + matrix.to(tl.int64) * room + m, mask=there, other=0)
+    return matrix, pair, there, some
+
+
+@triton.jit
+def grouped_kernel(
+    x, w, bias, y, slots, lists, counts, tokens, experts, room, rows, columns, x_row, y_row, alpha, limit,
+    TOP: tl.constexpr, TP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr,
+    FLIP: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y[p] = w[slots[p]] @ x[p], BM pairs with one matrix and BN rows of it a program; SHARE: x has one row for the TOP
+    pairs of a token. ACT: matrices have 2 * rows rows, of which ``gated`` makes one.
+
+    FLIP: the weights are the left side of the product: matrix units take 64 rows there, and few on the right.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    across = tl.cdiv(rows, BN)
+    tile = tl.program_id(0) // across
+    n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
+    matrix, pair, there, some = _work(slots, lists, counts, tile, tokens, experts, room, TOP, TP, EP, BM, DIRECT)
+    if some:
+        inside = n < rows
+        # Rows past the end are read from the start again, and not stored: loads without a mask are copied faster.
+        n_safe = tl.where(inside, n, 0)
+        halves: tl.constexpr = 1 if ACT == "" else 2
+        own = w + matrix.to(tl.int64) * rows * halves * columns
+        gate_row = n_safe * 2 if ACT == "clamped_swiglu" else n_safe
+        up_row = n_safe * 2 + 1 if ACT == "clamped_swiglu" else rows + n_safe
+        source = pair // TOP if SHARE else pair
+        x_at = x + source.to(tl.int64)[:, None] * x_row
+        acc = tl.zeros([BN, BM], tl.float32) if FLIP else tl.zeros([BM, BN], tl.float32)
+        high = acc
+        for k in range(0, columns, BK):
+            c = k + tl.arange(0, BK)
+            if EVEN:
+                a = tl.load(x_at + c[None, :], mask=there[:, None], other=0.0)
+                g = tl.load(own + gate_row[:, None] * columns + c[None, :])
+            else:
+                real = (c < columns)[None, :]
+                a = tl.load(x_at + c[None, :], mask=there[:, None] & real, other=0.0)
+                g = tl.load(own + gate_row[:, None] * columns + c[None, :], mask=real, other=0.0)
+            if FLIP:
+                acc = tl.dot(g, tl.trans(a), acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(a, tl.trans(g), acc, input_precision=PRECISION)
+            if ACT != "":
+                if EVEN:
+                    u = tl.load(own + up_row[:, None] * columns + c[None, :])
+                else:
+                    u = tl.load(own + up_row[:, None] * columns + c[None, :], mask=(c < columns)[None, :], other=0.0)
+                if FLIP:
+                    high = tl.dot(u, tl.trans(a), high, input_precision=PRECISION)
+                else:
+                    high = tl.dot(a, tl.trans(u), high, input_precision=PRECISION)
+        if BIAS:
+            own_bias = bias + matrix.to(tl.int64) * rows * halves
+            more = tl.load(own_bias + gate_row).to(tl.float32)
+            acc += more[:, None] if FLIP else more[None, :]
+            if ACT != "":
+                more = tl.load(own_bias + up_row).to(tl.float32)
+                high += more[:, None] if FLIP else more[None, :]
+        if ACT != "":
+            acc = gated(acc, high, alpha, limit, ACT)
+        y_at = y + pair.to(tl.int64) * y_row
+        if FLIP:
+            tl.store(y_at[None, :] + n[:, None], acc.to(y.dtype.element_ty), mask=there[None, :] & inside[:, None])
+        else:
+            tl.store(y_at[:, None] + n[None, :], acc.to(y.dtype.element_ty), mask=there[:, None] & inside[None, :])
+    # Dependents that came earlier would take the place of programs that still read.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def mix_kernel(
+    x, weights, slots, extra, gate, y, hidden, x_row, x_each, extra_row,
+    SOME: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y[t] = Σ_k weights[t, k] * x[t, k] in float32, BLOCK columns of one token a program. SOME: without those
+    that have no slot. ADD: + extra[t]; GATE: that times sigmoid(gate[t])."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < hidden
+    k = tl.arange(0, TP)
+    weight = tl.load(weights + token * TOP + k, mask=k < TOP, other=0.0)
+    each = x + token * x_row + k[:, None] * x_each + at[None, :]
+    asked = k < TOP
+    if SOME:
+        asked = asked & (tl.load(slots + token * TOP + k, mask=asked, other=-1) >= 0)
+    v = tl.load(each, mask=asked[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    r = tl.sum(v * weight[:, None], 0)
+    if ADD:
+        more = tl.load(extra + token * extra_row + at, mask=inside, other=0.0).to(tl.float32)
+        if GATE:
+            more = more * tl.sigmoid(tl.load(gate + token).to(tl.float32))
+        r += more
+    tl.store(y + token * hidden + at, r.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def lone_up_kernel(
+    logits, correction, slots, x, gain, w, bias, y, most, rows, columns, scale, eps, offset, alpha, limit,
+    BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """One token: y[k] = gated(w[slot of choice k] @ norm(x)). Program (k, first rows) goes on through the rows of its
+    matrix and makes x once; each program chooses by itself, which is cheaper than a launch.
+
+    The next kernel may start when this one has waited: it reads ``logits`` before it waits itself.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    k = tl.program_id(0)
+    expert, rank, taken, _ = chosen(
+        logits, 0, logits, correction, scale, 1, False, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
+        RENORMALIZE, GP, EP,
+    )  # fmt: skip
+    mine = tl.sum(tl.where(taken & (rank == k), expert, 0), 0)
+    slot = tl.load(slots + mine * most)
+    readable = tl.where(slot >= 0, rows, 0)
+    halves: tl.constexpr = 2
+    own = w + slot.to(tl.int64) * rows * halves * columns
+    c = tl.arange(0, BK)
+    real = c < columns
+    step = tl.num_programs(1) * BN
+    start = tl.program_id(1) * BN
+    n = start + tl.arange(0, BN)
+    gate_row = n * 2 if ACT == "clamped_swiglu" else n
+    up_row = n * 2 + 1 if ACT == "clamped_swiglu" else rows + n
+    mask = (n < readable)[:, None] & real[None, :]
+    a = tl.load(own + gate_row[:, None] * columns + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    u = tl.load(own + up_row[:, None] * columns + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    b = tl.load(x + c, mask=real, other=0.0).to(tl.float32)
+    b = b * tl.rsqrt(tl.sum(b * b, 0) / columns + eps)
+    b = b * (tl.load(gain + c, mask=real, other=0.0).to(tl.float32) + offset)
+    for first in range(start, rows, step):
+        coming = first + step + tl.arange(0, BN)
+        mask = (coming < readable)[:, None] & real[None, :]
+        gate_row = coming * 2 if ACT == "clamped_swiglu" else coming
+        up_row = coming * 2 + 1 if ACT == "clamped_swiglu" else rows + coming
+        a_next = tl.load(
+            own + gate_row[:, None] * columns + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+        )
+        u_next = tl.load(
+            own + up_row[:, None] * columns + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+        )
+        n = first + tl.arange(0, BN)
+        inside = n < rows
+        gate = tl.sum(a.to(tl.float32) * b[None, :], 1)
+        up = tl.sum(u.to(tl.float32) * b[None, :], 1)
+        if BIAS:
+            own_bias = bias + slot.to(tl.int64) * rows * halves
+            gate_row = n * 2 if ACT == "clamped_swiglu" else n
+            up_row = n * 2 + 1 if ACT == "clamped_swiglu" else rows + n
+            gate += tl.load(own_bias + gate_row, mask=n < readable, other=0.0).to(tl.float32)
+            up += tl.load(own_bias + up_row, mask=n < readable, other=0.0).to(tl.float32)
+        r = gated(gate, up, alpha, limit, ACT)
+        tl.store(y + k * rows + n, r.to(y.dtype.element_ty), mask=inside)
+        a = a_next
+        u = u_next
+
+
+@triton.jit
+def _falling(w, x, n, slot, hidden, inner, c, BN: tl.constexpr):
+    """Weights [BN, TP, BK] of output rows ``n``, matrices ``slot`` and columns ``c``."""
+    own = slot.to(tl.int64) * hidden * inner
+    at = own[None, :, None] + (n * inner)[:, None, None] + c[None, None, :]
+    mask = (n < hidden)[:, None, None] & (slot >= 0)[None, :, None] & (c < inner)[None, None, :]
+    return tl.load(w + at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _taken_in(acc, a, x, k, c, inner, TOP: tl.constexpr):
+    """The sums after columns ``c``, whose weights are ``a``."""
+    b = tl.load(x + k[:, None] * inner + c[None, :], mask=(k < TOP)[:, None] & (c < inner)[None, :], other=0.0)
+    return acc + a.to(tl.float32) * b.to(tl.float32)[None, :, :]
+
+
+@triton.jit
+def lone_down_kernel(
+    logits, correction, slots, x, w, bias, extra, gate, y, most, hidden, inner, scale,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, TP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TWO: tl.constexpr, OVERLAP: tl.constexpr,
+    CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """One token: y = Σ_k weight of choice k * (w[its slot] @ x[k]), BN rows of all matrices a program; extra and gate
+    as in ``mix_kernel``. TWO: there is more than one tile of columns. Two are under way before the kernel waits: the
+    kernel before has waited for ``logits``."""
+    expert, rank, taken, weight = chosen(
+        logits, 0, logits, correction, scale, 1, False, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
+        RENORMALIZE, GP, EP,
+    )  # fmt: skip
+    k = tl.arange(0, TP)
+    match = taken[None, :] & (rank[None, :] == k[:, None])
+    mine = tl.sum(tl.where(match, expert[None, :], 0), 1)
+    share = tl.sum(tl.where(match, weight[None, :], 0.0), 1)
+    slot = tl.load(slots + mine * most, mask=k < TOP, other=-1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    c = tl.arange(0, BK)
+    a0 = _falling(w, x, n, slot, hidden, inner, c, BN)
+    if TWO:
+        a1 = _falling(w, x, n, slot, hidden, inner, BK + c, BN)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([BN, TP, BK], tl.float32)
+    acc = _taken_in(acc, a0, x, k, c, inner, TOP)
+    if TWO:
+        acc = _taken_in(acc, a1, x, k, BK + c, inner, TOP)
+        for first in range(2 * BK, inner, BK):
+            a = _falling(w, x, n, slot, hidden, inner, first + c, BN)
+            acc = _taken_in(acc, a, x, k, first + c, inner, TOP)
+    each = tl.sum(acc, 2)
+    inside = n < hidden
+    if BIAS:
+        at = slot.to(tl.int64)[None, :] * hidden + n[:, None]
+        each += tl.load(bias + at, mask=(slot >= 0)[None, :] & inside[:, None], other=0.0).to(tl.float32)
+    r = tl.sum(each * share[None, :], 1)
+    if ADD:
+        more = tl.load(extra + n, mask=inside, other=0.0).to(tl.float32)
+        if GATE:
+            more = more * tl.sigmoid(tl.load(gate).to(tl.float32))
+        r += more
+    tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)

@@ -1,0 +1,128 @@
+"""Which experts a token goes to, and which tokens an expert gets; sums of scores over parts of the columns."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def score_kernel(
+    x, w, parts, tokens, experts, columns, x_row, each,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """parts[s] = x @ wᵀ over columns ``s * each`` to ``(s + 1) * each``, in float32: program (tokens, experts, s)."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    part = tl.program_id(2)
+    there = m < tokens
+    inside = n < experts
+    first = part * each
+    last = tl.minimum(first + each, columns)
+    acc = tl.zeros([BM, BN], tl.float32)
+    for k in range(first, last, BK):
+        c = k + tl.arange(0, BK)
+        real = c < last
+        a = tl.load(x + m.to(tl.int64)[:, None] * x_row + c[None, :], mask=there[:, None] & real[None, :], other=0.0)
+        b = tl.load(w + n[:, None] * columns + c[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    at = (part * tokens + m).to(tl.int64)[:, None] * experts + n[None, :]
+    tl.store(parts + at, acc, mask=there[:, None] & inside[None, :])
+
+
+@triton.jit
+def chosen(
+    logits, part, router_bias, correction, scale,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """For every place of a padded [GP, EP] grid of groups and experts: the expert, its rank, whether it is one of the
+    TOP, its weight. ``logits``: those of the token, PARTS of them ``part`` elements apart, which are summed.
+
+    A rank is the number of experts that are better, or as good and in front: no search, and the lowest id wins ties.
+    """
+    i = tl.arange(0, GP * EP)
+    group = i // EP
+    real = (i % EP < EACH) & (group < GROUPS)
+    expert = group * EACH + i % EP
+    if PARTS == 1:
+        s = tl.load(logits + expert, mask=real, other=0.0).to(tl.float32)
+    else:
+        each = tl.arange(0, PARTS)[:, None] * part + expert[None, :]
+        s = tl.sum(tl.load(logits + each, mask=real[None, :], other=0.0), 0)
+    if BIAS:
+        s += tl.load(router_bias + expert, mask=real, other=0.0).to(tl.float32)
+    if SCORING == "softmax":
+        s = tl.exp(tl.where(real, s, float("-inf")) - tl.max(tl.where(real, s, float("-inf")), 0))
+        s = s / tl.sum(s, 0)
+    elif SCORING == "sigmoid":
+        s = 1.0 / (1.0 + tl.exp(-s))
+    wanted = s
+    if CORRECT:
+        wanted += tl.load(correction + expert, mask=real, other=0.0)
+    if TOP_GROUPS < GROUPS:
+        grid = tl.reshape(wanted, (GP, EP))
+        valid = tl.reshape(real, (GP, EP))
+        at = tl.arange(0, EP)
+        tie = (grid[:, None, :] == grid[:, :, None]) & (at[None, None, :] < at[None, :, None])
+        ahead = ((grid[:, None, :] > grid[:, :, None]) | tie) & valid[:, None, :]
+        counted = valid & (tl.sum(ahead.to(tl.int32), 2) < GROUP_BEST)
+        total = tl.sum(tl.where(counted, grid, 0.0), 1)
+        g = tl.arange(0, GP)
+        lead = (total[None, :] > total[:, None]) | ((total[None, :] == total[:, None]) & (g[None, :] < g[:, None]))
+        kept = tl.sum((lead & (g < GROUPS)[None, :]).to(tl.int32), 1) < TOP_GROUPS
+        wanted = tl.reshape(tl.where(kept[:, None] & valid, grid, float("-inf")), (GP * EP,))
+    tie = (wanted[None, :] == wanted[:, None]) & (i[None, :] < i[:, None])
+    rank = tl.sum((((wanted[None, :] > wanted[:, None]) | tie) & real[None, :]).to(tl.int32), 1)
+    taken = real & (rank < TOP)
+    weight = tl.where(taken, s, 0.0)
+    if SCORING == "softmax_top":
+        weight = tl.where(taken, tl.exp(s - tl.max(tl.where(taken, s, float("-inf")), 0)), 0.0)
+        weight = weight / tl.sum(weight, 0)
+    if RENORMALIZE:
+        weight = weight / tl.sum(weight, 0)
+    return expert, rank, taken, weight * scale
+
+
+@triton.jit
+def route_kernel(
+    logits, router_bias, correction, slots, copies, ids, weights, logits_row, part, most, scale,
+    PLACE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, CORRECT: tl.constexpr, SCORING: tl.constexpr,
+    TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One token a program: ids of its experts, best first, and their weights. PLACE: their slots instead of their ids;
+    an expert has up to ``most``."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    expert, rank, taken, weight = chosen(
+        logits + token * logits_row, part, router_bias, correction, scale, PARTS, BIAS, CORRECT, SCORING, TOP, GROUPS,
+        EACH, TOP_GROUPS, GROUP_BEST, RENORMALIZE, GP, EP,
+    )  # fmt: skip
+    if PLACE:
+        spread = tl.maximum(tl.load(copies + expert, mask=taken, other=1), 1)
+        expert = tl.load(slots + expert * most + (token % spread), mask=taken)
+    at = token * TOP + rank
+    tl.store(ids + at, expert.to(tl.int32), mask=taken)
+    tl.store(weights + at, weight, mask=taken)
+
+
+@triton.jit
+def list_kernel(slots, lists, counts, pairs, room, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
+    """One slot a program: which of the ``pairs`` (token, choice) go there, in order, and how many."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(0)
+    own = lists + slot.to(tl.int64) * room
+    total = 0
+    for first in range(0, pairs, CHUNK):
+        pair = first + tl.arange(0, CHUNK)
+        hit = (tl.load(slots + pair, mask=pair < pairs, other=-1) == slot).to(tl.int32)
+        tl.store(own + total + tl.cumsum(hit, 0) - 1, pair, mask=hit != 0)
+        total += tl.sum(hit, 0)
+    tl.store(counts + slot, total)
