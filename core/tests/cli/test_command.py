@@ -60,8 +60,6 @@ def test_old_spellings_are_warned_about_on_standard_error(command: Command, caps
 def test_more_ranks_than_are_used_is_an_error_that_says_how_to_start(command: Command) -> None:
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=8: 8 ranks were started, .* start one process without torchrun"):
         read_config(command, ["/m"], {"WORLD_SIZE": "8"})
-    with pytest.raises(ConfigError, match=r"infer.tp_size=8 is not in this version"):
-        read_config(command, ["/m", "infer.tp_size=8"], {"WORLD_SIZE": "8"})
     assert read_config(command, ["/m"], {"WORLD_SIZE": "1"})[1].model == "/m"
     assert read_config(command, ["/m"], {"WORLD_SIZE": "8"}, ranks=False)[1].model == "/m"
 

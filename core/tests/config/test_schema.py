@@ -91,7 +91,6 @@ def test_a_number_that_is_too_small_or_no_number_is_an_error_that_says_what_it_t
 @pytest.mark.parametrize(
     ("key", "value", "missing"),
     [
-        ("infer.tp_size", 2, "tensor parallelism"),
         ("infer.pp_size", 2, "pipeline parallelism"),
         ("infer.dp_size", 2, "data parallelism"),
         ("infer.ep_size", 2, "expert parallelism"),
@@ -109,8 +108,8 @@ def test_what_is_not_built_yet_is_an_error_that_says_so(
 
 
 def test_building_the_objects_by_hand_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match=r"infer.tp_size=2 is not in this version"):
-        InferConfig(tp_size=2)
+    with pytest.raises(ConfigError, match=r"infer.ep_size=2 is not in this version"):
+        InferConfig(ep_size=2)
     with pytest.raises(ConfigError, match=r"serve.port=70000 is out of range; it takes an integer from 0 to 65535"):
         ServeConfig(port=70000)
     with pytest.raises(ConfigError, match=r"infer.depth=True is not an integer"):

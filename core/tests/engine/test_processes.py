@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from evener.config import to_flat
+from evener.distributed.process import Failed
 from evener.engine.clients import InlineClient
 from evener.engine.messages import Dead, NewRequest, Ready, Sampling
-from evener.engine.process import Failed
 from evener.engine.process_client import ProcessExecutor
 from evener.engine.start import build_controller, start_engine
 from evener.errors import ArchitectureError, ConfigError, EngineError, MemoryPlanError, NoBackendError
@@ -98,7 +98,7 @@ def test_a_worker_process_gives_the_same_tokens_and_its_death_ends_requests_with
         after = type(played)()
         while not after.tokens:
             after.see(client.receive(PATIENCE))
-        os.kill(executor.pid, signal.SIGKILL)
+        os.kill(executor.pids[0], signal.SIGKILL)
         while not after.dead:
             after.see(client.receive(PATIENCE))
         ended_with(after, ["later0", "later1", "later2"], "worker", "SIGKILL")

@@ -38,7 +38,8 @@ class DeviceFacts:
         emulated: compute types that give right results slowly.
         host_memory: tensors live in host memory.
         graphs: steps can be captured.
-        free: bytes that can still be allocated.
+        free: bytes that can still be allocated, of host memory this rank's share.
+        local: ranks of this run on the machine; they share its cores.
     """
 
     backend: str
@@ -48,14 +49,16 @@ class DeviceFacts:
     host_memory: bool = False
     graphs: bool = False
     free: int = 0
+    local: int = 1
 
     @classmethod
-    def of(cls, device: Device, backend: str) -> DeviceFacts:
-        """The facts of an opened device."""
+    def of(cls, device: Device, backend: str, local: int = 1) -> DeviceFacts:
+        """The facts of an opened device that is one of ``local`` on its machine."""
         can = device.capabilities
+        free = device.memory().free // (local if can.host_memory else 1)
         return cls(
             backend=backend, name=device.name, dtypes=can.dtypes, emulated=can.emulated, host_memory=can.host_memory,
-            graphs=can.graphs, free=device.memory().free,
+            graphs=can.graphs, free=free, local=local,
         )  # fmt: skip
 
 
@@ -139,6 +142,8 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     graph, reasons["infer.use_cuda_graph"] = _graph(infer.use_cuda_graph, device)
     kv_memory, reasons["infer.kv_memory"] = _kv_memory(infer.kv_memory, device)
     cores, why = usable_cores() if infer.threads == "auto" else (infer.threads, "as asked")
+    if device.local > 1 and infer.threads == "auto":
+        cores, why = max(1, cores // device.local), f"{why}, shared by {device.local} ranks"
     reasons["infer.threads"] = why
     where = "host memory" if device.host_memory else "device memory"
     max_reqs = _pick(_MAX_REQS, device) if infer.max_reqs == "auto" else infer.max_reqs
@@ -148,8 +153,11 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
         reasons["infer.block_size"] = "the engine takes one that every state provider offers"
     reasons["backend"] = "as asked" if config.backend else f"chosen: {device.name}"
     if config.executor == "auto":
+        several = infer.tp_size * infer.pp_size > 1
         reasons["executor"] = (
-            "a server's worker gets a process of its own" if serving else "one device needs one process"
+            ("a server's worker" if serving else "each of several ranks") + " gets a process of its own"
+            if serving or several
+            else "one device needs one process"
         )
     served = config.serve.served_model_name
     if served is None:
@@ -164,7 +172,7 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
         kv_memory=kv_memory,
         use_cuda_graph=graph,
         threads=cores,
-        executor=_executor(config.executor, serving),
+        executor="process" if wants_processes(config, serving) else "inline",
         backend=device.backend,
         served_model_name=served or os.path.basename(os.path.abspath(config.model)),
         reasons=reasons,
@@ -175,8 +183,16 @@ def _pick(pair: tuple[int, int], device: DeviceFacts) -> int:
     return pair[0] if device.host_memory else pair[1]
 
 
-def _executor(asked: str, serving: bool) -> Literal["inline", "process"]:
-    return "process" if asked == "process" or (asked == "auto" and serving) else "inline"
+def wants_processes(config: Config, serving: bool) -> bool:
+    """Whether workers get processes of their own.
+
+    Raises:
+        ConfigError: executor=inline, and there is more than one.
+    """
+    ranks = config.infer.tp_size * config.infer.pp_size
+    if ranks > 1 and config.executor == "inline":
+        raise ConfigError(f"executor=inline has one worker, and infer.tp_size × infer.pp_size = {ranks}; leave it out")
+    return config.executor == "process" or (config.executor == "auto" and (serving or ranks > 1))
 
 
 def _dtype(asked: str, model: ModelFacts, device: DeviceFacts) -> tuple[str, str]:

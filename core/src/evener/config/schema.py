@@ -59,9 +59,7 @@ class InferConfig(Section):
 
     prefix: ClassVar[str] = "infer."
 
-    tp_size: int = option(
-        1, "int", "Tensor-parallel ranks.", minimum=1, supported=(1,), missing="tensor parallelism is"
-    )  # fmt: skip
+    tp_size: int = option(1, "int", "Tensor-parallel ranks.", minimum=1)
     pp_size: int = option(1, "int", "Pipeline stages.", minimum=1, supported=(1,), missing="pipeline parallelism is")
     dp_size: int = option(
         1, "int", "Data-parallel copies of attention.", minimum=1, supported=(1,), missing="data parallelism is"
@@ -111,6 +109,14 @@ class InferConfig(Section):
         2, "int", "Plans in flight: 1 for debugging; tokens are the same for every depth.", minimum=1, maximum=16
     )  # fmt: skip
     prefix_cache: bool = option(True, "bool", "Reuse the state of prompts that begin alike.")
+    silence_limit: float = option(
+        20.0, "float", "Seconds without a sign of life after which a process of the run is taken for dead; 0: never.",
+        minimum=0
+    )  # fmt: skip
+    step_limit: float = option(
+        300.0, "float", "Seconds that a step in worker processes may take before the engine gives up; 0: any number.",
+        minimum=0
+    )  # fmt: skip
     threads: int | Auto = option("auto", "int", "Host threads that compute.", auto=True, minimum=1)
     stop_with_eos: bool = option(True, "bool", "End an answer at the model's end token, for requests that do not say.")
 

@@ -72,7 +72,8 @@ class Communicator(ABC):
 
 
 class CommunicatorFactory(Protocol):
-    """Opens this rank's end of a group; ``init_method`` as ``torch.distributed`` takes it."""
+    """Opens this rank's end of a group; ``init_method`` as ``torch.distributed`` takes it. Only the group's ranks call
+    it; for groups of the same ranks in the same order."""
 
     def __call__(
         self, name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str

@@ -108,7 +108,7 @@ def open_torch_communicator(
     library: str, name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str,
     capabilities: CommunicatorCapabilities | None = None,
 ) -> TorchCommunicator:  # fmt: skip
-    """This rank's end of group ``name``; every rank of the world calls it for every group, in the same order.
+    """This rank's end of group ``name``; the ranks of a group call it, in the same order for groups of the same ranks.
 
     Args:
         library: the backend string of ``torch.distributed`` ("gloo", or the vendor's).
@@ -120,9 +120,9 @@ def open_torch_communicator(
         raise EngineError(
             f"group {name!r} was asked for with the ranks {list(ranks)}; list each once, the lowest first"
         )
-    if not dist.is_initialized():
-        dist.init_process_group(library, init_method=init_method, rank=rank, world_size=world_size)
-    group = dist.new_group(list(ranks), backend=library)
     if rank not in ranks:
         raise EngineError(f"rank {rank} opened group {name!r}, which has the ranks {list(ranks)}")
+    if not dist.is_initialized():
+        dist.init_process_group(library, init_method=init_method, rank=rank, world_size=world_size)
+    group = dist.new_group(list(ranks), backend=library, use_local_synchronization=True)
     return TorchCommunicator(name, group, capabilities or CommunicatorCapabilities())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from evener.contracts.state import StateKind
 from evener.engine.geometry import Geometry, plan_geometry
 from evener.engine.sampler import Sampler
 from evener.engine.search import Search
-from evener.engine.world import Ranks
-from evener.errors import ArchitectureError, did_you_mean
+from evener.engine.world import Place, Ranks
+from evener.errors import ArchitectureError, BackendError, did_you_mean
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.loading.checkpoint import open_checkpoint
@@ -30,6 +30,7 @@ from evener.resolution.footprint import Sizes
 from evener.resolution.resolver import Market, Offer, Resolver
 
 if TYPE_CHECKING:
+    from evener.contracts.communicator import Communicator, CommunicatorFactory
     from evener.contracts.graph import GraphCapture
     from evener.plugins.hub import Provided
 
@@ -53,24 +54,29 @@ class Assembly:
     ranks: Ranks
 
 
-def assemble(config: Config, search: Search, serving: bool = False, ranks: Ranks | None = None) -> Assembly:
-    """Choose the backend, open its device, declare the model (``ranks``: this rank's part of it) and resolve it.
+def assemble(
+    config: Config, search: Search, serving: bool = False, ranks: Ranks | Place | None = None
+) -> Assembly:  # fmt: skip
+    """Choose the backend, open its device, meet the other ``ranks``, declare this rank's part of the model and
+    resolve it.
 
     Raises:
         EvenerError: what was asked for cannot be had; see the tree in ``evener.errors``.
     """
-    ranks = ranks or Ranks()
+    place = ranks or Ranks()
     checkpoint = open_checkpoint(config.model)
     headers: Headers = {}
     if config.load != "dummy":
         checkpoint = with_weight_map(checkpoint, config.weight_map)
         headers = checkpoint.headers
     loaded = search.load(config.options)
-    device = loaded.open_device()
+    device = loaded.open_device(place.device)
     facts = facts_of(config.model, checkpoint.config)
-    resolved = resolve_config(config, facts, DeviceFacts.of(device, loaded.backend.name), serving=serving)
+    of_device = DeviceFacts.of(device, loaded.backend.name, place.local)
+    resolved = resolve_config(config, facts, of_device, serving=serving)
     device.limit_threads(resolved.threads)
     device.select()
+    ranks = place.open(_communicators(loaded, device))
     # Random weights are plain ones, whatever the checkpoint's own would be.
     schemes = [p.value for p in loaded.quant_schemes()]
     scheme = pick_scheme(checkpoint.config, schemes, config.quant) if headers else Unquantized()
@@ -99,6 +105,22 @@ def assemble(config: Config, search: Search, serving: bool = False, ranks: Ranks
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
         ranks,
     )  # fmt: skip
+
+
+def _communicators(loaded: Loaded, device: Device) -> CommunicatorFactory:
+    """How ranks on this device talk; host memory needs no package of its own for it."""
+    offer = loaded.communicator()
+    if offer is not None:
+        return offer.value
+
+    def default(name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str) -> Communicator:
+        from evener.distributed.torch_communicator import open_torch_communicator
+
+        if not device.capabilities.host_memory:
+            raise BackendError(f"no package says how ranks on {device.name} talk; run one rank, or install one")
+        return open_torch_communicator("gloo", name, ranks, rank, world_size, init_method)
+
+    return default
 
 
 def capture_offer(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:

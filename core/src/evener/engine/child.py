@@ -1,7 +1,8 @@
-"""The child processes: ``python -m evener.engine.child worker|controller ADDRESS LOG_LEVEL``, by ``process.Child``."""
+"""The child processes: ``python -m evener.engine.child worker|controller LOG_LEVEL``, by ``process.Process``."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,40 +12,45 @@ import msgspec
 
 from evener.config import from_overrides
 from evener.config.schema import Config
+from evener.distributed.hub import Link
+from evener.distributed.process import Failed, Parent, read_orders
 from evener.engine.loop import run_controller
 from evener.engine.messages import FromController, ToController
 from evener.engine.plan import Plan
-from evener.engine.process import Failed, Parent, read_config
 from evener.engine.search import Search
-from evener.errors import EvenerError
+from evener.engine.world import Place
+from evener.errors import EngineError, EvenerError
 from evener.logs import set_up_logging
 
 if TYPE_CHECKING:
     from evener.engine.worker import PendingStep
 
+log = logging.getLogger("evener.engine")
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def run_worker(config: Config, parent: Parent) -> None:
-    """Run plans as they come; results go back in order, as soon as each is there."""
+def run_worker(config: Config, link: Link, place: Place) -> None:
+    """Run plans as they come; results go back in order, as soon as each is there, from the rank that reports."""
     search = Search(config.backend)
     from evener.engine.worker import Worker  # imports torch, beside the probes
 
-    worker = Worker(config, search, serving=True)
-    parent.send(_ENCODER.encode(worker.facts))
+    worker = Worker(config, search, serving=True, ranks=place)
+    link.send(_ENCODER.encode(worker.facts))
     decoder = msgspec.msgpack.Decoder(Plan)
     pending: deque[PendingStep] = deque()
     while True:
         # What is there goes out before the next plan is begun: on a device that computes within ``execute``, the
         # controller works on it meanwhile.
         while pending and pending[0].ready():
-            parent.send(_ENCODER.encode(pending.popleft().wait()))
+            link.send(_ENCODER.encode(pending.popleft().wait()))
         # While a result is under way, take a further plan only if it is here already, so that the device stays busy.
-        data = parent.receive(0 if pending else None)
+        data = link.receive(0 if pending else None)
         if data is not None:
-            pending.append(worker.execute(decoder.decode(data)))
+            step = worker.execute(decoder.decode(data))
+            if place.world.reports:
+                pending.append(step)
         elif pending:
-            parent.send(_ENCODER.encode(pending.popleft().wait()))
+            link.send(_ENCODER.encode(pending.popleft().wait()))
 
 
 class _Channel:
@@ -77,24 +83,35 @@ def run_controller_process(config: Config, parent: Parent) -> None:
     controller.executor.close()
 
 
-ROLES: dict[str, Callable[[Config, Parent], None]] = {"worker": run_worker, "controller": run_controller_process}
+def attempt(end: Link | Parent, role: Callable[[], None]) -> int:
+    """Run one role; an error goes to the other end of the channel with its class and message."""
+    try:
+        role()
+    except EvenerError as error:
+        end.send(_ENCODER.encode(Failed(type(error).__name__, str(error))))
+        return 1
+    except Exception as error:  # a defect, or another rank that has gone: whoever waits is told, and the log has it all
+        log.exception("the process failed")
+        end.send(_ENCODER.encode(Failed(EngineError.__name__, f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        end.close()
+    return 0
 
 
 def main(argv: list[str]) -> int:
-    """Run one role; an error at start goes to the parent with its class and message."""
-    role, address, level = argv
-    flat = read_config(address)
-    parent = Parent(address)
-    try:
-        config = from_overrides(flat.pop("model"), flat)
-        set_up_logging(config.log, int(level))
-        ROLES[role](config, parent)
-    except EvenerError as error:
-        parent.send(_ENCODER.encode(Failed(type(error).__name__, str(error))))
-        return 1
-    finally:
-        parent.close()
-    return 0
+    """Run the role that the parent asks for."""
+    role, level = argv
+    orders = read_orders()
+    flat = orders["config"]
+    config = from_overrides(flat.pop("model"), flat)
+    set_up_logging(config.log, int(level))
+    if role == "controller":
+        parent = Parent(orders["address"])
+        return attempt(parent, lambda: run_controller_process(config, parent))
+    place = msgspec.convert(orders["place"], Place)
+    link = Link(orders["addresses"], place.world.rank)
+    return attempt(link, lambda: run_worker(config, link, place))
 
 
 if __name__ == "__main__":

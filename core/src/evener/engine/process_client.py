@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import msgspec
 
 from evener.config.schema import Config
+from evener.distributed.hub import Hub
+from evener.distributed.process import Child, Failed, Process
 from evener.engine.client import EngineClient
 from evener.engine.executor import Executor
 from evener.engine.messages import Dead, FromController, Shutdown, ToController
 from evener.engine.plan import Plan, StepResult
-from evener.engine.process import Child, Failed
-from evener.engine.worker_facts import WorkerFacts
+from evener.engine.worker_facts import WorkerFacts, agree
+from evener.engine.world import Place, World
 from evener.errors import EngineDeadError
 
+#: Seconds between looks at whether the workers still live, and those given to find the first cause of a failure.
+_BEAT, _GRACE = 0.2, 0.5
 _ENCODER = msgspec.msgpack.Encoder()
 _RESULTS = msgspec.msgpack.Decoder(StepResult | Failed)
 _EVENTS = msgspec.msgpack.Decoder(list[FromController])
@@ -30,54 +35,121 @@ def _failure(data: bytes) -> Failed | None:
 
 
 class ProcessExecutor(Executor):
-    """A worker in a child process. Construct waits until it is ready.
+    """One worker process a rank, on this machine. Construct waits until all are ready.
 
     Raises:
-        EvenerError: what stopped the worker from starting.
+        EvenerError: what stopped a worker from starting.
     """
 
     def __init__(self, config: Config) -> None:
-        self._child = Child("worker", config)
+        infer = config.infer
+        size = infer.tp_size * infer.pp_size
+        self._silence, self._patience, self._failed = infer.silence_limit, infer.step_limit, False
+        self._worlds = [World.of(rank, infer.tp_size, infer.pp_size) for rank in range(size)]
+        self._hub = Hub()
+        self._children: dict[int, Process] = {}
         try:
-            data = self._child.receive()
-        except EngineDeadError:
-            self._child.close(0)
+            for world in self._worlds:
+                self._start(config, world)
+            self.facts = agree(self._gather())
+        except BaseException:
+            self.close(0)
             raise
-        assert data is not None, "without a time limit there is a message or an error"
-        failed = _failure(data)
-        if failed is not None:
-            self._child.close()
-            raise failed.error()
-        self.facts = msgspec.msgpack.decode(data, type=WorkerFacts)
+
+    def _start(self, config: Config, world: World) -> None:
+        place = Place(world, world.rank, world.size, f"file://{self._hub.folder}/meet")
+        orders = {"addresses": self._hub.addresses, "folder": self._hub.folder, "place": msgspec.to_builtins(place)}
+        self._hub.pulse.expect(str(world.rank))
+        # The ranks of one machine meet without leaving it.
+        alone = {"GLOO_SOCKET_IFNAME": "lo"} if world.size > 1 else {}
+        self._children[world.rank] = Process("worker", world.name, config, orders, alone)
+
+    def _gather(self) -> list[WorkerFacts]:
+        found: dict[int, WorkerFacts] = {}
+        while len(found) < len(self._worlds):
+            came = self._hub.receive(_BEAT)
+            if came is None:
+                self.check()
+                continue
+            rank, data = came
+            failed = _failure(data)
+            if failed is not None:
+                self._say_who_is_gone(_GRACE)
+                raise failed.error(f"{self._worlds[rank].name}: " if len(self._worlds) > 1 else "")
+            found[rank] = msgspec.msgpack.decode(data, type=WorkerFacts)
+        return [facts for _, facts in sorted(found.items())]
 
     @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._child.process.pid
+    def pids(self) -> list[int]:
+        """The workers' process ids, by rank."""
+        return [child.process.pid for _, child in sorted(self._children.items())]
 
     def submit(self, plan: Plan) -> None:
-        self._child.send(_ENCODER.encode(plan))
+        data = _ENCODER.encode(plan)
+        for world in self._worlds:
+            try:
+                self._hub.send(world.rank, data)
+            except EngineDeadError as error:
+                self._say_who_is_gone(_GRACE)
+                raise self._gone(f"the {world.name} process cannot be reached: {error}") from None
 
     def read(self) -> StepResult:
-        data = self._child.receive()
-        assert data is not None
-        result: StepResult | Failed = _RESULTS.decode(data)
-        if isinstance(result, Failed):
-            raise EngineDeadError(f"the worker process failed: {result.message}")
-        return result
+        began = time.monotonic()
+        while True:
+            came = self._hub.receive(_BEAT)
+            if came is not None:
+                rank, data = came
+                result: StepResult | Failed = _RESULTS.decode(data)
+                if not isinstance(result, Failed):
+                    return result
+                # A rank whose neighbour was killed fails, too: the other is worth more words.
+                self._say_who_is_gone(_GRACE)
+                raise self._gone(f"the {self._worlds[rank].name} process failed: {result.message}")
+            self.check()
+            if self._patience and time.monotonic() - began > self._patience:
+                raise self._gone(f"a step has taken more than infer.step_limit={self._patience:g} s")
 
     def check(self) -> None:
-        self._child.check()
+        self._say_who_is_gone(0)
 
-    def close(self) -> None:
-        self._child.close()
+    def _say_who_is_gone(self, grace: float) -> None:
+        """Raise ``EngineDeadError`` if a worker is gone or silent. Those that were killed are named before those that
+        ended for the lack of others, for which ``grace`` seconds are given; messages are read first."""
+        until = time.monotonic() + grace
+        while True:
+            ended = [child for child in self._children.values() if child.how_it_ended() is not None]
+            killed = [child for child in ended if child.process.returncode < 0]
+            if killed or time.monotonic() >= until:
+                break
+            time.sleep(0.02)
+        if killed or (ended and not grace and not self._hub.waiting()):
+            raise self._gone(str((killed or ended)[0].how_it_ended()))
+        for world in self._worlds:
+            silent = self._hub.pulse.silence(str(world.rank))
+            if self._silence and silent > self._silence:
+                raise self._gone(f"the {world.name} process gave no sign of life for {silent:.0f} s")
+
+    def _gone(self, what: str) -> EngineDeadError:
+        """The error to raise; the other workers end, so that their devices are free."""
+        self._failed = True
+        for child in self._children.values():
+            child.process.kill()
+        return EngineDeadError(f"{what}; restart the server, and see its log for the reason")
+
+    def close(self, patience: float = 10.0) -> None:
+        for child in self._children.values():
+            child.let_go()
+        until = time.monotonic() + (0 if self._failed else patience)
+        for child in self._children.values():
+            child.end(max(0.0, until - time.monotonic()))
+        self._hub.close()
 
 
 class ProcessClient(EngineClient):
     """A controller in a child process. The first ``receive`` gives ``Ready`` or raises what stopped it."""
 
     def __init__(self, config: Config) -> None:
-        self._child = Child("controller", config)
+        self._child = Child("controller", config, config.infer.silence_limit)
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._closing = self._dead = self._started = False
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from evener.builtin.kinds import BUILTIN_KINDS
+from evener.config.resolve import wants_processes
 from evener.config.schema import Config
 from evener.contracts.state import StateKind
 from evener.engine.client import EngineClient
@@ -38,7 +39,11 @@ def build_controller(config: Config, serving: bool = False) -> tuple[Controller,
     """A controller over a worker in this process or, for a server, in one of its own."""
     executor, facts = _executor(config, serving)
     state = StateManager(
-        facts.specs, _kinds(facts, config), facts.block_size, facts.blocks, prefix_cache=config.infer.prefix_cache,
+        facts.specs,
+        _kinds(facts, config),
+        facts.block_size,
+        facts.blocks,
+        prefix_cache=config.infer.prefix_cache,
         cuts=facts.cuts,
     )
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens)
@@ -46,7 +51,7 @@ def build_controller(config: Config, serving: bool = False) -> tuple[Controller,
 
 
 def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
-    if config.executor == "process" or (config.executor == "auto" and serving):
+    if wants_processes(config, serving):
         from evener.engine.process_client import ProcessExecutor
 
         process = ProcessExecutor(config)

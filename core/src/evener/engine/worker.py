@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from evener.config.resolve import ResolvedConfig
 from evener.config.schema import Config
 from evener.engine.assembly import Assembly, assemble, capture_offer
 from evener.engine.device_tables import DeviceTables
@@ -18,7 +19,7 @@ from evener.engine.provision import provision
 from evener.engine.runner import PendingStep, Runner
 from evener.engine.search import Search
 from evener.engine.worker_facts import WorkerFacts
-from evener.engine.world import Ranks
+from evener.engine.world import Place, Ranks
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
 from evener.resolution.buckets import ladder
@@ -34,17 +35,20 @@ class Worker:
     """Runs plans on one device. Construct builds everything and may take a while.
 
     Args:
-        ranks: this worker's place among others and its ends of their groups; by default it is alone. All workers of a
-            group are constructed at the same time and given the same plans in the same order.
+        ranks: this worker's place among others, or with it its ends of their groups; by default it is alone. All
+            workers of a group are constructed at the same time and given the same plans in the same order.
 
     Raises:
         EvenerError: what was asked for cannot be had, or does not fit.
     """
 
-    def __init__(self, config: Config, search: Search, serving: bool = False, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, config: Config, search: Search, serving: bool = False, ranks: Ranks | Place | None = None
+    ) -> None:  # fmt: skip
         began = time.monotonic()
         a = assemble(config, search, serving, ranks)
         resolved, plan = provision(a)
+        resolved, plan = self._agree(a, resolved, plan)
         self._assembly = a = replace(a, config=resolved)
         loaded = self._load(a, config)
         length, size = resolved.max_seq_len, a.geometry.block_size
@@ -52,7 +56,7 @@ class Worker:
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry)
         self._graphs: DecodeGraphs | None = None
         if resolved.kv_memory is None:
-            plan = self._measure(a, plan)
+            resolved, plan = self._agree(a, resolved, self._measure(a, plan))
         self._pool = a.geometry.bind(plan.blocks, a.device)
         self._graphs = self._decode_graphs(a)
         self._warm_up(1)
@@ -77,6 +81,13 @@ class Worker:
         """Submit one step."""
         replayed = self._graphs.execute(plan) if self._graphs is not None else None
         return replayed or self.runner.execute(plan)
+
+    def _agree(self, a: Assembly, config: ResolvedConfig, plan: MemoryPlan) -> tuple[ResolvedConfig, MemoryPlan]:
+        """All ranks run the same plans: the shortest longest request and the smallest pool hold for each."""
+        length, blocks = a.ranks.least([config.max_seq_len, plan.blocks], a.device.torch_device)
+        if length < config.max_seq_len:
+            config = config.with_value("infer.max_seq_len", length, "what the memory for state holds on every rank")
+        return config, replace(plan, blocks=blocks, state=blocks * plan.block_bytes)
 
     def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
         """State gets what is left after a step at the largest bucket over one block of pool, not an estimate."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evener.contracts.state import StateSpec
+from evener.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -28,3 +30,32 @@ class WorkerFacts:
     max_seq_len: int
     step_tokens: int
     info: dict[str, Any]
+
+    @property
+    def kinds(self) -> list[tuple[str, int | None, str, int | None]]:
+        """What a controller's state manager sees of each group's spec."""
+        return [(spec.kind, spec.window, spec.per, spec.every) for spec in self.specs]
+
+
+def agree(found: Sequence[WorkerFacts]) -> WorkerFacts:
+    """What holds for all ranks, in their order: the smallest limits, and the words of the first.
+
+    Raises:
+        EngineError: ranks have state of different kinds or cuts, so that no block id could mean the same to all.
+    """
+    first = found[0]
+    for rank, facts in enumerate(found):
+        for what in ("kinds", "cuts", "block_size"):
+            ours, theirs = getattr(first, what), getattr(facts, what)
+            if ours != theirs:
+                raise EngineError(
+                    f"ranks disagree about their state: {what} is {ours} on rank 0 and {theirs} on rank {rank}; "
+                    "run the same packages, backend and configuration on each"
+                )
+    least = {
+        name: min(getattr(f, name) for f in found) for name in ("blocks", "max_reqs", "max_seq_len", "step_tokens")
+    }
+    if len(found) == 1:
+        return first
+    ranks = [{key: f.info.get(key) for key in ("device", "backend", "memory", "rank")} for f in found]
+    return replace(first, **least, info={**first.info, "max_model_len": least["max_seq_len"], "ranks": ranks})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evener.errors import EngineError
 
 if TYPE_CHECKING:
-    from evener.contracts.communicator import Communicator
+    import torch
+
+    from evener.contracts.communicator import Communicator, CommunicatorFactory
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ class World:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def name(self) -> str:
+        """What a person calls this rank's worker."""
+        parts = [f"stage {self.pp_rank} of {self.pp_size}"] * (self.pp_size > 1)
+        parts += [f"part {self.tp_rank} of {self.tp_size}"] * (self.tp_size > 1)
+        return f"worker of rank {self.rank} ({', '.join(parts)})" if parts else "worker"
+
+    @property
     def reports(self) -> bool:
         """Whether this rank's results are the ones that are read; the others of the last stage have the same."""
         return self.last_stage and self.tp_rank == 0
@@ -81,8 +91,54 @@ class World:
 
 @dataclass(frozen=True)
 class Ranks:
-    """A worker's place and its ends of its groups; a group of one has no communicator."""
+    """A worker's place and its ends of its groups; a group of one has no communicator.
+
+    Attributes:
+        ids: the same ranks as ``pp``: sampled ids go against the stream, and neither waits for the other.
+        device: the worker's device on its machine, on which ``local`` ranks of this run live.
+    """
 
     world: World = World()
     tp: Communicator | None = None
     pp: Communicator | None = None
+    ids: Communicator | None = None
+    device: int = 0
+    local: int = 1
+
+    def open(self, factory: CommunicatorFactory) -> Ranks:
+        """Itself: whoever made it has opened its groups."""
+        del factory
+        return self
+
+    def least(self, values: Sequence[int], where: torch.device) -> list[int]:
+        """The smallest of each value over all ranks; every rank calls it at the same point."""
+        if self.world.size == 1:
+            return list(values)
+        import torch
+
+        found = torch.tensor([list(values)], dtype=torch.int64, device=where)
+        for group in (self.tp, self.pp):
+            if group is not None:
+                found = group.all_gather(found, dim=0).amin(0, keepdim=True)
+        return [int(value) for value in found[0].tolist()]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a worker process is told: its place, its device, and where the ranks meet (``init_method`` as
+    ``torch.distributed`` takes it)."""
+
+    world: World = World()
+    device: int = 0
+    local: int = 1
+    init_method: str = ""
+
+    def open(self, factory: CommunicatorFactory) -> Ranks:
+        """Meet the others; waits for them."""
+        groups = {"tp": self.world.tp_ranks, "pp": self.world.pp_ranks, "ids": self.world.pp_ranks}
+        opened = {
+            name: factory(name, ranks, self.world.rank, self.world.size, self.init_method)
+            for name, ranks in groups.items()
+            if len(ranks) > 1
+        }
+        return Ranks(self.world, device=self.device, local=self.local, **opened)

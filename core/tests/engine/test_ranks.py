@@ -1,0 +1,73 @@
+"""Workers of several ranks on one machine, over gloo: started together, told apart, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from evener.engine.clients import InlineClient
+from evener.engine.messages import NewRequest, Sampling
+from evener.engine.process_client import ProcessExecutor
+from evener.engine.start import build_controller, start_engine
+from evener.engine.worker_facts import WorkerFacts, agree
+from evener.errors import ArchitectureError, ConfigError, EngineError
+
+PATIENCE = 30.0
+
+
+def requests(max_tokens: int = 10) -> list[NewRequest]:
+    warm = Sampling(temperature=0.9, top_k=30, seed=4)
+    return [
+        NewRequest(id=f"r{i}", prompt=list(range(1 + i, 20 + 9 * i)), max_tokens=max_tokens, sampling=s)
+        for i, s in enumerate((Sampling(temperature=0.0), warm, warm))
+    ]
+
+
+def test_two_ranks_give_the_tokens_of_one_and_the_death_of_either_is_told_by_name(make_config: Any, drive: Any) -> None:
+    alone = start_engine(make_config(), "inline")
+    expected = drive(alone, requests())
+    alone.close()
+    controller, ready = build_controller(make_config(**{"infer.tp_size": 2}))
+    executor = controller.executor
+    assert isinstance(executor, ProcessExecutor) and len(executor.pids) == 2
+    assert len(ready.info["ranks"]) == 2
+    client = InlineClient(controller, ready)
+    try:
+        assert drive(client, requests()).tokens == expected.tokens
+        for message in requests(90):
+            client.send(message)
+        after = type(expected)()
+        while not after.tokens:
+            after.see(client.receive(PATIENCE))
+        os.kill(executor.pids[1], signal.SIGKILL)
+        while not after.dead:
+            after.see(client.receive(PATIENCE))
+        (reason,) = after.dead
+        assert "rank 1 (part 1 of 2)" in reason and "SIGKILL" in reason, "not what became of rank 0 for lack of it"
+        assert after.reasons() == dict.fromkeys(("r0", "r1", "r2"), "error")
+    finally:
+        client.close()
+
+
+def test_what_stops_a_rank_from_starting_is_raised_with_its_name(make_config: Any) -> None:
+    wrong = make_config("Llama", {"architectures": ["LamaForCausalLM"]}, **{"infer.tp_size": 2})
+    with pytest.raises(ArchitectureError, match=r"worker of rank \d \(part \d of 2\): .*LamaForCausalLM"):
+        ProcessExecutor(wrong)
+
+
+def test_ranks_want_processes(make_config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"executor=inline has one worker, and infer.tp_size × infer.pp_size = 2"):
+        build_controller(make_config(executor="inline", **{"infer.tp_size": 2}))
+
+
+def test_facts_of_ranks_are_the_least_of_each_and_different_state_is_an_error() -> None:
+    def facts(blocks: int, length: int, cut: int = 1) -> WorkerFacts:
+        return WorkerFacts([], [cut], blocks, 16, 4, length, 24, {"device": "d", "backend": "b"})
+
+    both = agree([facts(10, 90), facts(12, 80)])
+    assert (both.blocks, both.max_seq_len, both.info["max_model_len"]) == (10, 80, 80)
+    with pytest.raises(EngineError, match=r"cuts is \[1\] on rank 0 and \[2\] on rank 1"):
+        agree([facts(10, 90), facts(10, 90, 2)])
