@@ -116,8 +116,8 @@ class NativeMoeBlock(NativeKernel):
         return "weighs the experts' results, not their inputs" if call.static["weigh_input"] else None
 
     def workspace(self, call: OpCall) -> int:
-        scratch = self.native.function("experts_scratch", call.static["dtype"])
-        return int(scratch(_Site(call.static, call.layouts).address, call.bucket.high, self.device.threads))
+        scratch, site = self.native.function("experts_scratch", call.static["dtype"]), _Site(call.static, call.layouts)
+        return int(scratch(site.address, call.bucket.high, self.device.threads))
 
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("experts", call.static["dtype"])

@@ -63,9 +63,14 @@ class Use(Protocol):
 
     ``any_rows``: the first input's rows do not follow the step's tokens; the callable takes any number of them, finds
     its bucket itself and goes in pieces where there is none so large. For ops that take each row by itself.
+
+    ``sizes``: for the memory plan, how large dynamic dimensions are here: a factor on the step's tokens for ``T`` or on
+    its output rows for ``R``, a number for any other.
     """
 
-    def __call__(self, op: str, /, *, any_rows: bool = False, **static: Any) -> OpFunction: ...
+    def __call__(
+        self, op: str, /, *, any_rows: bool = False, sizes: Mapping[str, int] | None = None, **static: Any
+    ) -> OpFunction: ...
 
 
 @dataclass(frozen=True)

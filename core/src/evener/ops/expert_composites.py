@@ -40,8 +40,9 @@ class MoEWeights(NamedTuple):
     post_norm: torch.Tensor | None = None
 
 
-def _act(static: Mapping[str, Any], use: Use, inner: int) -> OpFunction:
-    return use("act_and_mul", inner=inner, **{k: static[k] for k in ("activation", "dtype", "alpha", "limit")})
+def _act(static: Mapping[str, Any], use: Use, inner: int, each: int = 1) -> OpFunction:
+    """For ``each`` rows a token."""
+    return use("act_and_mul", sizes={"T": each}, inner=inner, **{k: static[k] for k in ("activation", "dtype", "alpha", "limit")})
 
 
 def _routed(static: Mapping[str, Any], use: Use) -> OpFunction:
@@ -49,10 +50,11 @@ def _routed(static: Mapping[str, Any], use: Use) -> OpFunction:
     score = use("linear", **linear_static(static["router"]))
     route = use("route", **{k: static[k] for k in ROUTE})
     place = use("place_experts", experts=static["experts"])
-    rise, fall = (use("grouped_linear", **linear_static(static[k])) for k in ("gate_up", "down"))
-    act = _act(static, use, static["inner"])
-    mix = use("mix_experts", hidden=static["hidden"], dtype=static["dtype"])
-    weigh_input = static["weigh_input"]
+    weigh_input, top = static["weigh_input"], static["top"]
+    rise = use("grouped_linear", sizes={"T" if weigh_input else "K": top}, **linear_static(static["gate_up"]))
+    act = _act(static, use, static["inner"], top)
+    fall = use("grouped_linear", sizes={"T": top}, **linear_static(static["down"]))
+    mix = use("mix_experts", sizes={"K": top}, hidden=static["hidden"], dtype=static["dtype"])
 
     def run(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
         ids, weights = route(score(x, w.router, w.router_bias), w.correction)
@@ -64,7 +66,10 @@ def _routed(static: Mapping[str, Any], use: Use) -> OpFunction:
             weights = weights.new_ones(weights.shape)
         else:
             raised = rise(x, w.gate_up, slots, w.gate_up_bias)
-        fallen = fall(act(raised.flatten(0, 1)), w.down, single, w.down_bias)
+        h = act(raised.flatten(0, 1))
+        del raised  # what stands between two products is the largest of all
+        fallen = fall(h, w.down, single, w.down_bias)
+        del h
         return mix(fallen.view(*slots.shape, -1), weights)  # type: ignore[no-any-return]
 
     return run

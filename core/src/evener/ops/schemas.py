@@ -68,6 +68,8 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         inputs=tensors("x T,columns; weight rows,columns packed; bias rows optional"), outputs=tensors("y T,rows out"),
     ),
     OpSchema(
+        # One expert's rows and results at a time.
+        scratch=2.0,
         name="grouped_linear", reference=f"{_REF}.linear:grouped_linear", capturable=False, weights=("weight",),
         cases=f"{_CASES}:grouped_linear",
         doc="y[t, k] = x[t] @ weight[slots[t, k]]ᵀ + bias[slots[t, k]]: matrices of a stack, K for each row; slot -1 "
@@ -87,6 +89,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         outputs=tensors("query T,heads,head_dim; key T,kv_heads,head_dim"),
     ),
     OpSchema(
+        scratch=0.0,
         name="act_and_mul", reference=f"{_REF}.basic:act_and_mul", cases=f"{_CASES}:act_and_mul",
         doc="act(x[:, :inner]) * x[:, inner:] (Shazeer 2020). clamped_swiglu is another function, of pairs g = "
             "min(x[:, 0::2], limit) and u = x[:, 1::2]: g * sigmoid(alpha * g) * (clamp(u, -limit, limit) + 1).",
@@ -123,7 +126,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     OpSchema(
         name="mix_experts", reference=f"{_REF}.experts:mix_experts", cases=f"{_CASES}:mix_experts",
         doc="y[t] = Σ_k weights[t, k] · x[t, k], in float32.",
-        static=_HIDDEN, inputs=tensors("x T,K,hidden; weights T,K float32"), outputs=tensors("y T,hidden"),
+        static=_HIDDEN, inputs=tensors("x T,K,hidden; weights T,K float32"), outputs=tensors("y T,hidden"), scratch=4.0,
     ),
     OpSchema(
         name="greedy", reference=f"{_REF}.sampling:greedy", cases=f"{_CASES}:greedy",

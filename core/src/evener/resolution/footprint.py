@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from evener.contracts.ops import OpSchema, Tensor
@@ -17,10 +17,17 @@ _GROWING = ("T", "R", "…")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of the largest step: ``tokens`` that are computed, ``outputs`` of which are sampled."""
+    """Rows of the largest step: ``tokens`` that are computed, ``outputs`` of which are sampled; ``others`` are dynamic
+    dimensions that a call site knows."""
 
     tokens: int
     outputs: int
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    def at(self, known: Mapping[str, int] | None) -> Sizes:
+        """Those of one op, of which its caller says ``known`` (see ``Use``)."""
+        known = known or {}
+        return Sizes(self.tokens * known.get("T", 1), self.outputs * known.get("R", 1), known)
 
     def inside(self, schema: OpSchema) -> Sizes:
         """Sizes of the ops that a composite is made of: one over output rows has no others."""
@@ -59,7 +66,7 @@ def _nbytes(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
 
 
 def _elements(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
-    known = {**static, "T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
+    known = {**static, **sizes.others, "T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
     return math.prod(_dimension(dim, known) for dim in tensor.shape)
 
 

@@ -230,8 +230,11 @@ class Resolver:
                 "install a kernel package that serves them or set --max-fallback any"
             )
 
-    def resolve(self, op: str, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
-        """The callable of one op at one bucket: the best kernel that supports it, else its reference or expansion."""
+    def resolve(
+        self, op: str, path: str, static: Mapping[str, Any], bucket: Bucket, known: Mapping[str, int] | None = None
+    ) -> OpFunction:
+        """The callable of one op at one bucket: the best kernel that supports it, else its reference or expansion.
+        ``known``: the ``sizes`` that ``Use`` was given."""
         if op.startswith("state."):
             return getattr(static["state"].provider, op.removeprefix("state."))  # type: ignore[no-any-return]
         schema = self.market.schemas.get(op)
@@ -239,6 +242,7 @@ class Resolver:
             raise UnknownNameError("op", op, self.market.schemas, f"It is called at {path}.")
         largest = self.market.sizes
         sizes = self._sizes or Sizes(min(bucket.high, largest.tokens), min(bucket.high, largest.outputs))
+        sizes = sizes.at(known)
         before = self._held, self._sizes
         self._held += activations(schema, static, sizes)
         self._sizes = sizes.inside(schema)
@@ -273,8 +277,10 @@ class Resolver:
         return self._reference(schema, path, static, bucket)
 
     def _reference(self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
-        def use(op: str, /, *, any_rows: bool = False, **inner: Any) -> OpFunction:
-            return self._any_rows(op, path, inner) if any_rows else self.resolve(op, path, inner, bucket)
+        def use(
+            op: str, /, *, any_rows: bool = False, sizes: Mapping[str, int] | None = None, **inner: Any
+        ) -> OpFunction:
+            return self._any_rows(op, path, inner) if any_rows else self.resolve(op, path, inner, bucket, sizes)
 
         return load_reference(schema)(static, use)  # type: ignore[no-any-return]
 

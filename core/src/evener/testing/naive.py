@@ -106,7 +106,7 @@ class NaiveModel:
         module, _, name = self._schemas[op].reference.partition(":")
         reference = getattr(importlib.import_module(module), name)
 
-        def use(inner: str, /, *, any_rows: bool = False, **params: Any) -> OpFunction:
+        def use(inner: str, /, *, any_rows: bool = False, sizes: Any = None, **params: Any) -> OpFunction:
             return self._resolve(inner, params)
 
         return reference(static, use)  # type: ignore[no-any-return]
