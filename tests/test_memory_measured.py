@@ -109,7 +109,7 @@ def test_a_tiny_model_with_random_weights_takes_what_was_planned(tmp_path: Path,
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_tiny_model_with_experts_takes_what_was_planned(tmp_path: Path, dtype: str, impl: str) -> None:
     shape = {**find_architecture("Qwen2MoeForCausalLM").tiny_config(), "hidden_size": 96, "head_dim": 16}
-    shape |= {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 4}
+    shape |= {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 4096}))
     keys = {"infer.kv_memory": "16MiB", "infer.max_seq_len": 512, "infer.max_reqs": 8, "infer.op_impl": impl}
     compare(tmp_path, load="dummy", dtype=dtype, **keys)

@@ -42,7 +42,8 @@ class MoEWeights(NamedTuple):
 
 def _act(static: Mapping[str, Any], use: Use, inner: int, each: int = 1) -> OpFunction:
     """For ``each`` rows a token."""
-    return use("act_and_mul", sizes={"T": each}, inner=inner, **{k: static[k] for k in ("activation", "dtype", "alpha", "limit")})
+    kind = {k: static[k] for k in ("activation", "dtype", "alpha", "limit")}
+    return use("act_and_mul", sizes={"T": each}, inner=inner, **kind)
 
 
 def _routed(static: Mapping[str, Any], use: Use) -> OpFunction:
