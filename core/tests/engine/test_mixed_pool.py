@@ -58,7 +58,7 @@ def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
 ) -> None:
     known: dict[tuple[int, int], list[int]] = {}
     base: Config = mixed()
-    seen = {"preemptions": 0, "prefix_hits": 0, "aborts": 0}
+    seen = {"preemptions": 0, "prefix_hits": 0, "forks": 0, "aborts": 0}
 
     @settings(
         max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
@@ -68,6 +68,7 @@ def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
         picks=st.lists(
             st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(3, 14), st.integers(0, 9)), min_size=3, max_size=7
         ),
+        parents=st.dictionaries(st.integers(1, 6), st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=4),
         cuts=st.dictionaries(st.integers(0, 6), st.integers(1, 5), max_size=2),
         how=st.sampled_from([Abort, Finish]),
         depth=st.integers(1, 3),
@@ -75,16 +76,23 @@ def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
         room=st.integers(0, 2),
     )
     def traffic(
-        picks: list[tuple[int, int, int]], cuts: dict[int, int], how: Any, depth: int, step_tokens: int, room: int
-    ) -> None:
+        picks: list[tuple[int, int, int]], parents: dict[int, tuple[int, bool]], cuts: dict[int, int], how: Any,
+        depth: int, step_tokens: int, room: int,
+    ) -> None:  # fmt: skip
+        for child, (parent, same) in sorted(parents.items()):
+            if same and parent < child < len(picks):  # another sample of the same prompt, sent with it
+                picks[child] = (picks[parent][0], picks[child][1], picks[parent][2])
         config = replace(base, infer=replace(base.infer, depth=depth, step_tokens=step_tokens))
         controller, _ = build_controller(config)
         least = controller.scheduler.state.blocks_for(75 + 14, step_tokens)
         shrink_pool(controller, least + room)
         messages = [
-            NewRequest(id=f"r{i}", prompt=PROMPTS[prompt], max_tokens=count, sampling=GREEDY)
+            NewRequest(
+                id=f"r{i}", prompt=PROMPTS[prompt], max_tokens=count, sampling=GREEDY,
+                fork_of=f"r{parents[i][0]}" if i in parents else "",
+            )
             for i, (prompt, count, _) in enumerate(picks)
-        ]
+        ]  # fmt: skip
         aborts = {f"r{i}": after for i, after in cuts.items() if i < len(picks)}
         arrivals = {f"r{i}": at for i, (_, _, at) in enumerate(picks)}
         played = play(controller, messages, aborts=aborts, arrivals=arrivals, how=how)
@@ -98,6 +106,7 @@ def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
         assert pool.used == 0 and pool.free == pool.count - pool.slab
         seen["preemptions"] += controller.scheduler.stats.preemptions
         seen["prefix_hits"] += controller.scheduler.stats.prefix_hits
+        seen["forks"] += controller.scheduler.stats.forks
         seen["aborts"] += "length" in played.reasons().values() and len(set(played.reasons().values())) > 1
 
     traffic()

@@ -95,6 +95,8 @@ class SimulatedDevice(Executor):
         assert len(set(plan.slots)) == len(plan.slots), "a request has one row a step"
         assert sum(plan.counts) <= self.scheduler.step_tokens
         self.touched.append(set())
+        for group, source, target in plan.copies:
+            self._copy(group, source, target)
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             assert start + count < requests[slot].limit, "a length limit is planned, never overrun"
             self._run_row(slot, start, count)
@@ -146,6 +148,14 @@ class SimulatedDevice(Executor):
             f"block {block} does not hold what slot {slot} reads at position {position} of group {group}"
         )
 
+    def _copy(self, group: int, source: int, target: int) -> None:
+        assert self.state.pool._references[target] == 1 and self.state.pool._keys[target] is None
+        self.touched[-1] |= {source, target}
+        self._claim(group, target)
+        for at in range(self.state.block_size):
+            if (source, at) in self.content:
+                self.content[target, at] = self.content[source, at]
+
     def _write(self, slot: int, group: int, position: int, offset: int) -> None:
         block = self._block(slot, group, position)
         holders = [
@@ -155,6 +165,10 @@ class SimulatedDevice(Executor):
         ]
         assert not holders, f"block {block} is written by slot {slot} and held by {[r.id for r in holders]}"
         assert self.state.pool._keys[block] is None, f"block {block} is written though it can be found by its key"
+        self._claim(group, block)
+        self.content[block, offset] = (group, self._key(slot, position + 1))
+
+    def _claim(self, group: int, block: int) -> None:
         own = (block, self.state.spans[group])
         for page in range(block, sum(own)):  # whoever had these bytes has lost them
             other = self.owners.get(page, own)
@@ -162,7 +176,6 @@ class SimulatedDevice(Executor):
                 for at in range(self.state.block_size):
                     self.content.pop((other[0], at), None)
         self.owners.update(dict.fromkeys(range(block, sum(own)), own))
-        self.content[block, offset] = (group, self._key(slot, position + 1))
 
 
 class Harness:
@@ -271,7 +284,9 @@ PREFIXES = ([], [1, 2, 3, 0, 1, 2, 3, 0], [1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0, 0,
 
 
 class Traffic(RuleBasedStateMachine):
-    """Random arrivals, aborts and steps."""
+    """Random arrivals, forks, aborts and steps."""
+
+    forks = 0
 
     @initialize(
         specs=GROUPS,
@@ -307,6 +322,32 @@ class Traffic(RuleBasedStateMachine):
         self.ids = itertools.count()
         self.cut: list[str] = []
 
+    @precondition(lambda self: not all(self.harness.reasons.values()))
+    @rule(
+        pick=st.integers(0, 1000),
+        known=st.integers(0, 4),
+        more=st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
+        max_tokens=st.integers(1, 12),
+        salt=st.sampled_from([None, None, None, "tenant"]),
+        count=st.integers(1, 3),
+    )
+    def fork(self, pick: int, known: int, more: list[int], max_tokens: int, salt: str | None, count: int) -> None:
+        """Some that begin as another one, as far as it has come, and perhaps go another way."""
+        running = [name for name, reasons in self.harness.reasons.items() if not reasons]
+        parent = running[pick % len(running)]
+        message = self.harness.messages[parent]
+        for _ in range(count):
+            self.harness.send(
+                NewRequest(
+                    id=f"r{next(self.ids)}",
+                    prompt=message.prompt + self.harness.outputs[parent][:known] + more,
+                    max_tokens=max_tokens,
+                    cache_salt=message.cache_salt if salt is None else salt,
+                    sampling=Sampling(temperature=0.0),
+                    fork_of=parent,
+                )
+            )
+
     @rule(
         prefix=st.sampled_from(PREFIXES),
         rest=st.lists(st.integers(0, VOCABULARY - 1), max_size=9),
@@ -315,6 +356,7 @@ class Traffic(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "tenant"]),
         priority=st.sampled_from([0, 0, 1]),
         copies=st.sampled_from([1, 1, 3]),
+        forked=st.booleans(),
     )
     def arrive(
         self,
@@ -325,7 +367,9 @@ class Traffic(RuleBasedStateMachine):
         salt: str,
         priority: int,
         copies: int,
+        forked: bool,
     ) -> None:
+        first = f"r{len(self.harness.messages)}" if forked else ""
         for _ in range(copies):
             self.harness.send(
                 NewRequest(
@@ -336,6 +380,7 @@ class Traffic(RuleBasedStateMachine):
                     cache_salt=salt,
                     priority=priority,
                     sampling=Sampling(temperature=0.0),
+                    fork_of=first,
                 )
             )
 
@@ -361,9 +406,11 @@ class Traffic(RuleBasedStateMachine):
             self.harness.run()
             self.harness.check_answers(self.cut)
             self.harness.check_all_given_back()
+            Traffic.forks += self.harness.scheduler.stats.forks
 
 
 def traffic(examples: int, steps: int) -> None:
+    Traffic.forks = 0
     run_state_machine_as_test(
         Traffic,
         settings=settings(
@@ -377,6 +424,7 @@ def traffic(examples: int, steps: int) -> None:
             phases=[Phase.generate],
         ),
     )
+    assert Traffic.forks > examples // 10
 
 
 def test_random_traffic_gets_its_own_tokens_one_terminal_event_each_and_leaves_no_block_behind() -> None:

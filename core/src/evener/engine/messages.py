@@ -48,11 +48,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
-    """One sequence to generate. ``n`` samples of a prompt are ``n`` of these, which share the prompt's blocks.
+    """One sequence to generate. ``n`` samples of a prompt are ``n`` of these; all but the first are forks of it.
 
     ``max_tokens`` is already limited to the context. ``stop_token_ids`` ends with reason ``stop``; the token itself is
     reported. ``max_time`` seconds after the controller took it in, a request ends with reason ``timeout``.
-    ``cache_salt`` separates prefix caches (adapter, image hash, tenant).
+    ``cache_salt`` separates prefix caches (adapter, image hash, tenant). ``fork_of`` names a request that was sent
+    before and begins with the same tokens: this one waits until they are computed and starts from that state; if that
+    request has ended or gone on, it makes no difference.
     """
 
     id: str
@@ -63,6 +65,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     max_time: float | None = None
     cache_salt: str = ""
     priority: int = 0
+    fork_of: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -142,6 +145,8 @@ class StatsReport(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     queried_tokens: int = 0
     queued: list[int] = msgspec.field(default_factory=lambda: [0] * (len(QUEUE_SECONDS) + 1))
     queued_seconds: float = 0.0
+    forks: int = 0
+    forked_tokens: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

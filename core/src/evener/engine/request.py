@@ -23,6 +23,8 @@ class Request:
         last_plan: id of the last plan that names this request; -1 before the first.
         slot, table: held while running.
         alone: it runs in an otherwise empty pool.
+        parent, shared: the request that it is to start from, and how many tokens both have in common; see ``forks``.
+        pauses: lengths at which a step ends, because a fork starts there.
         finish: set once; the request is over and its terminal event was emitted.
     """
 
@@ -38,6 +40,9 @@ class Request:
     slot: int = -1
     alone: bool = False
     table: BlockTable | None = None
+    parent: Request | None = None
+    shared: int = 0
+    pauses: set[int] = field(default_factory=set)
     finish: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -64,4 +69,13 @@ class Request:
     @property
     def to_compute(self) -> int:
         """Tokens that the next plan may compute. A token that reaches the limit is never computed on."""
-        return 0 if self.length >= self.limit else self.length - self.planned
+        if self.length >= self.limit:
+            return 0
+        if self.planned in self.pauses:
+            return 1  # so that the step's budget is there for the forks
+        return min((p for p in self.pauses if p > self.planned), default=self.length) - self.planned
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits for its parent to compute what both have in common."""
+        return self.parent is not None and self.parent.finish is None and self.parent.planned < self.shared

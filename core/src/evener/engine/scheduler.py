@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from evener.engine.forks import Copies, attach, open_state
 from evener.engine.messages import (
     QUEUE_SECONDS,
     Finished,
@@ -43,6 +44,7 @@ class Stats:
 
     ``queried_tokens`` were looked up in the prefix cache, of which ``cached_tokens`` were there. ``queued``: requests
     by the time that they waited for their first step, at most ``QUEUE_SECONDS``; ``queued_seconds``: all of it.
+    ``forks`` started from another request's state, with ``forked_tokens`` in it.
     """
 
     steps: int = 0
@@ -55,6 +57,8 @@ class Stats:
     queried_tokens: int = 0
     queued: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS) + 1))
     queued_seconds: float = 0.0
+    forks: int = 0
+    forked_tokens: int = 0
 
     def waited(self, seconds: float) -> None:
         """A request has begun after so long."""
@@ -71,6 +75,7 @@ class _Draft:
     rows: list[tuple[Request, int, int, bool]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     updates: list[TableUpdate] = field(default_factory=list)
+    copies: Copies = field(default_factory=list)
 
 
 class Scheduler:
@@ -113,6 +118,7 @@ class Scheduler:
             return [Finished(id=message.id, reason="error", error=problem, status=400)]
         request = Request(message, self._arrivals)
         self._arrivals += 1
+        attach(request, self._requests.get(message.fork_of))
         self._requests[request.id] = request
         self.waiting.append(request)
         return []
@@ -172,15 +178,15 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _Draft) -> None:
         self.waiting.sort(key=self.policy)
-        while self.waiting and self._slots and draft.budget and not any(r.alone for r in self.running):
-            request = self.waiting[0]
+        while self._slots and draft.budget and not any(r.alone for r in self.running):
+            request = next((r for r in self.waiting if not r.held), None)
+            if request is None:
+                return
             if request.alone and (self.running or self._in_flight):
                 return
             if self._blocked == (request.id, self.state.pool.free):
                 return  # nothing has changed since it did not fit
-            reuse, salt = not request.to_score, request.message.cache_salt
-            table, cached = self.state.open(request.tokens, salt, alone=request.alone, reuse=reuse)
-            request.table, request.planned = table, cached
+            copies = open_state(self.state, request)
             request.slot = self._slots.pop()
             if not self._plan_row(draft, request, min(request.to_compute, draft.budget), admit=True):
                 self._give_back(request)
@@ -189,15 +195,26 @@ class Scheduler:
                     continue
                 self._blocked = (request.id, self.state.pool.free)
                 return
-            self.waiting.pop(0)
+            self.waiting.remove(request)
             self.running.append(request)
+            self._begin(draft, request, copies)
+
+    def _begin(self, draft: _Draft, request: Request, copies: Copies | None) -> None:
+        """Note what is there already of a request that was admitted: from the prefix cache, or its parent's state."""
+        there, parent = request.planned, request.parent
+        request.parent = None
+        if copies is None or parent is None:
             self.stats.queried_tokens += request.length
-            if cached:
-                self.stats.prefix_hits += 1
-                self.stats.cached_tokens += cached
-            if not request.preemptions:
-                request.cached = cached
-                self.stats.waited(time.monotonic() - request.arrived)
+            self.stats.prefix_hits += there > 0
+            self.stats.cached_tokens += there
+        else:
+            parent.last_plan = draft.plan_id
+            draft.copies += copies
+            self.stats.forks += 1
+            self.stats.forked_tokens += there
+        if not request.preemptions:
+            request.cached = there
+            self.stats.waited(time.monotonic() - request.arrived)
 
     def _plan_row(self, draft: _Draft, request: Request, count: int, admit: bool = False) -> bool:
         assert request.table is not None, "a running request has a table"
@@ -244,7 +261,7 @@ class Scheduler:
         wanted = [request.message.sampling for request, *_, sampled in draft.rows if sampled]
         scorers = (draft.rows[index][0].message.sampling for index, *_ in scores)
         plan = Plan(
-            id=draft.plan_id, admissions=draft.admissions, updates=draft.updates,
+            id=draft.plan_id, admissions=draft.admissions, updates=draft.updates, copies=draft.copies,
             slots=[r.slot for r, *_ in draft.rows], starts=[s for _, s, *_ in draft.rows],
             counts=[c for _, _, c, _ in draft.rows], samples=[i for i, row in enumerate(draft.rows) if row[3]],
             random=[i for i, s in enumerate(wanted) if s.temperature > 0],

@@ -144,6 +144,7 @@ class Frontend:
                 NewRequest(
                     id=name, prompt=ids, max_tokens=max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
+                    fork_of=names[0] if index else "",
                 )
             )  # fmt: skip
         self._requests[request_id] = set(names)
