@@ -180,7 +180,7 @@ def llamacpp_server(model: str, gguf: Path, threads: int) -> Iterator[Server]:
     command = [
         interpreter("llamacpp"), "-m", "llama_cpp.server", "--model", str(gguf), "--port", str(port), "--host",
         "127.0.0.1", "--n_ctx", "8192", "--n_threads", str(threads), "--n_threads_batch", str(threads),
-        "--model_alias", Path(model).name,
+        "--model_alias", Path(model).name, "--interrupt_requests", "false",  # else a new one ends the one before
     ]  # fmt: skip
     with running(command, url, "/v1/models") as pid:
         # It knows no way past the end token; random prompts seldom lead there, and usage counts what came.
@@ -189,18 +189,18 @@ def llamacpp_server(model: str, gguf: Path, threads: int) -> Iterator[Server]:
 
 @contextmanager
 def transformers_server(model: str, threads: int) -> Iterator[Server]:
-    """``transformers serve`` with its continuous batching."""
+    """``transformers serve``, a request at a time: its continuous batching never answers on a CPU (5.x)."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
         interpreter("transformers"), "-m", "transformers.cli.transformers", "serve", str(model), "--host", "127.0.0.1",
-        "--port", str(port), "--continuous-batching", "--dtype", "bfloat16", "--attn-implementation", "sdpa",
+        "--port", str(port), "--dtype", "bfloat16", "--attn-implementation", "sdpa",
     ]  # fmt: skip
     env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with running(command, url, "/health", env) as pid:
         # It knows no ignore_eos; no token has the id -1.
         config = json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False})
-        label = "transformers serve, continuous batching"
+        label = "transformers serve"
         yield Server(url, str(model), label, pid, {"generation_config": config})
 
 

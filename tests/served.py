@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -40,9 +41,11 @@ class Served:
     """A server that is ready, its URL and its log so far. Leaving the context ends it."""
 
     def __init__(self, *command: str | Path) -> None:
+        # A group of its own: a launcher (torchrun) that is killed leaves its children behind, and the pipe open.
         self.process = subprocess.Popen(
-            [str(word) for word in command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+            [str(word) for word in command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         self._lines: list[str] = []
         self._ended = False
         self._changed = threading.Condition()
@@ -96,8 +99,8 @@ class Served:
         """End it, whatever state it is in."""
         if hasattr(self, "http"):
             self.http.close()
-        if self.process.poll() is None:
-            self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
         assert self.process.stderr is not None
