@@ -106,6 +106,10 @@ COMMON: dict[str, Any] = {
     "vocab_size": 1009, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    **{k: v for k, v in COMMON.items() if k != "head_dim"}, "num_key_value_heads": 8, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": COMMON,
     "llama": {**COMMON, "hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 32},
@@ -114,6 +118,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
                     "query_pre_attn_scalar": 128},
     "qwen3_moe": {**COMMON, "num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 96,
                   "norm_topk_prob": True, "decoder_sparse_step": 1},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 4},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 96, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+                    "topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 2},
 }  # fmt: skip
 
 

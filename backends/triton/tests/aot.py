@@ -22,6 +22,7 @@ from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
 from evener.layers.decoder import AttentionConfig, MLPConfig
 from evener.layers.experts import MoEConfig
+from evener.layers.latent import LatentConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
 from evener.testing.composite_check import Family, TinyModel, families
@@ -36,13 +37,13 @@ from evener_kernels_triton.tuning import Tuning
 META = torch.device("meta")
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8",
+    torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-#: What such a device says of itself: units, shared memory, bfloat16, whether kernels may overlap.
-FACTS = {
-    "cuda:75": (40, 64 << 10, False, False), "cuda:80": (108, 163 << 10, True, False),
-    "cuda:90": (132, 227 << 10, True, True), "cuda:100": (148, 227 << 10, True, True),
-    "hip": (104, 64 << 10, True, False),
+#: What such a device says of itself: units, shared memory, bfloat16, and what else it can.
+FACTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
+    "cuda:75": (40, 64 << 10, False, ()), "cuda:80": (108, 163 << 10, True, ()),
+    "cuda:90": (132, 227 << 10, True, ("overlap", "fp8")), "cuda:100": (148, 227 << 10, True, ("overlap", "fp8")),
+    "hip": (104, 64 << 10, True, ()),
 }  # fmt: skip
 
 
@@ -75,8 +76,8 @@ class Recorder:
 
 def record(target: str) -> Recorder:
     """Every launch of tiny models of all kinds and of the sizes of a large one."""
-    units, shared, bf16, overlap = FACTS.get(target, FACTS["hip"])
-    features = {f"units:{units}", f"shared:{shared}"} | ({"overlap"} if overlap else set())
+    units, shared, bf16, more = FACTS.get(target, FACTS["hip"])
+    features = {f"units:{units}", f"shared:{shared}", *more}
     device = HostDevice(0)
     dtypes = {"float32", "float16"} | ({"bfloat16"} if bf16 else set())
     device.capabilities = DeviceCapabilities(dtypes=frozenset(dtypes), features=frozenset(features))
@@ -88,8 +89,9 @@ def record(target: str) -> Recorder:
     large = Family("large", AttentionConfig(heads=32, kv_heads=8, head_dim=128, rotary=RotaryConfig(128), qk_norm=True),
                    MLPConfig(inner=192))  # fmt: skip
     many = Family("many experts", large.attention, MoEConfig(experts=128, top=8, inner=768))
-    for family in (large, many, *families()):
-        model = TinyModel(device, dtype, family, kernels, states[0], BUILTIN)
+    for family in (large, many, *_large_latent(), *families()):
+        latent = isinstance(family.attention, LatentConfig)
+        model = TinyModel(device, dtype, family, kernels, states[latent], BUILTIN)
         noise = torch.randn(64, 96)
         with torch.inference_mode():
             for counts, before in (((1, 1), (3, 9)), ((1,), (5,)), ((33, 30), (0, 0))):
@@ -111,6 +113,7 @@ def record(target: str) -> Recorder:
     choose_filtered(logits, floats, ints, floats, floats, ints, ints)
     act_rows(tuning, torch.empty(4, 96, dtype=getattr(torch, dtype), device=META), 48, "gelu")
     _long_step(states[0], device, getattr(torch, dtype), dtype)
+    _latent_steps(states[1], device, getattr(torch, dtype), dtype)
     for kernel in kernels:
         static = {"scale": 3.0, "dtype": dtype, "cap": 5.0, "vocab": 151936, "hidden": 96, "eps": 1e-5, "offset": 0.0}
         call = OpCall(kernel.op, static, Bucket(1, 4), device.capabilities)
@@ -139,6 +142,36 @@ def _experts(tuning: Tuning, kind: torch.dtype) -> None:
             grouped(tuning, x, torch.empty(rise, dtype=kind, device=META), inside, work, share=True, activation="silu")
             fallen = torch.empty(slots.numel(), fall[1], dtype=kind, device=META)
             grouped(tuning, inside, torch.empty(fall, dtype=kind, device=META), fallen, work, share=False)
+
+
+def _large_latent() -> tuple[Family, ...]:
+    """Few heads whose queries are made directly, and many that have a rank."""
+    sizes: dict[str, Any] = {"nope_dim": 128, "rope_dim": 64, "value_dim": 128, "rank": 512}
+    rotary = RotaryConfig(64, interleaved=True)
+    return tuple(
+        Family(f"{heads} latent heads", LatentConfig(heads=heads, q_rank=q_rank, rotary=rotary, **sizes),
+               MLPConfig(inner=192))
+        for heads, q_rank in ((16, None), (128, 1536))
+    )  # fmt: skip
+
+
+def _latent_steps(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str) -> None:
+    """Plain writes and reads of latent state, of the compute type and of a narrow one where there is one."""
+    for stored in (dtype, *(["float8_e4m3fn"] if "fp8" in device.capabilities.features else [])):
+        spec = StateSpec("latent", (StateTensor("latent", (512,), stored), StateTensor("rope", (64,), stored)))
+        storage = torch.empty(9, provider.bytes_per_block(spec, 32), dtype=torch.uint8, device=META)
+        views = provider.bind(storage, spec, 32)
+        for heads, count in ((16, 1), (128, 1), (16, 40)):
+            attention = AttentionSpec(heads, 576, 192**-0.5, dtype=dtype)
+            assert provider.supports(spec, attention, device.capabilities) is None
+            ints = torch.empty(2 * count + 1, dtype=torch.int32, device=META)
+            table = torch.empty(2, 128, dtype=torch.int32, device=META)
+            counts, lengths = (count, count), (4096, 4096)
+            step = StateStep(2 * count, 2, count, 4096, ints, ints[:2], ints, ints, table, counts, lengths)
+            meta = provider.prepare(step, spec, attention, 32)
+            rows = torch.empty(2 * count, 576, dtype=kind, device=META)
+            provider.write(views, meta, rows[:, :512], rows[:, 512:])
+            provider.attend(views, meta, torch.empty(2 * count, heads, 576, dtype=kind, device=META))
 
 
 def _long_step(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str) -> None:

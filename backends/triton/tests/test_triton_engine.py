@@ -30,7 +30,7 @@ def answers(folder: Path, **overrides: Any) -> tuple[list[list[int]], dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Qwen3Moe", "DeepseekV2"])
 def test_tokens_are_those_of_the_references(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
@@ -45,6 +45,7 @@ def test_tokens_are_those_of_the_references(
         tmp_path, backend="interpreted", **{"infer.op_impl": "ref", "infer.attn_type": "ref"}
     )
     assert got == want
-    second = "triton.moe_block" if family.endswith("Moe") else "triton.mlp_block"
-    for name in ("triton.paged", "triton.attention_block", second, "triton.head", "triton.greedy"):
-        assert name in json.dumps(manifest)
+    second = "moe_block" if family in ("Qwen3Moe", "DeepseekV2") else "mlp_block"
+    first = ("latent", "latent_attention_block") if family == "DeepseekV2" else ("paged", "attention_block")
+    for name in (*first, second, "head", "greedy"):
+        assert f"triton.{name}" in json.dumps(manifest)

@@ -38,6 +38,7 @@ descriptor = Descriptor(
         "mlp_block",
         "moe_block",
         "head",
+        "latent_attention_block",
     ),
-    states=("triton.paged",),
+    states=("triton.paged", "triton.latent"),
 )

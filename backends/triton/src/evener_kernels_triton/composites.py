@@ -21,7 +21,7 @@ from evener_kernels_triton.tuning import Tuning, power_of_two
 Project = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
-def _project(tuning: Tuning, call: OpCall, out: torch.dtype) -> Project:
+def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype) -> Project:
     """The linear product of a bucket."""
     if call.bucket.high <= FEW:
         return lambda x, w, bias: few(tuning, x, w, out, bias=bias)
@@ -31,12 +31,12 @@ def _project(tuning: Tuning, call: OpCall, out: torch.dtype) -> Project:
 Enter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def _enter(tuning: Tuning, call: OpCall, rows: int, activation: str = "") -> Enter:
+def enter_rows(tuning: Tuning, call: OpCall, rows: int, activation: str = "") -> Enter:
     """(add +) norm and projection to ``rows`` (with the activation behind it): those rows, and the stream, which is
     float32."""
     s = call.static
     eps, offset, dtype = s["eps"], s["offset"], getattr(torch, s["dtype"])
-    project = _project(tuning, call, dtype)
+    project = project_rows(tuning, call, dtype)
 
     def one(
         x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
@@ -88,7 +88,7 @@ class TritonNormQkvRotaryWrite(_Composite):
 def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
     s = call.static
     heads, kv_heads, d, dv, each = s["heads"], s["kv_heads"], s["head_dim"], s["value_dim"], 4
-    enter = _enter(tuning, call, s["qkv"].rows)
+    enter = enter_rows(tuning, call, s["qkv"].rows)
     tiles = -(-heads // each) + 2 * -(-kv_heads // each)
     sizes = {
         "HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": s["rotary_dim"], "INTERLEAVED": bool(s["interleaved"]),
@@ -122,7 +122,7 @@ class TritonAttentionBlock(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
-        write, project = _write_heads(tuning, call), _project(tuning, call, dtype)
+        write, project = _write_heads(tuning, call), project_rows(tuning, call, dtype)
         provider = s["state"].provider
 
         def run(
@@ -152,7 +152,7 @@ class TritonMlpBlock(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
-        enter, project = _enter(tuning, call, s["gate_up"].rows, s["activation"]), _project(tuning, call, dtype)
+        enter, project = enter_rows(tuning, call, s["gate_up"].rows, s["activation"]), project_rows(tuning, call, dtype)
 
         def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
             inner, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
@@ -179,7 +179,7 @@ class TritonHead(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
-        project = _project(tuning, call, torch.float32)
+        project = project_rows(tuning, call, torch.float32)
 
         def run(
             x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None

@@ -11,6 +11,8 @@ from evener.contracts.ops import Kernel
 from evener.contracts.state import StateProvider
 from evener_kernels_triton.composites import COMPOSITES
 from evener_kernels_triton.experts import EXPERTS
+from evener_kernels_triton.latent import LATENT
+from evener_kernels_triton.latent_state import LatentState
 from evener_kernels_triton.linear import LINEAR
 from evener_kernels_triton.primitives import PRIMITIVES
 from evener_kernels_triton.sampling import SAMPLING
@@ -22,13 +24,14 @@ from evener_kernels_triton.tuning import Tuning
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """Every kernel, with sizes for this device."""
     tuning = _tuning(device, options)
-    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LINEAR, *COMPOSITES, *EXPERTS)]
+    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LINEAR, *COMPOSITES, *EXPERTS, *LATENT)]
 
 
 @hookimpl
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
-    """The paged state."""
-    return [PagedState(_tuning(device, options))]
+    """The paged state, and the latent."""
+    tuning = _tuning(device, options)
+    return [PagedState(tuning), LatentState(tuning)]
 
 
 def _tuning(device: Device, options: Mapping[str, Any]) -> Tuning:

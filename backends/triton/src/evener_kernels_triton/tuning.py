@@ -56,6 +56,17 @@ class Lone:
 
 
 @dataclass(frozen=True)
+class LatentTile:
+    """Sizes for attention over latents: ``m`` lines, ``n`` rows of state a step, cut into ``pieces``."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
 class Tuning:
     """What kernels ask before a launch.
 
@@ -175,6 +186,45 @@ class Tuning:
         """How many parts a request's keys are cut into, so that the device is full; a power of two."""
         wanted = power_of_two(max(1, (4 * self.units) // max(1, programs)))
         return max(1, min(wanted, 16, power_of_two(-(-longest // (tile * LEAST)))))
+
+    def latent_tile(self, heads: int, rank: int, element: int, programs: int) -> LatentTile:
+        """Decode over latents of ``rank`` elements, by ``programs`` tiles of heads.
+
+        With 132 units and 16 heads, two programs a unit and two tiles under way in each are fastest where there are so
+        many programs.
+        """
+        roomy = self._roomy(element)
+        m = max(16, min(64, power_of_two(heads))) if roomy else 16
+        warps = 4 if m == 16 else 8
+        pieces = 1 if m == 64 else max(1, min(warps, power_of_two(rank) // 16))
+        stages = (3 if programs > self.units else 2) if roomy else 1
+        return LatentTile(m, 32 if roomy else 16, warps, stages, pieces)
+
+    def latent_mixed_tile(self, element: int) -> LatentTile:
+        """Any query lengths over latents."""
+        return LatentTile(64, 32, 8, 2) if self._roomy(element) else LatentTile(16, 16, 4, 1)
+
+    def _roomy(self, element: int) -> bool:
+        return self.shared >= 160 << 10 and element <= 2
+
+    def latent_splits(self, programs: int, longest: int, tile: LatentTile) -> int:
+        """As ``splits``, but what a part leaves to be merged is as large as what it read of 32 tokens, so a device is
+        filled once and no more, and no request is cut into more than 8."""
+        wanted = power_of_two(max(1, (2 * self.units) // max(1, programs)) + 1) // 2
+        return max(1, min(wanted, 8, power_of_two(-(-longest // (tile.n * LEAST)))))
+
+    def latent_product(self, tokens: int, rank: int) -> Product:
+        """Queries of one head into latent space; ``n``: columns of it a program."""
+        m = max(16, min(64, power_of_two(tokens)))
+        return Product(m, min(128 if m == 64 and tokens > 64 else 64, max(16, power_of_two(rank))), 0, 4, 1)
+
+    def latent_values(self, tokens: int, value: int, rank: int, splits: int) -> Product:
+        """One head's values from ``splits`` parts of latents: ``m`` tokens, ``n`` values, ``k`` of the latent."""
+        wide = max(16, power_of_two(value))
+        if tokens == 1:
+            return Product(1, min(wide, 16), min(rank, max(16, 8192 // splits)), 4, 1)
+        m = max(16, min(64, power_of_two(tokens)))
+        return Product(m, min(wide, 32 if m * tokens <= 4096 else 64), min(rank, 64), 4, 3)
 
 
 def _number(word: str, features: Iterable[str], default: int) -> int:

@@ -24,7 +24,7 @@ Static = Mapping[str, Any]
 #: Tokens of a context whose keys and values are expanded at a time.
 _PIECE = 512
 #: Of the norms inside, whatever the other norms have.
-_EPS = 1e-6
+INNER_EPS = 1e-6
 
 
 class LatentWeights(NamedTuple):
@@ -73,7 +73,7 @@ def _parts(meta: Any, tokens: int) -> Iterator[tuple[Any, int, int, bool]]:
 
 
 def _inner_norm(static: Static, width: int) -> dict[str, Any]:
-    return {"hidden": width, "dtype": static["dtype"], "eps": _EPS, "offset": 0.0}
+    return {"hidden": width, "dtype": static["dtype"], "eps": INNER_EPS, "offset": 0.0}
 
 
 def latent_attend(static: Static, use: Use) -> OpFunction:
@@ -138,7 +138,7 @@ def latent_attend(static: Static, use: Use) -> OpFunction:
 def index_block(static: Static, use: Use) -> OpFunction:
     heads, dim, dtype = static["heads"], static["head_dim"], static["dtype"]
     query, key, weigh = (use("linear", **linear_static(static[k])) for k in ("q", "k", "weights"))
-    norm = use("layer_norm", hidden=dim, dtype=dtype, eps=_EPS)
+    norm = use("layer_norm", hidden=dim, dtype=dtype, eps=INNER_EPS)
     rotate = use("rotary", head_dim=dim, rotary_dim=static["rope_dim"], interleaved=False, dtype=dtype)
     write, select = (use(f"state.{name}", state=static["state"]) for name in ("write", "select"))
     factor = heads**-0.5 * dim**-0.5

@@ -19,9 +19,10 @@ from evener.contracts.quant import plain
 from evener.contracts.state import StateProvider, StateStep
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight, Table, Weight
-from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
+from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer, MLPConfig
 from evener.layers.embedding import LMHead
 from evener.layers.experts import MoEConfig
+from evener.layers.latent import LatentConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
@@ -40,7 +41,7 @@ class Family:
     """One kind of decoder layer."""
 
     name: str
-    attention: AttentionConfig
+    attention: AttentionConfig | LatentConfig
     mlp: MLPConfig | MoEConfig
     offset: float = 0.0
     cap: float | None = None
@@ -68,6 +69,18 @@ def families() -> tuple[Family, ...]:
                 heads=4, kv_heads=4, head_dim=16, rotary=RotaryConfig(8, interleaved=True), qkv_bias=True, o_bias=True
             ),
             MLPConfig(inner=40, bias=True, activation="gelu"),
+        ),
+        Family(
+            "latent",
+            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=None,
+                         rotary=RotaryConfig(8, interleaved=True)),
+            MLPConfig(inner=40),
+        ),
+        Family(
+            "latent queries",
+            LatentConfig(heads=5, nope_dim=16, rope_dim=16, value_dim=16, rank=32, q_rank=48, rotary=RotaryConfig(16),
+                         bias=True),
+            MLPConfig(inner=40),
         ),
         Family(
             "expert",
@@ -109,9 +122,9 @@ class TinyModel:
     ) -> None:  # fmt: skip
         self.device, self.dtype, self.provider = device, dtype, provider
         self.build = build = Builder(dtype, _LONGEST)
-        self.layers = [
-            DecoderLayer(build, f"layers.{i}", _HIDDEN, family.attention, family.mlp, 1e-5, family.offset)
-            for i in range(2)
+        layer: Any = DecoderLayer if isinstance(family.attention, AttentionConfig) else MixerLayer
+        self.layers: list[DecoderLayer] = [
+            layer(build, f"layers.{i}", _HIDDEN, family.attention, family.mlp, 1e-5, family.offset) for i in range(2)
         ]
         self.head = LMHead(build, "head.weight", "norm.weight", _VOCAB, _HIDDEN, 1e-5, family.offset, family.cap)
         market = Market(
@@ -130,6 +143,7 @@ class TinyModel:
     def _fill(self, like: TinyModel | None) -> None:
         where, noise = self.device.torch_device, torch.Generator().manual_seed(3)
         wanted: torch.dtype = getattr(torch, self.dtype)
+        parts_by_name: dict[str, torch.Tensor] = {}
         for index, weight in enumerate(self.build.weights):
             if isinstance(weight, Table):
                 weight.value = weight.make(where)
@@ -141,11 +155,14 @@ class TinyModel:
                 made = [(m + (getattr(weight, "dummy", "") == "ones")).to(wanted) for m in made]
                 if weight.name.endswith("correction"):  # rounding must not change which experts are chosen
                     made = [torch.arange(float(s[0])) for s in shapes]
+                if isinstance(weight, Weight):  # a matrix may be read whole beside the layer that multiplies by it
+                    made = [parts_by_name.get(weight.sources[0], made[0])]
             else:
                 made = [m.to(wanted) for m in like.weights[index]]
             self.weights.append(made)
             if isinstance(weight, LinearWeight):
                 packing, size = self.resolver.packings_by_layout[weight.layout], len(weight.parts)
+                parts_by_name |= {part.name: m for part, m in zip(weight.parts, made, strict=False)}
                 parts = [
                     replace(weight.parts[i % size], format=plain(self.dtype), tensors={"weight": m})
                     for i, m in enumerate(made)
@@ -186,9 +203,9 @@ class TinyModel:
             slot_mapping=put([int(self.table[r, p // _BLOCK]) * _BLOCK + p % _BLOCK for r, p in at]),
             block_table=put(self.table), host_query_lens=list(counts), host_kv_lens=lengths,
         )  # fmt: skip
-        slot = self.layers[0].slot
+        slot = self.build.slots[0]
         assert slot.provider is not None
-        meta = slot.provider.prepare(state, slot.spec, slot.attention, _BLOCK)
+        meta = slot.provider.metadata(state, slot.spec, slot.attention, _BLOCK)
         step = _Step(bucket_index(len(at)), state.positions, state.positions, (meta,))
         stream = x.to(getattr(torch, self.dtype)).to(where, copy=True)
         residual: torch.Tensor | None = None
@@ -241,6 +258,7 @@ def check_composite(
     results = []
     for dtype in dtypes:
         fitting = [f for f in families() if isinstance(f.mlp, MoEConfig) == (kernel.op == "moe_block")]
+        fitting = [f for f in fitting if isinstance(f.attention, LatentConfig) == kernel.op.startswith("latent_")]
         for family in [f for f in fitting if not kinds or f.name in kinds]:
             for provider in providers or (ReferenceState(),):
                 case = f"{family.name} layers over {provider.name}"

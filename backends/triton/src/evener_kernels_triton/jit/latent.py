@@ -1,0 +1,359 @@
+"""Latent attention over pages, absorbed: queries in latent space, one row a token that is key and value of every head.
+
+A page of one layer holds ``[PAGE, RANK + ROPE]``: the normalised latent, and behind it the rotated key. The heads are
+lines of one matrix product, which reads each row once for the scores and the values of all of them (DeepSeek-AI 2024).
+The softmax runs online in base 2; the parts of a split request are merged by the kernel that leaves latent space.
+"""
+
+import triton
+import triton.language as tl
+
+from evener_kernels_triton.jit.attention import _span
+
+
+@triton.jit
+def _turn(row, angles, e, inside, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rows at ``row`` [n, 1], rotated, in float32. ``angles`` points at their token's."""
+    HALF: tl.constexpr = ROPE // 2
+    if INTERLEAVED:
+        other = e ^ 1
+        angle = e // 2
+        sign = tl.where(e % 2 == 0, -1.0, 1.0)
+    else:
+        other = tl.where(e < HALF, e + HALF, e - HALF)
+        angle = e % HALF
+        sign = tl.where(e < HALF, -1.0, 1.0)
+    x = tl.load(row + e[None, :], mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(row + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    turns = e < ROPE
+    cos = tl.load(angles + angle, mask=turns, other=1.0)
+    sin = tl.load(angles + HALF + angle, mask=turns, other=0.0) * sign
+    return x * cos[None, :] + partner * sin[None, :]
+
+
+@triton.jit
+def _inward(
+    pid, q, w, inside, tokens, q_row, HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BM queries of one head into latent space, BN columns of it."""
+    TILES: tl.constexpr = (RANK + BN - 1) // BN
+    head = (pid // TILES) % HEADS
+    t = (pid // (TILES * HEADS)) * BM + tl.arange(0, BM)
+    there = t < tokens
+    t = t.to(tl.int64)
+    n = (pid % TILES) * BN + tl.arange(0, BN)
+    k = tl.arange(0, NP)
+    # A weight does not depend on the kernel before.
+    b = tl.load(
+        w + (head * (NOPE + VALUE) + k)[:, None] * RANK + n[None, :],
+        mask=(k < NOPE)[:, None] & (n < RANK)[None, :], other=0.0,
+    )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    a = tl.load(
+        q + t[:, None] * q_row + head * (NOPE + ROPE) + k[None, :], mask=there[:, None] & (k < NOPE)[None, :], other=0.0
+    )
+    y = tl.dot(a, b, input_precision=PRECISION)
+    to = inside + (t[:, None] * HEADS + head) * (RANK + ROPE) + n[None, :]
+    tl.store(to, y.to(inside.dtype.element_ty), mask=there[:, None] & (n < RANK)[None, :])
+
+
+@triton.jit
+def _remember(
+    t, positions, slots, q, latent, gain, cos_sin, inside, pages, q_row, latent_row, page, eps, HEADS: tl.constexpr,
+    NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr,
+    HP: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rotate the rest of one token's queries; normalise, rotate and write its state."""
+    d = tl.arange(0, RP)
+    e = tl.arange(0, EP)
+    g = tl.load(gain + d, mask=d < RANK, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    angles = cos_sin + tl.load(positions + t).to(tl.int64) * ROPE
+    slot = tl.load(slots + t).to(tl.int64)
+    row = latent + t * latent_row
+    x = tl.load(row + d, mask=d < RANK, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * g
+    to = pages + (slot // PAGE) * page + (slot % PAGE) * (RANK + ROPE)
+    # Rounded to the compute type first, as a layer whose state is narrower rounds it.
+    tl.store(to + d, x.to(latent.dtype.element_ty).to(pages.dtype.element_ty), mask=d < RANK)
+    one = tl.arange(0, 1)[:, None]
+    mask = (one == 0) & (e < ROPE)[None, :]
+    key = _turn(row + RANK + one, angles, e, mask, ROPE, INTERLEAVED)
+    tl.store(to + RANK + e[None, :] + one, key.to(latent.dtype.element_ty).to(pages.dtype.element_ty), mask=mask)
+    for first in range(0, HEADS, HP):
+        heads = first + tl.arange(0, HP)[:, None]
+        real = (heads < HEADS) & (e < ROPE)[None, :]
+        turned = _turn(q + t * q_row + heads * (NOPE + ROPE) + NOPE, angles, e, real, ROPE, INTERLEAVED)
+        at = inside + (t * HEADS + heads) * (RANK + ROPE) + RANK + e[None, :]
+        tl.store(at, turned.to(inside.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def latent_enter_kernel(
+    positions, slots, q, w, latent, gain, cos_sin, inside, pages,
+    tokens, products, q_row, latent_row, page, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    NP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """What follows the projections: the first ``products`` programs bring queries into latent space, the others take a
+    token each: rotations, and the write of its state.
+
+    ``q`` [T, HEADS * (NOPE + ROPE)]; ``w`` [HEADS * (NOPE + VALUE), RANK]; ``latent`` [T, RANK + ROPE]; ``inside`` [T,
+    HEADS, RANK + ROPE].
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    if pid < products:
+        _inward(pid, q, w, inside, tokens, q_row, HEADS, NOPE, VALUE, RANK, ROPE, NP, BM, BN, PRECISION, OVERLAP)
+    else:
+        _remember(
+            (pid - products).to(tl.int64), positions, slots, q, latent, gain, cos_sin, inside, pages, q_row,
+            latent_row, page, eps, HEADS, NOPE, RANK, ROPE, RP, EP, HP, PAGE, INTERLEAVED, OVERLAP,
+        )  # fmt: skip
+
+
+@triton.jit
+def latent_write_kernel(
+    slots, latent, rope, pages, latent_row, rope_row, page,
+    RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Write one token a program into its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    to = pages + (slot // PAGE) * page + (slot % PAGE) * (RANK + ROPE)
+    d = tl.arange(0, RP)
+    e = tl.arange(0, EP)
+    x = tl.load(latent + token * latent_row + d, mask=d < RANK)
+    tl.store(to + d, x.to(pages.dtype.element_ty), mask=d < RANK)
+    x = tl.load(rope + token * rope_row + e, mask=e < ROPE)
+    tl.store(to + RANK + e, x.to(pages.dtype.element_ty), mask=e < ROPE)
+
+
+@triton.jit
+def _pages(row_table, at, valid, PAGE: tl.constexpr):
+    """Page numbers of the tokens at positions ``at``; loaded a step before the pages are, so that none waits for it."""
+    return tl.load(row_table + at // PAGE, mask=valid, other=0).to(tl.int64)
+
+
+@triton.jit
+def _state(pages, places, at, valid, page, dtype: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr,
+           ROPE: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr):  # fmt: skip
+    """Latents [N, RP] and rotated keys [N, EP] of the tokens at positions ``at``, which lie in pages ``places``."""
+    line = pages + (places * page + (at % PAGE) * (RANK + ROPE))[:, None]
+    d = tl.arange(0, RP)
+    e = tl.arange(0, EP)
+    c = tl.load(line + d[None, :], mask=valid[:, None] & (d < RANK)[None, :], other=0.0)
+    r = tl.load(line + RANK + e[None, :], mask=valid[:, None] & (e < ROPE)[None, :], other=0.0)
+    return c.to(dtype), r.to(dtype)
+
+
+@triton.jit
+def latent_decode_kernel(
+    query, pages, table, kv_lens, out, parts, stats,
+    q_row, q_head, table_row, page, splits, scale,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
+    EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of heads, request, split).
+
+    A latent is C pieces, and the products are batches over them: each piece has warps of its own, which read it once
+    and keep their part of the queries, and sums over a long row are short chains.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    heads = tl.program_id(0) * M + tl.arange(0, M)
+    split = tl.program_id(2)
+    length = tl.load(kv_lens + row)
+    span = _span(length, splits, N, LEAST)
+    low = split * span
+    high = tl.minimum(low + span, length)
+    K: tl.constexpr = RP // C
+    d = tl.arange(0, C)[:, None, None] * K + tl.arange(0, K)[None, None, :]
+    e = tl.arange(0, EP)
+    real = heads < HEADS
+    row_table = table + row * table_row
+    dtype: tl.constexpr = query.dtype.element_ty
+    start = query + row * q_row
+    mask = real[None, :, None] & (d < RANK)
+    qc = tl.load(start + heads[None, :, None] * q_head + d, mask=mask, other=0.0)
+    qr = tl.load(
+        start + RANK + heads[:, None] * q_head + e[None, :], mask=real[:, None] & (e < ROPE)[None, :], other=0.0
+    )
+    m = tl.full([M], -1e30, tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    acc = tl.zeros([C, M, K], tl.float32)
+    places = _pages(row_table, low + tl.arange(0, N), low + tl.arange(0, N) < high, PAGE)
+    for n in range(low, high, N):
+        at = n + tl.arange(0, N)
+        valid = at < high
+        line = pages + places * page + (at % PAGE) * (RANK + ROPE)
+        c = tl.load(line[None, :, None] + d, mask=valid[None, :, None] & (d < RANK), other=0.0).to(dtype)
+        r = tl.load(
+            line[:, None] + RANK + e[None, :], mask=valid[:, None] & (e < ROPE)[None, :], other=0.0
+        ).to(dtype)
+        places = _pages(row_table, at + N, at + N < high, PAGE)
+        s = tl.dot(qr, tl.trans(r), input_precision=PRECISION)
+        s += tl.sum(tl.dot(qc, tl.permute(c, (0, 2, 1)), input_precision=PRECISION), 0)
+        s = tl.where(valid[None, :], s * scale, float("-inf"))
+        new = tl.maximum(m, tl.max(s, 1))
+        fade = tl.exp2(m - new)
+        p = tl.exp2(s - new[:, None])
+        mass = mass * fade + tl.sum(p, 1)
+        weights = tl.broadcast_to(p.to(dtype)[None, :, :], (C, M, N))
+        acc = acc * fade[None, :, None] + tl.dot(weights, c, input_precision=PRECISION)
+        m = new
+    # Programs that came earlier would take the place of those that still read.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT:
+        if low < length:
+            cell = (row * HEADS + heads) * splits + split
+            tl.store(parts + cell[None, :, None] * RANK + d, acc, mask=mask)
+            tl.store(stats + cell * 2, m, mask=real)
+            tl.store(stats + cell * 2 + 1, mass, mask=real)
+    else:
+        at = ((row * HEADS + heads) * RANK)[None, :, None] + d
+        tl.store(out + at, (acc / mass[None, :, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def latent_mixed_kernel(
+    query, pages, table, query_start, kv_lens, out,
+    q_row, q_head, table_row, page, requests, scale,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
+    EP: tl.constexpr, TOGETHER: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Any query lengths. Program (tile of queries, tile of TOGETHER heads); a line is one query of one head. Tiles are
+    numbered as in ``mixed_kernel``."""
+    TOKENS: tl.constexpr = M // TOGETHER
+    number = tl.program_id(0)
+    low = 0
+    high = requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // TOKENS + middle <= number:
+            low = middle
+        else:
+            high = middle
+    row = low
+    begin = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - begin
+    q_first = (number - (begin // TOKENS + row)) * TOKENS
+    if q_first < count:
+        length = tl.load(kv_lens + row)
+        lines = tl.arange(0, M)
+        q_at = q_first + lines // TOGETHER
+        heads = tl.program_id(1) * TOGETHER + lines % TOGETHER
+        real = (lines < TOKENS * TOGETHER) & (q_at < count) & (heads < HEADS)
+        position = length - count + q_at
+        d = tl.arange(0, RP)
+        e = tl.arange(0, EP)
+        token = (begin + q_at).to(tl.int64)
+        start = query + token[:, None] * q_row + heads[:, None] * q_head
+        qc = tl.load(start + d[None, :], mask=real[:, None] & (d < RANK)[None, :], other=0.0)
+        qr = tl.load(start + RANK + e[None, :], mask=real[:, None] & (e < ROPE)[None, :], other=0.0)
+        end = length - count + tl.minimum(q_first + TOKENS, count)
+        row_table = table + row.to(tl.int64) * table_row
+        dtype: tl.constexpr = query.dtype.element_ty
+        m = tl.full([M], -1e30, tl.float32)
+        mass = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, RP], tl.float32)
+        places = _pages(row_table, tl.arange(0, N), tl.arange(0, N) < end, PAGE)
+        for n in range(0, end, N):
+            at = n + tl.arange(0, N)
+            c, r = _state(pages, places, at, at < end, page, dtype, PAGE, RANK, ROPE, RP, EP)
+            places = _pages(row_table, at + N, at + N < end, PAGE)
+            s = tl.dot(qc, tl.trans(c), input_precision=PRECISION)
+            s = tl.dot(qr, tl.trans(r), s, input_precision=PRECISION) * scale
+            s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
+            new = tl.maximum(m, tl.max(s, 1))
+            fade = tl.exp2(m - new)
+            p = tl.exp2(s - new[:, None])
+            mass = mass * fade + tl.sum(p, 1)
+            acc = acc * fade[:, None] + tl.dot(p.to(dtype), c, input_precision=PRECISION)
+            m = new
+        at = (token * HEADS + heads)[:, None] * RANK + d[None, :]
+        mass = tl.where(mass > 0, mass, 1.0)  # lines that are not real may have seen nothing
+        y = (acc / mass[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at, y, mask=real[:, None] & (d < RANK)[None, :])
+
+
+@triton.jit
+def latent_merge_kernel(
+    parts, stats, kv_lens, out, splits,
+    HEADS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, S: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (request, head): the splits' sums, weighted by their maxima. S >= splits."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(kv_lens + row)
+    live = tl.arange(0, S) < tl.cdiv(length, _span(length, splits, N, LEAST))
+    d = tl.arange(0, RP)
+    cell = (row * HEADS + tl.program_id(1)) * splits + tl.arange(0, S)
+    m = tl.load(stats + cell * 2, mask=live, other=-1e30)
+    mass = tl.load(stats + cell * 2 + 1, mask=live, other=0.0)
+    weight = tl.exp2(m - tl.max(m, 0))
+    x = tl.load(parts + cell[:, None] * RANK + d[None, :], mask=live[:, None] & (d < RANK)[None, :], other=0.0)
+    y = tl.sum(x * weight[:, None], 0) / tl.sum(mass * weight, 0)
+    to = out + (row * HEADS + tl.program_id(1)) * RANK
+    tl.store(to + d, y.to(out.dtype.element_ty), mask=d < RANK)
+
+
+@triton.jit
+def latent_leave_kernel(
+    x, parts, stats, kv_lens, w, y, tokens, splits,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, S: tl.constexpr,
+    MERGE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Out of latent space: program (tile of BV values of one head, BM tokens). MERGE: ``x`` [T, HEADS, RANK] is what
+    the parts of S >= ``splits`` splits make; ``y`` [T, HEADS, VALUE]."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    TILES: tl.constexpr = (VALUE + BV - 1) // BV
+    head = tl.program_id(0) // TILES
+    v = (tl.program_id(0) % TILES) * BV + tl.arange(0, BV)
+    t = tl.program_id(1) * BM + tl.arange(0, BM)
+    there = t < tokens
+    cell = t.to(tl.int64) * HEADS + head
+    rows = w + (head * (NOPE + VALUE) + NOPE + v)[:, None].to(tl.int64) * RANK
+    if MERGE:
+        length = tl.load(kv_lens + t, mask=there, other=1)
+        s = tl.arange(0, S)
+        live = there[:, None] & (s[None, :] < tl.cdiv(length, _span(length, splits, N, LEAST))[:, None])
+        part = cell[:, None] * splits + s[None, :]
+        m = tl.load(stats + part * 2, mask=live, other=-1e30)
+        mass = tl.load(stats + part * 2 + 1, mask=live, other=0.0)
+        weight = tl.exp2(m - tl.max(m, 1)[:, None])
+        weight = weight / tl.sum(mass * weight, 1)[:, None]
+        weight = tl.where(live, weight, 0.0)  # lines that are not real have no mass
+    acc = tl.zeros([BM, BV], tl.float32)
+    for k in range(0, RP, BK):
+        d = k + tl.arange(0, BK)
+        b = tl.load(rows + d[None, :], mask=(v < VALUE)[:, None] & (d < RANK)[None, :], other=0.0)
+        if MERGE:
+            at = parts + part[:, :, None] * RANK + d[None, None, :]
+            pieces = tl.load(at, mask=live[:, :, None] & (d < RANK)[None, None, :], other=0.0)
+            a = tl.sum(pieces * weight[:, :, None], 1).to(b.dtype)
+        else:
+            a = tl.load(
+                x + cell[:, None] * RANK + d[None, :], mask=there[:, None] & (d < RANK)[None, :], other=0.0
+            )
+        if BM == 1:
+            acc += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[None, :]
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    to = y + cell[:, None] * VALUE + v[None, :]
+    tl.store(to, acc.to(y.dtype.element_ty), mask=there[:, None] & (v < VALUE)[None, :])

@@ -1,0 +1,157 @@
+"""Latent attention as few launches: projections, what follows them, attention in latent space, the way out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.state import StepParts
+from evener.ops.latent import INNER_EPS, LatentWeights
+from evener.ops.reference.linear import PLAIN
+from evener_kernels_triton.composites import enter_rows, project_rows
+from evener_kernels_triton.jit.latent import latent_enter_kernel, latent_leave_kernel
+from evener_kernels_triton.kernel import PRECISION, TritonKernel
+from evener_kernels_triton.latent_state import LATENT_LAYOUT, LatentMeta, LatentState, LatentViews, Parts
+from evener_kernels_triton.linear import stream
+from evener_kernels_triton.primitives import norm_rows
+from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two
+
+#: Most rows of a head's query that are not rotated, or of its value, which one program holds.
+_LONGEST = 256
+
+
+class TritonLatentAttentionBlock(TritonKernel):
+    """Every request attends in latent space, one with many new tokens too: nothing is expanded.
+
+    One token: norm and projection in one launch, then rotation, write and the way into latent space, attention, merging
+    and the way out, output projection.
+    """
+
+    op = "latent_attention_block"
+    packings = (PLAIN,)
+    priority = 100
+    state_layout = LATENT_LAYOUT
+
+    def _judge(self, call: OpCall) -> str | None:
+        s = call.static
+        if s["sparse"]:
+            return "attends to every earlier token, not to chosen ones"
+        if s["absorb"] != "absorb-without-precomp":
+            return f"absorbs without products, and mla_absorb is {s['absorb']}"
+        if max(s["nope_dim"], s["value_dim"]) > _LONGEST:
+            return f"parts of heads are longer than {_LONGEST}"
+        return None
+
+    def workspace(self, call: OpCall) -> int:
+        s = call.static
+        each = s["heads"] * (2 * s["rank"] + s["rope_dim"] + s["value_dim"]) + 2 * s["down"].rows
+        return int(call.bucket.high * each * getattr(torch, s["dtype"]).itemsize)
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
+        width = s["q_rank"] or s["heads"] * (s["nope_dim"] + s["rope_dim"])
+        enter, leave = enter_rows(tuning, call, s["down"].rows), project_rows(tuning, call, dtype)
+        queries, inward, outward = _queries(tuning, call), _inward(tuning, call), _outward(tuning, call)
+        provider: LatentState = s["state"].provider
+
+        def run(
+            x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: LatentWeights,
+            views: LatentViews, meta: LatentMeta | StepParts, *index: Any,
+        ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+            wide, total = enter(x, residual, w.norm, w.down.data, w.down_bias)
+            found = torch.empty(wide.shape[0], s["heads"] * s["value_dim"], dtype=dtype, device=wide.device)
+            query = queries(wide[:, :width], w)
+            for part, rows in _rows(meta, wide.shape[0]):
+                inside = inward(query[rows], wide[rows, width:], positions[rows], w, views, part)
+                latent, pieces = provider.attend_parts(views, part, inside)
+                if pieces is not None and latent.shape[0] > 1:  # with one, every program of the next kernel does it
+                    latent, pieces = provider.merge(views, part, pieces, latent), None
+                outward(latent, pieces, w, part, found[rows])
+            return leave(found, w.o.data, w.o_bias), total
+
+        return run
+
+
+def _rows(meta: Any, tokens: int) -> list[tuple[LatentMeta, slice]]:
+    """Metadata of each part of a step, and its tokens."""
+    if not isinstance(meta, StepParts):
+        return [(meta, slice(0, tokens))]
+    parts = [(meta.single, slice(0, meta.tokens)), (meta.longer, slice(meta.tokens, tokens))]
+    return [part for part in parts if part[0] is not None]
+
+
+def _queries(tuning: Tuning, call: OpCall) -> Callable[[torch.Tensor, LatentWeights], torch.Tensor]:
+    """Queries of what the first projection made: as they are, or through a norm and a projection of their own."""
+    s, dtype = call.static, getattr(torch, call.static["dtype"])
+    if not s["q_rank"]:
+        return lambda x, w: x
+    project = project_rows(tuning, call, dtype)
+
+    def one(x: torch.Tensor, w: LatentWeights) -> torch.Tensor:
+        assert w.q is not None and w.q_norm is not None, "queries have a rank"
+        return stream(tuning, x, w.q.data, dtype, gain=w.q_norm, eps=INNER_EPS)
+
+    def some(x: torch.Tensor, w: LatentWeights) -> torch.Tensor:
+        assert w.q is not None and w.q_norm is not None, "queries have a rank"
+        return project(norm_rows(tuning, x, None, w.q_norm, INNER_EPS, 0.0, dtype)[0], w.q.data, None)
+
+    fits = call.bucket.high == 1 and tuning.stream(s["q"].rows, s["q_rank"], 1) is not None
+    return one if fits else some
+
+
+def _inward(tuning: Tuning, call: OpCall) -> Callable[..., torch.Tensor]:
+    """Queries into latent space, and the new tokens' state into its pages."""
+    s = call.static
+    heads, nope, rope, rank = s["heads"], s["nope_dim"], s["rope_dim"], s["rank"]
+    sizes = {
+        "HEADS": heads, "NOPE": nope, "VALUE": s["value_dim"], "NP": max(16, power_of_two(nope)),
+        "HP": min(16, power_of_two(heads)), "INTERLEAVED": bool(s["interleaved"]), "PRECISION": PRECISION,
+        "OVERLAP": tuning.overlap,
+    }  # fmt: skip
+
+    def run(
+        query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, w: LatentWeights, views: LatentViews,
+        meta: LatentMeta,
+    ) -> torch.Tensor:  # fmt: skip
+        tokens = query.shape[0]
+        p = tuning.latent_product(tokens, rank)
+        inside = torch.empty(tokens, heads, rank + rope, dtype=query.dtype, device=query.device)
+        products = heads * -(-rank // p.n) * -(-tokens // p.m)
+        latent_enter_kernel[(products + tokens,)](
+            positions, meta.step.slot_mapping, query, w.heads, latent, w.kv_norm, w.cos_sin, inside, views.rows,
+            tokens, products, query.stride(0), latent.stride(0), views.rows.stride(0), INNER_EPS,
+            BM=p.m, BN=p.n, num_warps=p.warps, **sizes, **views.sizes, **tuning.launch,
+        )  # fmt: skip
+        return inside
+
+    return run
+
+
+def _outward(tuning: Tuning, call: OpCall) -> Callable[..., None]:
+    """What attention found, or its parts, into values [T, heads * value_dim]."""
+    s = call.static
+    heads, value, rank = s["heads"], s["value_dim"], s["rank"]
+    sizes = {
+        "HEADS": heads, "NOPE": s["nope_dim"], "VALUE": value, "RANK": rank, "RP": max(16, power_of_two(rank)),
+        "PRECISION": PRECISION, "OVERLAP": tuning.overlap, "LEAST": LEAST,
+    }  # fmt: skip
+
+    def run(
+        found: torch.Tensor, parts: Parts | None, w: LatentWeights, meta: LatentMeta, out: torch.Tensor
+    ) -> None:
+        tokens, splits = found.shape[0], parts.splits if parts is not None else 1
+        p = tuning.latent_values(tokens, value, sizes["RP"], splits)
+        latent_leave_kernel[(heads * -(-value // p.n), -(-tokens // p.m))](
+            found, parts.sums if parts is not None else found, parts.stats if parts is not None else found,
+            meta.step.kv_lens, w.heads, out, tokens, splits, BM=p.m, BV=p.n, BK=p.k,
+            N=parts.tile if parts is not None else 1, S=power_of_two(splits), MERGE=parts is not None,
+            num_warps=p.warps, num_stages=p.stages, **sizes, **tuning.launch,
+        )  # fmt: skip
+
+    return run
+
+
+LATENT = (TritonLatentAttentionBlock,)

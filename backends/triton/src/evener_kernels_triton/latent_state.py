@@ -1,0 +1,211 @@
+"""The state provider "triton.latent": rows of latents and rotated keys in pages, attended in latent space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from evener.contracts.device import DeviceCapabilities
+from evener.contracts.state import AttentionSpec, Piece, StateProvider, StateSpec, StateStep
+from evener_kernels_triton.jit.latent import (
+    latent_decode_kernel,
+    latent_merge_kernel,
+    latent_mixed_kernel,
+    latent_write_kernel,
+)
+from evener_kernels_triton.kernel import DTYPES, PRECISION
+from evener_kernels_triton.tuning import LEAST, LatentTile, Tuning, power_of_two
+
+LATENT_LAYOUT = "triton.latent"
+MAX_RANK = 512
+NARROW = "float8_e4m3fn"
+_LOG2_E = math.log2(math.e)
+
+
+class LatentViews:
+    """One layer's pages.
+
+    Attributes:
+        rows: [blocks, block_size, rank + rope], the latent and behind it the rotated key. Blocks are ``stride(0)``
+            apart.
+    """
+
+    def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
+        self.storage, self.block_size = storage, block_size
+        self.rank, self.rope = (t.shape[0] for t in spec.tensors)
+        flat = storage[:, : block_size * spec.nbytes].view(getattr(torch, spec.tensors[0].dtype))
+        self.rows = flat.unflatten(1, (block_size, self.rank + self.rope))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What every kernel over these pages is made for."""
+        return {
+            "PAGE": self.block_size, "RANK": self.rank, "ROPE": self.rope, "RP": max(16, power_of_two(self.rank)),
+            "EP": max(16, power_of_two(self.rope)),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LatentMeta:
+    """One step of a group. ``splits`` is 0 unless every request has one query token."""
+
+    step: StateStep
+    attention: AttentionSpec
+    splits: int
+    tile: LatentTile
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a split decode leaves to be merged: float32 [T, heads, splits, rank] and [T, heads, splits, 2], the scores'
+    maximum (base 2) and the mass of each part; ``tile``: tokens that one tile had."""
+
+    sums: torch.Tensor
+    stats: torch.Tensor
+    splits: int
+    tile: int
+
+
+class LatentState(StateProvider):
+    """Latent state of one new token a request, or of any mix; dense."""
+
+    name = LATENT_LAYOUT
+    layout = LATENT_LAYOUT
+    kinds = frozenset({"latent"})
+    priority = 100
+    graph = "any"
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+
+    def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
+        if attention.top is not None:
+            return "attends to every earlier token, not to chosen ones"
+        if attention.sinks or attention.softcap:
+            return "has neither sinks nor a soft cap"
+        latent, rope = spec.tensors
+        if attention.dtype not in DTYPES or attention.dtype not in device.dtypes | device.emulated:
+            return f"does not compute in {attention.dtype} here"
+        if latent.dtype != rope.dtype or latent.dtype not in (attention.dtype, NARROW):
+            return f"stores {attention.dtype} or {NARROW}, not {latent.dtype}/{rope.dtype}"
+        if latent.dtype == NARROW and "fp8" not in device.features:
+            return f"the device does not convert {NARROW}"
+        if latent.shape[0] > MAX_RANK:
+            return f"latents are longer than {MAX_RANK}"
+        if 32 * (latent.shape[0] + rope.shape[0]) * _size(attention.dtype) > self._tuning.shared:
+            return f"tiles of {attention.dtype} do not fit into {self._tuning.shared} bytes of shared memory"
+        return None
+
+    def block_sizes(self, spec: StateSpec) -> Sequence[int]:
+        return (32, 16, 64, 128)
+
+    def bytes_per_block(self, spec: StateSpec, block_size: int) -> int:
+        return spec.nbytes * block_size
+
+    def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> LatentViews:
+        return LatentViews(storage, spec, block_size)
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> LatentMeta:
+        if step.max_query != 1 or step.tokens != step.requests:
+            return LatentMeta(step, attention, 0, self._tuning.latent_mixed_tile(_size(attention.dtype)))
+        tile = self._tile(spec, attention, step.requests)
+        splits = self._tuning.latent_splits(step.requests * -(-attention.heads // tile.m), step.max_kv, tile)
+        return LatentMeta(step, attention, splits, self._tile(spec, attention, step.requests * splits))
+
+    def _tile(self, spec: StateSpec, attention: AttentionSpec, programs: int) -> LatentTile:
+        return self._tuning.latent_tile(attention.heads, spec.tensors[0].shape[0], _size(attention.dtype), programs)
+
+    def write(self, views: LatentViews, meta: LatentMeta, *values: torch.Tensor) -> None:
+        latent, rope = (t if t.stride(-1) == 1 else t.contiguous() for t in values)
+        if latent.shape[0]:
+            latent_write_kernel[(latent.shape[0],)](
+                meta.step.slot_mapping, latent, rope, views.rows, latent.stride(0), rope.stride(0),
+                views.rows.stride(0), **views.sizes, num_warps=1,
+            )  # fmt: skip
+
+    def attend(
+        self, views: LatentViews, meta: LatentMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out, parts = self.attend_parts(views, meta, query)
+        return out if parts is None else self.merge(views, meta, parts, out)
+
+    def merge(self, views: LatentViews, meta: LatentMeta, parts: Parts, out: torch.Tensor) -> torch.Tensor:
+        """The parts' sum, in ``out`` [T, heads, rank]."""
+        tokens, heads, rank = out.shape
+        latent_merge_kernel[(tokens, heads)](
+            parts.sums, parts.stats, meta.step.kv_lens, out, parts.splits, HEADS=heads, RANK=rank,
+            RP=views.sizes["RP"], N=parts.tile, LEAST=LEAST, S=power_of_two(parts.splits),
+            OVERLAP=self._tuning.overlap, num_warps=4, **self._tuning.launch,
+        )  # fmt: skip
+        return out
+
+    def attend_parts(
+        self, views: LatentViews, meta: LatentMeta, query: torch.Tensor
+    ) -> tuple[torch.Tensor, Parts | None]:
+        """Attention of query [T, heads, rank + rope]: [T, heads, rank], or what is still to be merged into it."""
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        out = query.new_empty(query.shape[0], query.shape[1], views.rank)
+        if not out.numel():
+            return out, None
+        if not meta.splits:
+            self._mixed(views, meta, query, out)
+            return out, None
+        return out, self._decode(views, meta, query, out)
+
+    def _decode(self, views: LatentViews, meta: LatentMeta, query: torch.Tensor, out: torch.Tensor) -> Parts | None:
+        step, tile, splits, (tokens, heads, rank) = meta.step, meta.tile, meta.splits, out.shape
+        sums = stats = out
+        if splits > 1:
+            sums = torch.empty(tokens, heads, splits, rank, dtype=torch.float32, device=out.device)
+            stats = torch.empty(tokens, heads, splits, 2, dtype=torch.float32, device=out.device)
+        latent_decode_kernel[(-(-heads // tile.m), tokens, splits)](
+            query, views.rows, step.block_table, step.kv_lens, out, sums, stats, query.stride(0), query.stride(1),
+            step.block_table.stride(0), views.rows.stride(0), splits, meta.attention.scale * _LOG2_E,
+            HEADS=heads, M=tile.m, N=tile.n, C=tile.pieces, LEAST=LEAST, SPLIT=splits > 1, PRECISION=PRECISION,
+            OVERLAP=self._tuning.overlap, num_warps=tile.warps, num_stages=tile.stages, **views.sizes,
+            **self._tuning.launch,
+        )  # fmt: skip
+        return Parts(sums, stats, splits, tile.n) if splits > 1 else None
+
+    def _mixed(self, views: LatentViews, meta: LatentMeta, query: torch.Tensor, out: torch.Tensor) -> None:
+        step, heads, tile = meta.step, out.shape[1], meta.tile
+        together = min(heads, tile.m)
+        tiles = step.tokens // (tile.m // together) + step.requests
+        latent_mixed_kernel[(tiles, -(-heads // together))](
+            query, views.rows, step.block_table, step.query_start, step.kv_lens, out, query.stride(0), query.stride(1),
+            step.block_table.stride(0), views.rows.stride(0), step.requests, meta.attention.scale * _LOG2_E,
+            HEADS=heads, TOGETHER=together, M=tile.m, N=tile.n, PRECISION=PRECISION, num_warps=tile.warps,
+            num_stages=tile.stages, **views.sizes,
+        )  # fmt: skip
+
+    def pieces(self, views: LatentViews, meta: LatentMeta, limit: int) -> Iterator[Piece]:
+        step, size, start = meta.step, views.block_size, 0
+        for row, (count, length) in enumerate(zip(step.host_query_lens, step.host_kv_lens, strict=True)):
+            for first in range(0, length if count else 0, limit):
+                stop = min(first + limit, length)
+                blocks = step.block_table[row, first // size : -(-stop // size)].long()
+                lines = views.rows[blocks].flatten(0, 1)[first % size :][: stop - first]
+                yield Piece(start, start + count, length - count - first, lines.split([views.rank, views.rope], dim=1))
+            start += count
+
+    def copy_blocks(self, views: LatentViews, source: torch.Tensor, target: torch.Tensor) -> None:
+        views.storage[target] = views.storage[source]
+
+    def export_blocks(self, views: LatentViews, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(part.contiguous() for part in views.rows[blocks].split([views.rank, views.rope], dim=2))
+
+    def import_blocks(self, views: LatentViews, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        views.rows[blocks] = torch.cat([v.to(views.rows.dtype) for v in values], dim=2)
+
+    def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
+        # Splits stop when a device is full: programs times parts are bounded whatever the batch.
+        del max_tokens, max_kv
+        return 4 * self._tuning.units * self._tile(spec, attention, 1).m * (spec.tensors[0].shape[0] + 2) * 4
+
+
+def _size(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
