@@ -10,6 +10,7 @@ import pytest
 
 from evener.cli.explain import explain
 from evener.config import from_overrides
+from evener.errors import ConfigError
 from evener.testing.naive import find_architecture
 
 
@@ -55,3 +56,20 @@ def test_a_model_of_671_billion_parameters_is_explained_and_does_not_fit_here(tm
     assert (sites["latent_attention_block"], sites["moe_block"]) == (61, 58)
     assert found["memory"]["weights"] == pytest.approx(2 * 671.03e9, rel=1e-3)
     assert "does not fit" in found["memory"]["problem"] and "GiB" in found["memory"]["problem"]
+
+
+def test_a_rank_of_eight_is_explained_with_its_share_of_the_weights(tmp_path: Path) -> None:
+    published = Path(__file__).parent.parent / "models" / "tests" / "data" / "deepseek_v3_config.json"
+    (tmp_path / "config.json").write_bytes(published.read_bytes())
+    found = explain(from_overrides(tmp_path, {"backend": "cpu", "load": "dummy", "infer.tp_size": 8}))
+    # Norms, routers and the latents' down-projections are on every rank.
+    assert found["memory"]["weights"] == pytest.approx(2 * 671.03e9 / 8, rel=0.02)
+
+
+def test_ranks_that_cannot_share_smollm2_are_refused_with_the_sizes_that_fit(smollm2_dir: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        explain(from_overrides(smollm2_dir, {"backend": "cpu", "infer.tp_size": 2}))
+    assert str(error.value) == (
+        "infer.tp_size=2: 9 query heads and 3 KV heads do not come out even; sizes that fit: 1, 3, 9"
+    )
+    assert explain(from_overrides(smollm2_dir, {"backend": "cpu", "infer.tp_size": 3}))["memory"]["problem"] is None

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from logits_check import prompt, reference
+from family_oracles import logits_of
+from family_runner import prompt_of
+from family_table import Row
 
 from evener.errors import ConfigError
-from evener.testing.communicators import on_threads
+from evener.layers import Builder
+from evener.testing.communicators import Mirror, on_threads
 from evener.testing.naive import NaiveModel, find_architecture
+from evener_models import descriptor
 
 PLAIN_ROPE = {"rope_theta": 20000.0, "rope_type": "default"}
 #: Family, ranks, query heads, KV heads (0: as many as query heads), and what else is changed.
@@ -44,15 +48,13 @@ CASES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+#: Changes without which no number of ranks can share a class's tiny config.
+EVEN = {"Qwen3NextForCausalLM": {"linear_num_key_heads": 3, "linear_num_value_heads": 6}}
+
+
 @pytest.fixture(autouse=True)
 def tiny_tensors(one_thread: None) -> None:
     """Every test here runs on one thread a rank."""
-
-
-def test_every_family_has_a_row() -> None:
-    from evener_models import descriptor
-
-    assert set(descriptor.architectures) == {f"{family}ForCausalLM" for family, *_ in CASES.values()}
 
 
 def shared(family: str, heads: int, kv_heads: int, changes: dict[str, Any]) -> dict[str, Any]:
@@ -70,9 +72,9 @@ def ranks_logits(folder: Path | dict[str, Any], ranks: int, ids: list[int], **ch
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_has_the_logits_of_transformers(case: str, tiny_model: Any) -> None:
     family, ranks, heads, kv_heads, changes = CASES[case]
-    model, folder = tiny_model(shared(family, heads, kv_heads, changes))
-    ids = prompt(model.config.vocab_size)
-    theirs = reference(model, ids)
+    model, folder = tiny_model(Row(f"{family}ForCausalLM", shared(family, heads, kv_heads, changes)))
+    ids = prompt_of(model.config.vocab_size)
+    theirs = logits_of(model)(ids)
     assert theirs.std() > 0.5, "the model is too flat to show a difference"
     for choices in ({}, {"absorb": "absorb"}) if family == "DeepseekV3" else ({},):
         found = ranks_logits(folder, ranks, ids, **choices)
@@ -80,12 +82,24 @@ def test_every_rank_has_the_logits_of_transformers(case: str, tiny_model: Any) -
         assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "DeepseekV3", "Qwen3Next"])
-def test_random_weights_of_ranks_are_slices_of_those_of_one(family: str) -> None:
-    config = shared(family, 4, 0 if family.startswith("Deepseek") else 2, {})
-    ids = prompt(config["vocab_size"], 12)
-    [one], two = ranks_logits(config, 1, ids), ranks_logits(config, 2, ids)
-    torch.testing.assert_close(two[0], one, atol=1e-5, rtol=1e-4)
+def smallest(config: dict[str, Any]) -> int:
+    """The fewest ranks that can share a model."""
+    for size in range(2, 12):
+        try:
+            find_architecture(config["architectures"][0])(config, Builder("float32", 64, communicator=Mirror(size)))
+        except ConfigError:
+            continue
+        return size
+    raise AssertionError("no number of ranks can share it")
+
+
+@pytest.mark.parametrize("architecture", descriptor.architectures)
+def test_ranks_have_the_logits_of_one_with_random_weights_that_are_slices_of_its(architecture: str) -> None:
+    config = {**find_architecture(architecture).tiny_config(), **EVEN.get(architecture, {})}
+    ids = prompt_of(config["vocab_size"], 12)
+    [one], more = ranks_logits(config, 1, ids), ranks_logits(config, smallest(config), ids)
+    torch.testing.assert_close(more[0], one, atol=1e-5, rtol=1e-4)
+    assert all(torch.equal(more[0], other) for other in more[1:])
 
 
 @pytest.mark.parametrize(

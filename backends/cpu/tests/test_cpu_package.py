@@ -37,9 +37,10 @@ def test_the_hooks_deliver_what_the_descriptor_names() -> None:
     assert {k.op for k in kernels} == set(descriptor.ops) and {s.name for s in states} == set(descriptor.states)
 
 
-def test_a_second_cpu_is_refused() -> None:
+def test_ranks_share_the_cpu_under_any_index_but_a_negative_one() -> None:
+    assert CpuDevice(1, {}).torch_device == CpuDevice(0, {}).torch_device
     with pytest.raises(BackendError, match="use index 0"):
-        CpuDevice(1, {})
+        CpuDevice(-1, {})
 
 
 def test_a_readback_outlives_its_tensor() -> None:

@@ -27,7 +27,7 @@ class _Site:
     def __init__(
         self, attention: Mapping[str, Any] | None, mlp: Mapping[str, Any] | None, layouts: Mapping[str, str]
     ) -> None:
-        self._attention_static, self._mlp_static, self.struct = attention, mlp, Layer()
+        self._attention_static, self.struct = attention, Layer()
         self.address = ctypes.addressof(self.struct)
         self._key: tuple[Any, ...] = (None, None, None)
         self._kept: list[torch.Tensor | PackedWeight] = []
@@ -51,17 +51,13 @@ class _Site:
         s = self.struct
         if attention is not None and views is not None and self._attention_static is not None:
             s.g = views.geometry(self._attention_static["state"].attention)
-            for name in ("norm", "qkv_bias", "q_norm", "k_norm", "cos_sin", "o_bias", "sinks"):
+            for name in ("norm", "qkv_bias", "q_norm", "k_norm", "cos_sin", "o_bias", "sinks", "post_norm"):
                 setattr(s, name, self._address(getattr(attention, name)))
-            # Between ranks the norm after the product is not this kernel's, but the weights hold it.
-            after = self._attention_static.get("post_norm")
-            s.post_norm = self._address(attention.post_norm) if after else None
             s.qkv, s.o = self._matrix(attention.qkv), self._matrix(attention.o)
         if mlp is not None:
             s.gate_up_bias, s.down_bias = self._address(mlp.gate_up_bias), self._address(mlp.down_bias)
             s.gate_up, s.down = self._matrix(mlp.gate_up), self._matrix(mlp.down)
-            after = self._mlp_static is not None and self._mlp_static["post_norm"]
-            s.mlp_norm, s.mlp_post_norm = self._address(mlp.norm), self._address(mlp.post_norm) if after else None
+            s.mlp_norm, s.mlp_post_norm = self._address(mlp.norm), self._address(mlp.post_norm)
         self._key = (attention, mlp, views)
         return self.address
 

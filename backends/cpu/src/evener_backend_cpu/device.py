@@ -15,7 +15,7 @@ from evener_backend_cpu.native_library import Native, Unavailable, load
 
 
 class CpuDevice(Device):
-    """This machine's processors, as one device.
+    """This machine's processors, as one device. Several ranks on a machine share it, whatever their index.
 
     Attributes:
         native: the compiled kernels, or why there are none.
@@ -24,8 +24,8 @@ class CpuDevice(Device):
     """
 
     def __init__(self, index: int, options: Mapping[str, Any]) -> None:
-        if index != 0:
-            raise BackendError(f"device {index} of backend cpu was asked for, but the CPU is one device; use index 0")
+        if index < 0:
+            raise BackendError(f"device {index} of backend cpu was asked for; use index 0, or that of a rank")
         processor = isa.read()
         self.index, self.torch_device = index, torch.device("cpu")
         self.threads = torch.get_num_threads()

@@ -41,11 +41,17 @@ def explain(config: Config) -> dict[str, Any]:
         EvenerError: as starting the engine would; that the model does not fit is part of the answer.
     """
     search = Search(config.backend)
+    from evener.distributed.planned import Planned
     from evener.engine.assembly import assemble, capture_offer
     from evener.engine.provision import outline
+    from evener.engine.world import Ranks, World
 
     described = config.load == "auto" and not _has_weights(Path(config.model))
-    a = assemble(dataclasses.replace(config, load="dummy") if described else config, search)
+    infer = config.infer
+    ranks = Ranks(
+        World.of(0, infer.tp_size, infer.pp_size), tp=Planned("tp", infer.tp_size) if infer.tp_size > 1 else None
+    )
+    a = assemble(dataclasses.replace(config, load="dummy") if described else config, search, ranks=ranks)
     resolved, plan = outline(a)
     manifest = a.resolver.manifest.to_json()
     refused = {row["provider"]: row for row in manifest["ops"] if row["op"] == "attention"}

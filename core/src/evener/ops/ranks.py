@@ -40,8 +40,16 @@ def summed(op: str, static: Static, use: Use, weights: int) -> OpFunction:
     form = {k: static[k] for k in (*_SUM, *(("eps", "offset") if post else ()))}
     reduce = use("all_reduce_norm" if post else "all_reduce", **form)
 
+    kept: list[Any] = [None, None]
+
+    def without_norm(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs, for a block that has no norm after it; the same objects at every step, which kernels want."""
+        if kept[0] is not inputs[weights]:
+            kept[:] = inputs[weights], inputs[weights]._replace(post_norm=None)
+        return (*inputs[:weights], kept[1], *inputs[weights + 1 :])
+
     def run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        x, stream = inner(*inputs)
+        x, stream = inner(*(without_norm(inputs) if post else inputs))
         return (reduce(x, inputs[weights].post_norm) if post else reduce(x)), stream
 
     return run
