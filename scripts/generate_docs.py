@@ -20,11 +20,10 @@ from unittest import mock
 from docs_from_source import inline, module_text
 
 from evener.cli.main import find
+from evener.cli.models import facts
 from evener.config.schema import key_specs
 from evener.contracts.descriptor import Descriptor
 from evener.contracts.ops import OpSchema, Tensor
-from evener.layers.builder import Builder
-from evener.layers.declared import StackedWeight
 from evener.ops.schemas import BUILTIN
 from evener_models import descriptor
 
@@ -54,8 +53,12 @@ def main() -> int:
 
 def generated() -> dict[Path, str]:
     """Every document that is made from the source, by path."""
-    pages = {"contracts": contracts, "configuration": configuration, "cli": commands,
-             "supported-models": supported_models}
+    pages = {
+        "contracts": contracts,
+        "configuration": configuration,
+        "cli": commands,
+        "supported-models": supported_models,
+    }
     return {ROOT / f"docs/{name}.md": make() for name, make in pages.items()}
 
 
@@ -65,22 +68,22 @@ def supported_models() -> str:
     for name, target in sorted(descriptor.architectures.items()):
         module, _, attribute = target.partition(":")
         family = getattr(importlib.import_module(module), attribute)
-        build = Builder("bfloat16", 64)
-        family(family.tiny_config(), build)
-        kinds = ", ".join(sorted({slot.spec.kind for slot in build.slots}))
-        experts = "yes" if any(isinstance(w, StackedWeight) for w in build.weights) else "no"
+        said = facts(family)
         about = module_text(ROOT / "models/src" / f"{module.replace('.', '/')}.py").splitlines()[0]
-        rows.append((f"`{name}`", about, kinds, experts, f"`models/src/{module.replace('.', '/')}.py`"))
+        where = f"`models/src/{module.replace('.', '/')}.py`"
+        rows.append((f"`{said['family']}`", f"`{name}`", about, said["state"], said["oracle"], where))
     return "\n".join(
         (
             "# Supported models", "", MADE, "",
             "What `evener-models` registers, by the name under `architectures` in a checkpoint's `config.json`.",
             "Type `evener models` for what is installed where you are; [model-author.md](model-author.md) says how",
             "to add one.", "",
-            "**State** is that of the family's tiny test model, and **experts** whether it has some. The logits of",
-            "that model equal the oracle's in float32, with the prompt whole and in chunks; the oracle is transformers",
-            "(`models/tests`). Which real checkpoints were run is in [features.md](features.md).", "",
-            _table(("architecture", "what it is", "state", "experts", "where"), rows), "",
+            "**State**: the kinds that the family's tiny test model declares. **Oracle**: what that model equals in",
+            "float32, in its logits (prompt whole, in chunks, after a prefix hit) and 64 greedy tokens of the engine:",
+            "transformers, or, where it has no implementation, one of our *own* in plain torch, written from the",
+            "published facts alone (`tests/test_families.py`). Which real checkpoints were run is in",
+            "[features.md](features.md).", "",
+            _table(("family", "architecture", "what it is", "state", "oracle", "where"), rows), "",
         )
     )  # fmt: skip
 

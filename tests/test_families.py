@@ -27,6 +27,12 @@ def test_every_registered_architecture_has_a_row() -> None:
     assert {row.architecture for row in TABLE.values()} == set(descriptor.architectures)
 
 
+@pytest.mark.parametrize("architecture", descriptor.architectures)
+def test_the_oracle_that_an_architecture_names_is_the_tables(architecture: str) -> None:
+    names = {row.oracle.name for row in TABLE.values() if row.architecture == architecture}
+    assert find_architecture(architecture).oracle == ", ".join(sorted(names))
+
+
 def declared(architecture: str) -> Iterator[tuple[Row, Builder]]:
     """The rows of an architecture, and what each of its models declares."""
     for row in TABLE.values():

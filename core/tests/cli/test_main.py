@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from evener.cli.config import keys
 from evener.config.schema import key_specs
 from evener.errors import DescriptorError, EngineError
 from evener.plugins.target import Target
+from evener.testing.installed import write_distribution
 
 Calls = list[list[str]]
 
@@ -224,3 +226,23 @@ def test_plugins_and_models_speak_json(capsys: pytest.CaptureFixture[str]) -> No
     assert {"candidates", "warnings"} == json.loads(capsys.readouterr().out).keys()
     assert cli.main(["models", "--json"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), list)
+
+
+def test_models_says_family_state_and_oracle_and_why_one_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_distribution(tmp_path, "odd", {"evener.plugins": {"odd": "odd_models:descriptor"}})
+    (tmp_path / "odd_models.py").write_text(
+        "from evener.contracts.descriptor import Descriptor\n"
+        "descriptor = Descriptor(name='odd', summary='for tests', contracts={'descriptor': 1, 'architecture': 1},\n"
+        "    architectures={'NoneForCausalLM': 'odd_gone:Gone', 'OddForCausalLM': 'odd_model:Odd'})\n"
+    )
+    (tmp_path / "odd_model.py").write_text(
+        "from evener.layers import CausalLM\nclass Odd(CausalLM):\n    oracle = 'own'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("EVENER_PLUGINS", "odd")
+    assert cli.main(["models"]) == 0
+    broken, odd = capsys.readouterr().out.splitlines()
+    assert "'NoneForCausalLM' of odd cannot be used: importing odd_gone failed" in broken
+    assert odd.split() == ["OddForCausalLM", "-", "-", "own", "odd"]

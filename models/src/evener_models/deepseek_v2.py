@@ -15,6 +15,8 @@ from evener.layers.settings import activation, count, layer_count, number, refus
 class DeepseekV2ForCausalLM(CausalLM):
     """``q_lora_rank`` may be null (V2-Lite)."""
 
+    oracle = "transformers"
+
     def attention(self, config: Mapping[str, Any]) -> Sequence[LatentConfig]:
         if config.get("num_key_value_heads", config["num_attention_heads"]) != config["num_attention_heads"]:
             raise refuse(config, "num_key_value_heads", "latent attention has as many as num_attention_heads")

@@ -15,6 +15,8 @@ from evener.layers.settings import activation, count, layer_count, layer_windows
 class Gemma3ForCausalLM(CausalLM):
     """``attn_logit_softcapping`` is applied where set, as in Gemma 2; transformers' Gemma 3 reads and ignores it."""
 
+    oracle = "transformers"
+
     tied = True
     norm_offset = 1.0
 

@@ -12,6 +12,8 @@ from evener.layers.settings import activation, count, head_dim, layer_count
 class LlamaForCausalLM(CausalLM):
     """``attention_bias``, ``mlp_bias``, ``head_dim``, tied or untied heads, rope types default, linear and llama3."""
 
+    oracle = "transformers"
+
     #: What configs from before ``rope_theta`` existed (Llama 1, early Llama 2) mean; transformers reads them so, too.
     default_theta: float | None = 10000.0
 

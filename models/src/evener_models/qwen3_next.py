@@ -17,6 +17,8 @@ class Qwen3NextForCausalLM(CausalLM):
     """``layer_types``, or every ``full_attention_interval``-th layer attends. Heads for multi-token prediction are
     passed over."""
 
+    oracle = "transformers"
+
     norm_offset = 1.0
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from evener.cli.command import Command
-from evener.errors import ConfigError
+from evener.contracts.architecture import Architecture
+from evener.errors import ConfigError, EvenerError
+from evener.layers.builder import Builder
+from evener.plugins.target import Target
+
+_COLUMNS = ("name", "family", "state", "oracle", "distribution")
 
 
 def main(argv: list[str]) -> int:
@@ -21,12 +27,32 @@ def main(argv: list[str]) -> int:
     from evener.plugins.discover import discover
 
     found = sorted(targets(discover().packages, "architecture"), key=lambda target: target.name)
+    rows = [_row(target) for target in found]
     if arguments.json:
-        rows = [{"name": t.name, "package": t.package, "distribution": t.distribution, "path": t.path} for t in found]
         print(json.dumps(rows, indent=2))
-    elif not found:
+    elif not rows:
         print("no architecture is installed; type: pip install evener-models")
     else:
-        width = max(len(target.name) for target in found)
-        print("\n".join(f"{target.name:<{width}}  {target.distribution}" for target in found))
+        widths = {column: max(len(row.get(column, "")) for row in rows) for column in _COLUMNS}
+        for row in rows:
+            cells = (f"{row.get(column) or '-':<{widths[column]}}" for column in _COLUMNS)
+            print(row.get("error") or "  ".join(cells).rstrip())
     return 0
+
+
+def _row(target: Target) -> dict[str, str]:
+    row = {"name": target.name, "package": target.package, "distribution": target.distribution, "path": target.path}
+    try:
+        return {**row, **facts(target.load())}
+    except EvenerError as error:
+        return {**row, "error": str(error)}
+
+
+def facts(architecture: type[Architecture]) -> dict[str, str]:
+    """What a class says of itself, and its tiny model declares: family, kinds of state, oracle; "" is unknown."""
+    config: dict[str, Any] = architecture.tiny_config()
+    build = Builder("bfloat16", 64)
+    if config:
+        architecture(config, build)
+    kinds = sorted({slot.spec.kind for slot in build.slots})
+    return {"family": config.get("model_type", ""), "state": ", ".join(kinds), "oracle": architecture.oracle}

@@ -40,10 +40,13 @@ class Architecture(ABC):
     Attributes:
         vocab_size: width of the logits.
         max_positions: longest context that its position encoding was made for.
+        oracle: (optional) what its tests compare it with, for ``evener models``: "transformers", or "own", an
+            implementation that was written for that from the published facts.
     """
 
     vocab_size: int
     max_positions: int
+    oracle: str = ""
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
