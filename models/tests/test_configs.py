@@ -13,6 +13,8 @@ from evener.layers import Builder
 from evener.testing.naive import NaiveModel, find_architecture
 from evener_models import descriptor
 
+FIVE = [1.0, 1.5, 2.0, 2.5, 3.0]
+
 
 def declare(name: str, **changes: Any) -> Builder:
     build = Builder("float32", 64)
@@ -27,9 +29,20 @@ def declare(name: str, **changes: Any) -> Builder:
         ("Llama", {"hidden_act": "relu6"}, ["hidden_act", "relu6", "silu"]),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}},
-            ["rope_type", "longrope", "llama3"],
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
+            ["rope_type", "proportional", "llama3"],
         ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}},
+            ["longrope", "short_factor", "5 numbers"],
+        ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4, "short_factor": FIVE, "long_factor": FIVE}},
+            ["longrope", "original_max_position_embeddings"],
+        ),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, ["dynamic", "factor", "number"]),
         ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, ["low_freq_factor"]),
         ("Llama", {"rope_parameters": {"rope_type": "default"}}, ["rope_theta"]),
         ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, ["rope_theta", "'1e4'", "number"]),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.ops import USUAL, Kernel, OpCall, OpFunction
 from evener.layers.declared import LinearWeight
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
@@ -23,6 +23,7 @@ class Expansion(Kernel):
     """The op's own expansion, with something done to its outputs."""
 
     packings = (PLAIN,)
+    unusual = frozenset(USUAL)
 
     def __init__(self, op: str, factor: float = 1.0, refuse: str | None = None) -> None:
         self.op, self.name, self._factor, self._refuse = op, f"own_{op}", factor, refuse
@@ -54,15 +55,28 @@ class Expansion(Kernel):
 @pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
 def test_the_expansion_of_every_composite_passes(op: str) -> None:
     results = check_composite(Expansion(op), BUILTIN, HostDevice(0), [ReferenceState()])
-    assert len(results) == (4 if op == "moe_block" else 6) and all(r.status == "passed" for r in results), "\n".join(
-        map(str, results)
-    )
+    count = 4 if op == "moe_block" else 10
+    assert len(results) == count and all(r.status == "passed" for r in results), "\n".join(map(str, results))
 
 
 @pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
 def test_a_composite_that_is_two_percent_off_is_found(op: str) -> None:
     results = check_composite(Expansion(op, 1.02), BUILTIN, HostDevice(0), [], dtypes=["float32"])
     assert all(r.status == "failed" and "of the largest value" in r.detail for r in results)
+
+
+@pytest.mark.parametrize("op", ["attention_block", "mlp_block", "decoder_layer", "head"])
+def test_a_kernel_that_does_not_know_a_variant_is_not_asked_for_it(op: str) -> None:
+    kernel = Expansion(op)
+    kernel.unusual = frozenset()
+    checked = check_composite(kernel, BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    results = {result.case.split(" layers")[0]: result for result in checked}
+    for name, result in results.items():
+        rare = name in ("layer-normed", "parallel")
+        assert (result.status, "does not know" in result.detail) == ("refused" if rare else "passed", rare), str(result)
+    assert results.keys() & {"layer-normed", "parallel"}
+    if op == "mlp_block":
+        assert results["layer-normed"].detail == "does not know norm=biased_layer"
 
 
 class Careless(Expansion):
@@ -80,7 +94,8 @@ class Careless(Expansion):
 
 
 def test_a_composite_that_writes_to_a_weight_is_found() -> None:
-    results = check_composite(Careless("mlp_block"), BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    kinds = ("grouped", "windowed", "biased")
+    results = check_composite(Careless("mlp_block"), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)
     assert all("weight layers.0.post_attention_layernorm.weight was changed" in r.detail for r in results)
 
 

@@ -38,7 +38,7 @@ def add_rms_norm(s: Static, x: torch.Tensor, residual: torch.Tensor, weight: tor
     return rms_norm(s, x + residual, weight), x + residual
 
 
-def layer_norm(s: Static, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def layer_norm(s: Static, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     return F.layer_norm(x, (s["hidden"],), weight, bias, s["eps"])
 
 
@@ -89,13 +89,18 @@ def act_and_mul(s: Static, x: torch.Tensor) -> torch.Tensor:
         pairs = x.view(len(x), -1, 2)
         g, u = pairs[..., 0].clamp(max=s["limit"]), pairs[..., 1].clamp(-s["limit"], s["limit"])
         return g / (1 + torch.exp(-s["alpha"] * g)) * (u + 1)
-    a, b = x[:, : s["inner"]], x[:, s["inner"] :]
+    return activate(s, x[:, : s["inner"]]) * x[:, s["inner"] :]
+
+
+def activate(s: Static, a: torch.Tensor) -> torch.Tensor:
     kinds: dict[str, Callable[[], torch.Tensor]] = {
         "silu": lambda: a / (1 + torch.exp(-a)),
         "gelu": lambda: a * 0.5 * (1 + torch.erf(a / math.sqrt(2))),
         "gelu_tanh": lambda: a * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))),
+        "relu": lambda: a * (a > 0),
+        "relu_squared": lambda: a * a * (a > 0),
     }
-    return kinds[s["activation"]]() * b
+    return kinds[s["activation"]]()
 
 
 def take_rows(s: Static, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -216,8 +221,9 @@ def logprobs(s: Static, logits: torch.Tensor, ids: torch.Tensor, top: int) -> An
 FORMULAS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
-        embedding, rms_norm, add_rms_norm, layer_norm, linear, grouped_linear, rotary, act_and_mul, take_rows, softcap,
-        route, place_experts, mix_experts, greedy, sample, add_bias, penalize, apply_mask, logprobs,
+        embedding, rms_norm, add_rms_norm, layer_norm, linear, grouped_linear, rotary, act_and_mul,
+        activate, take_rows, softcap, route, place_experts, mix_experts, greedy, sample, add_bias, penalize, apply_mask,
+        logprobs,
     )
 }  # fmt: skip
 

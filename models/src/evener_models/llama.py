@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import AttentionConfig, CausalLM, MLPConfig, MoEConfig, RotaryConfig
+from evener.layers import AttentionConfig, Builder, CausalLM, MLPConfig, MoEConfig
 from evener.layers.settings import activation, count, head_dim, layer_count
+from evener_models.rope import rotary
 
 
 class LlamaForCausalLM(CausalLM):
-    """``attention_bias``, ``mlp_bias``, ``head_dim``, tied or untied heads, rope types default, linear and llama3."""
+    """``attention_bias``, ``mlp_bias``, ``head_dim``, tied or untied heads, every rope type that ``RotaryConfig`` and
+    ``rope`` have."""
 
     oracle = "transformers"
 
     #: What configs from before ``rope_theta`` existed (Llama 1, early Llama 2) mean; transformers reads them so, too.
     default_theta: float | None = 10000.0
 
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        self.limit = build.max_positions
+        super().__init__(config, build)
+
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
         heads, dim = count(config, "num_attention_heads"), head_dim(config)
-        rotary = RotaryConfig.from_config(config, dim, default_base=self.default_theta)
+        angles = rotary(config, dim, self.limit, self.default_theta)
         return [
             AttentionConfig(
                 heads=heads,
                 kv_heads=config.get("num_key_value_heads") or heads,
                 head_dim=dim,
-                rotary=rotary,
+                rotary=angles,
                 window=window,
                 **self.attention_flags(config),
             )

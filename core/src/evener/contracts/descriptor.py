@@ -19,31 +19,15 @@ from typing import Any
 
 #: Contract versions that this core speaks, inclusive: ``{contract: (oldest, newest)}``.
 CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        "descriptor": (1, 1),
-        "probe": (1, 1),
-        "device": (1, 1),
-        "ops": (1, 1),
-        "state": (1, 1),
-        "communicator": (1, 1),
-        "graph": (1, 1),
-        "quant": (1, 1),
-        "experts": (1, 1),
-        "architecture": (1, 1),
-        "checkpoint": (1, 1),
-        "layers": (1, 1),
-        "request_plugin": (1, 1),
-    }
-)
+    dict.fromkeys(
+        ("descriptor", "probe", "device", "ops", "state", "communicator", "graph", "quant", "experts", "architecture",
+         "checkpoint", "layers", "request_plugin"),
+        (1, 1),
+    )
+)  # fmt: skip
 
 #: Entry-point groups, in the order in which they are read.
-GROUPS: tuple[str, ...] = (
-    "evener.backends",
-    "evener.kernels",
-    "evener.graphs",
-    "evener.collectives",
-    "evener.plugins",
-)
+GROUPS = ("evener.backends", "evener.kernels", "evener.graphs", "evener.collectives", "evener.plugins")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,10 @@ class OpCase:
     inputs: tuple[Any, ...]
 
 
+#: What the blocks of almost every model are like; see ``OpSchema.usual``.
+USUAL = {"norm": "rms", "qk_norm_over": "head", "gated": True, "parallel": False, "logit_scale": 1.0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpSchema:
     """What an op means.
@@ -129,6 +133,9 @@ class OpSchema:
         composite: whether the reference is an expansion.
         weights: names of inputs that are ``PackedWeight``.
         state: whether the op reads or writes state; its static then holds ``state``.
+        usual: for static parameters that few models change, the value that a kernel may take for granted, also inside
+            a static parameter that is a mapping. Another value is refused for a kernel that does not name the
+            parameter in ``Kernel.unusual``, so that a kernel never meets a variant that it does not know.
         cases: ``"module:function"``; the function takes ``(dtype, generator)`` and yields ``OpCase``; "" for ops whose
             cases need a whole model.
         tolerance: ``{dtype: (relative, absolute)}`` against the reference computed in float32.
@@ -147,6 +154,7 @@ class OpSchema:
     composite: bool = False
     weights: tuple[str, ...] = ()
     state: bool = False
+    usual: Mapping[str, Any] = field(default_factory=lambda: USUAL)
     cases: str = ""
     tolerance: Mapping[str, tuple[float, float]] = field(
         default_factory=lambda: {"float32": (1e-5, 1e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (2e-3, 2e-3)}
@@ -173,6 +181,7 @@ class Kernel(ABC):
         state_layout: for ops that touch state, the layout it was written for; a candidate only where that unit won.
         across_ranks: it does what ranks do together, with the communicator that its static holds. Without, it is no
             candidate where there is one, but may serve the part of one rank that such a composite is made of.
+        unusual: static parameters of ``OpSchema.usual`` of which it judges other values itself.
     """
 
     op: str
@@ -184,6 +193,7 @@ class Kernel(ABC):
     packings: tuple[Packing, ...] = ()
     state_layout: str | None = None
     across_ranks: bool = False
+    unusual: frozenset[str] = frozenset()
 
     @abstractmethod
     def supports(self, call: OpCall) -> str | None:

@@ -227,13 +227,13 @@ class Builder:
         """``twin`` serves for ``name``; a checkpoint may store both if they are equal."""
         self.ties[name] = twin
 
-    def biases(self, parts: Mapping[str, Size], name: str, summed: bool = False) -> Weight | None:
+    def biases(self, parts: Parts, name: str, summed: bool = False) -> Weight | None:
         """The biases of the linear weight with these ``parts`` (names end in ``.weight``), joined. ``summed``: its
         products are added over the ranks, so one rank has them."""
-        sources = [part.removesuffix("weight") + "bias" for part in parts]
+        sources = [part.removesuffix("weight") + "bias" for part, _ in _pairs(parts)]
         if summed and not self.once(*sources):
             return None
-        spans = [size if isinstance(size, Span) else Span(0, size, size) for size in parts.values()]
+        spans = [size if isinstance(size, Span) else Span(0, size, size) for _, size in _pairs(parts)]
         return self.weight(name, sum(map(held, spans)), dummy="zeros", sources=sources, spans=spans)
 
     def table(self, key: tuple[Any, ...], nbytes: int, make: Callable[[torch.device], torch.Tensor]) -> Table:

@@ -11,6 +11,7 @@ from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MixerConfig, MixerLayer, MLPConfig
 from evener.layers.embedding import Embedding, LMHead
 from evener.layers.experts import MoEConfig
+from evener.layers.norms import norm_common
 from evener.layers.settings import count, number, refuse
 
 if TYPE_CHECKING:
@@ -18,27 +19,34 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Architecture):
-    """Weights are named ``model.embed_tokens``, ``model.layers.<i>``, ``model.norm`` and ``lm_head``.
+    """A family sets what differs.
 
     Attributes:
+        names: what checkpoints call embedding, layers (the number follows), norm and head.
         tied: what ``tie_word_embeddings`` is when ``config.json`` does not say.
-        norm_offset: added to the weights of all norms.
+        norm: kind of all norms: "rms", "layer", "biased_layer" or "bare_layer" (without a weight).
+        norm_offset: added to the weights of all norms; eps_key: of ``config.json``.
+        head_bias: whether the head has a bias.
     """
 
+    names: tuple[str, str, str, str] = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     tied = False
+    norm = "rms"
     norm_offset = 0.0
+    eps_key = "rms_norm_eps"
+    head_bias = False
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         self.vocab_size, self.max_positions = (count(config, k) for k in ("vocab_size", "max_position_embeddings"))
-        hidden, eps = count(config, "hidden_size"), number(config, "rms_norm_eps")
+        hidden, eps = count(config, "hidden_size"), number(config, self.eps_key)
         heads = count(config, "num_attention_heads")
         if config.get("num_key_value_heads") and heads % count(config, "num_key_value_heads"):
             raise refuse(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
         self.embedding = Embedding(
-            build, "model.embed_tokens.weight", self.vocab_size, hidden, self.embedding_scale(config)
+            build, f"{self.names[0]}.weight", self.vocab_size, hidden, self.embedding_scale(config)
         )
-        names = enumerate(self.attention(config))
-        layers = (self._layer(build, f"model.layers.{i}", hidden, a, self.mlp(config, i), eps) for i, a in names)
+        prefixes = ((f"{self.names[1]}.{i}", i, mixer) for i, mixer in enumerate(self.attention(config)))
+        layers = (self._layer(build, prefix, hidden, mixer, self.mlp(config, i), eps) for prefix, i, mixer in prefixes)
         self.stack = DecoderStack(list(layers))
         self.head = self._declare_head(config, build, hidden, eps)
 
@@ -47,17 +55,19 @@ class CausalLM(Architecture):
         mlp: MLPConfig | MoEConfig, eps: float,
     ) -> DecoderLayer:  # fmt: skip
         if isinstance(mixer, AttentionConfig):
-            return DecoderLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset)
-        return MixerLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset)
+            return DecoderLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset, self.norm)
+        return MixerLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset, self.norm)
 
     def _declare_head(self, config: Mapping[str, Any], build: Builder, hidden: int, eps: float) -> LMHead:
-        name = "lm_head.weight"
+        name, twin = f"{self.names[3]}.weight", f"{self.names[0]}.weight"
         if config.get("tie_word_embeddings", self.tied):
-            build.tie(name, "model.embed_tokens.weight")
-            name = "model.embed_tokens.weight"
+            build.tie(name, twin)
+            name = twin
         return LMHead(
-            build, name, "model.norm.weight", self.vocab_size, hidden, eps, self.norm_offset, self.logit_cap(config)
-        )
+            build, name, self.names[2], self.vocab_size,
+            norm_common(build, hidden, eps, self.norm_offset, self.norm), cap=self.logit_cap(config),
+            scale=self.logit_scale(config), bias=f"{self.names[3]}.bias" if self.head_bias else None,
+        )  # fmt: skip
 
     @abstractmethod
     def attention(self, config: Mapping[str, Any]) -> Sequence[AttentionConfig | MixerConfig]:
@@ -76,6 +86,11 @@ class CausalLM(Architecture):
         """(optional) Soft cap on the logits. Default: none."""
         del config
         return None
+
+    def logit_scale(self, config: Mapping[str, Any]) -> float:
+        """(optional) Factor on the logits. Default 1."""
+        del config
+        return 1.0
 
     def forward(self, step: Step) -> torch.Tensor:
         return self.stack(self.embedding(step), step)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evener.contracts.architecture import Step
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
+from evener.errors import ArchitectureError
 from evener.layers.builder import Builder
-from evener.layers.declared import CallSite, WeightGroup
+from evener.layers.declared import CallSite, Size, Span, Weight, WeightGroup, joined
 from evener.layers.experts import MoEConfig
-from evener.layers.norms import norm_weight
+from evener.layers.norms import declare_norm, norm_common, norm_weight
 from evener.layers.rotary import RotaryConfig
 from evener.ops.composites import AttentionWeights, MLPWeights
 
@@ -29,8 +31,11 @@ class AttentionConfig:
         window: sliding window in tokens, or None.
         scale: factor on scores; None is ``head_dim ** -0.5``.
         qkv_bias, o_bias: whether the projections have biases.
-        qk_norm: whether query and key heads are normalised (``self_attn.q_norm`` and ``k_norm``).
+        qk_norm: whether queries and keys are normalised; qk_norm_over: "head" each head, "all" all heads together,
+            "each" each head by a layer norm with weights of its own, whatever kind the other norms are.
+        qk_norms: names of those norms; with "each", ``{}`` stands for the head's number if they are stored one by one.
         softcap: soft cap on scores, or None.
+        at: prefix of its tensors; qkv: names of its projections, one if they are stored as one; o: of the output's.
         post_norm: name of a norm after the output projection, or None.
         norm: name of the norm before.
     """
@@ -44,28 +49,48 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: str = "head"
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     softcap: float | None = None
+    at: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    o: str = "o_proj"
     post_norm: str | None = None
     norm: str = "input_layernorm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """Gated MLP of one layer. ``at``: prefix of its tensors, relative to the layer."""
+    """MLP of one layer; names refer to the checkpoint, relative to the layer.
+
+    Attributes:
+        inner: width between its projections.
+        activation: as ``act_and_mul`` and ``activate`` have them.
+        gated: whether the activation's result is multiplied with a further projection.
+        bias: whether the projections have biases.
+        at: prefix of its tensors; rise: names of gate and up, one if they are stored as one or there is no gate; fall:
+            of the projection down.
+        parallel: it reads the stream that attention reads, instead of the one that attention has added to.
+        post_norm: name of a norm after it, or None; norm: of the one before.
+    """
 
     inner: int
     activation: str = "silu"
+    gated: bool = True
     bias: bool = False
     at: str = "mlp"
+    rise: tuple[str, ...] = ("gate_proj", "up_proj")
+    fall: str = "down_proj"
+    parallel: bool = False
     post_norm: str | None = None
     norm: str = "post_attention_layernorm"
 
     def declare(self, build: Builder, prefix: str, common: Mapping[str, Any]) -> tuple[WeightGroup, dict[str, Any]]:
-        """The MLP of layer ``prefix``; ``common``: hidden, dtype, eps and offset of its norms."""
+        """The MLP of layer ``prefix``; ``common``: hidden, dtype and norms."""
         at, hidden = f"{prefix}.{self.at}", common["hidden"]
-        rise, fall = [f"{at}.gate_proj.weight", f"{at}.up_proj.weight"], [f"{at}.down_proj.weight"]
+        rise, fall = [f"{at}.{name}.weight" for name in self.rise], [f"{at}.{self.fall}.weight"]
         inner = build.share_inner(self.inner, "inner features of an MLP", rise, fall)
-        rise_parts, fall_parts = dict.fromkeys(rise, inner), dict.fromkeys(fall, hidden)
+        rise_parts, fall_parts = stored(rise, [inner] * (1 + self.gated)), stored(fall, [hidden])
         gate_up = build.linear(f"{at}.gate_up_proj", rise_parts, hidden)
         down = build.linear(f"{at}.down_proj", fall_parts, inner)
         weights = build.group(
@@ -76,9 +101,21 @@ class MLPConfig:
         )  # fmt: skip
         static = {
             **common, "inner": inner.size, "activation": self.activation, "gate_up": gate_up, "down": down,
-            "post_norm": self.post_norm is not None, "communicator": build.communicator,
+            "post_norm": self.post_norm is not None, "gated": self.gated, "communicator": build.communicator,
         }  # fmt: skip
         return weights, static
+
+
+def stored(names: Sequence[str], sizes: Sequence[Size]) -> Sequence[tuple[str, Size]]:
+    """The parts of a linear weight with these out-features: one a name, or all one after another under one name."""
+    if len(names) == len(sizes):
+        return tuple(zip(names, sizes, strict=True))
+    spans = [size if isinstance(size, Span) else Span(0, size, size) for size in sizes]
+    whole, at, behind = sum(span.whole for span in spans), 0, []
+    for span in spans:
+        behind.append(span.behind(at, whole))
+        at += span.whole
+    return tuple((name, span) for name in names for span in joined(behind))
 
 
 class DecoderLayer:
@@ -88,21 +125,21 @@ class DecoderLayer:
     Args:
         build: where it declares itself.
         prefix: the checkpoint's prefix, e.g. "model.layers.3".
-        hidden: width of the stream; eps, norm_offset: of all its norms.
+        hidden: width of the stream; eps, norm_offset, norm: of all its norms, the last their kind.
     """
 
     def __init__(
         self, build: Builder, prefix: str, hidden: int, attention: AttentionConfig, mlp: MLPConfig | MoEConfig,
-        eps: float, norm_offset: float = 0.0,
+        eps: float, norm_offset: float = 0.0, norm: str = "rms",
     ) -> None:  # fmt: skip
         self._build, self._prefix, self._hidden = build, prefix, hidden
-        self._common = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": norm_offset}
+        self._common = norm_common(build, hidden, eps, norm_offset, norm)
         self.attention, attention_static = self._declare_attention(attention)
         op, self.mlp, mlp_static = declare_mlp(build, prefix, mlp, self._common)
         self.sites: tuple[CallSite, ...]
-        if op == "mlp_block":
+        if isinstance(mlp, MLPConfig):
             both = {"attention": attention_static, "mlp": mlp_static, "hidden": hidden, "dtype": build.dtype}
-            self.sites = (build.op("decoder_layer", prefix, **both),)
+            self.sites = (build.op("decoder_layer", prefix, **both, parallel=mlp.parallel),)
         else:
             enter = build.op("attention_block", f"{prefix}.self_attn", **attention_static)
             self.sites = (enter, build.op(op, f"{prefix}.mlp", **mlp_static))
@@ -121,11 +158,11 @@ class DecoderLayer:
         return norm_weight(self._build, self._prefix, name, size, self._common)
 
     def _declare_attention(self, a: AttentionConfig) -> tuple[WeightGroup, dict[str, Any]]:
-        build, at = self._build, f"{self._prefix}.self_attn"
+        build, at = self._build, f"{self._prefix}.{a.at}"
         heads, kv_heads = build.share_heads(a.heads, a.kv_heads)
-        sizes = (("q", heads), ("k", kv_heads), ("v", kv_heads))
-        qkv_parts = {f"{at}.{name}_proj.weight": span * a.head_dim for name, span in sizes}
-        o_parts = {f"{at}.o_proj.weight": self._hidden}
+        rows = [span * a.head_dim for span in (heads, kv_heads, kv_heads)]
+        qkv_parts = stored([f"{at}.{name}.weight" for name in a.qkv], rows)
+        o_parts = {f"{at}.{a.o}.weight": self._hidden}
         qkv = build.linear(f"{at}.qkv_proj", qkv_parts, self._hidden)
         o = build.linear(f"{at}.o_proj", o_parts, heads * a.head_dim)
         shape = (kv_heads.size, a.head_dim)
@@ -140,17 +177,32 @@ class DecoderLayer:
             cos_sin=a.rotary.table(build),
             qkv_bias=build.biases(qkv_parts, f"{at}.qkv_bias") if a.qkv_bias else None,
             o_bias=build.biases(o_parts, f"{at}.o_bias", summed=True) if a.o_bias else None,
-            q_norm=self._norm_weight("self_attn.q_norm", a.head_dim) if a.qk_norm else None,
-            k_norm=self._norm_weight("self_attn.k_norm", a.head_dim) if a.qk_norm else None,
+            q_norm=self._head_norm(a, a.qk_norms[0], heads) if a.qk_norm else None,
+            k_norm=self._head_norm(a, a.qk_norms[1], kv_heads) if a.qk_norm else None,
             post_norm=self._norm_weight(a.post_norm, self._hidden),
         )  # fmt: skip
         static = {
             **self._common, "heads": heads.size, "kv_heads": kv_heads.size, "head_dim": a.head_dim,
             "value_dim": a.head_dim, "rotary_dim": a.rotary.dim, "interleaved": a.rotary.interleaved,
-            "qk_norm": a.qk_norm, "state": self.slot, "qkv": qkv, "o": o, "post_norm": a.post_norm is not None,
-            "communicator": build.communicator,
+            "qk_norm": a.qk_norm, "qk_norm_over": a.qk_norm_over, "state": self.slot, "qkv": qkv, "o": o,
+            "post_norm": a.post_norm is not None, "communicator": build.communicator,
         }  # fmt: skip
         return weights, static
+
+    def _head_norm(self, a: AttentionConfig, name: str, heads: Span) -> Weight | None:
+        build, name = self._build, f"{self._prefix}.{a.at}.{name}"
+        if a.qk_norm_over == "head":
+            return declare_norm(build, name, a.head_dim, self._common)
+        if a.qk_norm_over == "all":
+            if heads.size != heads.whole:
+                raise build.misfit(f"{name} normalises all heads together, which one rank must have", [1])
+            return declare_norm(build, name, a.head_dim * heads.whole, self._common)
+        if "{}" not in name:
+            return build.weight(f"{name}.weight", heads, a.head_dim, dummy="ones")
+        every = [f"{name.format(head)}.weight" for head in range(heads.whole)]
+        build.ignored += map(re.escape, (*every[: heads.start], *every[heads.stop :]))
+        own = every[heads.start : heads.stop]
+        return build.weight(f"{name}.weight", heads.size * a.head_dim, dummy="ones", sources=own)
 
 
 def declare_mlp(
@@ -182,10 +234,12 @@ class MixerLayer(DecoderLayer):
 
     def __init__(
         self, build: Builder, prefix: str, hidden: int, mixer: MixerConfig, mlp: MLPConfig | MoEConfig, eps: float,
-        norm_offset: float = 0.0,
+        norm_offset: float = 0.0, norm: str = "rms",
     ) -> None:  # fmt: skip
         self._build, self._prefix, self._hidden = build, prefix, hidden
-        self._common = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": norm_offset}
+        self._common = norm_common(build, hidden, eps, norm_offset, norm)
+        if isinstance(mlp, MLPConfig) and mlp.parallel:
+            raise ArchitectureError(f"{prefix}: an MLP beside its mixer is implemented for AttentionConfig only")
         self.mixer = mixer.declare(build, prefix, self._common)
         op, self.mlp, static = declare_mlp(build, prefix, mlp, self._common)
         self.sites = (build.op(op, f"{prefix}.mlp", **static),)

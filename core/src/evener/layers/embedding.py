@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Step
 from evener.layers.builder import Builder
 from evener.layers.declared import Span
+from evener.layers.norms import declare_norm
 
 if TYPE_CHECKING:
     import torch
@@ -36,19 +38,33 @@ class Embedding:
 
 
 class LMHead:
-    """Final norm and projection to the vocabulary, whose rows ranks share. A tied head is declared under the
-    embedding's ``name``."""
+    """Final norm and projection to the vocabulary, whose rows ranks share.
+
+    Args:
+        build: where it declares itself.
+        name: of the weight; a tied head is declared under the embedding's.
+        norm: name of the norm, without ``.weight``.
+        vocab: rows.
+        common: hidden, dtype, and eps, offset and kind of the norm.
+        cap: soft cap on the logits, or None; scale: factor on them.
+        bias: name of a bias, or None.
+    """
 
     def __init__(
-        self, build: Builder, name: str, norm: str, vocab: int, hidden: int, eps: float, offset: float = 0.0,
-        cap: float | None = None,
+        self, build: Builder, name: str, norm: str, vocab: int, common: Mapping[str, Any], *, cap: float | None = None,
+        scale: float = 1.0, bias: str | None = None,
     ) -> None:  # fmt: skip
-        self.norm = build.weight(norm, hidden, dummy="zeros" if offset else "ones", dtype="float32")
-        self.weight = build.linear(name, {name: share_vocab(build, vocab)}, hidden, out="float32")
-        norm_static = {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": offset}
-        ranks = {"communicator": build.communicator}
-        self.site = build.op("head", name, **norm_static, vocab=vocab, weight=self.weight, cap=cap, **ranks)
+        rows = share_vocab(build, vocab)
+        self.norm = declare_norm(build, norm, common["hidden"], common, "float32")
+        self.weight = build.linear(name, {name: rows}, common["hidden"], out="float32")
+        self.bias = build.weight(bias, rows, dummy="zeros") if bias else None
+        static = {k: common[k] for k in ("hidden", "dtype", "eps", "offset", "norm")}
+        self.site = build.op(
+            "head", name, **static, vocab=vocab, weight=self.weight, logit_scale=scale, cap=cap,
+            communicator=build.communicator,
+        )  # fmt: skip
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """Logits float32 [R, vocab] of the stream's rows, float32 [R, hidden]."""
-        return self.site.table[step.bucket](hidden, self.norm.value, self.weight.value, None)  # type: ignore[no-any-return]
+        norm, bias = (None if w is None else w.value for w in (self.norm, self.bias))
+        return self.site.table[step.bucket](hidden, norm, self.weight.value, bias)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from evener.contracts.architecture import Step
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.layers.builder import Builder
 from evener.layers.declared import Size, Span, StateSlot, WeightGroup
+from evener.layers.norms import norm_weight
 from evener.layers.rotary import RotaryConfig
 from evener.ops.latent import IndexWeights, LatentWeights
 
@@ -91,7 +92,7 @@ class LatentAttention:
         matrices = self._absorb != "none" or sparse
         self.weights: WeightGroup = build.group(
             LatentWeights, **linears,
-            norm=build.weight(f"{prefix}.{c.norm}.weight", hidden, dummy="zeros" if common["offset"] else "ones"),
+            norm=norm_weight(build, prefix, c.norm, hidden, common),
             kv_norm=build.weight(f"{at}.kv_a_layernorm.weight", c.rank, dummy="ones"),
             q_norm=build.weight(f"{at}.q_a_layernorm.weight", c.q_rank, dummy="ones") if c.q_rank else None,
             cos_sin=c.rotary.table(build), down_bias=build.biases(down_parts, f"{at}.down_bias") if c.bias else None,

@@ -61,6 +61,7 @@ class RotaryConfig:
         truncate: (YaRN) the bounds become whole dimensions.
         amplitude: factor on cosines and sines.
         interleaved: pairs (2i, 2i+1) instead of halves.
+        divisors: of the frequencies, one for each pair of dimensions; none divides nothing.
     """
 
     dim: int
@@ -73,6 +74,7 @@ class RotaryConfig:
     interleaved: bool = False
     truncate: bool = True
     amplitude: float = 1.0
+    divisors: tuple[float, ...] = ()
 
     @classmethod
     def from_config(
@@ -140,6 +142,8 @@ class RotaryConfig:
             inverse = self._llama3(inverse)
         elif self.scaling == "yarn":
             inverse = self._yarn(inverse)
+        if self.divisors:
+            inverse = inverse / torch.tensor(self.divisors)
         angles = torch.outer(torch.arange(length).float(), inverse)
         return (torch.cat((angles.cos(), angles.sin()), dim=-1) * self.amplitude).to(device)
 

@@ -10,6 +10,7 @@ from evener.errors import ArchitectureError
 #: ``hidden_act`` as transformers spells it: our activation.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu_squared",
 }  # fmt: skip
 
 

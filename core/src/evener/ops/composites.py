@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
+from evener.ops.norms import add_norm, any_norm, first_norm, head_norm
 from evener.ops.ranks import summed, vocab_head
 
 if TYPE_CHECKING:
@@ -22,9 +23,12 @@ Static = Mapping[str, Any]
 
 
 class AttentionWeights(NamedTuple):
-    """What an ``attention_block`` needs beside its inputs; None where the model has no such weight."""
+    """What an ``attention_block`` needs beside its inputs; None where the model has no such weight.
 
-    norm: torch.Tensor
+    A layer norm's weight and bias are one tensor, the bias behind the weight.
+    """
+
+    norm: torch.Tensor | None
     qkv: PackedWeight
     o: PackedWeight
     cos_sin: torch.Tensor
@@ -37,19 +41,14 @@ class AttentionWeights(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """What an ``mlp_block`` needs beside its inputs."""
+    """What an ``mlp_block`` needs beside its inputs; ``gate_up`` is the first projection alone if it has no gate."""
 
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     gate_up: PackedWeight
     down: PackedWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     post_norm: torch.Tensor | None = None
-
-
-def norm_static(static: Static, hidden: int | None = None) -> dict[str, Any]:
-    """Static parameters of a norm over ``hidden`` (default: the block's own width)."""
-    return {"hidden": hidden or static["hidden"], **{k: static[k] for k in ("dtype", "eps", "offset")}}
 
 
 def linear_static(weight: LinearWeight) -> dict[str, Any]:
@@ -60,21 +59,11 @@ def linear_static(weight: LinearWeight) -> dict[str, Any]:
     return {"weight": weight, **sizes, "dtype": weight.dtype, "out": weight.out or weight.dtype}
 
 
-def first_norm(static: Static, use: Use) -> OpFunction:
-    """(add +) norm, as most blocks begin: of the stream ``x + residual``, the normed rows and the sum in float32."""
-    norm, add_norm = use("rms_norm", **norm_static(static)), use("add_rms_norm", **norm_static(static))
-
-    def run(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> Any:
-        return (norm(x, weight), x.float()) if residual is None else add_norm(x, residual, weight)
-
-    return run
-
-
 def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
     heads, kv_heads, dim, value_dim = (static[k] for k in ("heads", "kv_heads", "head_dim", "value_dim"))
     sizes = [heads * dim, kv_heads * dim, kv_heads * value_dim]
     begin = first_norm(static, use)
-    head_norm = use("rms_norm", **norm_static(static, dim)) if static["qk_norm"] else None
+    norms = [head_norm(static, use, n) for n in (heads, kv_heads)] if static["qk_norm"] else None
     project = use("linear", **linear_static(static["qkv"]))
     rotate = use("rotary", head_dim=dim, **{k: static[k] for k in ("rotary_dim", "interleaved", "dtype")})
     write = use("state.write", state=static["state"])
@@ -89,8 +78,8 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
         q, k, v = project(x, qkv, qkv_bias).split(sizes, dim=-1)
         q, k = q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim))
         v = v.unflatten(-1, (kv_heads, value_dim))
-        if head_norm is not None:
-            q, k = head_norm(q, q_norm), head_norm(k, k_norm)
+        if norms is not None:
+            q, k = norms[0](q, q_norm), norms[1](k, k_norm)
         q, k = rotate(positions, q, k, cos_sin)
         write(views, meta, k, v)
         return q, residual
@@ -105,7 +94,7 @@ def attention_block(static: Static, use: Use) -> OpFunction:
     enter = use("norm_qkv_rotary_write", **{k: v for k, v in static.items() if k not in outside})
     attend = use("state.attend", state=static["state"])
     project = use("linear", **linear_static(static["o"]))
-    post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
+    post = any_norm(static, use) if static["post_norm"] else None
 
     def run(
         x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights, views: Any,
@@ -121,15 +110,13 @@ def attention_block(static: Static, use: Use) -> OpFunction:
 def mlp_block(static: Static, use: Use) -> OpFunction:
     if static["communicator"] is not None:
         return summed("mlp_block", static, use, weights=2)
-    add_norm = use("add_rms_norm", **norm_static(static))
-    rise = use("linear", **linear_static(static["gate_up"]))
-    act = use("act_and_mul", inner=static["inner"], activation=static["activation"], dtype=static["dtype"], alpha=1.0,
-              limit=0.0)  # fmt: skip
-    fall = use("linear", **linear_static(static["down"]))
-    post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
+    begin, post = add_norm(static, use), any_norm(static, use) if static["post_norm"] else None
+    rise, fall = (use("linear", **linear_static(static[k])) for k in ("gate_up", "down"))
+    own = {k: static[k] for k in ("inner", "activation", "dtype")}
+    act = use("act_and_mul", **own, alpha=1.0, limit=0.0) if static["gated"] else use("activate", **own)
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = add_norm(x, residual, w.norm)
+        x, residual = begin(x, residual, w.norm)
         x = fall(act(rise(x, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
         return (post(x, w.post_norm) if post is not None else x), residual
 
@@ -138,14 +125,17 @@ def mlp_block(static: Static, use: Use) -> OpFunction:
 
 def decoder_layer(static: Static, use: Use) -> OpFunction:
     attention = use("attention_block", **static["attention"])
-    mlp = use("mlp_block", **static["mlp"])
+    mlp, parallel = use("mlp_block", **static["mlp"]), static["parallel"]
 
     def run(
         x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, attention_weights: AttentionWeights,
         mlp_weights: MLPWeights, views: Any, meta: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         x, residual = attention(x, residual, positions, attention_weights, views, meta)
-        return mlp(x, residual, mlp_weights)  # type: ignore[no-any-return]
+        if not parallel:
+            return mlp(x, residual, mlp_weights)  # type: ignore[no-any-return]
+        y, residual = mlp(x.new_zeros(x.shape), residual, mlp_weights)
+        return y, residual.add_(x)
 
     return run
 
@@ -153,10 +143,10 @@ def decoder_layer(static: Static, use: Use) -> OpFunction:
 def head(static: Static, use: Use) -> OpFunction:
     if static["communicator"] is not None:
         return vocab_head(static, use)
-    norm = use("rms_norm", **{**norm_static(static), "dtype": "float32"})
+    norm = any_norm({**static, "dtype": "float32"}, use)
     project = use("linear", **linear_static(static["weight"]))
     cap = use("softcap", cap=static["cap"], dtype="float32") if static["cap"] else None
-    narrow = static["dtype"]
+    narrow, factor = static["dtype"], static["logit_scale"]
 
     def run(
         x: torch.Tensor, norm_weight: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
@@ -164,6 +154,7 @@ def head(static: Static, use: Use) -> OpFunction:
         import torch
 
         logits: torch.Tensor = project(norm(x, norm_weight).to(getattr(torch, narrow)), weight, bias)
+        logits = logits if factor == 1.0 else logits * factor
         return cap(logits) if cap is not None else logits
 
     return run

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
-from evener.ops.composites import linear_static, norm_static
+from evener.ops.composites import linear_static
+from evener.ops.norms import add_norm, any_norm
 from evener.ops.ranks import summed
 
 if TYPE_CHECKING:
@@ -94,11 +95,11 @@ def _shared(static: Mapping[str, Any], use: Use) -> OpFunction | None:
 def moe_block(static: Mapping[str, Any], use: Use) -> OpFunction:
     if static["communicator"] is not None:
         return summed("moe_block", static, use, weights=2)
-    add_norm, routed, shared = use("add_rms_norm", **norm_static(static)), _routed(static, use), _shared(static, use)
-    post = use("rms_norm", **norm_static(static)) if static["post_norm"] else None
+    begin, routed, shared = add_norm(static, use), _routed(static, use), _shared(static, use)
+    post = any_norm(static, use) if static["post_norm"] else None
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = add_norm(x, residual, w.norm)
+        x, residual = begin(x, residual, w.norm)
         y = routed(x, w)
         if shared is not None:
             y = y + shared(x, w)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
-from evener.ops.composites import first_norm, linear_static, norm_static
+from evener.ops.composites import linear_static
+from evener.ops.norms import first_norm, norm_static
 from evener.ops.ranks import summed
 
 if TYPE_CHECKING:

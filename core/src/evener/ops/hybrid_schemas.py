@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evener.contracts.ops import OpSchema, tensors
+from evener.ops.latent_schemas import BLOCK_NORM
 
 _REF = "evener.ops.reference.recurrence"
 _COMP = "evener.ops.hybrid"
@@ -11,7 +12,7 @@ _STREAM = "x T,hidden donated; residual T,hidden float32 donated optional; "
 _STATE = "; views - state; meta - state"
 _OUT = "x T,hidden; residual T,hidden float32"
 _NORM = {
-    "hidden": "H, width of the rows", "dtype": "compute type", "eps": "added to the mean square",
+    "norm": BLOCK_NORM, "hidden": "H, width of the rows", "dtype": "compute type", "eps": "added to the mean square",
     "offset": "added to the weights of norms", "state": "the layer's StateSlot",
     "o": "the declared LinearWeight of the output projection",
     "communicator": "of the ranks that share the heads, or None",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
 from evener.contracts.state import StepParts
-from evener.ops.composites import first_norm, linear_static
+from evener.ops.composites import linear_static
+from evener.ops.norms import first_norm
 from evener.ops.ranks import summed
 
 if TYPE_CHECKING:

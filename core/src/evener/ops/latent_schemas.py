@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from evener.contracts.ops import OpSchema, tensors
 
+#: What blocks say of the kind of their norms.
+BLOCK_NORM = "rms, layer, biased_layer (weight and bias are one tensor) or bare_layer (neither)"
 _REF = "evener.ops.reference.latent"
 _COMP = "evener.ops.latent"
 _CASES = "evener.testing.latent_cases"
@@ -61,7 +63,7 @@ LATENT_COMPOSITES: tuple[OpSchema, ...] = (
         weights=("down", "q", "kv_b", "o"), state=True,
         doc="(add +) norm, down-projections, inner norms, queries, rotary, write, (index_block,) latent_attend, output "
             "projection, (all_reduce) (DeepSeek-AI 2024, MLA).",
-        static={**_LATENT, "communicator": "of the ranks that share the heads, or None",
+        static={**_LATENT, "norm": BLOCK_NORM, "communicator": "of the ranks that share the heads, or None",
                 "hidden": "H, width of the rows", "eps": "added to the mean square by the first norm",
                 "offset": "added to the first norm's weight",
                 "rope_dim": "rotated part of a head's query, and of the key that all heads share",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evener.contracts.ops import OpSchema, tensors
+from evener.ops.latent_schemas import BLOCK_NORM
 
 _REF = "evener.ops.reference.ranks"
 _COMP = "evener.ops.ranks"
@@ -30,8 +31,8 @@ RANK_PRIMITIVES: tuple[OpSchema, ...] = (
 RANK_COMPOSITES: tuple[OpSchema, ...] = (
     OpSchema(
         name="all_reduce_norm", reference=f"{_COMP}:all_reduce_norm", composite=True,
-        doc="all_reduce, rms_norm.",
-        static={**_SUM, "eps": "added to the mean square", "offset": "added to the weight"},
+        doc="all_reduce, norm.",
+        static={**_SUM, "eps": "added to the mean square", "offset": "added to the weight", "norm": BLOCK_NORM},
         inputs=tensors("x T,hidden donated; weight hidden"), outputs=tensors("y T,hidden"),
     ),
     OpSchema(

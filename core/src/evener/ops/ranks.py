@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.ops import OpFunction, Use
+from evener.ops.norms import any_norm
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,7 @@ _SUM = ("communicator", "hidden", "dtype")
 
 def all_reduce_norm(static: Static, use: Use) -> OpFunction:
     reduce = use("all_reduce", **{k: static[k] for k in _SUM})
-    norm = use("rms_norm", **{k: v for k, v in static.items() if k != "communicator"})
+    norm = any_norm(static, use)
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return norm(reduce(x), weight)  # type: ignore[no-any-return]
@@ -37,7 +38,7 @@ def summed(op: str, static: Static, use: Use, weights: int) -> OpFunction:
     post = bool(static.get("post_norm"))
     alone = {**static, "communicator": None, **({"post_norm": False} if post else {})}
     inner = use(op, **alone)
-    form = {k: static[k] for k in (*_SUM, *(("eps", "offset") if post else ()))}
+    form = {k: static[k] for k in (*_SUM, *(("eps", "offset", "norm") if post else ()))}
     reduce = use("all_reduce_norm" if post else "all_reduce", **form)
 
     kept: list[Any] = [None, None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from evener.contracts.ops import OpSchema, tensors
 from evener.ops.hybrid_schemas import HYBRID_COMPOSITES, HYBRID_PRIMITIVES
-from evener.ops.latent_schemas import LATENT_COMPOSITES, LATENT_PRIMITIVES
+from evener.ops.latent_schemas import BLOCK_NORM, LATENT_COMPOSITES, LATENT_PRIMITIVES
 from evener.ops.rank_schemas import RANK_COMPOSITES, RANK_PRIMITIVES
 
 _REF = "evener.ops.reference"
@@ -18,15 +18,21 @@ _CASES = "evener.testing.op_cases"
 _RANKS = {"communicator": "of the ranks that share the layer, whose results are summed, or None"}
 _HIDDEN = {"hidden": "H, width of the rows", "dtype": "compute type"}
 _NORM = {**_HIDDEN, "eps": "added to the mean square", "offset": "added to the weight (Gemma: 1.0)"}
+_BLOCK = {**_NORM, "norm": BLOCK_NORM}
 _ATTENTION_IN = {
-    **_NORM, "heads": "query heads", "kv_heads": "key and value heads", "head_dim": "D of queries and keys",
+    **_BLOCK, "heads": "query heads", "kv_heads": "key and value heads", "head_dim": "D of queries and keys",
     "value_dim": "D of values", "rotary_dim": "leading part of each head that is rotated",
     "interleaved": "rotate pairs (2i, 2i+1) instead of halves",
-    "qk_norm": "normalise each query and key head before rotating", "state": "the layer's StateSlot",
+    "qk_norm": "normalise queries and keys before rotating",
+    "qk_norm_over": "head: each head; each: each head, with weights of its own (layer norm); all: all heads together",
+    "state": "the layer's StateSlot",
     "qkv": "the declared LinearWeight of q, k, v",
 }  # fmt: skip
-_MLP = {**_NORM, "inner": "width between the two linears", "activation": "silu, gelu or gelu_tanh",
-        "gate_up": "the declared LinearWeight of gate and up", "down": "the declared LinearWeight of down"}  # fmt: skip
+_ACTIVATION = "silu, gelu, gelu_tanh, relu or relu_squared"
+_MLP = {**_BLOCK, "inner": "width between the two linears", "activation": _ACTIVATION,
+        "gated": "False: activation(up) instead of activation(gate) * up",
+        "gate_up": "the declared LinearWeight of gate and up, or of up alone",
+        "down": "the declared LinearWeight of down"}  # fmt: skip
 _ROUTE = {
     "experts": "E", "top": "experts a token",
     "scoring": "softmax, sigmoid, or softmax_top: of the logits, and softmax over the chosen ones",
@@ -57,7 +63,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         name="layer_norm", reference=f"{_REF}.norm:layer_norm", cases=f"{_CASES}:layer_norm",
         doc="(x - mean) / sqrt(variance + eps) * weight + bias, in float32 (Ba et al. 2016).",
         static={**_HIDDEN, "eps": "added to the variance"},
-        inputs=tensors("x T,hidden; weight hidden; bias hidden optional"), outputs=tensors("y T,hidden"),
+        inputs=tensors("x …,hidden; weight hidden optional; bias hidden optional"), outputs=tensors("y …,hidden"),
     ),
     OpSchema(
         name="linear", reference=f"{_REF}.linear:linear", weights=("weight",), cases=f"{_CASES}:linear",
@@ -93,9 +99,15 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         name="act_and_mul", reference=f"{_REF}.basic:act_and_mul", cases=f"{_CASES}:act_and_mul",
         doc="act(x[:, :inner]) * x[:, inner:] (Shazeer 2020). clamped_swiglu is another function, of pairs g = "
             "min(x[:, 0::2], limit) and u = x[:, 1::2]: g * sigmoid(alpha * g) * (clamp(u, -limit, limit) + 1).",
-        static={"inner": "width of the result", "activation": "silu, gelu, gelu_tanh or clamped_swiglu",
+        static={"inner": "width of the result", "activation": f"{_ACTIVATION}, or clamped_swiglu",
                 "dtype": "compute type", "alpha": "of clamped_swiglu", "limit": "of clamped_swiglu"},
         inputs=tensors("x T,2*inner"), outputs=tensors("y T,inner"),
+    ),
+    OpSchema(
+        name="activate", reference=f"{_REF}.basic:activate", cases=f"{_CASES}:activate",
+        doc="act(x).",
+        static={"inner": "width of the rows", "activation": _ACTIVATION, "dtype": "compute type"},
+        inputs=tensors("x T,inner"), outputs=tensors("y T,inner"),
     ),
     OpSchema(
         name="take_rows", reference=f"{_REF}.basic:take_rows", cases=f"{_CASES}:take_rows",
@@ -184,8 +196,8 @@ COMPOSITES: tuple[OpSchema, ...] = (
         doc="(add +) norm, QKV projection, head norms, rotary, write of keys and values; returns query and stream.",
         static=_ATTENTION_IN,
         inputs=tensors("x T,hidden donated; residual T,hidden float32 donated optional; positions T int32; norm "
-                       "hidden; qkv rows,hidden packed; qkv_bias rows optional; q_norm head_dim optional; k_norm "
-                       "head_dim optional; cos_sin positions,rotary_dim float32; views - state; meta - state"),
+                       "hidden optional; qkv rows,hidden packed; qkv_bias rows optional; q_norm head_dim optional; "
+                       "k_norm head_dim optional; cos_sin positions,rotary_dim float32; views - state; meta - state"),
         outputs=tensors("query T,heads,head_dim; residual T,hidden float32"),
     ),
     OpSchema(
@@ -200,7 +212,7 @@ COMPOSITES: tuple[OpSchema, ...] = (
     OpSchema(
         name="mlp_block", reference=f"{_COMP}:mlp_block", composite=True, weights=("gate_up", "down"),
         doc="add + norm, gate and up projection, activation, down projection, (all_reduce,) (post-norm).",
-        static={**_MLP, **_RANKS, "post_norm": "norm after the down projection"},
+        static={**_MLP, **_RANKS, "post_norm": "norm after it"},
         inputs=tensors("x T,hidden donated; residual T,hidden float32 donated; weights - MLPWeights"),
         outputs=tensors("x T,hidden; residual T,hidden float32"),
     ),
@@ -209,35 +221,37 @@ COMPOSITES: tuple[OpSchema, ...] = (
         weights=("router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate"),
         doc="add + norm, router in float32, route, place_experts, gate and up projections of the chosen experts, "
             "activation, down projections, mix_experts, (+ shared experts), (all_reduce,) (post-norm).",
-        static={**_NORM, **_ROUTE, **_RANKS, "inner": "width between the two linears of an expert",
+        static={**_BLOCK, **_ROUTE, **_RANKS, "inner": "width between the two linears of an expert",
+        "post_norm": "norm after it",
         "activation": "as act_and_mul has them", "alpha": "of clamped_swiglu", "limit": "of clamped_swiglu",
         "weigh_input": "weights are factors on the experts' inputs, not on their results",
         "router": "the declared LinearWeight of the router, out float32",
         "gate_up": "the declared StackedWeight of gate and up", "down": "the declared StackedWeight of down",
         "shared_inner": "width of the shared experts together; 0 = none",
         "shared_gate_up": "their declared LinearWeight or None", "shared_down": "their declared LinearWeight or None",
-        "shared_gate": "the declared LinearWeight of the gate on them (sigmoid) or None",
-        "post_norm": "norm after the sum"},
+        "shared_gate": "the declared LinearWeight of the gate on them (sigmoid) or None"},
         inputs=tensors("x T,hidden donated; residual T,hidden float32 donated; weights - MoEWeights"),
         outputs=tensors("x T,hidden; residual T,hidden float32"),
     ),
     OpSchema(
         name="decoder_layer", reference=f"{_COMP}:decoder_layer", composite=True,
         weights=("qkv", "o", "gate_up", "down"), state=True,
-        doc="attention_block, then mlp_block.",
-        static={"attention": "static of the attention_block", "mlp": "static of the mlp_block", **_HIDDEN},
+        doc="attention_block, then mlp_block; parallel: of the same stream, and their results are added up.",
+        static={"attention": "static of the attention_block", "mlp": "static of the mlp_block", **_HIDDEN,
+                "parallel": "whether both halves read the same stream"},
         inputs=tensors("x T,hidden donated; residual T,hidden float32 donated optional; positions T int32; attention - "
                        "AttentionWeights; mlp - MLPWeights; views - state; meta - state"),
         outputs=tensors("x T,hidden; residual T,hidden float32"),
     ),
     OpSchema(
         name="head", reference=f"{_COMP}:head", composite=True, weights=("weight",),
-        doc="Norm of the picked rows of the stream, projection to the vocabulary, (soft cap,) (all_gather); in float32 "
-            "at both ends.",
-        static={**_NORM, "vocab": "V", "weight": "the declared LinearWeight of the head", "cap": "soft cap or None",
+        doc="Norm of the picked rows of the stream, projection to the vocabulary, (factor,) (soft cap,) (all_gather); "
+            "in float32 at both ends.",
+        static={**_BLOCK, "vocab": "V", "weight": "the declared LinearWeight of the head",
+                "logit_scale": "factor on the logits", "cap": "soft cap or None",
                 "communicator": "of the ranks that share the vocabulary, or None"},
-        inputs=tensors("x R,hidden float32 donated; norm hidden float32; weight vocab,hidden packed; bias vocab "
-                       "optional"),
+        inputs=tensors("x R,hidden float32 donated; norm hidden float32 optional; weight vocab,hidden packed; bias "
+                       "vocab optional"),
         outputs=tensors("logits R,vocab float32"),
     ),
 )  # fmt: skip

@@ -292,8 +292,11 @@ class Resolver:
         return self._tables[key]
 
     def _call(self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket) -> OpCall:
-        layouts = {name: weight.layout for name, weight in _linear_weights(static) if name in schema.weights}
-        slot = next(_slots(static), None) if schema.state else None
+        layouts = {
+            name: w.layout for name, w in _walk(static) if isinstance(w, LinearWeight) and name in schema.weights
+        }
+        slots = (value for _, value in _walk(static) if isinstance(value, StateSlot))
+        slot = next(slots, None) if schema.state else None
         layout = slot.provider.layout if slot is not None and slot.provider is not None else None
         return OpCall(schema.name, static, bucket, self.market.device, layouts, layout)
 
@@ -306,6 +309,10 @@ class Resolver:
         for name, layout in call.layouts.items():
             if accepted and layout not in accepted:
                 return f"does not read {name} in layout {layout!r}"
+        usual = self.market.schemas[call.op].usual
+        for name, value in _walk(call.static):
+            if name not in kernel.unusual and value != usual.get(name, value):
+                return f"does not know {name}={value}"
         return kernel.supports(call)
 
     def _record(
@@ -339,30 +346,19 @@ def _plain_parts(weight: LinearWeight) -> tuple[WeightPart, ...]:
     return tuple(p if p.format.plain else replace(p, format=plain(weight.dtype)) for p in weight.parts)
 
 
-def _linear_weights(static: Mapping[str, Any]) -> Iterator[tuple[str, LinearWeight]]:
+def _walk(static: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Static parameters, and those inside of them."""
     for name, value in static.items():
-        if isinstance(value, LinearWeight):
+        if isinstance(value, Mapping):
+            yield from _walk(value)
+        else:
             yield name, value
-        elif isinstance(value, Mapping):
-            yield from _linear_weights(value)
 
 
 def _communicators(static: Mapping[str, Any]) -> Iterator[Communicator]:
-    for value in static.values():
-        if isinstance(value, Communicator):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _communicators(value)
+    return (value for _, value in _walk(static) if isinstance(value, Communicator))
 
 
 def _capturable(static: Mapping[str, Any]) -> bool:
     """Whether what ranks do together at a call site may be part of a graph."""
     return all(communicator.capabilities.capturable for communicator in _communicators(static))
-
-
-def _slots(static: Mapping[str, Any]) -> Iterator[StateSlot]:
-    for value in static.values():
-        if isinstance(value, StateSlot):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _slots(value)

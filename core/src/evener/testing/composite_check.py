@@ -23,6 +23,7 @@ from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer, MLP
 from evener.layers.embedding import LMHead
 from evener.layers.experts import MoEConfig
 from evener.layers.latent import LatentConfig
+from evener.layers.norms import norm_common
 from evener.layers.rotary import RotaryConfig
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
@@ -45,10 +46,13 @@ class Family:
     mlp: MLPConfig | MoEConfig
     offset: float = 0.0
     cap: float | None = None
+    norm: str = "rms"
+    scale: float = 1.0
 
 
 def families() -> tuple[Family, ...]:
-    """Grouped heads; everything that Gemma does; biases, partial and interleaved rotation."""
+    """Grouped heads; everything that Gemma does; biases, partial and interleaved rotation; experts; and what few
+    families have: layer norms, plain MLPs, norms of all heads together, halves side by side."""
     return (
         Family(
             "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
@@ -81,6 +85,22 @@ def families() -> tuple[Family, ...]:
             LatentConfig(heads=5, nope_dim=16, rope_dim=16, value_dim=16, rank=32, q_rank=48, rotary=RotaryConfig(16),
                          bias=True),
             MLPConfig(inner=40),
+        ),
+        Family(
+            "layer-normed",
+            AttentionConfig(
+                heads=4, kv_heads=2, head_dim=16, rotary=RotaryConfig(16), qkv=("qkv",), qk_norm=True,
+                qk_norm_over="each", post_norm="post",
+            ),
+            MLPConfig(inner=56, gated=False, rise=("up",), activation="relu", bias=True),
+            norm="biased_layer", scale=0.5,
+        ),
+        Family(
+            "parallel",
+            AttentionConfig(
+                heads=2, kv_heads=2, head_dim=32, rotary=RotaryConfig(32), qk_norm=True, qk_norm_over="all"
+            ),
+            MLPConfig(inner=48, rise=("gate_up",), parallel=True, post_norm="post_mlp"), norm="layer",
         ),
         Family(
             "expert",
@@ -124,9 +144,11 @@ class TinyModel:
         self.build = build = Builder(dtype, _LONGEST)
         layer: Any = DecoderLayer if isinstance(family.attention, AttentionConfig) else MixerLayer
         self.layers: list[DecoderLayer] = [
-            layer(build, f"layers.{i}", _HIDDEN, family.attention, family.mlp, 1e-5, family.offset) for i in range(2)
+            layer(build, f"layers.{i}", _HIDDEN, family.attention, family.mlp, 1e-5, family.offset, family.norm)
+            for i in range(2)
         ]
-        self.head = LMHead(build, "head.weight", "norm.weight", _VOCAB, _HIDDEN, 1e-5, family.offset, family.cap)
+        norms = norm_common(build, _HIDDEN, 1e-5, family.offset, family.norm)
+        self.head = LMHead(build, "head.weight", "norm", _VOCAB, norms, cap=family.cap, scale=family.scale)
         market = Market(
             schemas={s.name: s for s in schemas}, kernels=[Offer(k, _PACKAGE, "0") for k in kernels],
             states=[Offer(provider, _PACKAGE, "0")], reference_state=ReferenceState(), reference_packing=PLAIN,

@@ -87,12 +87,13 @@ def add_rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 
 def layer_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
-    """With and without bias; rows far from zero."""
+    """With and without bias and weight; rows far from zero; heads [T, heads, D]."""
     make = Maker(dtype, generator)
-    for tokens, hidden, biased, shift in ((1, 64, True, 0.0), (5, 60, False, 0.0), (9, 37, True, 2.0)):
-        bias = make.noise(hidden) if biased else None
-        static = {"hidden": hidden, "dtype": dtype, "eps": 1e-5}
-        yield OpCase(static, (make.noise(tokens, hidden, shift=shift), make.noise(hidden, scale=0.2, shift=1.0), bias))
+    for *shape, gains, shift in ((1, 64, 2, 0.0), (5, 60, 1, 0.0), (9, 37, 2, 2.0), (4, 3, 20, 0, 1.0)):
+        size = int(shape[-1])
+        weights = make.noise(size, scale=0.2, shift=1.0) if gains else None, make.noise(size) if gains > 1 else None
+        static = {"hidden": size, "dtype": dtype, "eps": 1e-5}
+        yield OpCase(static, (make.noise(*map(int, shape), shift=shift), *weights))
 
 
 def linear(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
@@ -152,13 +153,22 @@ def rotary(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 def act_and_mul(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Every activation; inputs at which they saturate."""
     make = Maker(dtype, generator)
-    for activation in ("silu", "gelu", "gelu_tanh"):
+    for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"):
         for tokens, inner, scale in ((1, 64, 1.0), (5, 88, 3.0), (3, 13, 8.0)):
             static = {"inner": inner, "activation": activation, "dtype": dtype, "alpha": 1.0, "limit": 0.0}
             yield OpCase(static, (make.noise(tokens, 2 * inner, scale=scale),))
     for tokens, inner, scale in ((1, 64, 1.0), (5, 13, 9.0)):
         static = {"inner": inner, "activation": "clamped_swiglu", "dtype": dtype, "alpha": 1.702, "limit": 7.0}
         yield OpCase(static, (make.noise(tokens, 2 * inner, scale=scale),))
+
+
+def activate(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
+    """Every activation; inputs at which they saturate; no rows."""
+    make = Maker(dtype, generator)
+    for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"):
+        for tokens, inner, scale in ((1, 64, 1.0), (5, 13, 6.0), (0, 8, 1.0)):
+            static = {"inner": inner, "activation": activation, "dtype": dtype}
+            yield OpCase(static, (make.noise(tokens, inner, scale=scale),))
 
 
 def take_rows(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:

@@ -12,6 +12,7 @@ from evener.contracts.ops import OpFunction, Use
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu, "relu_squared": lambda x: F.relu(x).square(),
 }  # fmt: skip
 
 
@@ -36,6 +37,10 @@ def act_and_mul(static: Mapping[str, Any], use: Use) -> OpFunction:
         return act(x[:, :inner]).mul_(x[:, inner:])  # in place: nothing beside input and output
 
     return run
+
+
+def activate(static: Mapping[str, Any], use: Use) -> OpFunction:
+    return ACTIVATIONS[static["activation"]]
 
 
 def _clamped_swiglu(alpha: float, limit: float) -> OpFunction:

@@ -35,10 +35,11 @@ def add_rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
 def layer_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
     eps = static["eps"]
 
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def run(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:
         wide: torch.Tensor = x.float()
         wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        wide = wide if weight is None else wide * weight.float()
         return (wide if bias is None else wide + bias.float()).to(x.dtype)
 
     return run

@@ -1,0 +1,75 @@
+"""Rotary scalings that depend on how long a context is: dynamic NTK and LongRoPE.
+
+transformers looks at each sequence as it stands, and changes the angles of its new tokens, not those of cached keys,
+when it outgrows what the model was trained with. Here angles follow from the engine's limit, ``infer.max_seq_len``, so
+that a key is the same in any company and a cached prefix stays right: every sequence, a short one too, has the angles
+that transformers gives to one as long as the limit. A limit within the trained length gives the unscaled (LongRoPE: the
+short) angles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from evener.errors import ArchitectureError
+from evener.layers import RotaryConfig
+
+
+def rotary(
+    config: Mapping[str, Any], dim: int, limit: int, default_base: float | None = None, layer_type: str | None = None
+) -> RotaryConfig:
+    """``RotaryConfig.from_config``, with scalings for an engine whose longest sequence has ``limit`` tokens.
+
+    Raises:
+        ArchitectureError: a number is missing, or not implemented.
+    """
+    settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in ("dynamic", "longrope", "su"):  # the last is LongRoPE's first name
+        return RotaryConfig.from_config(config, dim, layer_type, default_base)
+    unscaled = {key: settings[key] for key in ("rope_theta", "partial_rotary_factor") if key in settings}
+    bare = {**config, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **unscaled}}
+    if config.get("rope_theta", default_base) is not None:
+        bare["rope_parameters"].setdefault("rope_theta", config.get("rope_theta", default_base))
+    plain = RotaryConfig.from_config(bare, dim)
+    made_for = _number(config, "max_position_embeddings", kind)
+    if kind == "dynamic":
+        return replace(plain, base=plain.base * _ntk(settings, made_for, limit) ** (plain.dim / (plain.dim - 2)))
+    return _longrope(plain, {**config, **settings}, made_for, limit)
+
+
+def _ntk(settings: Mapping[str, Any], made_for: float, limit: int) -> float:
+    """By how much NTK scaling (bloc97 2023) stretches the longest wavelength: by a fixed ``alpha``, or with the
+    context."""
+    if settings.get("alpha") is not None:
+        return _number(settings, "alpha", "dynamic")
+    factor = _number(settings, "factor", "dynamic")
+    return factor * max(limit, made_for) / made_for - (factor - 1)
+
+
+def _longrope(plain: RotaryConfig, settings: Mapping[str, Any], made_for: float, limit: int) -> RotaryConfig:
+    """LongRoPE (Ding et al. 2024): divisors of the frequencies, of two kinds."""
+    original = _number(settings, "original_max_position_embeddings", "longrope")
+    lists = [settings.get(key) for key in ("short_factor", "long_factor")]
+    for key, values in zip(("short_factor", "long_factor"), lists, strict=True):
+        numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+        if not numbers or len(values or ()) != plain.dim // 2:
+            raise ArchitectureError(
+                f"config.json asks for rope_type 'longrope', whose {key} must be a list of {plain.dim // 2} numbers, "
+                f"one for each pair of rotated dimensions; it is {values!r}"
+            )
+    factor, amplitude = float(settings.get("factor") or made_for / original), settings.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return replace(plain, divisors=tuple(lists[limit > original] or ()), amplitude=float(amplitude))
+
+
+def _number(settings: Mapping[str, Any], key: str, kind: str) -> float:
+    if type(settings.get(key)) not in (int, float):
+        raise ArchitectureError(
+            f"config.json asks for rope_type {kind!r} with {key} = {settings.get(key)!r}; it must be a number"
+        )
+    return float(settings[key])
