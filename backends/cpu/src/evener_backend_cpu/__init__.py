@@ -18,6 +18,12 @@ descriptor = Descriptor(
             choices=("auto", "require", "off"),
             help="C++ kernels: compile them if there is a compiler, refuse to start without, or never.",
         ),
+        "huge_pages": Option(
+            type=str,
+            default="auto",
+            choices=("auto", "off"),
+            help="Copy weights into huge pages where the system has them, or leave them mapped from their files.",
+        ),
         "compiler": Option(
             type=str, default=None, help="C++ compiler; default: the first found of $CXX, g++, clang++ and c++."
         ),

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from evener.contracts.quant import BLOCKS, DTYPE_BYTES, PackedWeight, Packing, WeightPart
+from evener_backend_cpu.huge_pages import Arena
 from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment, Unavailable
 
 LAYOUT = "cpu.blocks"
@@ -72,8 +73,8 @@ class BlockPacking(Packing):
 
     layout = LAYOUT
 
-    def __init__(self, device: _Device) -> None:
-        self._device = device
+    def __init__(self, device: _Device, arena: Arena | None = None) -> None:
+        self._device, self._arena = device, arena
 
     def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
         if isinstance(self._device.native, Unavailable):
@@ -117,7 +118,8 @@ class BlockPacking(Packing):
         native = self._device.native
         assert isinstance(native, Native), "pack follows supports"
         stored = stored.contiguous()
-        tiles = torch.empty(self._bytes(part, dtype), dtype=torch.uint8)
+        size = (self._bytes(part, dtype),)
+        tiles = torch.empty(size, dtype=torch.uint8) if self._arena is None else self._arena.take(size, torch.uint8)
         native.pack(
             KINDS[part.format.storage], stored.data_ptr(), stored.shape[1], part.rows, part.columns, tiles.data_ptr(),
             self._device.threads,

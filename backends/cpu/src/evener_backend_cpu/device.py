@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Readback, ReadyReadback
+from evener.contracts.quant import Packing
 from evener.errors import BackendError
-from evener_backend_cpu import isa, memory
+from evener.ops.reference.linear import PLAIN
+from evener_backend_cpu import huge_pages, isa, memory
 from evener_backend_cpu.block_packing import BlockPacking
 from evener_backend_cpu.native_library import Native, Unavailable, load
 
@@ -19,7 +21,7 @@ class CpuDevice(Device):
 
     Attributes:
         native: the compiled kernels, or why there are none.
-        blocks: the packing of block-quantized weights.
+        plain, blocks: the packings of unquantized and of block-quantized weights.
         threads: threads that compute a step.
     """
 
@@ -40,7 +42,10 @@ class CpuDevice(Device):
             variant=processor.variant,
             features=processor.features,
         )
-        self.blocks = BlockPacking(self)
+        huge = options.get("huge_pages", "auto") == "auto" and huge_pages.available()
+        arena = huge_pages.Arena() if huge else None
+        self.plain: Packing = PLAIN if arena is None else huge_pages.HugePacking(arena)
+        self.blocks = BlockPacking(self, arena)
         self._options = options
         self._native: Native | Unavailable | None = None
 

@@ -8,7 +8,6 @@ import torch
 
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
-from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Native, Unavailable
@@ -27,7 +26,7 @@ class NativeKernel(Kernel):
         self.name = f"native_{self.op}"
         self.device = device
         if self.takes_weights:
-            self.packings = (PLAIN, device.blocks)
+            self.packings = (device.plain, device.blocks)
 
     def supports(self, call: OpCall) -> str | None:
         native = self.device.native

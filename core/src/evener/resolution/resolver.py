@@ -91,8 +91,9 @@ class Resolver:
             self._by_op.setdefault(offer.value.op, []).append(offer)
         for offers in self._by_op.values():
             offers.sort(key=lambda o: (-o.value.priority, o.value.name))
-        self._packings = {p.layout: p for o in market.kernels for p in o.value.packings}
-        self._packings[market.reference_packing.layout] = market.reference_packing
+        # A package may have a packing of the reference's layout: the same content at a place of its own.
+        self._packings = {market.reference_packing.layout: market.reference_packing}
+        self._packings.update({p.layout: p for o in market.kernels for p in o.value.packings})
         self._check_forced()
 
     @property

@@ -41,7 +41,7 @@ class PlainPacking(Packing):
         for index, parts in enumerate(matrices):
             if not index:  # sizes are the parts'
                 shape = count, sum(p.rows for p in parts), parts[0].columns
-                data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                data = self.room(shape, getattr(torch, dtype), device)
                 formats = tuple(p.format for p in parts)
             at = 0
             for part in parts:
@@ -51,6 +51,10 @@ class PlainPacking(Packing):
 
     def keeps(self, parts: Sequence[WeightPart]) -> bool:
         return len(parts) == 1
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a stack; a device may know a better place."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 PLAIN = PlainPacking()

@@ -1,0 +1,66 @@
+"""Weights in huge pages. A step of one token reads every weight once, in order; with pages of 4 KiB a processor spends
+as long on their addresses as on the numbers, above all inside a virtual machine, where each is translated twice."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from evener.contracts.quant import PackedWeight, WeightPart
+from evener.ops.reference.linear import PlainPacking
+
+_PAGE = 2 << 20
+#: Reserved at a time. Only what is written becomes memory.
+_CHUNK = 64 << 20
+_STATE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def available(state: Path = _STATE) -> bool:
+    """Whether the system gives huge pages to who asks for them."""
+    return state.exists() and "[never]" not in state.read_text(encoding="ascii")
+
+
+class Arena:
+    """Memory for weights, side by side, so that small ones share huge pages. A tensor keeps its chunk alive."""
+
+    def __init__(self) -> None:
+        self._chunk, self._at = mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor, aligned to 64 bytes."""
+        count, size = prod(shape), dtype.itemsize
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        if self._at + count * size > len(self._chunk):
+            self._open(count * size)
+        at, self._at = self._at, self._at + -(-count * size // 64) * 64
+        return torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=at).view(tuple(shape))
+
+    def _open(self, nbytes: int) -> None:
+        size = -(-max(nbytes, _CHUNK) // _PAGE) * _PAGE + _PAGE
+        self._chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._chunk.madvise(mmap.MADV_HUGEPAGE)
+        self._at = -ctypes.addressof(ctypes.c_char.from_buffer(self._chunk)) % _PAGE
+
+
+class HugePacking(PlainPacking):
+    """The plain layout, in an arena: what a file could lend as mapped pages is copied."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        stack = self.pack_stack([parts], 1, dtype, device)
+        return replace(stack, shape=stack.shape[1:], data=stack.data[0])
+
+    def keeps(self, parts: Sequence[WeightPart]) -> bool:
+        return False
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._arena.take(shape, dtype)

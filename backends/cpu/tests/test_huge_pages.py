@@ -1,0 +1,58 @@
+"""Weights in huge pages: the plain layout at another place."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from evener.contracts.quant import WeightPart, plain
+from evener.ops.reference.linear import PLAIN
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.huge_pages import Arena, HugePacking, available
+
+CPU = torch.device("cpu")
+
+
+def parts(*rows: int, columns: int = 24) -> list[WeightPart]:
+    return [WeightPart(str(n), n, columns, plain("float32"), {"weight": torch.randn(n, columns)}) for n in rows]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_packed_weight_is_the_plain_one(dtype: str) -> None:
+    packing = HugePacking(Arena())
+    for given in (parts(7), parts(5, 9, 1), parts(0)):
+        assert packing.supports(given, dtype) is None
+        got, want = packing.pack(given, dtype, CPU), PLAIN.pack(given, dtype, CPU)
+        assert torch.equal(got.data, want.data) and got.data.is_contiguous()
+        assert (got.layout, got.shape, got.nbytes) == (want.layout, want.shape, want.nbytes)
+        assert got.nbytes == packing.nbytes(given, dtype) and not packing.keeps(given)
+    stacks = [p.pack_stack([parts(3, 4)] * 3, 3, dtype, CPU) for p in (packing, PLAIN)]
+    assert stacks[0].shape == stacks[1].shape == (3, 7, 24)
+
+
+def test_an_arena_gives_room_that_nobody_else_has_and_that_outlives_it() -> None:
+    arena, given = Arena(), []
+    for number, shape in enumerate([(3, 5), (70 << 20,), (1,), (40 << 20,), (30 << 20,), (7, 2)]):
+        made = arena.take(shape, torch.uint8)
+        assert made.shape == shape and made.data_ptr() % 64 == 0
+        made[-1] = number
+        given.append(made)
+    ends = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in given)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+    del arena
+    gc.collect()
+    assert [int(t.flatten()[-1]) for t in given] == list(range(6))
+
+
+def test_the_option_and_the_system_decide(tmp_path: Path) -> None:
+    assert CpuDevice(0, {"huge_pages": "off"}).plain is PLAIN
+    if available():
+        assert isinstance(CpuDevice(0, {}).plain, HugePacking)
+    for text, there in (("always [madvise] never", True), ("[always] madvise never", True), ("always [never]", False)):
+        (tmp_path / "enabled").write_text(text)
+        assert available(tmp_path / "enabled") is there
+    assert not available(tmp_path / "nothing")
