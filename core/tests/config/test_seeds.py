@@ -50,7 +50,7 @@ def test_an_old_key_with_an_equivalent_sets_it_and_names_it(
         ("infer.raise_lower_bit_float_to=bfloat16", "what the device can do"),
         ("scheduler.prefill_first.num_tasks=100", "there is no prefill phase"),
         ("scheduler.type=fcfs", "there is no prefill phase"),
-        ("scheduler.pp_config.decode_num_tasks=8", "infer.depth is the number of plans in flight"),
+        ("scheduler.pp_config.enforce_decode_num_tasks_max=False", "set the number: .*decode_num_tasks"),
         ("+cpu_layer_num=58", "experts on the host are not in this version"),
         ("skip_preprocess=True", "nothing is converted beforehand"),
         ("quant_on_load=True", "nothing is converted beforehand"),
@@ -139,3 +139,14 @@ def test_variables_of_the_seeds_build_are_pointed_out() -> None:
     notes = environment_notes(environ)
     assert [note.split()[0] for note in notes] == ["CHITU_SETUP_JOBS", "CINFER_WITH_CYTHON"]
     assert all("nothing reads it" in note for note in notes)
+
+
+def test_sizes_of_micro_batches_count_where_their_switches_are_off(nothing_installed: Packages) -> None:
+    at = "scheduler.pp_config."
+    given = {
+        f"{at}prefill_num_tasks_divided_by_pp": False, f"{at}prefill_num_tasks": 8,
+        f"{at}enforce_decode_num_tasks_max": True, f"{at}decode_num_tasks": 4,
+    }  # fmt: skip
+    built = from_overrides("m", given, nothing_installed)
+    assert (built.config.infer.pp_prefill_reqs, built.config.infer.pp_decode_reqs) == (8, "auto")
+    assert any("decode_num_tasks=4: nothing reads it while" in note for note in built.notes)

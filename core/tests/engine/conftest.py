@@ -85,7 +85,7 @@ def shrink_pool() -> Callable[[Controller, int], None]:
         was = old.state
         state = StateManager(was.specs, kinds, was.block_size, blocks + 1, was.prefix_cache, was.cuts)
         assert blocks < was.blocks and controller.idle
-        controller.scheduler = Scheduler(state, len(old._slots), old.step_tokens)
+        controller.scheduler = Scheduler(state, len(old._slots), old.step_tokens, batches=old.batches)
 
     return shrink
 

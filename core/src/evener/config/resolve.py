@@ -74,6 +74,7 @@ class ResolvedConfig:
         step_tokens: tokens in one step.
         block_size: tokens in one block; "auto" until the engine has asked the state providers.
         kv_memory: bytes for state; None until the engine has measured what is left.
+        depth: plans in flight.
         use_cuda_graph: capture steps.
         threads: host threads that compute.
         executor: where the worker runs.
@@ -89,6 +90,7 @@ class ResolvedConfig:
     step_tokens: int
     block_size: int | Auto
     kv_memory: int | None
+    depth: int
     use_cuda_graph: bool
     threads: int
     executor: Literal["inline", "process"]
@@ -149,6 +151,8 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     max_reqs = _pick(_MAX_REQS, device) if infer.max_reqs == "auto" else infer.max_reqs
     reasons["infer.max_reqs"] = f"for {where}" if infer.max_reqs == "auto" else "as asked"
     step_tokens = _pick(_STEP_TOKENS, device) if infer.step_tokens == "auto" else infer.step_tokens
+    if infer.depth == "auto":
+        reasons["infer.depth"] = "one is computed, others are read" if infer.pp_size == 1 else "one more than stages"
     if infer.block_size == "auto":
         reasons["infer.block_size"] = "the engine takes one that every state provider offers"
     reasons["backend"] = "as asked" if config.backend else f"chosen: {device.name}"
@@ -170,6 +174,7 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
         step_tokens=step_tokens,
         block_size=infer.block_size,
         kv_memory=kv_memory,
+        depth=plans_in_flight(config),
         use_cuda_graph=graph,
         threads=cores,
         executor="process" if wants_processes(config, serving) else "inline",
@@ -181,6 +186,11 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
 
 def _pick(pair: tuple[int, int], device: DeviceFacts) -> int:
     return pair[0] if device.host_memory else pair[1]
+
+
+def plans_in_flight(config: Config) -> int:
+    """How many plans are out at a time."""
+    return config.infer.pp_size + 1 if config.infer.depth == "auto" else config.infer.depth
 
 
 def wants_processes(config: Config, serving: bool) -> bool:

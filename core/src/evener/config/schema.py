@@ -60,7 +60,18 @@ class InferConfig(Section):
     prefix: ClassVar[str] = "infer."
 
     tp_size: int = option(1, "int", "Tensor-parallel ranks.", minimum=1)
-    pp_size: int = option(1, "int", "Pipeline stages.", minimum=1, supported=(1,), missing="pipeline parallelism is")
+    pp_size: int = option(1, "int", "Pipeline stages.", minimum=1)
+    pp_layer_partition: tuple[str, ...] = option(
+        (), "names", "Layers of each pipeline stage, as in 15,16; none: equally many."
+    )  # fmt: skip
+    pp_prefill_reqs: int | Auto = option(
+        "auto", "int", "With stages, requests of one plan that read their prompts; auto: their share of a stage.",
+        auto=True, minimum=1
+    )  # fmt: skip
+    pp_decode_reqs: int | Auto = option(
+        "auto", "int", "With stages, requests of one plan that add a token; auto: their share of a stage.",
+        auto=True, minimum=1
+    )  # fmt: skip
     dp_size: int = option(
         1, "int", "Data-parallel copies of attention.", minimum=1, supported=(1,), missing="data parallelism is"
     )  # fmt: skip
@@ -105,8 +116,9 @@ class InferConfig(Section):
     step_tokens: int | Auto = option(
         "auto", "int", "Tokens computed in one step, over all requests.", auto=True, minimum=1
     )  # fmt: skip
-    depth: int = option(
-        2, "int", "Plans in flight: 1 for debugging; tokens are the same for every depth.", minimum=1, maximum=16
+    depth: int | Auto = option(
+        "auto", "int", "Plans in flight: 1 for debugging; auto: one more than pipeline stages. Tokens are the same.",
+        auto=True, minimum=1, maximum=16
     )  # fmt: skip
     prefix_cache: bool = option(True, "bool", "Reuse the state of prompts that begin alike.")
     silence_limit: float = option(

@@ -69,13 +69,18 @@ def _only(word: str, instead: str) -> Callable[[str], str | None]:
 _OFF = frozenset({"false", "0", "none", "null", ""})
 _ON = frozenset({"true", "1"})
 _NO_PHASES = "there is no prefill phase to size; a step computes up to infer.step_tokens tokens of any request"
-_NO_STAGES = "micro-batches of pipeline stages are planned by themselves; infer.depth is the number of plans in flight"
 _FORMATS = (
     "the compute type of a stored format follows from what the device can do; dtype sets the type of everything else"
 )
 _SHAPES = "a model's shape is read from its own config.json and never typed"
 _LAUNCH = "processes on other nodes are started by torchrun, Slurm or SSH"
 _CONVERT = "checkpoints are read as they were published; nothing is converted beforehand"
+
+#: Switches that are on by default, and the numbers that count only where they are off.
+_PIPELINE = {
+    "scheduler.pp_config.prefill_num_tasks_divided_by_pp": "scheduler.pp_config.prefill_num_tasks",
+    "scheduler.pp_config.enforce_decode_num_tasks_max": "scheduler.pp_config.decode_num_tasks",
+}
 
 #: Old keys of the command line and of whole files.
 OLD_KEYS: Mapping[str, Renamed | Dropped | Gone] = {
@@ -98,7 +103,9 @@ OLD_KEYS: Mapping[str, Renamed | Dropped | Gone] = {
     "infer.num_blocks": Gone("infer.kv_memory is the state's memory in bytes"),
     "infer.max_concurrent_requests": Gone("infer.max_reqs limits those that run, serve.max_queue those that wait"),
     "scheduler.prefill_first.num_tasks": Gone(_NO_PHASES),
-    "scheduler.pp_config.*": Gone(_NO_STAGES),
+    "scheduler.pp_config.prefill_num_tasks": Renamed("infer.pp_prefill_reqs"),
+    "scheduler.pp_config.decode_num_tasks": Renamed("infer.pp_decode_reqs"),
+    **dict.fromkeys(_PIPELINE, Dropped(_ON, "without it, set the number: prefill_num_tasks or decode_num_tasks")),
     "scheduler.*": Gone(_NO_PHASES),
     "quant_on_load": Dropped(_OFF, _CONVERT),
     "quant_ckpt_dir": Gone("give the folder of the quantized checkpoint as the model"),
@@ -144,7 +151,14 @@ def rewrite(overrides: Iterable[Override]) -> Rewritten:
     done: list[Override] = []
     notes: list[str] = []
     claimed: list[str] = []
+    numbers = {number: switch for switch, number in _PIPELINE.items()}
+    off = {o.key for o in given if o.key in _PIPELINE and as_text(o.value).lower() in _OFF}
     for override in given:
+        if override.key in off and _PIPELINE[override.key] in explicit:
+            continue  # the number says it
+        if override.key in numbers and numbers[override.key] not in off:
+            notes.append(f"{override.shown}: nothing reads it while {numbers[override.key]} is on; leave it out")
+            continue
         if override.key == "models":
             claimed.append(str(override.value))
             if "serve.served_model_name" not in explicit:

@@ -25,13 +25,18 @@ class Step(Protocol):
     Attributes:
         bucket: index into every call site's table.
         token_ids: int32 [T]; positions: int32 or int64 [T].
-        metas: for each state group its provider's metadata.
+        metas: for each state group its provider's metadata; None where this stage has no layer of the group.
+        stream: behind the first pipeline stage, ``x`` [T, hidden] in the compute type (zeros) and the residual, float32
+            [T, hidden], of which the sum is what the stage before gave; None in the first.
     """
 
     bucket: int
     token_ids: torch.Tensor
     positions: torch.Tensor
     metas: tuple[Any, ...]
+
+    @property
+    def stream(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
 
 
 class Architecture(ABC):
@@ -40,17 +45,20 @@ class Architecture(ABC):
     Attributes:
         vocab_size: width of the logits.
         max_positions: longest context that its position encoding was made for.
+        hidden_size: width of the hidden states, which pipeline stages pass on.
         oracle: (optional) what its tests compare it with, for ``evener models``: "transformers", or "own", an
             implementation that was written for that from the published facts.
     """
 
     vocab_size: int
     max_positions: int
+    hidden_size: int
     oracle: str = ""
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        """Declare everything from ``config`` (the parsed ``config.json``).
+        """Declare everything from ``config`` (the parsed ``config.json``), for pipeline stages what the builder's
+        ``layers``, ``first_stage`` and ``last_stage`` say.
 
         Raises:
             ArchitectureError: the config asks for a variant that the class does not implement; says which key.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,6 +57,12 @@ class Communicator(ABC):
     @abstractmethod
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send to another rank of the group; returns when ``tensor`` may be reused."""
+
+    def post(self, tensor: torch.Tensor, target: int) -> Callable[[], bool]:
+        """(optional) As ``send``, but does not wait for the other rank. ``tensor`` must not change until the function
+        that is returned says True. Default: ``send``."""
+        self.send(tensor, target)
+        return lambda: True
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,16 @@ class TorchCommunicator(Communicator):
     def send(self, tensor: torch.Tensor, target: int) -> None:
         if tensor.numel():
             dist.send(_bytes(tensor.contiguous()), group=self._group, group_dst=target)
+
+    def post(self, tensor: torch.Tensor, target: int) -> Callable[[], bool]:
+        sent = tensor.contiguous()
+        work = dist.isend(_bytes(sent), group=self._group, group_dst=target) if sent.numel() else None
+
+        def done() -> bool:
+            # ``sent`` is named so that its memory is kept until it has gone out.
+            return work is None or sent.numel() == 0 or bool(work.is_completed())
+
+        return done
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         whole = tensor.contiguous()

@@ -18,7 +18,7 @@ from evener.engine.geometry import Geometry, plan_geometry
 from evener.engine.sampler import Sampler
 from evener.engine.search import Search
 from evener.engine.world import Place, Ranks
-from evener.errors import ArchitectureError, BackendError, did_you_mean
+from evener.errors import ArchitectureError, BackendError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.loading.checkpoint import open_checkpoint
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A declared and resolved model on an opened device. ``headers`` are empty for random weights."""
+    """A declared and resolved model on an opened device. ``headers`` are empty for random weights; ``others`` are the
+    other pipeline stages."""
 
     config: ResolvedConfig
     loaded: Loaded
@@ -52,6 +53,7 @@ class Assembly:
     geometry: Geometry
     kinds: Mapping[str, StateKind]
     ranks: Ranks
+    others: Sequence[Builder] = ()
 
 
 def assemble(
@@ -81,30 +83,50 @@ def assemble(
     schemes = [p.value for p in loaded.quant_schemes()]
     scheme = pick_scheme(checkpoint.config, schemes, config.quant) if headers else Unquantized()
     infer = resolved.config.infer
-    build = Builder(
-        resolved.dtype,
-        resolved.max_seq_len,
-        (lambda name: scheme.part(name, headers)) if headers else None,
-        ranks.tp,
-        absorb=infer.mla_absorb,
-        index_top=None if infer.index_topk == "auto" else infer.index_topk,
-        snapshot_every=infer.snapshot_every,
-        state_dtype=None if infer.latent_dtype == "auto" else infer.latent_dtype,
-    )
-    model = _architecture(loaded, checkpoint)(checkpoint.config, build)
+    family, world = _architecture(loaded, checkpoint), ranks.world
+
+    def declare(stage: int) -> tuple[Builder, Architecture]:
+        build = Builder(
+            resolved.dtype,
+            resolved.max_seq_len,
+            (lambda name: scheme.part(name, headers)) if headers else None,
+            ranks.tp,
+            absorb=infer.mla_absorb,
+            index_top=None if infer.index_topk == "auto" else infer.index_topk,
+            snapshot_every=infer.snapshot_every,
+            state_dtype=None if infer.latent_dtype == "auto" else infer.latent_dtype,
+            stage=(stage, world.pp_size),
+            partition=_partition(infer.pp_layer_partition),
+        )
+        model = family(checkpoint.config, build)
+        if world.pp_size > 1 and not build.staged:
+            raise ArchitectureError(f"{family.__name__} is not made for pipeline stages; set infer.pp_size=1")
+        return build, model
+
+    # What other stages hold is declared, too: their state, so that block ids mean the same to all, and their names.
+    declared = [declare(stage) for stage in range(world.pp_size)]
+    build, model = declared[world.pp_rank]
+    others = [other for other, _ in declared if other is not build]
     sampler = Sampler(build, model.vocab_size)
     resolver = _resolver(resolved, loaded, device)
-    resolver.states(build.slots)
+    resolver.states([slot for each in (build, *others) for slot in each.slots])
     resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
     resolver.sites(build.sites)
     size = None if resolved.block_size == "auto" else resolved.block_size
-    geometry = plan_geometry(build.slots, device.capabilities.alignment, size)
+    stages = [each.slots for each, _ in declared]
+    geometry = plan_geometry(build.slots, device.capabilities.alignment, size, stages)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
-        ranks,
+        ranks, others,
     )  # fmt: skip
+
+
+def _partition(asked: tuple[str, ...]) -> tuple[int, ...]:
+    if not all(each.isdigit() for each in asked):
+        raise ConfigError(f"infer.pp_layer_partition={','.join(asked)} is no list of numbers, as in 15,16")
+    return tuple(map(int, asked))
 
 
 def _communicators(loaded: Loaded, device: Device) -> CommunicatorFactory:
@@ -126,6 +148,8 @@ def _communicators(loaded: Loaded, device: Device) -> CommunicatorFactory:
 def capture_offer(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:
     """Who captures this model's decode steps, and a word on it; None with the reason why nobody does."""
     offer = a.loaded.graph_capture(a.device)
+    if a.ranks.pp is not None:
+        return None, "steps run eagerly: pipeline stages pass on what they compute"
     if not a.config.use_cuda_graph or offer is None:
         return None, "steps run eagerly: " + (
             f"infer.use_cuda_graph=false, {a.config.reasons['infer.use_cuda_graph']}"

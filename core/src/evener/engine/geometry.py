@@ -10,6 +10,7 @@ what all of them divide into, and the unit of block ids in plans.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -73,8 +74,15 @@ class Geometry:
         return storage
 
 
-def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | None = None) -> Geometry:
+def plan_geometry(
+    slots: Sequence[StateSlot], alignment: int, block_size: int | None = None,
+    stages: Sequence[Sequence[StateSlot]] = (),
+) -> Geometry:  # fmt: skip
     """Group the resolved slots, number their groups and pick the block size.
+
+    Args:
+        stages: the resolved slots of each pipeline stage. All get the same groups, so that block ids mean the same to
+            them; a pool has room for its own stage's layers.
 
     Raises:
         ConfigError: ``block_size`` is not offered by every provider, or the providers offer no common size.
@@ -82,16 +90,24 @@ def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | 
     layers: dict[tuple[StateSpec, AttentionSpec], list[StateSlot]] = {}
     for slot in slots:
         layers.setdefault((slot.spec, slot.attention), []).append(slot)
-    layer_slots = _layer_slots([len(group) for group in layers.values()])
+    most: dict[tuple[StateSpec, AttentionSpec], int] = {}
+    providers: dict[tuple[StateSpec, AttentionSpec], StateProvider | None] = {}
+    for stage in stages or [slots]:
+        for key, count in Counter((slot.spec, slot.attention) for slot in stage).items():
+            most[key] = max(most.get(key, 0), count)
+        providers.update({(slot.spec, slot.attention): slot.provider for slot in stage})
+    layer_slots = _layer_slots(list(most.values()))
     groups: list[Group] = []
-    for (spec, attention), members in layers.items():
-        provider = members[0].provider
+    sizes: dict[int, int] = {}
+    for (spec, attention), count in most.items():
+        provider, members = providers[spec, attention], layers.get((spec, attention), [])
         assert provider is not None, "state units are resolved before the geometry"
-        for start in range(0, len(members), layer_slots):
+        for start in range(0, count, layer_slots):
             part = tuple(members[start : start + layer_slots])
             for slot in part:
                 slot.group = len(groups)
             groups.append(Group(spec, attention, provider, part))
+            sizes[id(groups[-1])] = min(layer_slots, count - start)
     size = _block_size(groups, block_size)
     odd = [g.spec.every for g in groups if (g.spec.every or size) % size]
     if odd:
@@ -100,11 +116,11 @@ def plan_geometry(slots: Sequence[StateSlot], alignment: int, block_size: int | 
     needs = [g.provider.bytes_per_block(g.spec, size) for g in pooled]
     # A request has one row but many blocks: a row counts like the largest of those.
     common = max((need for g, need in zip(pooled, needs, strict=True) if g.spec.per == "token"), default=1)
-    weights = [len(g.slots) * min(need, common) for g, need in zip(pooled, needs, strict=True)]
+    weights = [sizes[id(g)] * min(need, common) for g, need in zip(pooled, needs, strict=True)]
     slab, cuts = _cut_slab(needs, weights, alignment) if pooled else (0, [])
     by_group = dict(zip(map(id, pooled), cuts, strict=True))
     groups = [replace(g, cut=by_group.get(id(g), 1)) for g in groups]
-    return Geometry(tuple(groups), layer_slots if pooled else 0, size, slab)
+    return Geometry(tuple(groups), max((len(g.slots) for g in pooled), default=0), size, slab)
 
 
 def _cut_slab(needs: Sequence[int], weights: Sequence[int], alignment: int) -> tuple[int, list[int]]:

@@ -18,6 +18,7 @@ from evener.engine.geometry import Geometry
 from evener.engine.messages import TokenLogprobs
 from evener.engine.plan import Plan, StepResult
 from evener.engine.sampler import Sampler
+from evener.engine.stages import Stages
 from evener.engine.step_layout import StepLayout, StepShape
 from evener.resolution.buckets import bucket_index
 
@@ -30,6 +31,7 @@ class ForwardStep:
     token_ids: torch.Tensor
     positions: torch.Tensor
     metas: tuple[Any, ...]
+    stream: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class PendingStep:
@@ -70,17 +72,25 @@ class Runner:
     Args:
         tables: device-resident rows of requests.
         geometry: state groups and block size; its slots are bound.
+        stages: this rank's ends of the pipe, where there are pipeline stages.
     """
 
     def __init__(
-        self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry
-    ) -> None:
+        self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry,
+        stages: Stages | None = None,
+    ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
+        self.stages = stages
 
     def execute(self, plan: Plan) -> PendingStep:
         """Submit a step; returns before the device has finished it, where the device allows."""
         with torch.inference_mode():
+            if self.stages is not None and self.stages.world.first_stage:
+                self.stages.take_ids(plan)
             hidden, step, parts = self.forward(plan)
+            if self.stages is not None and not self.stages.world.last_stage:
+                self.stages.pass_on(hidden, plan, parts)
+                return PendingStep(plan, None)
             scores = self._score(plan, hidden, step, parts) if plan.scores else ()
             pending = PendingStep(plan, None)
             if plan.samples:
@@ -94,6 +104,7 @@ class Runner:
         layout = StepLayout(plan)
         parts = layout.upload(self.device)
         step = self.step(layout, parts)
+        step.stream = None if self.stages is None else self.stages.take(layout.tokens)
         return self.model.forward(step), step, parts
 
     def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
@@ -141,7 +152,7 @@ class Runner:
                 host_query_lens=shape.query_lens,
                 host_kv_lens=shape.kv_lens,
             )
-            metas.append(group.provider.metadata(step, group.spec, group.attention, size))
+            metas.append(group.provider.metadata(step, group.spec, group.attention, size) if group.slots else None)
         return tuple(metas)
 
     def _score(
@@ -166,6 +177,8 @@ class Runner:
         logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
         ids = self.sampler.ids(logits, floats, ints, positions, random, filtered=plan.filtered)
         self.tables.tokens[slots, positions] = ids
+        if self.stages is not None:
+            self.stages.give_ids(ids)
         copies = []
         if plan.logprobs:
             found = self.sampler.logprobs(raw, ids.index_select(0, parts["logprobs"]), plan.top_logprobs)

@@ -66,12 +66,28 @@ class Stats:
         self.queued_seconds += seconds
 
 
+@dataclass(frozen=True)
+class MicroBatches:
+    """How plans are filled for ``stages`` pipeline stages: each gets its share of the requests, so that no stage waits
+    for a token that another is yet to sample. ``prefill`` and ``decode`` set the numbers of requests in a plan that
+    read prompts and that add a token."""
+
+    stages: int = 1
+    prefill: int | None = None
+    decode: int | None = None
+
+    def room(self, adding: int, reading: int) -> dict[bool, int]:
+        """How many of so many requests a plan may take, by whether they add a token."""
+        return {True: self.decode or -(-adding // self.stages), False: self.prefill or -(-reading // self.stages)}
+
+
 @dataclass
 class _Draft:
-    """A plan in the making."""
+    """A plan in the making. ``room``: requests that it may still take, by whether they add a token."""
 
     plan_id: int
     budget: int
+    room: dict[bool, int]
     rows: list[tuple[Request, int, int, bool]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     updates: list[TableUpdate] = field(default_factory=list)
@@ -86,10 +102,15 @@ class Scheduler:
         max_requests: requests that run at once (slots).
         step_tokens: token budget of a step.
         policy: order of waiting requests.
+        batches: how plans are filled for pipeline stages.
     """
 
-    def __init__(self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = first_come) -> None:
+    def __init__(
+        self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = first_come,
+        batches: MicroBatches | None = None,
+    ) -> None:  # fmt: skip
         self.state, self.step_tokens, self.policy = state, step_tokens, policy
+        self.batches = batches or MicroBatches()
         self.stats = Stats()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -147,27 +168,45 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next plan; None when nothing can be computed before a result is read (or nothing is left to do)."""
-        draft = _Draft(self._next_plan, self.step_tokens)
-        if self._continue_running(draft) or not (self.running or self._in_flight):
-            self._admit_waiting(draft)
-        if not draft.rows:
-            return None
-        return self._hand_out(draft)
+        # With stages, those whose token is still on its way through them come last: a stage would wait for it.
+        for early in (False, True)[: min(self.batches.stages, 2)]:
+            adding = sum(request.to_compute == 1 for request in self.running)
+            room = self.batches.room(adding, len(self.running) - adding + len(self.waiting))
+            draft = _Draft(self._next_plan, self.step_tokens, room)
+            if self._continue_running(draft, early) or not (self.running or self._in_flight):
+                self._admit_waiting(draft)
+            if draft.rows:
+                return self._hand_out(draft)
+        return None
 
-    def _continue_running(self, draft: _Draft) -> bool:
+    def _fits(self, draft: _Draft, request: Request, adds: bool, early: bool = True) -> bool:
+        """Whether the plan takes this request, as far as its stages are concerned; then its room is taken."""
+        if self.batches.stages == 1:
+            return True
+        on_its_way = request.last_plan > draft.plan_id - self.batches.stages
+        if draft.room[adds] <= 0 or (request.unread and on_its_way and not early):
+            return False
+        draft.room[adds] -= 1
+        return True
+
+    def _continue_running(self, draft: _Draft, early: bool) -> bool:
         """Rows of running requests; True if there was room for all of them, so that others may come in."""
         preempted = False
-        for request in list(self.running):
+        longest = [] if self.batches.stages == 1 else sorted(self.running, key=lambda request: request.last_plan)
+        for request in longest or list(self.running):
             if request.slot < 0 or not request.to_compute:
                 continue
             if draft.budget == 0:
                 return False
+            if not self._fits(draft, request, request.to_compute == 1, early):
+                continue
             count = min(request.to_compute, draft.budget)
             while not self._plan_row(draft, request, count):
                 # A request with an unread token is read before it is preempted: wait for the plans in flight.
                 if self._in_flight:
                     return False
-                victim = self.running[-1]
+                planned = [row[0] for row in draft.rows]
+                victim = next(r for r in reversed(self.running) if r not in planned)
                 # Blocks of several sizes may lie so that a request that fits does not: it starts over in an empty pool.
                 victim.alone = victim is self.running[0]
                 self._preempt(victim)
@@ -180,7 +219,7 @@ class Scheduler:
         self.waiting.sort(key=self.policy)
         while self._slots and draft.budget and not any(r.alone for r in self.running):
             request = next((r for r in self.waiting if not r.held), None)
-            if request is None:
+            if request is None or not self._fits(draft, request, adds=False):
                 return
             if request.alone and (self.running or self._in_flight):
                 return

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from evener.builtin.kinds import BUILTIN_KINDS
-from evener.config.resolve import wants_processes
+from evener.config.resolve import plans_in_flight, wants_processes
 from evener.config.schema import Config
 from evener.contracts.state import StateKind
 from evener.engine.client import EngineClient
 from evener.engine.controller import Controller
 from evener.engine.executor import Executor, InlineExecutor
 from evener.engine.messages import Ready
-from evener.engine.scheduler import Scheduler
+from evener.engine.scheduler import MicroBatches, Scheduler
 from evener.engine.search import Search
 from evener.engine.state import StateManager
 from evener.engine.worker_facts import WorkerFacts
@@ -38,6 +38,11 @@ def start_engine(config: Config, mode: Literal["inline", "thread", "process"]) -
 def build_controller(config: Config, serving: bool = False) -> tuple[Controller, Ready]:
     """A controller over a worker in this process or, for a server, in one of its own."""
     executor, facts = _executor(config, serving)
+    return control(config, executor, facts), Ready(info=facts.info)
+
+
+def control(config: Config, executor: Executor, facts: WorkerFacts) -> Controller:
+    """A controller over workers that are ready."""
     state = StateManager(
         facts.specs,
         _kinds(facts, config),
@@ -46,8 +51,11 @@ def build_controller(config: Config, serving: bool = False) -> tuple[Controller,
         prefix_cache=config.infer.prefix_cache,
         cuts=facts.cuts,
     )
-    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens)
-    return Controller(scheduler, executor, config.infer.depth), Ready(info=facts.info)
+    infer = config.infer
+    prefill, decode = (None if n == "auto" else n for n in (infer.pp_prefill_reqs, infer.pp_decode_reqs))
+    batches = MicroBatches(infer.pp_size, prefill, decode)
+    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches)
+    return Controller(scheduler, executor, plans_in_flight(config))
 
 
 def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:

@@ -18,6 +18,7 @@ from evener.engine.plan import Admission, Plan, TableUpdate
 from evener.engine.provision import provision
 from evener.engine.runner import PendingStep, Runner
 from evener.engine.search import Search
+from evener.engine.stages import Stages
 from evener.engine.worker_facts import WorkerFacts
 from evener.engine.world import Place, Ranks
 from evener.loading.dummy import load_dummy
@@ -53,7 +54,8 @@ class Worker:
         loaded = self._load(a, config)
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry)
+        stages = None if a.ranks.pp is None else Stages(a.ranks, a.model.hidden_size, resolved.dtype, tables)
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages)
         self._graphs: DecodeGraphs | None = None
         if resolved.kv_memory is None:
             resolved, plan = self._agree(a, resolved, self._measure(a, plan))
@@ -107,7 +109,9 @@ class Worker:
         else:
             loaded = load_weights(
                 a.build.weights, a.checkpoint, a.scheme, a.resolver.packings_by_layout, where,
-                ignored=a.build.ignored, ties=a.build.ties,
+                ignored=[pattern for each in (a.build, *a.others) for pattern in each.ignored],
+                ties={name: twin for each in (a.build, *a.others) for name, twin in each.ties.items()},
+                elsewhere=[weight for each in a.others for weight in each.weights],
             )  # fmt: skip
         for group in a.build.groups:
             group.bind()

@@ -49,11 +49,14 @@ class Builder:
         index_top: tokens that sparse attention reads of each context; 0 reads all, None is what the config says.
         state_dtype: of latent state, by default the compute type.
         snapshot_every: tokens between snapshots of recurrent state; None: at every block's end.
+        stage: which of how many pipeline stages this rank is in.
+        partition: layers of each stage; by default equally many, one more in the first where it does not come out even.
 
     Attributes:
         weights, sites, slots, groups: everything declared so far, in order.
         ignored: regular expressions for names that a checkpoint may hold and nobody needs.
         ties: ``{name: twin}``: a checkpoint may hold ``name`` too if it equals ``twin``, which is read instead.
+        staged: the model has asked for its ``layers``.
     """
 
     def __init__(
@@ -66,7 +69,10 @@ class Builder:
         index_top: int | None = None,
         state_dtype: str | None = None,
         snapshot_every: int | None = None,
+        stage: tuple[int, int] = (0, 1),
+        partition: Sequence[int] = (),
     ) -> None:
+        self.stage, self._partition, self.staged = stage, tuple(partition), False
         self.snapshot_every = snapshot_every
         self.absorb, self.index_top, self.state_dtype = absorb, index_top, state_dtype or dtype
         self.dtype, self.max_positions, self.communicator = dtype, max_positions, communicator
@@ -78,6 +84,32 @@ class Builder:
         self.groups: list[WeightGroup] = []
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank's stage embeds the tokens; the others go on with ``step.stream``."""
+        return self.stage[0] == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank's stage has the head."""
+        return self.stage[0] == self.stage[1] - 1
+
+    def layers(self, count: int) -> range:
+        """Of ``count`` layers those of this rank's stage.
+
+        Raises:
+            ConfigError: they cannot be divided so.
+        """
+        self.staged = True
+        stage, stages = self.stage
+        sizes = self._partition or tuple(count // stages + (s < count % stages) for s in range(stages))
+        if len(sizes) != stages or sum(sizes) != count or min(sizes) < 1:
+            raise ConfigError(
+                f"{count} layers cannot be divided into {stages} stages of {', '.join(map(str, sizes))}: set "
+                "infer.pp_size to fewer, or infer.pp_layer_partition to a number for each stage"
+            )
+        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
     @property
     def ranks(self) -> int:

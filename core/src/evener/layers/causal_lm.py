@@ -30,6 +30,8 @@ class CausalLM(Architecture):
     """
 
     names: tuple[str, str, str, str] = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+    embedding: Embedding | None
+    head: LMHead | None
     tied = False
     norm = "rms"
     norm_offset = 0.0
@@ -42,13 +44,17 @@ class CausalLM(Architecture):
         heads = count(config, "num_attention_heads")
         if config.get("num_key_value_heads") and heads % count(config, "num_key_value_heads"):
             raise refuse(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
-        self.embedding = Embedding(
-            build, f"{self.names[0]}.weight", self.vocab_size, hidden, self.embedding_scale(config)
-        )
-        prefixes = ((f"{self.names[1]}.{i}", i, mixer) for i, mixer in enumerate(self.attention(config)))
-        layers = (self._layer(build, prefix, hidden, mixer, self.mlp(config, i), eps) for prefix, i, mixer in prefixes)
+        self.hidden_size = hidden
+        self.embedding = self.head = None
+        if build.first_stage:
+            scale = self.embedding_scale(config)
+            self.embedding = Embedding(build, f"{self.names[0]}.weight", self.vocab_size, hidden, scale)
+        mixers = self.attention(config)
+        held = ((i, mixers[i], self.mlp(config, i)) for i in build.layers(len(mixers)))
+        layers = (self._layer(build, f"{self.names[1]}.{i}", hidden, mixer, mlp, eps) for i, mixer, mlp in held)
         self.stack = DecoderStack(list(layers))
-        self.head = self._declare_head(config, build, hidden, eps)
+        if build.last_stage:
+            self.head = self._declare_head(config, build, hidden, eps)
 
     def _layer(
         self, build: Builder, prefix: str, hidden: int, mixer: AttentionConfig | MixerConfig,
@@ -93,7 +99,11 @@ class CausalLM(Architecture):
         return 1.0
 
     def forward(self, step: Step) -> torch.Tensor:
-        return self.stack(self.embedding(step), step)
+        if self.embedding is not None:
+            return self.stack(self.embedding(step), step)
+        assert step.stream is not None, "a later stage goes on with what the one before has sent"
+        return self.stack(step.stream[0], step, step.stream[1])
 
     def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        assert self.head is not None, "the last stage has the head"
         return self.head(hidden, step)

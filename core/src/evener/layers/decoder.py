@@ -256,9 +256,8 @@ class DecoderStack:
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = tuple(layers)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T, hidden] in, the whole stream [T, hidden] in float32 out."""
-        residual: torch.Tensor | None = None
+    def __call__(self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, hidden] in, and what is added to it; the whole stream [T, hidden] in float32 out."""
         for layer in self.layers:
             x, residual = layer(x, residual, step)
         return x.float() if residual is None else x + residual

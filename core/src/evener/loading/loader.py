@@ -26,6 +26,7 @@ class WeightBytes:
 def load_weights(
     declared: Sequence[Declared], checkpoint: Checkpoint, scheme: QuantScheme, packings: Mapping[str, Packing],
     device: torch.device, *, ignored: Sequence[str] = (), ties: Mapping[str, str] | None = None,
+    elsewhere: Sequence[Declared] = (),
 ) -> WeightBytes:  # fmt: skip
     """Fill ``value`` of every declared weight and table. Call ``WeightGroup.bind`` afterwards.
 
@@ -36,11 +37,12 @@ def load_weights(
         packings: by layout.
         device: where the weights go.
         ignored, ties: of the builder.
+        elsewhere: what other stages of the model read.
 
     Raises:
         CheckpointError: tensors are missing, left over or of other shapes, or tied tensors differ; nothing was loaded.
     """
-    check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.path))
+    check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.path), elsewhere)
     _check_ties(checkpoint, ties or {})
     return _Loader(checkpoint, scheme, packings, device, shared_names(declared)).load(declared)
 

@@ -33,7 +33,7 @@ def stored_names(item: Declared, scheme: QuantScheme, headers: Headers) -> Itera
 
 def check_match(
     declared: Sequence[Declared], headers: Headers, scheme: QuantScheme, ignored: Sequence[str] = (),
-    ties: Mapping[str, str] | None = None, where: str = "the checkpoint",
+    ties: Mapping[str, str] | None = None, where: str = "the checkpoint", elsewhere: Sequence[Declared] = (),
 ) -> None:  # fmt: skip
     """Compare what was declared with what is stored.
 
@@ -44,14 +44,16 @@ def check_match(
         ignored: regular expressions for names that may be there and are not read.
         ties: names that may be there beside their twins.
         where: what to call the checkpoint in the message.
+        elsewhere: what other stages of the model read.
 
     Raises:
         CheckpointError: tensors are missing, left over, or of other shapes; one error names ten of each kind.
     """
     wanted = dict.fromkeys(name for item in declared for name in stored_names(item, scheme, headers))
     missing = [name for name in wanted if name not in headers]
+    others = {name for item in elsewhere for name in stored_names(item, scheme, headers)} | set(ties or ())
     pattern = re.compile("|".join(f"(?:{p})" for p in (*HARMLESS, *ignored)))
-    extra = [n for n in headers if n not in wanted and n not in (ties or {}) and not pattern.fullmatch(n)]
+    extra = [n for n in headers if n not in wanted and n not in others and not pattern.fullmatch(n)]
     misshapen = [line for item in declared for line in _misshapen(item, headers, scheme)]
     findings = [
         _finding("missing", missing), _finding("not part of the model", sorted(extra)),

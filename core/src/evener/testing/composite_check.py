@@ -127,6 +127,7 @@ class _Step:
     token_ids: torch.Tensor
     positions: torch.Tensor
     metas: tuple[Any, ...]
+    stream: None = None
 
 
 class TinyModel:

@@ -39,6 +39,7 @@ class NaiveStep:
     positions: torch.Tensor
     bucket: int = 0
     metas: tuple[Any, ...] = (None,)
+    stream: None = None
 
 
 class NaiveModel:

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
 from evener.engine.controller import Controller
 from evener.engine.executor import Executor
 from evener.engine.plan import Plan, StepResult
-from evener.engine.scheduler import Scheduler
 from evener.engine.search import Search
-from evener.engine.state import StateManager
+from evener.engine.start import control
 from evener.engine.worker import PendingStep, Worker
 from evener.engine.worker_facts import agree
 from evener.engine.world import Ranks, World
@@ -66,9 +64,4 @@ class ThreadRanks(Executor):
 def rank_controller(config: Config, ranks: int) -> Controller:
     """A controller over ``ranks`` workers on threads."""
     executor = ThreadRanks(config, ranks)
-    facts = agree([worker.facts for worker in executor.workers])
-    kinds = {kind.name: kind for kind in BUILTIN_KINDS}
-    state = StateManager(
-        facts.specs, kinds, facts.block_size, facts.blocks, prefix_cache=config.infer.prefix_cache, cuts=facts.cuts
-    )
-    return Controller(Scheduler(state, facts.max_reqs, facts.step_tokens), executor, config.infer.depth)
+    return control(config, executor, agree([worker.facts for worker in executor.workers]))

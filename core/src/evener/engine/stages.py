@@ -1,0 +1,72 @@
+"""Pipeline stages: what a rank passes on in a step, and what comes back.
+
+The stream goes from each stage to the next: float32 [T, hidden], the sum that a layer takes as ``x + residual``, so
+that stages compute bit for bit what one rank would. The last stage samples and sends the ids, not the logits, to the
+first, which puts them where the next embedding reads them. Nobody waits to send; the first stage takes ids in when a
+plan builds on them, which the scheduler keeps as many plans apart as there are stages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+
+from evener.contracts.communicator import Communicator
+from evener.engine.device_tables import DeviceTables
+from evener.engine.plan import Plan
+from evener.engine.world import Ranks
+
+
+class Stages:
+    """One rank's ends of the pipe.
+
+    Args:
+        ranks: of a world with stages.
+        hidden: width of the stream; dtype: compute type.
+        tables: where sampled ids go.
+    """
+
+    def __init__(self, ranks: Ranks, hidden: int, dtype: str, tables: DeviceTables) -> None:
+        assert ranks.pp is not None and ranks.ids is not None, "a world with stages has groups for them"
+        self.world, self._hidden, self._dtype, self._tables = ranks.world, hidden, getattr(torch, dtype), tables
+        self._stream: Communicator = ranks.pp
+        self._ids: Communicator = ranks.ids
+        self._sending: deque[Callable[[], bool]] = deque()
+        self._owed: deque[tuple[frozenset[int], torch.Tensor, torch.Tensor]] = deque()
+
+    def take(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What the stage before has left of a step, as a layer takes it; None on the first."""
+        if self.world.first_stage:
+            return None
+        where = self._tables.tokens.device
+        stream = torch.empty(tokens, self._hidden, dtype=torch.float32, device=where)
+        stream = self._stream.receive(stream, self.world.pp_rank - 1)
+        return torch.zeros(tokens, self._hidden, dtype=self._dtype, device=where), stream
+
+    def pass_on(self, stream: torch.Tensor, plan: Plan, parts: Mapping[str, torch.Tensor]) -> None:
+        """Send a step's stream to the next stage. The first notes which ids will come back."""
+        self._post(self._stream, stream, self.world.pp_rank + 1)
+        if self.world.first_stage and plan.samples:
+            slots = frozenset(plan.slots[row] for row in plan.samples)
+            self._owed.append((slots, parts["sample_slots"], parts["sample_positions"]))
+
+    def give_ids(self, ids: torch.Tensor) -> None:
+        """On the last stage: send what was sampled."""
+        self._post(self._ids, ids.to(torch.int32), 0)
+
+    def take_ids(self, plan: Plan) -> None:
+        """On the first stage, before a plan is applied: take in what was sampled for requests that it names, and for
+        those whose slots it gives to others."""
+        named = {*plan.slots, *(admission.slot for admission in plan.admissions)}
+        last = max((at for at, (slots, *_) in enumerate(self._owed, 1) if slots & named), default=0)
+        for _ in range(last):
+            _, slots, positions = self._owed.popleft()
+            ids = torch.empty(len(slots), dtype=torch.int32, device=slots.device)
+            self._tables.tokens[slots, positions] = self._ids.receive(ids, self.world.pp_size - 1)
+
+    def _post(self, group: Communicator, tensor: torch.Tensor, target: int) -> None:
+        while self._sending and self._sending[0]():
+            self._sending.popleft()
+        self._sending.append(group.post(tensor, target))
