@@ -46,9 +46,10 @@ def randomise(model: torch.nn.Module) -> None:
 
 def make_transformers(config: Mapping[str, Any], folder: Path, **options: Any) -> Any:
     """transformers' model of a config in float32, random and saved."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    made, auto = AutoConfig.for_model(**config), cast("Any", AutoModelForCausalLM)
+    made = AutoConfig.for_model(**config)
+    auto = cast("Any", AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM)
     made._experts_implementation = "eager"  # the grouped one wants sizes that are multiples of 16 bytes
     model = auto.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
     randomise(model)

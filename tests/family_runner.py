@@ -76,7 +76,7 @@ class _Engine:
 
     def __init__(self, row: Row, folder: Path) -> None:
         self.controller: Controller = build_controller(from_overrides(str(folder), {**SMALL, **row.keys}))[0]
-        self.vocab: int = row.config["vocab_size"]
+        self.vocab: int = row.text["vocab_size"]
         self._ids = count()
 
     def run(self, asked: Mapping[str, tuple[Sequence[int], int, bool]], step_tokens: int) -> Played:

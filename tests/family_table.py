@@ -44,10 +44,17 @@ class Row:
         merged = {**find_architecture(self.architecture).tiny_config(), **self.changes}
         return {key: value for key, value in merged.items() if value != ABSENT}
 
+    @property
+    def text(self) -> dict[str, Any]:
+        """What it says of the language model; one that also sees has it inside."""
+        inner: dict[str, Any] = self.config.get("text_config", self.config)
+        return inner
+
 
 LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA = (
     f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
 )
+GPT_OSS, LLAMA_4 = "GptOssForCausalLM", "Llama4ForCausalLM"
 V2, V3, V32, NEXT = (f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "DeepseekV32", "Qwen3Next"))
 PLAIN_ROPE = {"rope_theta": 20000.0, "rope_type": "default"}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16,
@@ -87,6 +94,18 @@ TABLE: dict[str, Row] = {
         "Glm4MoeForCausalLM", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "num_key_value_heads": 5}),
     "seed-oss": Row("SeedOssForCausalLM"),
     "seed-oss with as many KV heads as heads": Row("SeedOssForCausalLM", {"num_key_value_heads": 6}),
+    "gpt-oss": Row(GPT_OSS),
+    "gpt-oss without layer types, one KV head": Row(GPT_OSS, {"layer_types": ABSENT, "num_key_value_heads": 1}),
+    "gpt-oss with as many KV heads as heads, without biases on them": Row(
+        GPT_OSS, {"num_key_value_heads": 6, "attention_bias": False, "swiglu_limit": 0.6}),
+    "llama 4": Row(LLAMA_4),
+    "llama 4 with two experts a token in every layer, no head norms": Row(
+        LLAMA_4, {"interleave_moe_layer_step": 1, "num_experts_per_tok": 2, "use_qk_norm": False,
+                  "num_key_value_heads": 1, "attn_temperature_tuning": False}),
+    "llama 4 with listed layers, and chunks of blocks": Row(
+        LLAMA_4, {"no_rope_layers": [0, 1, 1, 0], "moe_layers": [0, 3], "attention_chunk_size": 32,
+                  "num_key_value_heads": 6}),
+    "llama 4 that sees": Row("Llama4ForConditionalGeneration"),
     "gemma": Row("GemmaForCausalLM"),
     "gemma with as many KV heads as heads": Row("GemmaForCausalLM", {"num_key_value_heads": 3}),
     "gemma 2": Row("Gemma2ForCausalLM"),

@@ -46,13 +46,13 @@ def declared(architecture: str) -> Iterator[tuple[Row, Builder]]:
 def test_the_rows_of_an_architecture_have_odd_sizes_and_both_extremes_of_heads_and_groups(architecture: str) -> None:
     heads, kv_heads, groups, keys = set(), set(), set(), set()
     for row, build in declared(architecture):
-        keys |= set(row.config)
+        keys |= set(row.text)
         layers = [slot for slot in build.slots if slot.spec.kind != "index"]
-        assert 2 <= len(layers) <= 4 and row.config["vocab_size"] % 64
+        assert 2 <= len(layers) <= 4 and row.text["vocab_size"] % 64
         for slot in layers:
             count = slot.attention.heads
             heads.add(count.bit_count() > 1)
-            if slot.spec.kind in ("full", "window"):
+            if slot.spec.kind in ("full", "window", "chunk"):
                 kept = slot.spec.tensors[0].shape[0]
                 kv_heads |= {name for name, there in (("one", kept == 1), ("all", kept == count)) if there}
         groups |= {site.static["groups"] > 1 for site in build.sites if "groups" in site.static}

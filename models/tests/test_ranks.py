@@ -36,6 +36,9 @@ CASES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", 4, 4, 2, {}),
     "glm 4.5": ("Glm4Moe", 2, 4, 2, {}),
     "seed-oss": ("SeedOss", 2, 4, 2, {}),
+    "gpt-oss": ("GptOss", 2, 4, 2, {}),
+    "gpt-oss with fewer KV heads than ranks": ("GptOss", 4, 4, 2, {"num_local_experts": 3}),
+    "llama 4": ("Llama4", 2, 4, 2, {}),
     "gemma": ("Gemma", 2, 4, 1, {}),
     "gemma 2": ("Gemma2", 2, 4, 2, {}),
     "gemma 3": ("Gemma3", 3, 6, 3, {"attention_bias": True}),
@@ -96,7 +99,7 @@ def smallest(config: dict[str, Any]) -> int:
 @pytest.mark.parametrize("architecture", descriptor.architectures)
 def test_ranks_have_the_logits_of_one_with_random_weights_that_are_slices_of_its(architecture: str) -> None:
     config = {**find_architecture(architecture).tiny_config(), **EVEN.get(architecture, {})}
-    ids = prompt_of(config["vocab_size"], 12)
+    ids = prompt_of(config.get("text_config", config)["vocab_size"], 12)
     [one], more = ranks_logits(config, 1, ids), ranks_logits(config, smallest(config), ids)
     torch.testing.assert_close(more[0], one, atol=1e-5, rtol=1e-4)
     assert all(torch.equal(more[0], other) for other in more[1:])

@@ -1,4 +1,4 @@
-"""Where a tiny DeepSeek V3 sends each token: to transformers' experts, and to the lowest ids of equal scores."""
+"""Where tiny models send each token: to transformers' experts, and to the lowest ids of equal scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from family_oracles import Logits, logits_of, make_transformers
 from family_runner import check, prompt_of
-from family_table import V3, Row
+from family_table import GPT_OSS, LLAMA_4, V3, Row
 
 from evener.ops.reference import experts
 from evener.testing.naive import NaiveModel
@@ -123,3 +123,37 @@ def test_of_equal_scores_and_equal_groups_the_lowest_ids_are_chosen_in_every_eng
     ours, logits = recorded(tmp_path / "again", ids, monkeypatch)
     assert [choice for layer in ours for choice in layer[0].tolist()] == oracle.seen
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), [
+    (GPT_OSS, {}), (GPT_OSS, {"num_experts_per_tok": 1}), (LLAMA_4, {}), (LLAMA_4, {"num_experts_per_tok": 3}),
+])  # fmt: skip
+def test_softmax_of_the_best_and_sigmoids_of_the_best_go_to_transformers_experts(
+    architecture: str, changes: dict[str, Any], tiny_model: Any, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    row = Row(architecture, changes)
+    model, folder = tiny_model(row)
+    theirs: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".router"):  # dense scores, or those of the chosen and their ids
+            module.register_forward_hook(lambda _, __, out: theirs.append(
+                out[0] if architecture == LLAMA_4 else out[0].new_zeros(out[0].shape).scatter(1, out[2], out[1])
+            ))  # fmt: skip
+    ids = prompt_of(model.config.vocab_size)
+    logits_of(model)(ids)
+    ours, _ = recorded(folder, ids, monkeypatch)
+    assert len(ours) == len(theirs) >= 2
+    for (chosen, weights), wanted in zip(ours, theirs, strict=True):
+        assert (wanted > 0).sum(-1).tolist() == [row.config["num_experts_per_tok"]] * len(ids)
+        found = torch.zeros_like(wanted).scatter(1, chosen.long(), weights)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        assert len({tuple(each) for each in chosen.tolist()}) > 2, "tokens go different ways"
+
+
+@pytest.mark.parametrize("scoring", ["softmax_top", "sigmoid"])
+def test_of_equal_logits_the_lowest_ids_are_chosen(scoring: str) -> None:
+    static = {"top": 3, "scoring": scoring, "renormalize": False, "scale": 1.0, "groups": 1, "top_groups": 1,
+              "group_best": 1}  # fmt: skip
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 2.0, 1.0], [0.0] * 6, [3.0, 3.0, 4.0, 3.0, 3.0, 3.0]])
+    chosen, _ = experts.route(static, lambda *_: None)(logits)
+    assert chosen.tolist() == [[1, 4, 0], [0, 1, 2], [2, 0, 1]]

@@ -48,7 +48,7 @@ def naive(mixed: Any) -> NaiveModel:
 def test_the_groups_have_every_kind_and_rows_do_not_make_blocks_large(mixed: Any) -> None:
     controller, _ = build_controller(mixed())
     state = controller.scheduler.state
-    assert {s.kind for s in state.specs} == {"full", "window", "latent", "index", "recurrent"}
+    assert {s.kind for s in state.specs} == {"full", "window", "chunk", "latent", "index", "recurrent"}
     assert len(set(state.cuts)) > 2
 
 

@@ -36,6 +36,10 @@ def window(size: int) -> StateSpec:
     return StateSpec("window", TENSORS, window=size)
 
 
+def chunk(size: int) -> StateSpec:
+    return StateSpec("chunk", TENSORS, window=size)
+
+
 def run(machine: type[RuleBasedStateMachine], examples: int) -> None:
     run_state_machine_as_test(
         machine,
@@ -174,7 +178,12 @@ class StateModel(RuleBasedStateMachine):
 
     @initialize(
         specs=st.lists(
-            st.one_of(st.just(FULL), st.integers(1, 9).map(window), st.sampled_from([RECURRENT, APART])),
+            st.one_of(
+                st.just(FULL),
+                st.integers(1, 9).map(window),
+                st.integers(1, 9).map(chunk),
+                st.sampled_from([RECURRENT, APART]),
+            ),
             min_size=1,
             max_size=3,
         ),
@@ -264,6 +273,8 @@ class StateModel(RuleBasedStateMachine):
         for group, spec in enumerate(self.state.specs):
             if spec.per == "request":
                 positions = range(max(0, sequence.computed - 1), sequence.computed)
+            elif spec.kind == "chunk":
+                positions = range(sequence.computed // (spec.window or 0) * (spec.window or 0), sequence.computed)
             else:
                 positions = range(max(0, sequence.computed - (spec.window or 10**6) + 1), sequence.computed)
             for position in positions:
@@ -311,6 +322,24 @@ def test_a_window_keeps_only_the_blocks_that_the_next_token_reads() -> None:
         state.commit(table, [1] * 90, end)
     held = [sum(b > 0 for b in blocks) for blocks in table.blocks]
     assert held == [23, 3] and state.pool.used == 26
+
+
+def test_a_chunk_frees_what_came_before_it_and_a_prefix_that_ends_in_it_needs_its_blocks_alone() -> None:
+    state = StateManager([FULL, chunk(12)], KINDS, 4, 90)
+    prompt = list(range(30))
+    table, _ = state.open(prompt, "")
+    live = []
+    for end in (7, 12, 13, 24, 30):
+        assert state.grow(table, end) is not None
+        state.commit(table, prompt, end)
+        live.append([column for column, block in enumerate(table.blocks[1]) if block])
+    # A chunk that ends with the step is freed with it: the next token is in another.
+    assert live == [[0, 1], [], [3], [], [6, 7]]
+    twin, cached = state.open([*prompt[:29], 77], "")
+    assert cached == 28 and [column for column, block in enumerate(twin.blocks[1]) if block] == [6]
+    state.close(table)
+    state.close(twin)
+    assert state.pool.used == 0
 
 
 def test_a_kind_that_nobody_registered_is_an_error_with_the_known_ones() -> None:

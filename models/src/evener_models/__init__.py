@@ -6,10 +6,10 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="models",
-    summary="Llama, Mistral, Mixtral, Qwen, Gemma, GLM-4.5, Seed-OSS and DeepSeek text models; GGUF files.",
+    summary="Llama, Mistral, Mixtral, Qwen, Gemma, GLM-4.5, gpt-oss, Seed-OSS and DeepSeek text models; GGUF, MXFP4.",
     contracts={"descriptor": 1, "architecture": 1, "layers": 1, "checkpoint": 1, "quant": 1},
     module="evener_models.plugin",
-    formats=("gguf",),
+    formats=("gguf", "mxfp4"),
     checkpoints={".gguf": "evener_models.gguf.checkpoint:GgufCheckpoint"},
     architectures={
         "DeepseekV2ForCausalLM": "evener_models.deepseek_v2:DeepseekV2ForCausalLM",
@@ -18,6 +18,9 @@ descriptor = Descriptor(
         "Gemma2ForCausalLM": "evener_models.gemma:Gemma2ForCausalLM",
         "GemmaForCausalLM": "evener_models.gemma:GemmaForCausalLM",
         "Glm4MoeForCausalLM": "evener_models.glm4_moe:Glm4MoeForCausalLM",
+        "GptOssForCausalLM": "evener_models.gpt_oss:GptOssForCausalLM",
+        "Llama4ForCausalLM": "evener_models.llama4:Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration": "evener_models.llama4:Llama4ForConditionalGeneration",
         "SeedOssForCausalLM": "evener_models.seed_oss:SeedOssForCausalLM",
         "LlamaForCausalLM": "evener_models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "evener_models.mistral:MistralForCausalLM",

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def evener_quant_schemes() -> Sequence[QuantScheme]:
-    """GGUF's block formats."""
+    """GGUF's block formats, and MXFP4."""
     from evener_models.gguf.scheme import GgufScheme
+    from evener_models.mxfp4 import Mxfp4Scheme
 
-    return (GgufScheme(),)
+    return (GgufScheme(), Mxfp4Scheme())

@@ -51,8 +51,9 @@ class _Site:
         s = self.struct
         if attention is not None and views is not None and self._attention_static is not None:
             s.g = views.geometry(self._attention_static["state"].attention)
-            for name in ("norm", "qkv_bias", "q_norm", "k_norm", "cos_sin", "o_bias", "sinks", "post_norm"):
-                setattr(s, name, self._address(getattr(attention, name)))
+            for name in AttentionWeights._fields:
+                if name not in ("qkv", "o"):
+                    setattr(s, name, self._address(getattr(attention, name)))
             s.qkv, s.o = self._matrix(attention.qkv), self._matrix(attention.o)
         if mlp is not None:
             s.gate_up_bias, s.down_bias = self._address(mlp.gate_up_bias), self._address(mlp.down_bias)
@@ -77,6 +78,7 @@ class _Composite(NativeKernel):
     """What the kernels below share."""
 
     takes_weights = True
+    unusual = frozenset({"query_scale"})
     flags = 0
 
     def _parts(self, static: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
@@ -94,8 +96,6 @@ class _Composite(NativeKernel):
                 return f"{name} {attention[name]} is no multiple of 16 up to {MAX_HEAD_DIM}"
         if attention["rotary_dim"] % 2:
             return f"rotary_dim {attention['rotary_dim']} is odd"
-        if attention["state"].attention.sinks:
-            return "has no sinks; attention itself has them"
         return None
 
     def workspace(self, call: OpCall) -> int:

@@ -44,7 +44,7 @@ class Geometry(ctypes.Structure):
     """``struct Geometry`` of attention.h."""
 
     _fields_ = [
-        *((name, _I) for name in ("heads", "kv_heads", "d", "dv", "block", "page_bytes", "window")),
+        *((name, _I) for name in ("heads", "kv_heads", "d", "dv", "block", "page_bytes", "window", "chunked")),
         ("scale", _F),
         ("softcap", _F),
         ("pages", _P),
@@ -97,6 +97,7 @@ class Layer(ctypes.Structure):
                 "o_bias",
                 "sinks",
                 "post_norm",
+                "query_scale",
                 "mlp_norm",
                 "gate_up_bias",
                 "down_bias",

@@ -57,6 +57,7 @@ class PagedViews:
                 self.block_size,
                 self.storage.stride(0),
                 self.spec.window or 0,
+                self.spec.kind == "chunk",
                 attention.scale,
                 attention.softcap or 0.0,
                 self.storage.data_ptr(),
@@ -98,7 +99,7 @@ class PagedState(StateProvider):
 
     name = LAYOUT
     layout = LAYOUT
-    kinds = frozenset({"full", "window"})
+    kinds = frozenset({"full", "window", "chunk"})
     priority = 100
     batch_invariant = True
 
@@ -141,6 +142,7 @@ class PagedState(StateProvider):
             block_size,
             0,
             spec.window or 0,
+            spec.kind == "chunk",
             attention.scale,
         )
         struct, parts = meta.struct, ctypes.c_int64()

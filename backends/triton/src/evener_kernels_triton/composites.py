@@ -119,6 +119,7 @@ class TritonAttentionBlock(_Composite):
 
     op = "attention_block"
     state_layout = LAYOUT
+    unusual = frozenset({"query_scale"})
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
@@ -132,6 +133,8 @@ class TritonAttentionBlock(_Composite):
             query, stream = write(
                 x, residual, positions, w.norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.cos_sin, views, meta
             )
+            if w.query_scale is not None:
+                query = (query * w.query_scale[positions][:, None, None]).to(query.dtype)
             x = project(provider.attend(views, meta, query, w.sinks).flatten(1), w.o.data, w.o_bias)
             if s["post_norm"]:
                 assert w.post_norm is not None, "declared with the flag"

@@ -52,7 +52,7 @@ class PagedState(StateProvider):
 
     name = LAYOUT
     layout = LAYOUT
-    kinds = frozenset({"full", "window"})
+    kinds = frozenset({"full", "window", "chunk"})
     priority = 100
     graph = "any"
 
@@ -121,9 +121,9 @@ class PagedState(StateProvider):
             "table_row": meta.step.block_table.stride(0), "key_page": views.keys.stride(0),
             "value_page": views.values.stride(0), "scale": attention.scale * _LOG2_E,
             "cap": (attention.softcap or 1.0) * _LOG2_E, "HEADS": attention.heads, "KV_HEADS": views.keys.shape[1],
-            "PAGE": views.block_size, "WINDOW": views.spec.window or 0, "CAP": bool(attention.softcap),
-            "SINKS": sinks is not None, "D": d, "DV": dv, "DP": max(16, power_of_two(d)),
-            "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
+            "PAGE": views.block_size, "WINDOW": views.spec.window or 0,
+            "CHUNKED": views.spec.kind == "chunk", "CAP": bool(attention.softcap), "SINKS": sinks is not None, "D": d,
+            "DV": dv, "DP": max(16, power_of_two(d)), "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
         }  # fmt: skip
 
     def _decode(
@@ -147,8 +147,9 @@ class PagedState(StateProvider):
         if splits > 1:
             merge_kernel[(step.requests, heads)](
                 parts, stats, step.kv_lens, extra, out, splits,
-                HEADS=heads, WINDOW=common["WINDOW"], SINKS=common["SINKS"], DV=common["DV"], DVP=common["DVP"], N=n,
-                LEAST=LEAST, S=power_of_two(splits), OVERLAP=tuning.overlap, num_warps=4, **tuning.launch,
+                HEADS=heads, WINDOW=common["WINDOW"], CHUNKED=common["CHUNKED"], SINKS=common["SINKS"], DV=common["DV"],
+                DVP=common["DVP"], N=n, LEAST=LEAST, S=power_of_two(splits), OVERLAP=tuning.overlap, num_warps=4,
+                **tuning.launch,
             )  # fmt: skip
 
     def _mixed(

@@ -21,7 +21,7 @@ def evener_op_schemas() -> Sequence[OpSchema]:
 
 @hookimpl
 def evener_state_kinds() -> Sequence[StateKind]:
-    """full, window, latent, index, recurrent."""
+    """full, window, chunk, latent, index, recurrent."""
     return BUILTIN_KINDS
 
 

@@ -15,14 +15,16 @@ class FullKind(StateKind):
         return 0
 
 
-class WindowKind(StateKind):
-    """Only the last ``window`` tokens are read, the current one included."""
+class LocalKind(StateKind):
+    """What the next token attends to is read, and nothing before it: the last ``window`` tokens, that one included, or
+    the chunk that it lies in."""
 
-    name = "window"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def first_live_block(self, spec: StateSpec, computed: int, block_size: int) -> int:
-        assert spec.window is not None, "a window spec has a window"
-        return max(0, computed - spec.window + 1) // block_size
+        assert spec.window is not None, f"a {self.name} spec has a window"
+        return max(0, int(spec.first_seen(computed))) // block_size
 
 
 class RecurrentKind(StateKind):
@@ -49,6 +51,7 @@ BUILTIN_KINDS: tuple[StateKind, ...] = (
     FullKind("full"),
     FullKind("latent"),
     FullKind("index"),
-    WindowKind(),
+    LocalKind("window"),
+    LocalKind("chunk"),
     RecurrentKind(),
 )

@@ -68,6 +68,7 @@ def explain(config: Config) -> dict[str, Any]:
         "state": list(_state(a, refused)),
         "ops": [row for row in manifest["ops"] if row["op"] != "attention"],
         "packings": manifest["packings"],
+        "dequantized": manifest["dequantized"],
         "communicator": _communicator(a),
         "graphs": {"package": None if offer is None else offer.package, "reason": graphs},
         "memory": {**plan.to_json(), "lines": plan.lines()},
@@ -135,6 +136,7 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
         )
         yield from (f"              not {each['provider']}: {each['reason']}" for each in group["refused"])
     yield "packings:     " + (", ".join(f"{n} x {layout}" for layout, n in found["packings"].items()) or "none")
+    yield from (f"              {line}" for line in found["dequantized"])
     own = found["communicator"]
     who = own["package"] or "torch.distributed"
     yield f"communicator: {who}" if own["used"] else "communicator: none, one rank needs none"

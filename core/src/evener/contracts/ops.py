@@ -115,7 +115,9 @@ class OpCase:
 
 
 #: What the blocks of almost every model are like; see ``OpSchema.usual``.
-USUAL = {"norm": "rms", "qk_norm_over": "head", "gated": True, "parallel": False, "logit_scale": 1.0}
+USUAL = {
+    "norm": "rms", "qk_norm_over": "head", "gated": True, "parallel": False, "logit_scale": 1.0, "query_scale": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

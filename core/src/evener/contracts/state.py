@@ -13,7 +13,8 @@ Which methods of a provider a layer calls follows from the kind of its state:
 kind       tensors                       calls
 ========== ============================= =======================================================================
 full,      key [kv_heads, head_dim],     ``write``, ``attend``
-window     value [kv_heads, value_dim]
+window,    value [kv_heads, value_dim]
+chunk
 latent     latent [rank], rope [dim]     ``write``; ``attend`` with queries in latent space; ``pieces`` where
                                          keys and values are expanded instead; ``attend_chosen`` if sparse
 index      key [dim]                     ``write``, ``select``
@@ -57,10 +58,11 @@ class StateSpec:
     """What one layer remembers.
 
     Attributes:
-        kind: a registered kind: "full", "window", "latent", "index", "recurrent".
-        tensors: for "full" and "window": key [kv_heads, head_dim] and value [kv_heads, value_dim].
+        kind: a registered kind: "full", "window", "chunk", "latent", "index", "recurrent".
+        tensors: for "full", "window" and "chunk": key [kv_heads, head_dim] and value [kv_heads, value_dim].
         per: whether ``tensors`` are for a token or for a request.
-        window: (kind "window") a query attends to itself and the ``window - 1`` tokens before it.
+        window: (kind "window") a query attends to itself and the ``window - 1`` tokens before it; (kind "chunk") to
+            those of its own chunk up to itself: chunks of ``window`` tokens, one after another from position 0.
         every: (per request) tokens between snapshots that a prefix can go on from, a multiple of the block size; None
             keeps one at every block's end.
         shared_with: (optional) name of an earlier layer whose state this layer reads instead of having its own.
@@ -77,6 +79,13 @@ class StateSpec:
     def nbytes(self) -> int:
         """Bytes for one token (or one request), unpadded."""
         return sum(t.nbytes for t in self.tensors)
+
+    def first_seen(self, at: Any) -> Any:
+        """The first position that the query at position ``at`` attends to, a number or a tensor of them; below 0 where
+        a window reaches further back than the sequence."""
+        if self.window is None:
+            return 0 * at
+        return at - at % self.window if self.kind == "chunk" else at - self.window + 1
 
 
 @dataclass(frozen=True)

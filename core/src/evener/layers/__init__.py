@@ -10,9 +10,9 @@ from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, M
 from evener.layers.embedding import Embedding, LMHead
 from evener.layers.experts import MoEConfig
 from evener.layers.latent import LatentConfig
-from evener.layers.rotary import RotaryConfig
+from evener.layers.rotary import RotaryConfig, TemperatureConfig
 
 __all__ = [
     "AttentionConfig", "Builder", "CausalLM", "DecoderLayer", "DecoderStack", "Embedding", "LMHead", "LatentConfig",
-    "MLPConfig", "MoEConfig", "RotaryConfig",
+    "MLPConfig", "MoEConfig", "RotaryConfig", "TemperatureConfig",
 ]  # fmt: skip

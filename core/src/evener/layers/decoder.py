@@ -11,10 +11,10 @@ from evener.contracts.architecture import Step
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.errors import ArchitectureError
 from evener.layers.builder import Builder
-from evener.layers.declared import CallSite, Size, Span, Weight, WeightGroup, joined
+from evener.layers.declared import CallSite, Size, Span, Table, Weight, WeightGroup, joined
 from evener.layers.experts import MoEConfig
-from evener.layers.norms import declare_norm, norm_common, norm_weight
-from evener.layers.rotary import RotaryConfig
+from evener.layers.norms import declare_norm, norm_common, norm_weight, unit_norm
+from evener.layers.rotary import RotaryConfig, TemperatureConfig
 from evener.ops.composites import AttentionWeights, MLPWeights
 
 if TYPE_CHECKING:
@@ -27,14 +27,17 @@ class AttentionConfig:
 
     Attributes:
         heads, kv_heads, head_dim: GQA sizes.
-        rotary: the layer's angles.
-        window: sliding window in tokens, or None.
+        rotary: the layer's angles; ``RotaryConfig(0)`` turns nothing.
+        window: sliding window in tokens, or None; chunk: tokens of the chunks that attention stays in, or None.
         scale: factor on scores; None is ``head_dim ** -0.5``.
         qkv_bias, o_bias: whether the projections have biases.
         qk_norm: whether queries and keys are normalised; qk_norm_over: "head" each head, "all" all heads together,
             "each" each head by a layer norm with weights of its own, whatever kind the other norms are.
-        qk_norms: names of those norms; with "each", ``{}`` stands for the head's number if they are stored one by one.
+        qk_norms: names of those norms; with "each", ``{}`` stands for the head's number if they are stored one by one;
+            None if they have no weights. Turning whole heads changes no root mean square, so they may come after.
         softcap: soft cap on scores, or None.
+        sinks: whether each head has a logit that joins its softmax (``sinks``).
+        temperature: factors on queries by position, or None.
         at: prefix of its tensors; qkv: names of its projections, one if they are stored as one; o: of the output's.
         post_norm: name of a norm after the output projection, or None.
         norm: name of the norm before.
@@ -45,13 +48,16 @@ class AttentionConfig:
     head_dim: int
     rotary: RotaryConfig
     window: int | None = None
+    chunk: int | None = None
     scale: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
     qk_norm_over: str = "head"
-    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norms: tuple[str, str] | None = ("q_norm", "k_norm")
     softcap: float | None = None
+    sinks: bool = False
+    temperature: TemperatureConfig | None = None
     at: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     o: str = "o_proj"
@@ -165,32 +171,36 @@ class DecoderLayer:
         o_parts = {f"{at}.{a.o}.weight": self._hidden}
         qkv = build.linear(f"{at}.qkv_proj", qkv_parts, self._hidden)
         o = build.linear(f"{at}.o_proj", o_parts, heads * a.head_dim)
-        shape = (kv_heads.size, a.head_dim)
-        spec = StateSpec(
-            "window" if a.window else "full",
-            (StateTensor("key", shape, build.dtype), StateTensor("value", shape, build.dtype)), window=a.window,
-        )  # fmt: skip
+        tensors = tuple(StateTensor(name, (kv_heads.size, a.head_dim), build.dtype) for name in ("key", "value"))
+        kind = "chunk" if a.chunk else "window" if a.window else "full"
         scale = a.head_dim**-0.5 if a.scale is None else a.scale
-        self.slot = build.state(at, spec, AttentionSpec(heads.size, a.head_dim, scale, a.softcap, dtype=build.dtype))
+        reads = AttentionSpec(heads.size, a.head_dim, scale, a.softcap, a.sinks, build.dtype)
+        self.slot = build.state(at, StateSpec(kind, tensors, window=a.chunk or a.window), reads)
         weights = build.group(
             AttentionWeights, norm=self._norm_weight(a.norm, self._hidden), qkv=qkv, o=o,
             cos_sin=a.rotary.table(build),
             qkv_bias=build.biases(qkv_parts, f"{at}.qkv_bias") if a.qkv_bias else None,
             o_bias=build.biases(o_parts, f"{at}.o_bias", summed=True) if a.o_bias else None,
-            q_norm=self._head_norm(a, a.qk_norms[0], heads) if a.qk_norm else None,
-            k_norm=self._head_norm(a, a.qk_norms[1], kv_heads) if a.qk_norm else None,
+            q_norm=self._head_norm(a, 0, heads) if a.qk_norm else None,
+            k_norm=self._head_norm(a, 1, kv_heads) if a.qk_norm else None,
+            sinks=build.weight(f"{at}.sinks", heads, dummy="zeros") if a.sinks else None,
+            query_scale=a.temperature.table(build) if a.temperature else None,
             post_norm=self._norm_weight(a.post_norm, self._hidden),
         )  # fmt: skip
         static = {
             **self._common, "heads": heads.size, "kv_heads": kv_heads.size, "head_dim": a.head_dim,
             "value_dim": a.head_dim, "rotary_dim": a.rotary.dim, "interleaved": a.rotary.interleaved,
             "qk_norm": a.qk_norm, "qk_norm_over": a.qk_norm_over, "state": self.slot, "qkv": qkv, "o": o,
-            "post_norm": a.post_norm is not None, "communicator": build.communicator,
+            "post_norm": a.post_norm is not None, "query_scale": a.temperature is not None,
+            "communicator": build.communicator,
         }  # fmt: skip
         return weights, static
 
-    def _head_norm(self, a: AttentionConfig, name: str, heads: Span) -> Weight | None:
-        build, name = self._build, f"{self._prefix}.{a.at}.{name}"
+    def _head_norm(self, a: AttentionConfig, index: int, heads: Span) -> Weight | Table | None:
+        build = self._build
+        if a.qk_norms is None:
+            return unit_norm(build, a.head_dim, self._common)
+        name = f"{self._prefix}.{a.at}.{a.qk_norms[index]}"
         if a.qk_norm_over == "head":
             return declare_norm(build, name, a.head_dim, self._common)
         if a.qk_norm_over == "all":

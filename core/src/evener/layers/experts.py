@@ -68,11 +68,12 @@ class MoEConfig:
         # Stacked tensors hold gates, then ups; or pairs of one each, where the activation takes them so.
         paired, both = self.activation == "clamped_swiglu", 2 * self.inner
         raised = [inner * 2] if paired else joined(inner.behind(first, both) for first in (0, self.inner))
+        stacked = [(f"{at}.gate_up_proj", span) for span in raised]
         linears: dict[str, LinearWeight | None] = {
             "router": build.linear(f"{prefix}.{self.router}", router_parts, hidden, out="float32"),
             "gate_up": build.experts(
-                f"{at}.gate_up", count, {gate: inner, up: inner}, hidden,
-                stacked=[(f"{at}.gate_up_proj", span) for span in raised], transposed=self.transposed,
+                f"{at}.gate_up", count, stacked if paired else {gate: inner, up: inner}, hidden, stacked=stacked,
+                transposed=self.transposed,
             ),
             "down": build.experts(
                 f"{at}.down", count, {down: hidden}, inner, stacked={f"{at}.down_proj": hidden},

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from evener.contracts.quant import DTYPE_BYTES
 from evener.layers.builder import Builder
-from evener.layers.declared import Weight
+from evener.layers.declared import Table, Weight
+
+if TYPE_CHECKING:
+    import torch
 
 
 def norm_common(build: Builder, hidden: int, eps: float, offset: float, kind: str) -> dict[str, Any]:
@@ -30,3 +34,15 @@ def declare_norm(
         sources, size = [*sources, f"{name}.bias"], 2 * size
     dummy, dtype = "zeros" if common["offset"] else "ones", dtype or (None if kind == "rms" else "float32")
     return build.weight(sources[0], size, dummy=dummy, sources=sources, dtype=dtype)
+
+
+def unit_norm(build: Builder, size: int, common: Mapping[str, Any]) -> Table:
+    """The weight of a root mean square norm that has none; ``common`` as in ``norm_weight``."""
+    value = 1.0 - common["offset"]
+
+    def make(device: torch.device) -> torch.Tensor:
+        import torch
+
+        return torch.full((size,), value, dtype=getattr(torch, build.dtype), device=device)
+
+    return build.table(("unit norm", size, value), int(size * DTYPE_BYTES[build.dtype]), make)

@@ -50,11 +50,32 @@ def _amplitude(settings: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
+class TemperatureConfig:
+    """Factors that keep attention sharp in long contexts (Nakanishi 2025, "Scalable-Softmax"): the query at position p
+    times ``1 + weight * log(1 + floor((p + 1) / every))``."""
+
+    every: int
+    weight: float
+
+    def table(self, build: Builder) -> Table:
+        """float32 [max_positions]."""
+        length = build.max_positions
+
+        def make(device: torch.device) -> torch.Tensor:
+            import torch
+
+            steps = torch.div(torch.arange(1, length + 1), self.every, rounding_mode="floor").float()
+            return (1 + self.weight * torch.log1p(steps)).to(device)
+
+        return build.table(("temperature", self, length), length * 4, make)
+
+
+@dataclass(frozen=True)
 class RotaryConfig:
     """Angles of one kind of layer.
 
     Attributes:
-        dim: the rotated part of a head; base: theta.
+        dim: the rotated part of a head, 0 for none; base: theta.
         scaling: "default", "linear", "llama3" or "yarn".
         factor: how much longer the context was made.
         low, high, original: Llama 3's frequency bounds (YaRN's: in turns) and its pre-training context.

@@ -25,7 +25,8 @@ Static = Mapping[str, Any]
 class AttentionWeights(NamedTuple):
     """What an ``attention_block`` needs beside its inputs; None where the model has no such weight.
 
-    A layer norm's weight and bias are one tensor, the bias behind the weight.
+    A layer norm's weight and bias are one tensor, the bias behind the weight. ``sinks`` [heads] join each head's
+    softmax; ``query_scale`` float32 [positions] are factors on queries.
     """
 
     norm: torch.Tensor | None
@@ -38,6 +39,7 @@ class AttentionWeights(NamedTuple):
     k_norm: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     post_norm: torch.Tensor | None = None
+    query_scale: torch.Tensor | None = None
 
 
 class MLPWeights(NamedTuple):
@@ -65,7 +67,8 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
     begin = first_norm(static, use)
     norms = [head_norm(static, use, n) for n in (heads, kv_heads)] if static["qk_norm"] else None
     project = use("linear", **linear_static(static["qkv"]))
-    rotate = use("rotary", head_dim=dim, **{k: static[k] for k in ("rotary_dim", "interleaved", "dtype")})
+    angles = {k: static[k] for k in ("rotary_dim", "interleaved", "dtype")}
+    rotate = use("rotary", head_dim=dim, **angles) if static["rotary_dim"] else None
     write = use("state.write", state=static["state"])
 
     def run(
@@ -80,7 +83,8 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
         v = v.unflatten(-1, (kv_heads, value_dim))
         if norms is not None:
             q, k = norms[0](q, q_norm), norms[1](k, k_norm)
-        q, k = rotate(positions, q, k, cos_sin)
+        if rotate is not None:
+            q, k = rotate(positions, q, k, cos_sin)
         write(views, meta, k, v)
         return q, residual
 
@@ -90,7 +94,7 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
 def attention_block(static: Static, use: Use) -> OpFunction:
     if static["communicator"] is not None:
         return summed("attention_block", static, use, weights=3)
-    outside = ("o", "post_norm", "communicator")
+    outside = ("o", "post_norm", "query_scale", "communicator")
     enter = use("norm_qkv_rotary_write", **{k: v for k, v in static.items() if k not in outside})
     attend = use("state.attend", state=static["state"])
     project = use("linear", **linear_static(static["o"]))
@@ -101,6 +105,8 @@ def attention_block(static: Static, use: Use) -> OpFunction:
         meta: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         q, stream = enter(x, residual, positions, w.norm, w.qkv, w.qkv_bias, w.q_norm, w.k_norm, w.cos_sin, views, meta)
+        if w.query_scale is not None:
+            q = (q * w.query_scale[positions][:, None, None]).to(q.dtype)
         x = project(attend(views, meta, q, w.sinks).flatten(1), w.o, w.o_bias)
         return (post(x, w.post_norm) if post is not None else x), stream
 

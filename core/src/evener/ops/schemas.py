@@ -21,7 +21,7 @@ _NORM = {**_HIDDEN, "eps": "added to the mean square", "offset": "added to the w
 _BLOCK = {**_NORM, "norm": BLOCK_NORM}
 _ATTENTION_IN = {
     **_BLOCK, "heads": "query heads", "kv_heads": "key and value heads", "head_dim": "D of queries and keys",
-    "value_dim": "D of values", "rotary_dim": "leading part of each head that is rotated",
+    "value_dim": "D of values", "rotary_dim": "leading part of each head that is rotated; 0 = none",
     "interleaved": "rotate pairs (2i, 2i+1) instead of halves",
     "qk_norm": "normalise queries and keys before rotating",
     "qk_norm_over": "head: each head; each: each head, with weights of its own (layer norm); all: all heads together",
@@ -202,9 +202,10 @@ COMPOSITES: tuple[OpSchema, ...] = (
     ),
     OpSchema(
         name="attention_block", reference=f"{_COMP}:attention_block", composite=True, weights=("qkv", "o"), state=True,
-        doc="norm_qkv_rotary_write, attention, output projection, (all_reduce,) (post-norm).",
+        doc="norm_qkv_rotary_write, (factors on queries by position,) attention, output projection, (all_reduce,) "
+            "(post-norm).",
         static={**_ATTENTION_IN, **_RANKS, "o": "the declared LinearWeight of the output projection",
-                "post_norm": "norm after it"},
+                "post_norm": "norm after it", "query_scale": "whether queries have factors by position"},
         inputs=tensors("x T,hidden donated; residual T,hidden float32 donated optional; positions T int32; weights - "
                        "AttentionWeights; views - state; meta - state"),
         outputs=tensors("x T,hidden; residual T,hidden float32"),

@@ -189,14 +189,14 @@ class Resolver:
             weight.layout = self.manifest.packings[weight.name] = layout
             if why:
                 self.manifest.note_dequantized(weight.parts, weight.dtype, why, max(1, weight.experts))
-                weight.parts = _plain_parts(weight)
+                weight.parts = plain_parts(weight)
 
     def _layout(self, weight: LinearWeight) -> tuple[str, str]:
         """The layout and, if the parts must be dequantized for it, why nobody packs them as they are stored."""
         refused: list[str] = []
         offers = [o for o in self._by_op.get(weight.op, []) if self._forbidden(weight.op, o) is None]
         layouts: list[str] = [p.layout for o in offers for p in o.value.packings]
-        for parts in dict.fromkeys([weight.parts, _plain_parts(weight)]):
+        for parts in dict.fromkeys([weight.parts, plain_parts(weight)]):
             candidate = replace(weight, parts=parts)
             why = "; ".join(refused)
             for layout in dict.fromkeys([*layouts, self.market.reference_packing.layout]):
@@ -343,7 +343,8 @@ def load_reference(schema: OpSchema) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _plain_parts(weight: LinearWeight) -> tuple[WeightPart, ...]:
+def plain_parts(weight: LinearWeight) -> tuple[WeightPart, ...]:
+    """Its parts as they are once dequantized."""
     return tuple(p if p.format.plain else replace(p, format=plain(weight.dtype)) for p in weight.parts)
 
 

@@ -24,7 +24,7 @@ from evener.layers.embedding import LMHead
 from evener.layers.experts import MoEConfig
 from evener.layers.latent import LatentConfig
 from evener.layers.norms import norm_common
-from evener.layers.rotary import RotaryConfig
+from evener.layers.rotary import RotaryConfig, TemperatureConfig
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.resolution.buckets import bucket_index, token_buckets
@@ -52,7 +52,8 @@ class Family:
 
 def families() -> tuple[Family, ...]:
     """Grouped heads; everything that Gemma does; biases, partial and interleaved rotation; experts; and what few
-    families have: layer norms, plain MLPs, norms of all heads together, halves side by side."""
+    families have: layer norms, plain MLPs, norms of all heads together, halves side by side, chunks, sinks, norms
+    without weights, no rotation, factors on queries."""
     return (
         Family(
             "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
@@ -101,6 +102,21 @@ def families() -> tuple[Family, ...]:
                 heads=2, kv_heads=2, head_dim=32, rotary=RotaryConfig(32), qk_norm=True, qk_norm_over="all"
             ),
             MLPConfig(inner=48, rise=("gate_up",), parallel=True, post_norm="post_mlp"), norm="layer",
+        ),
+        Family(
+            "local",
+            AttentionConfig(
+                heads=4, kv_heads=2, head_dim=32, rotary=RotaryConfig(32, interleaved=True), chunk=9, qk_norm=True,
+                qk_norms=None, sinks=True,
+            ),
+            MLPConfig(inner=40),
+        ),
+        Family(
+            "unturned",
+            AttentionConfig(
+                heads=4, kv_heads=1, head_dim=16, rotary=RotaryConfig(0), temperature=TemperatureConfig(5, 0.7)
+            ),
+            MLPConfig(inner=40),
         ),
         Family(
             "expert",

@@ -38,7 +38,7 @@ class MaskedState(ReferenceState):
     name = "graphs.paged"
     layout = "graphs.paged"
     priority = 10
-    kinds = frozenset({"full", "window"})
+    kinds = frozenset({"full", "window", "chunk"})
     graph = "any"
     batch_invariant = False
 
@@ -55,9 +55,7 @@ class MaskedState(ReferenceState):
         rows = (tokens[:, None] >= step.query_start[None, 1:]).sum(-1)
         where = torch.arange(step.block_table.shape[1] * block_size, device=slots.device)[None]
         at = step.positions[:, None]
-        hidden = where > at
-        if spec.window is not None:
-            hidden = hidden | (where <= at - spec.window)
+        hidden = (where > at) | (where < spec.first_seen(at))
         return MaskedMeta(step, spec, attention, blocks.long(), (slots - blocks * block_size).long(), rows, hidden)
 
     def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from evener.config.checkpoint import facts_of
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint
 from evener.contracts.ops import OpFunction, OpSchema
+from evener.contracts.quant import QuantScheme
 from evener.errors import UnknownNameError
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
@@ -26,6 +28,7 @@ from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.scheme import pick_scheme
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
+from evener.resolution.resolver import plain_parts
 from evener.testing.naive_state import memory_of
 
 CPU = torch.device("cpu")
@@ -50,7 +53,7 @@ class NaiveModel:
         dtype: of weights and activations.
         architecture: its class; default: what an installed package registered under the config's name.
         max_positions: longest sequence; default: the config's ``max_position_embeddings``.
-        schemas: of added ops, beside the built-in ones.
+        schemas, schemes: of added ops and checkpoints, beside the built-in ones.
         seed: of dummy weights.
         choices: further arguments of the ``Builder`` (``absorb``, ``index_top``, ``state_dtype``).
 
@@ -62,7 +65,7 @@ class NaiveModel:
     def __init__(
         self, source: str | Path | Mapping[str, Any], dtype: str = "float32",
         architecture: type[Architecture] | None = None, *, max_positions: int | None = None,
-        schemas: Sequence[OpSchema] = (), seed: int = 0, **choices: Any,
+        schemas: Sequence[OpSchema] = (), schemes: Sequence[QuantScheme] = (), seed: int = 0, **choices: Any,
     ) -> None:  # fmt: skip
         checkpoint: Checkpoint | None = None
         if isinstance(source, Mapping):
@@ -70,9 +73,10 @@ class NaiveModel:
         else:
             checkpoint = open_checkpoint(source)
             self.config = checkpoint.config
-        scheme = pick_scheme(self.config, ())
+        scheme = pick_scheme(self.config, schemes)
         made = architecture or find_architecture(self.config["architectures"][0])
-        length = max_positions or self.config["max_position_embeddings"]
+        length = max_positions or facts_of("", self.config).max_positions
+        assert length is not None, "config.json says how long sequences may be"
         self.build = Builder(
             dtype, length, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint else None, **choices
         )
@@ -80,7 +84,7 @@ class NaiveModel:
         self._schemas = {schema.name: schema for schema in (*BUILTIN, *schemas)}
         for weight in self.build.weights:
             if isinstance(weight, LinearWeight):
-                weight.layout = PLAIN.layout
+                weight.layout, weight.parts = PLAIN.layout, plain_parts(weight)
         self.bytes = self._load(checkpoint, scheme, seed)
         for group in self.build.groups:
             group.bind()

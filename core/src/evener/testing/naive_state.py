@@ -46,8 +46,10 @@ class Memory:
         if self.attention.softcap is not None:
             scores = self.attention.softcap * torch.tanh(scores / self.attention.softcap)
         tokens, count = keys.shape[1], query.shape[0]
-        distance = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
-        seen = (distance >= 0) & (distance < (self.spec.window or tokens))
+        at, to = torch.arange(tokens - count, tokens)[:, None], torch.arange(tokens)
+        distance, width = at - to, self.spec.window or tokens
+        near = at // width == to // width if self.spec.kind == "chunk" else distance < width
+        seen = (distance >= 0) & near
         if chosen is not None:
             seen &= torch.stack([torch.isin(torch.arange(tokens), row) for row in chosen])
         scores = scores.masked_fill(~seen, float("-inf"))
@@ -116,6 +118,6 @@ def memory_of(spec: StateSpec, attention: AttentionSpec) -> Memory | Recurrence:
     if attention.algorithm == "gated_delta":
         conv, delta = (torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in spec.tensors)
         return Recurrence(spec, attention, conv, delta)
-    if spec.kind not in ("full", "window", "latent", "index"):
+    if spec.kind not in ("full", "window", "chunk", "latent", "index"):
         raise ArchitectureError(f"the naive engine has no state of kind {spec.kind!r}; use the engine")
     return Memory(spec, attention)

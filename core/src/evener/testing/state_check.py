@@ -49,7 +49,7 @@ class Shape:
             StateTensor("key", (self.kv_heads, self.head_dim), dtype),
             StateTensor("value", (self.kv_heads, self.value_dim), dtype),
         )
-        return StateSpec("full" if self.window is None else "window", tensors, window=self.window)
+        return StateSpec(self.kind or ("full" if self.window is None else "window"), tensors, window=self.window)
 
     def attention(self, dtype: str) -> AttentionSpec:
         """How it reads."""
@@ -59,6 +59,7 @@ class Shape:
 SHAPES = (
     Shape(9, 3, 64, 64), Shape(4, 4, 16, 16), Shape(2, 1, 80, 80), Shape(4, 2, 32, 16), Shape(6, 2, 10, 10),
     Shape(4, 1, 32, 32, window=7), Shape(4, 2, 16, 16, window=24, softcap=5.0), Shape(2, 1, 256, 256),
+    Shape(4, 1, 32, 32, window=7, kind="chunk"), Shape(4, 2, 16, 16, window=24, kind="chunk", sinks=True),
     Shape(4, 2, 16, 16, sinks=True), Shape(5, 1, 42, 32, kind="latent"), Shape(3, 1, 24, 16, kind="latent", top=9),
     Shape(6, 1, 18, 18, kind="index", top=7),
 )  # fmt: skip
@@ -155,7 +156,7 @@ class _Checked:
                 slots.append(int(table[row, at // self.size]) * self.size + at % self.size)
         if self.spec.window is not None:  # blocks that a window has passed are given back: their entries become null
             for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-                dead = max(0, length - count - self.spec.window + 1) // self.size
+                dead = max(0, self.spec.first_seen(length - count)) // self.size
                 table[row, :dead] = 0
         starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
 
@@ -271,7 +272,8 @@ class _Checked:
         out = torch.zeros(query.shape[0], query.shape[1], values.shape[2])
         for q in range(query.shape[0]):
             at = total - query.shape[0] + q
-            first = 0 if self.spec.window is None else max(0, at - self.spec.window + 1)
+            width = self.spec.window or at + 1
+            first = at // width * width if self.spec.kind == "chunk" else max(0, at - width + 1)
             seen = range(first, at + 1) if chosen is None else [n for n in chosen[q].tolist() if n >= 0]
             for head in range(query.shape[1]):
                 scores = keys[seen, head // group] @ query[q, head] * self.attention.scale

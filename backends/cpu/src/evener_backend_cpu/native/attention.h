@@ -9,7 +9,7 @@
 static const long SPAN = 256, CHUNK = 64, TILE_ROWS = 48;
 
 struct Geometry {
-  int64_t heads, kv_heads, d, dv, block, page_bytes, window;  // window 0: none
+  int64_t heads, kv_heads, d, dv, block, page_bytes, window, chunked;  // window 0: none; chunked: its tokens are a chunk
   float scale, softcap;                                       // softcap 0: none
   char* pages;
 };
@@ -25,6 +25,12 @@ struct Step {
 struct Item {
   int32_t request, token, count, span, spans, part;
 };
+
+// The first position that the query at ``position`` attends to.
+INLINE long first_seen(const Geometry& g, long position) {
+  if (g.chunked) return position / g.window * g.window;
+  return g.window && position >= g.window ? position - g.window + 1 : 0;
+}
 
 INLINE long index_at(const void* p, long i, long is64) {
   return is64 ? (long)((const int64_t*)p)[i] : (long)((const int32_t*)p)[i];
@@ -190,7 +196,7 @@ template <class T> struct Tile {
 
   const T* row(long r) const { return query + ((token + r / group) * g.heads + head * group + r % group) * g.d; }
   long position(long r) const { return start + r / group; }
-  long low(long position) const { return g.window && position >= g.window ? position - g.window + 1 : 0; }
+  long low(long position) const { return first_seen(g, position); }
   long first() const { return low(start) / CHUNK * CHUNK; }
   long last() const { return start + count - 1; }
 
@@ -298,7 +304,7 @@ static long make_plan(const Geometry& g, const int32_t* query_start, const int32
   for (long r = 0; r < requests; r++) {
     long start = query_start[r], count = query_start[r + 1] - start, length = kv_lens[r];
     if (count <= 0 || length <= 0) continue;
-    long low = g.window && length > g.window ? length - g.window : 0;
+    long low = first_seen(g, length - 1);
     long first = low / CHUNK * CHUNK / SPAN, spans = (length - 1) / SPAN - first + 1;
     if (count == 1 && spans > 1) {
       for (long i = 0; i < spans; i++)

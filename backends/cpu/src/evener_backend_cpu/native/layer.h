@@ -15,7 +15,7 @@ struct Layer {
   int64_t hidden, rotary, interleaved, inner, activation, packed;  // packed: some matrix is in blocks
   float eps, offset, mlp_eps, mlp_offset;
   Matrix qkv, o, gate_up, down;
-  const void *norm, *qkv_bias, *q_norm, *k_norm, *cos_sin, *o_bias, *sinks, *post_norm;
+  const void *norm, *qkv_bias, *q_norm, *k_norm, *cos_sin, *o_bias, *sinks, *post_norm, *query_scale;
   const void *mlp_norm, *gate_up_bias, *down_bias, *mlp_post_norm;
 };
 
@@ -183,6 +183,10 @@ template <class T> struct Run {
       const T* norm = (const T*)(is_q ? l.q_norm : l.k_norm);
       T* to = is_q ? q + (t * g.heads + h) * g.d : row;
       if (norm) norm_row(in, norm, in, g.d, l.eps, l.offset);
+      if (is_q && l.query_scale) {
+        float factor = ((const float*)l.query_scale)[index_at(positions, t, positions64)];
+        for (long j = 0; j < g.d; j++) in[j] *= factor;
+      }
       rotate_row(in, to, (const float*)l.cos_sin + index_at(positions, t, positions64) * l.rotary, l.rotary, g.d, l.interleaved);
       if (!is_q) write_key<T>(g, index_at(step->slots, t, step->slots64), h - g.heads, row);
     }

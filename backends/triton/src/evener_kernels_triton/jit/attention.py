@@ -39,6 +39,18 @@ def _tile(
 
 
 @triton.jit
+def _first(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first position that a query sees."""
+    if CHUNKED:
+        first = position // WINDOW * WINDOW
+    elif WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    else:
+        first = position * 0
+    return first
+
+
+@triton.jit
 def _span(keys, splits, N: tl.constexpr, LEAST: tl.constexpr):
     """Keys of a split: whole tiles, at least LEAST of them."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys, N), splits), LEAST) * N
@@ -48,9 +60,10 @@ def _span(keys, splits, N: tl.constexpr, LEAST: tl.constexpr):
 def decode_kernel(
     query, keys, values, table, kv_lens, sinks, out, parts, stats,
     q_row, q_head, table_row, key_page, value_page, splits, scale, cap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
+    DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (request, tile of the heads of one key head, split). A split has LEAST tiles or more, so short requests
     are not cut: then the first program has the result, and nothing is left to merge."""
@@ -63,7 +76,7 @@ def decode_kernel(
     member = (tl.program_id(1) % TILES) * M + tl.arange(0, M)
     split = tl.program_id(2)
     length = tl.load(kv_lens + row)
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    first = _first(length - 1, WINDOW, CHUNKED)
     start = first // N * N
     span = _span(length - start, splits, N, LEAST)
     low = start + split * span
@@ -109,8 +122,8 @@ def decode_kernel(
 @triton.jit
 def merge_kernel(
     parts, stats, kv_lens, sinks, out, splits,
-    HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    N: tl.constexpr, LEAST: tl.constexpr, S: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (request, head): the splits' sums, weighted by their maxima. S >= splits."""
     if OVERLAP:
@@ -119,7 +132,7 @@ def merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(kv_lens + row)
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    first = _first(length - 1, WINDOW, CHUNKED)
     start = first // N * N
     span = _span(length - start, splits, N, LEAST)
     used = tl.cdiv(length - start, span)
@@ -149,8 +162,8 @@ def merge_kernel(
 def mixed_kernel(
     query, keys, values, table, query_start, kv_lens, sinks, out,
     q_row, q_head, table_row, key_page, value_page, requests, scale, cap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, key head). Tiles are numbered through all requests: request ``r`` has those from
@@ -189,7 +202,7 @@ def mixed_kernel(
         )  # fmt: skip
         front = length - count + q_first
         end = length - count + tl.minimum(q_first + TOKENS, count)
-        start = tl.maximum(front - WINDOW + 1, 0) // N * N if WINDOW > 0 else 0
+        start = _first(front, WINDOW, CHUNKED) // N * N
         m = tl.full([M], -1e30, tl.float32)
         mass = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
@@ -206,7 +219,7 @@ def mixed_kernel(
             at = n + tl.arange(0, N)
             seen = at[None, :] <= position[:, None]
             if WINDOW > 0:
-                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+                seen = seen & (at[None, :] >= _first(position, WINDOW, CHUNKED)[:, None])
             m, mass, acc = _tile(
                 q, m, mass, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
                 seen, PAGE, D, DV, DP, DVP, CAP, True, PRECISION,

@@ -15,7 +15,7 @@ def _turned(row, d, inside, weight, eps, offset, cos_sin, ROTARY: tl.constexpr, 
         sign = tl.where(d % 2 == 0, -1.0, 1.0)
     else:
         other = tl.where(d < HALF, d + HALF, d - HALF)
-        angle = d % HALF
+        angle = d % HALF if HALF > 0 else d
         sign = tl.where(d < HALF, -1.0, 1.0)
     turns = d < ROTARY
     x = tl.load(row + d[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -79,7 +79,7 @@ class ReferenceState(PlainPages):
     """Keys and values, latents and index keys."""
 
     name = "reference"
-    kinds = frozenset({"full", "window", "latent", "index", "recurrent"})
+    kinds = frozenset({"full", "window", "chunk", "latent", "index", "recurrent"})
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         known = ("gated_delta",) if spec.kind == "recurrent" else ("softmax",)
@@ -105,12 +105,12 @@ class ReferenceState(PlainPages):
     ) -> torch.Tensor:
         out = query.new_empty(*query.shape[:2], views[0 if meta.spec.kind == "latent" else 1].shape[-1])
         for row, start, count, length in meta.requests():
-            window, size = meta.spec.window, meta.block_size
-            first = 0 if window is None else max(0, length - count - window + 1) // size * size
-            keys, values = _keys_and_values(_read(views, meta, row, first, length), meta.spec)
+            spec, size = meta.spec, meta.block_size
+            first = max(0, spec.first_seen(length - count)) // size * size
+            keys, values = _keys_and_values(_read(views, meta, row, first, length), spec)
             at = torch.arange(length - count, length, device=query.device)[:, None]
             to = torch.arange(first, length, device=query.device)[None]
-            hidden = (to > at) if window is None else (to > at) | (to <= at - window)
+            hidden = (to > at) | (to < spec.first_seen(at))
             if chosen is not None:
                 hidden = _not_chosen(chosen[start : start + count], length)
             out[start : start + count] = _softmax(query[start : start + count], keys, values, hidden, meta, sinks)

@@ -1,0 +1,65 @@
+"""gpt-oss: windows on every other layer, a sink in each head's softmax, experts with biases and a clamped gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evener.layers import AttentionConfig, CausalLM, MoEConfig, RotaryConfig
+from evener.layers.settings import count, head_dim, layer_count, layer_windows, number
+
+
+class GptOssForCausalLM(CausalLM):
+    """20b and 120b, with experts in MXFP4 or unquantized. ``hidden_act`` says nothing: experts have ``swiglu_limit``
+    and ``swiglu_alpha``."""
+
+    oracle = "transformers"
+
+    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
+        heads, dim, bias = count(config, "num_attention_heads"), head_dim(config), config.get("attention_bias", True)
+        rotary = RotaryConfig.from_config(config, dim)
+        types = config.get("layer_types") or [
+            "full_attention" if i % 2 else "sliding_attention" for i in range(layer_count(config))
+        ]
+        return [
+            AttentionConfig(
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=dim,
+                rotary=rotary,
+                window=window,
+                qkv_bias=bool(bias),
+                o_bias=bool(bias),
+                sinks=True,
+            )
+            for window in layer_windows({**config, "layer_types": types}, "")
+        ]
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MoEConfig:
+        clamp = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config}
+        return MoEConfig(
+            experts=count(config, "num_local_experts"),
+            top=count(config, "num_experts_per_tok"),
+            inner=count(config, "intermediate_size"),
+            activation="clamped_swiglu",
+            alpha=number(clamp, "swiglu_alpha"),
+            limit=number(clamp, "swiglu_limit"),
+            scoring="softmax_top",
+            renormalize=False,
+            bias=True,
+            router="mlp.router",
+            transposed=True,
+        )
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 203, "hidden_size": 64,
+            "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+            "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False, "attention_bias": True, "sliding_window": 9, "num_local_experts": 5,
+            "num_experts_per_tok": 3, "swiglu_limit": 7.0, "eos_token_id": 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_theta": 150000.0, "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0,
+                                "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64},
+        }  # fmt: skip

@@ -1,0 +1,121 @@
+"""Llama 4 text: three layers of four attend within chunks, the fourth to everything and without positions; experts
+whose inputs are weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from evener.layers import AttentionConfig, Builder, MLPConfig, MoEConfig, RotaryConfig, TemperatureConfig
+from evener.layers.settings import activation, count, head_dim, layer_count, need, number, refuse
+from evener_models.llama import LlamaForCausalLM
+
+
+class Llama4ForCausalLM(LlamaForCausalLM):
+    """Scout (16 experts in each layer) and Maverick (128 in every other). Heads of turned layers are scaled to unit
+    mean square; those of the others have a temperature that grows with the position."""
+
+    default_theta = 500000.0
+
+    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
+        dim, heads, bias = head_dim(config), count(config, "num_attention_heads"), bool(config.get("attention_bias"))
+        rotary = replace(RotaryConfig.from_config(config, dim, default_base=self.default_theta), interleaved=True)
+        tuned = {"floor_scale": 8192, "attn_scale": 0.1, **config}
+        temperature = None
+        if config.get("attn_temperature_tuning", True):
+            temperature = TemperatureConfig(count(tuned, "floor_scale"), number(tuned, "attn_scale"))
+        return [
+            AttentionConfig(
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=dim,
+                rotary=rotary if turned else RotaryConfig(0),
+                chunk=chunk,
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm=turned and bool(config.get("use_qk_norm", True)),
+                qk_norms=None,
+                temperature=None if turned else temperature,
+            )
+            for turned, chunk in zip(self._turned(config), self._chunks(config), strict=True)
+        ]
+
+    def _turned(self, config: Mapping[str, Any]) -> list[bool]:
+        """For each layer whether it has rotary positions; ``no_rope_layers`` is 1 where it has, against its name."""
+        layers = layer_count(config)
+        every = count({"no_rope_layer_interval": 4, **config}, "no_rope_layer_interval")
+        named = config.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
+        if len(named) != layers:
+            raise refuse(config, "no_rope_layers", f"it must have num_hidden_layers = {layers} entries")
+        return [bool(turned) for turned in named]
+
+    def _chunks(self, config: Mapping[str, Any]) -> list[int | None]:
+        """For each layer how long its chunks are, None for attention to everything."""
+        turned = self._turned(config)
+        types = config.get("layer_types") or ["chunked_attention" if t else "full_attention" for t in turned]
+        if len(types) != len(turned) or not {"chunked_attention", "full_attention"}.issuperset(types):
+            allowed = f"it must have num_hidden_layers = {len(turned)} entries, chunked_attention or full_attention"
+            raise refuse(config, "layer_types", allowed)
+        size = {"attention_chunk_size": 8192, **config}
+        return [count(size, "attention_chunk_size") if name == "chunked_attention" else None for name in types]
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        every = count({"interleave_moe_layer_step": 1, **config}, "interleave_moe_layer_step")
+        chosen = config.get("moe_layers")
+        if layer not in chosen if chosen is not None else (layer + 1) % every:
+            inner = count(config, "intermediate_size_mlp")
+            return MLPConfig(inner=inner, activation=activation(config), at="feed_forward")
+        inner = count(config, "intermediate_size")
+        return MoEConfig(
+            experts=count(config, "num_local_experts"),
+            top=count(config, "num_experts_per_tok"),
+            inner=inner,
+            activation=activation(config),
+            scoring="sigmoid",
+            renormalize=False,
+            weigh_input=True,
+            shared_inner=inner,
+            router="feed_forward.router",
+            at="feed_forward.experts",
+            shared="feed_forward.shared_expert",
+            transposed=True,
+        )
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "vocab_size": 193, "hidden_size": 56,
+            "intermediate_size": 40, "intermediate_size_mlp": 72, "num_hidden_layers": 4, "num_attention_heads": 6,
+            "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": False, "num_local_experts": 5,
+            "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "use_qk_norm": True, "no_rope_layer_interval": 4,
+            "attention_chunk_size": 13, "attn_temperature_tuning": True, "floor_scale": 6, "attn_scale": 0.4,
+            "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_theta": 50000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+        }  # fmt: skip
+
+
+class Llama4ForConditionalGeneration(Llama4ForCausalLM):
+    """The text model inside one that also sees; what sees is left unread."""
+
+    names = tuple(f"language_model.{name}" for name in Llama4ForCausalLM.names)  # type: ignore[assignment]
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        build.ignore(r"(vision_model|multi_modal_projector)\..*")
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", self.tied)}
+        super().__init__({**tied, **need(config, "text_config")}, build)
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        text = super().tiny_config()
+        text.pop("architectures")
+        return {
+            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text,
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 16, "num_hidden_layers": 1,
+                              "num_attention_heads": 2, "intermediate_size": 64, "vision_output_dim": 16,
+                              "image_size": 28, "patch_size": 14, "projector_input_dim": 16,
+                              "projector_output_dim": 16},
+        }  # fmt: skip

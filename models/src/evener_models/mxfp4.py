@@ -1,0 +1,92 @@
+"""The scheme "mxfp4": blocks of 32 four-bit floats that share a power of two (OCP Microscaling Formats 1.0, 2023), as
+gpt-oss stores its experts. Torch-free until a part is dequantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from evener.contracts.checkpoint import Headers
+from evener.contracts.quant import QuantFormat, QuantScheme, WeightPart, plain
+from evener.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+#: Numbers of a block.
+BLOCK = 32
+#: What kernels that read it as stored are offered: "weight" uint8 [rows, columns / 32, 16], the even number of a pair
+#: in the low half of a byte; "scale" uint8 [rows, columns / 32], exponents of 2 with a bias of 127, 255 for NaN.
+MXFP4 = QuantFormat(storage="float4_e2m1", group=BLOCK, scale="float8_e8m0", bits=4.25)
+_BIAS, _NAN = 127, 255
+#: The numbers of a sign, two bits of exponent and one of mantissa, by their bits.
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Mxfp4Scheme(QuantScheme):
+    """Two tensors a weight, ``<name>_blocks`` and ``<name>_scales``; a weight without them is not quantized, which is
+    what ``modules_to_not_convert`` says again in words. Both may have the experts in front."""
+
+    name = "mxfp4"
+
+    def detect(self, config: Mapping[str, Any]) -> bool:
+        settings = config.get("quantization_config")
+        return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
+
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        roles = self.tensors(name, headers)
+        if any(tensor not in headers for tensor in roles.values()):
+            return None
+        dtype, shape = headers[roles["weight"]]
+        if "scale" not in roles:
+            if dtype not in _DTYPES:
+                raise CheckpointError(
+                    f"{name} is stored as {dtype}, which is no type of an unquantized weight, and {name}_blocks, which "
+                    "an mxfp4 checkpoint has for the others, is missing; fetch the files again"
+                )
+            rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
+            return WeightPart(name, rows, columns, plain(dtype))
+        scales = headers[roles["scale"]]
+        if len(shape) not in (3, 4) or {dtype, scales[0]} != {"uint8"} or shape != (*scales[1], BLOCK // 2):
+            raise CheckpointError(
+                f"{name} is stored in {dtype} {list(shape)} with scales in {scales[0]} {list(scales[1])}, not in uint8 "
+                f"[…, rows, blocks, {BLOCK // 2}] and [… , rows, blocks]; fetch the files again"
+            )
+        return WeightPart(name, shape[-3], shape[-2] * BLOCK, MXFP4)
+
+    def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
+        if f"{name}_blocks" in headers:
+            return {"weight": f"{name}_blocks", "scale": f"{name}_scales"}
+        return {"weight": name}
+
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        import torch
+
+        wanted, stored = getattr(torch, dtype), part.tensors["weight"]
+        if part.format.plain:
+            return stored.to(wanted)
+        values = torch.tensor(_VALUES, device=stored.device)
+        pairs = torch.stack((values[(stored & 15).long()], values[(stored >> 4).long()]), dim=-1)
+        powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).to(stored.device)
+        powers[_NAN] = torch.nan
+        numbers: torch.Tensor = pairs.flatten(-2) * powers[part.tensors["scale"].long()][..., None]
+        return numbers.flatten(-2).to(wanted)
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        extent = part.rows if axis == "out" else part.columns
+        if not 0 <= start < stop <= extent:
+            raise CheckpointError(f"cannot cut {start}..{stop} out of the {extent} {axis}-features of {part.name}")
+        unit = BLOCK if axis == "in" and not part.format.plain else 1
+        if start % unit or stop % unit:
+            first, last = start // unit * unit, -(-stop // unit) * unit
+            raise CheckpointError(
+                f"cannot cut {start}..{stop} out of the in-features of {part.name}: they are stored in blocks of "
+                f"{unit}, so both ends must be multiples of it, such as {first} and {last}"
+            )
+        first, count = start // unit, (stop - start) // unit
+        tensors = {role: t.narrow(0 if axis == "out" else 1, first, count) for role, t in part.tensors.items()}
+        if axis == "out":
+            return replace(part, rows=stop - start, tensors=tensors)
+        return replace(part, columns=stop - start, tensors=tensors)
