@@ -12,14 +12,14 @@ from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.ops.expert_composites import MoEWeights
 from evener.ops.reference.linear import PLAIN
-from evener_kernels_triton.jit.experts import grouped_kernel, lone_down_kernel, lone_up_kernel, mix_kernel
+from evener_kernels_triton.jit.experts import few_kernel, lone_down_kernel, lone_up_kernel, many_kernel, mix_kernel
 from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
 from evener_kernels_triton.linear import FEW, few, gemv, many, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.tuning import Lone, Tuning, power_of_two
 
-#: Most tokens whose pairs are found by every program for itself instead of being listed first.
+#: Most tokens whose choices every program looks through for its own instead of reading a list: no tile is smaller.
 DIRECT = 16
 #: Choosing compares every expert with every other one.
 MOST_EXPERTS = 512
@@ -68,7 +68,7 @@ def route(
             slots if slots is not None else ids, copies if copies is not None else ids, ids, weights,
             logits.stride(-2), logits.stride(0) if parts > 1 else 0, slots.shape[1] if slots is not None else 1,
             choice.scale, PLACE=slots is not None, PARTS=parts, BIAS=bias is not None, CORRECT=correction is not None,
-            OVERLAP=tuning.overlap, num_warps=4 if choice.places <= 256 else 8, **choice.sizes, **tuning.launch,
+            OVERLAP=tuning.overlap, num_warps=1, **choice.sizes, **tuning.launch,
         )  # fmt: skip
     return ids, weights
 
@@ -107,8 +107,8 @@ def sort(tuning: Tuning, slots: torch.Tensor, matrices: int, room: int) -> Work:
     counts = torch.empty(matrices, dtype=torch.int32, device=slots.device)
     pairs = slots.numel()
     list_kernel[(matrices,)](
-        slots, lists, counts, pairs, room, CHUNK=max(16, min(2048, power_of_two(pairs))), OVERLAP=tuning.overlap,
-        num_warps=4, **tuning.launch,
+        slots, lists, counts, pairs, room, CHUNK=max(16, min(8192, power_of_two(pairs))), OVERLAP=tuning.overlap,
+        num_warps=4 if pairs <= 2048 else 16, **tuning.launch,
     )  # fmt: skip
     return Work(slots, lists, counts)
 
@@ -119,20 +119,30 @@ def grouped(
 ) -> torch.Tensor:  # fmt: skip
     """y [pairs, rows] = weight [matrices, rows, columns] by pair times x, a row a pair, or a row a token (``share``);
     with an activation behind it, which halves the rows."""
-    (tokens, top), matrices = work.slots.shape, weight.shape[0]
+    (tokens, top), matrices, listed = work.slots.shape, weight.shape[0], work.lists is not None
+    pairs = tokens * top
     columns, halves = weight.shape[2], 2 if activation else 1
-    rows, pairs, listed = weight.shape[1] // halves, work.slots.numel(), work.lists is not None
+    rows = weight.shape[1] // halves
     p = tuning.grouped(pairs, matrices, rows, columns, halves, weight.element_size())
-    tiles = pairs // p.m + min(pairs, matrices) if listed else matrices
     lists, counts = (work.lists, work.counts) if listed else (work.slots, work.slots)
     assert lists is not None, "listed"
-    grouped_kernel[(tiles * -(-rows // p.n),)](
-        x, weight, bias if bias is not None else x, y, work.slots, lists, counts, tokens, matrices, lists.shape[1],
-        rows, columns, x.stride(0), y.stride(0), alpha, limit, TOP=top, TP=power_of_two(top), SHARE=share,
-        ACT=activation, BIAS=bias is not None, EP=power_of_two(matrices), BM=p.m, BN=p.n, BK=p.k,
-        EVEN=columns % p.k == 0, DIRECT=not listed, FLIP=p.flip, PRECISION=PRECISION, OVERLAP=tuning.overlap,
-        num_warps=p.warps, num_stages=p.stages, **tuning.launch,
-    )  # fmt: skip
+    extra = bias if bias is not None else x
+    common = {
+        "TOP": top, "SHARE": share, "ACT": activation, "BIAS": bias is not None, "BM": p.m, "BN": p.n,
+        "BK": p.k, "EVEN": columns % p.k == 0, "PRECISION": PRECISION, "OVERLAP": tuning.overlap, "num_warps": p.warps,
+        "num_stages": p.stages, **tuning.launch,
+    }  # fmt: skip
+    across = -(-rows // p.n)
+    if p.flip or not listed:
+        few_kernel[(matrices * across,)](
+            x, weight, extra, y, work.slots, lists, counts, tokens, lists.shape[1], rows, columns, x.stride(0),
+            y.stride(0), alpha, limit, TP=0 if listed else power_of_two(top), **common,
+        )  # fmt: skip
+    else:
+        many_kernel[((pairs // p.m + min(pairs, matrices)) * across,)](
+            x, weight, extra, y, lists, counts, matrices, lists.shape[1], rows, columns, x.stride(0), y.stride(0),
+            alpha, limit, EP=power_of_two(matrices), **common,
+        )  # fmt: skip
     return y
 
 
@@ -291,7 +301,7 @@ def _some(tuning: Tuning, call: OpCall) -> Block:
             copies=w.copies,
         )  # fmt: skip
         matrices = w.gate_up.data.shape[0]
-        # Experts of a token differ and so do their slots: a slot gets a token once at most.
+        # A token's experts differ, and so do their slots: a slot gets a token once at most.
         work = Work(slots, None, None) if tokens <= DIRECT else sort(tuning, slots, matrices, tokens)
         inside = torch.empty(tokens * top, inner, dtype=dtype, device=y.device)
         grouped(tuning, y, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
@@ -346,7 +356,7 @@ def _one(tuning: Tuning, call: OpCall, sizes: Lone) -> Block:
             logits, correction, w.slots, inside, w.down.data, w.down_bias if w.down_bias is not None else x,
             extra if extra is not None else x, gate if gate is not None else x, y, most, hidden, inner, choice.scale,
             BIAS=w.down_bias is not None, ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top),
-            BN=down.n, BK=down.k, TWO=inner > down.k, num_warps=down.warps, **common,
+            BN=down.n, BK=down.k, AHEAD=min(3, -(-inner // down.k)), num_warps=down.warps, **common,
         )  # fmt: skip
         return y, total
 

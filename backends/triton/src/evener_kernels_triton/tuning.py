@@ -37,7 +37,7 @@ class Product:
 @dataclass(frozen=True)
 class Grouped:
     """Block sizes of products with matrices of a stack: ``m`` pairs of a token and a matrix, ``n`` rows, ``k`` columns.
-    ``flip``: the weights are the left side."""
+    ``flip``: few of them a matrix; the weights are the left side."""
 
     m: int
     n: int
@@ -137,14 +137,18 @@ class Tuning:
         that few are read twice."""
         m = max(16, min(128, power_of_two(-(-2 * pairs // matrices))))
         flip = m < 64
-        n = 64 if flip or halves == 2 else 128
         if self.shared < 96 << 10:
-            m, n = min(m, 64), 64
-        n = max(16, min(n, power_of_two(rows)))
-        k = max(16, min(64, power_of_two(columns)))
+            m, wide = min(m, 64), 64 * halves
+        elif m == 128 and element <= 2:
+            wide = 256
+        else:
+            wide = 64 * halves if flip else 128
+        n = max(16, min(wide // halves, power_of_two(rows)))
+        k = max(16, min(128 if m == 16 else 64, power_of_two(columns)))
         while k > 16 and 2 * (m + halves * n) * k * element > self.shared - 1024:
             k //= 2
-        stages = max(2, min(4, (self.shared - 1024) // ((m + halves * n) * k * element)))
+        most = 3 if k > 64 or wide == 256 else 4
+        stages = max(2, min(most, (self.shared - 1024) // ((m + halves * n) * k * element)))
         return Grouped(m, n, k, 8 if m * n * halves > 8192 else 4, stages, flip)
 
     def lone(self, hidden: int, inner: int, top: int) -> Lone | None:
@@ -152,9 +156,9 @@ class Tuning:
         k = power_of_two(hidden)
         if not 16 <= k <= 4096:
             return None
-        up = Product(max(1, -(-4 * self.units // top)), max(1, 4096 // k), k, 8, 1)
+        up = Product(max(1, -(-2 * self.units // top)), max(1, 8192 // k), k, 4, 1)
         wide = min(256, power_of_two(inner))
-        return Lone(up, Product(1, max(1, 8192 // (power_of_two(top) * wide)), wide, 8, 1))
+        return Lone(up, Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1))
 
     def scores(self, tokens: int, experts: int, columns: int, element: int) -> tuple[Product, int]:
         """Products of a router, and the parts that columns are cut into: a power of two."""
@@ -175,6 +179,8 @@ class Tuning:
         """Query lines, keys a tile, warps, stages."""
         m = 128 if wide <= 128 and element <= 2 and self.shared >= 160 << 10 else 64 if wide <= 128 else 32
         m = max(m, 16, power_of_two(group))
+        if m == wide == 128 and element <= 2:
+            return m, 32, 4, 3  # 163 µs where 64 keys, 8 warps and 2 stages took 198: 16 prompts of 512, 32 heads
         n = 64 if wide <= 128 else 32
         while n > 16 and (m + 2 * 2 * n) * wide * element > self.shared:
             n //= 2

@@ -21,105 +21,137 @@ def gated(gate, up, alpha, limit, ACT: tl.constexpr):
 
 
 @triton.jit
-def _work(
-    slots, lists, counts, tile, tokens, experts, room,
-    TOP: tl.constexpr, TP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, DIRECT: tl.constexpr,
-):  # fmt: skip
-    """The matrix of a tile, its pairs [BM] and which of them there are.
-
-    DIRECT: a tile is a matrix with all tokens, at most BM of them. Otherwise tiles are numbered through the lists.
-    """
-    if DIRECT:
-        matrix = tile
-        t = tl.arange(0, BM)
-        k = tl.arange(0, TP)
-        at = t[:, None] * TOP + k[None, :]
-        asked = (t < tokens)[:, None] & (k < TOP)[None, :]
-        hit = tl.load(slots + at, mask=asked, other=-1) == matrix
-        there = tl.sum(hit.to(tl.int32), 1) > 0
-        pair = tl.sum(tl.where(hit, at, 0), 1)
-        some = tl.sum(there.to(tl.int32), 0) > 0
-    else:
-        e = tl.arange(0, EP)
-        count = tl.load(counts + e, mask=e < experts, other=0)
-        tiles = tl.cdiv(count, BM)
-        ends = tl.cumsum(tiles, 0)
-        matrix = tl.sum((ends <= tile).to(tl.int32), 0)
-        mine = e == matrix
-        m = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * BM + tl.arange(0, BM)
-        there = m < tl.sum(tl.where(mine, count, 0), 0)
-        some = matrix < experts
-        pair = tl.load(lists + matrix.to(tl.int64) * room + m, mask=there, other=0)
-    return matrix, pair, there, some
+def _weights(own, row, c, columns, EVEN: tl.constexpr):
+    """Rows of a matrix [len(row), len(c)]."""
+    at = own + row[:, None] * columns + c[None, :]
+    return tl.load(at) if EVEN else tl.load(at, mask=(c < columns)[None, :], other=0.0)
 
 
 @triton.jit
-def grouped_kernel(
-    x, w, bias, y, slots, lists, counts, tokens, experts, room, rows, columns, x_row, y_row, alpha, limit,
-    TOP: tl.constexpr, TP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr,
-    FLIP: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """y[p] = w[slots[p]] @ x[p], BM pairs with one matrix and BN rows of it a program; SHARE: x has one row for the TOP
-    pairs of a token. ACT: matrices have 2 * rows rows, of which ``gated`` makes one.
+def _rows_of(at, there, c, columns, EVEN: tl.constexpr):
+    """Columns ``c`` of the rows at ``at`` that there are."""
+    mask = there[:, None] if EVEN else there[:, None] & (c < columns)[None, :]
+    return tl.load(at + c[None, :], mask=mask, other=0.0)
 
-    FLIP: the weights are the left side of the product: matrix units take 64 rows there, and few on the right.
+
+@triton.jit
+def few_kernel(
+    x, w, bias, y, slots, lists, counts, tokens, room, rows, columns, x_row, y_row, alpha, limit,
+    TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, TP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y[p] = w[slots[p]] @ x[p] where a matrix has few pairs: BN rows of one matrix a program, BM pairs at a time;
+    SHARE: x has one row for the TOP pairs of a token. ACT: matrices have 2 * rows rows, of which ``gated`` makes one.
+    TP: if not 0, there are at most BM tokens, TP is at least TOP, and each program looks through them for its own.
+
+    The weights are the left side of the product: matrix units take 64 rows there, and few on the right.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     across = tl.cdiv(rows, BN)
-    tile = tl.program_id(0) // across
+    matrix = tl.program_id(0) // across
     n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
-    matrix, pair, there, some = _work(slots, lists, counts, tile, tokens, experts, room, TOP, TP, EP, BM, DIRECT)
-    if some:
-        inside = n < rows
-        # Rows past the end are read from the start again, and not stored: loads without a mask are copied faster.
-        n_safe = tl.where(inside, n, 0)
-        halves: tl.constexpr = 1 if ACT == "" else 2
-        own = w + matrix.to(tl.int64) * rows * halves * columns
-        gate_row = n_safe * 2 if ACT == "clamped_swiglu" else n_safe
-        up_row = n_safe * 2 + 1 if ACT == "clamped_swiglu" else rows + n_safe
+    # Rows past the end are read from the start again, and not stored: loads without a mask are copied faster.
+    inside = n < rows
+    safe = tl.where(inside, n, 0)
+    gate_row = safe * 2 if ACT == "clamped_swiglu" else safe
+    up_row = safe * 2 + 1 if ACT == "clamped_swiglu" else rows + safe
+    halves: tl.constexpr = 1 if ACT == "" else 2
+    own = w + matrix.to(tl.int64) * rows * halves * columns
+    own_bias = bias + matrix.to(tl.int64) * rows * halves
+    if TP > 0:
+        t = tl.arange(0, BM)
+        k = tl.arange(0, TP)
+        place = t[:, None] * TOP + k[None, :]
+        hit = tl.load(slots + place, mask=(t < tokens)[:, None] & (k < TOP)[None, :], other=-1) == matrix
+        found = tl.sum(hit.to(tl.int32), 1)
+        own_pair = tl.sum(tl.where(hit, place, 0), 1)
+        count = tl.max(found, 0)  # one round, or none
+    else:
+        count = tl.load(counts + matrix)
+    for first in range(0, count, BM):
+        if TP > 0:
+            there = found > 0
+            pair = own_pair
+        else:
+            m = first + tl.arange(0, BM)
+            there = m < count
+            pair = tl.load(lists + matrix.to(tl.int64) * room + m, mask=there, other=0)
         source = pair // TOP if SHARE else pair
         x_at = x + source.to(tl.int64)[:, None] * x_row
-        acc = tl.zeros([BN, BM], tl.float32) if FLIP else tl.zeros([BM, BN], tl.float32)
+        acc = tl.zeros([BN, BM], tl.float32)
         high = acc
         for k in range(0, columns, BK):
             c = k + tl.arange(0, BK)
-            if EVEN:
-                a = tl.load(x_at + c[None, :], mask=there[:, None], other=0.0)
-                g = tl.load(own + gate_row[:, None] * columns + c[None, :])
-            else:
-                real = (c < columns)[None, :]
-                a = tl.load(x_at + c[None, :], mask=there[:, None] & real, other=0.0)
-                g = tl.load(own + gate_row[:, None] * columns + c[None, :], mask=real, other=0.0)
-            if FLIP:
-                acc = tl.dot(g, tl.trans(a), acc, input_precision=PRECISION)
-            else:
-                acc = tl.dot(a, tl.trans(g), acc, input_precision=PRECISION)
+            a = tl.trans(_rows_of(x_at, there, c, columns, EVEN))
+            acc = tl.dot(_weights(own, gate_row, c, columns, EVEN), a, acc, input_precision=PRECISION)
             if ACT != "":
-                if EVEN:
-                    u = tl.load(own + up_row[:, None] * columns + c[None, :])
-                else:
-                    u = tl.load(own + up_row[:, None] * columns + c[None, :], mask=(c < columns)[None, :], other=0.0)
-                if FLIP:
-                    high = tl.dot(u, tl.trans(a), high, input_precision=PRECISION)
-                else:
-                    high = tl.dot(a, tl.trans(u), high, input_precision=PRECISION)
+                high = tl.dot(_weights(own, up_row, c, columns, EVEN), a, high, input_precision=PRECISION)
         if BIAS:
-            own_bias = bias + matrix.to(tl.int64) * rows * halves
-            more = tl.load(own_bias + gate_row).to(tl.float32)
-            acc += more[:, None] if FLIP else more[None, :]
+            acc += tl.load(own_bias + gate_row).to(tl.float32)[:, None]
             if ACT != "":
-                more = tl.load(own_bias + up_row).to(tl.float32)
-                high += more[:, None] if FLIP else more[None, :]
+                high += tl.load(own_bias + up_row).to(tl.float32)[:, None]
         if ACT != "":
             acc = gated(acc, high, alpha, limit, ACT)
-        y_at = y + pair.to(tl.int64) * y_row
-        if FLIP:
-            tl.store(y_at[None, :] + n[:, None], acc.to(y.dtype.element_ty), mask=there[None, :] & inside[:, None])
-        else:
-            tl.store(y_at[:, None] + n[None, :], acc.to(y.dtype.element_ty), mask=there[:, None] & inside[None, :])
+        at = y + pair.to(tl.int64)[None, :] * y_row + n[:, None]
+        tl.store(at, acc.to(y.dtype.element_ty), mask=there[None, :] & inside[:, None])
     # Dependents that came earlier would take the place of programs that still read.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def many_kernel(
+    x, w, bias, y, lists, counts, experts, room, rows, columns, x_row, y_row, alpha, limit,
+    TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The same where matrices have many pairs: BM of them and BN rows a program. Tiles are numbered through all lists;
+    there are programs for as many as there may be.
+
+    With ACT, gate and up rows alternate in one tile: one wide product, whose neighbouring columns one thread holds.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    halves: tl.constexpr = 1 if ACT == "" else 2
+    across = tl.cdiv(rows, BN)
+    tile = tl.program_id(0) // across
+    start = (tl.program_id(0) % across) * BN
+    e = tl.arange(0, EP)
+    each = tl.load(counts + e, mask=e < experts, other=0)
+    tiles = tl.cdiv(each, BM)
+    ends = tl.cumsum(tiles, 0)
+    matrix = tl.sum((ends <= tile).to(tl.int32), 0)
+    if matrix < experts:
+        mine = e == matrix
+        m = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * BM + tl.arange(0, BM)
+        there = m < tl.sum(tl.where(mine, each, 0), 0)
+        pair = tl.load(lists + matrix.to(tl.int64) * room + m, mask=there, other=0)
+        r = tl.arange(0, BN * halves)
+        safe = tl.where(start + r // halves < rows, start + r // halves, 0)
+        row = safe
+        if ACT == "clamped_swiglu":
+            row = safe * 2 + r % 2
+        elif ACT != "":
+            row = safe + (r % 2) * rows
+        own = w + matrix.to(tl.int64) * rows * halves * columns
+        source = pair // TOP if SHARE else pair
+        x_at = x + source.to(tl.int64)[:, None] * x_row
+        acc = tl.zeros([BM, BN * halves], tl.float32)
+        for k in range(0, columns, BK):
+            c = k + tl.arange(0, BK)
+            a = _rows_of(x_at, there, c, columns, EVEN)
+            acc = tl.dot(a, tl.trans(_weights(own, row, c, columns, EVEN)), acc, input_precision=PRECISION)
+        if BIAS:
+            acc += tl.load(bias + matrix.to(tl.int64) * rows * halves + row).to(tl.float32)[None, :]
+        if ACT != "":
+            gate, up = tl.split(tl.reshape(acc, (BM, BN, 2)))
+            acc = gated(gate, up, alpha, limit, ACT)
+        n = start + tl.arange(0, BN)
+        at = y + pair.to(tl.int64)[:, None] * y_row + n[None, :]
+        tl.store(at, acc.to(y.dtype.element_ty), mask=there[:, None] & (n < rows)[None, :])
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -172,7 +204,7 @@ def lone_up_kernel(
     k = tl.program_id(0)
     expert, rank, taken, _ = chosen(
         logits, 0, logits, correction, scale, 1, False, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
-        RENORMALIZE, GP, EP,
+        RENORMALIZE, GP, EP, False,
     )  # fmt: skip
     mine = tl.sum(tl.where(taken & (rank == k), expert, 0), 0)
     slot = tl.load(slots + mine * most)
@@ -220,7 +252,7 @@ def lone_up_kernel(
 
 
 @triton.jit
-def _falling(w, x, n, slot, hidden, inner, c, BN: tl.constexpr):
+def _falling(w, n, slot, hidden, inner, c):
     """Weights [BN, TP, BK] of output rows ``n``, matrices ``slot`` and columns ``c``."""
     own = slot.to(tl.int64) * hidden * inner
     at = own[None, :, None] + (n * inner)[:, None, None] + c[None, None, :]
@@ -239,16 +271,16 @@ def _taken_in(acc, a, x, k, c, inner, TOP: tl.constexpr):
 def lone_down_kernel(
     logits, correction, slots, x, w, bias, extra, gate, y, most, hidden, inner, scale,
     BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, TP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TWO: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """One token: y = Σ_k weight of choice k * (w[its slot] @ x[k]), BN rows of all matrices a program; extra and gate
-    as in ``mix_kernel``. TWO: there is more than one tile of columns. Two are under way before the kernel waits: the
-    kernel before has waited for ``logits``."""
+    as in ``mix_kernel``. The first AHEAD (1 to 3) tiles of columns are under way before the kernel waits: the kernel
+    before has waited for ``logits``."""
     expert, rank, taken, weight = chosen(
         logits, 0, logits, correction, scale, 1, False, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
-        RENORMALIZE, GP, EP,
+        RENORMALIZE, GP, EP, False,
     )  # fmt: skip
     k = tl.arange(0, TP)
     match = taken[None, :] & (rank[None, :] == k[:, None])
@@ -257,19 +289,22 @@ def lone_down_kernel(
     slot = tl.load(slots + mine * most, mask=k < TOP, other=-1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BK)
-    a0 = _falling(w, x, n, slot, hidden, inner, c, BN)
-    if TWO:
-        a1 = _falling(w, x, n, slot, hidden, inner, BK + c, BN)
+    a0 = _falling(w, n, slot, hidden, inner, c)
+    if AHEAD > 1:
+        a1 = _falling(w, n, slot, hidden, inner, BK + c)
+    if AHEAD > 2:
+        a2 = _falling(w, n, slot, hidden, inner, 2 * BK + c)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BN, TP, BK], tl.float32)
     acc = _taken_in(acc, a0, x, k, c, inner, TOP)
-    if TWO:
+    if AHEAD > 1:
         acc = _taken_in(acc, a1, x, k, BK + c, inner, TOP)
-        for first in range(2 * BK, inner, BK):
-            a = _falling(w, x, n, slot, hidden, inner, first + c, BN)
-            acc = _taken_in(acc, a, x, k, first + c, inner, TOP)
+    if AHEAD > 2:
+        acc = _taken_in(acc, a2, x, k, 2 * BK + c, inner, TOP)
+    for first in range(AHEAD * BK, inner, BK):
+        acc = _taken_in(acc, _falling(w, n, slot, hidden, inner, first + c), x, k, first + c, inner, TOP)
     each = tl.sum(acc, 2)
     inside = n < hidden
     if BIAS:

@@ -36,12 +36,13 @@ def chosen(
     logits, part, router_bias, correction, scale,
     PARTS: tl.constexpr, BIAS: tl.constexpr, CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr,
     GROUPS: tl.constexpr, EACH: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
+    RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """For every place of a padded [GP, EP] grid of groups and experts: the expert, its rank, whether it is one of the
     TOP, its weight. ``logits``: those of the token, PARTS of them ``part`` elements apart, which are summed.
 
-    A rank is the number of experts that are better, or as good and in front: no search, and the lowest id wins ties.
+    A rank is the number of experts that are better, or as good and in front: the lowest id wins ties. Many warps
+    compare all with all, which needs few exchanges between them; SEARCH, for one warp, takes the best again and again.
     """
     i = tl.arange(0, GP * EP)
     group = i // EP
@@ -54,12 +55,15 @@ def chosen(
         s = tl.sum(tl.load(logits + each, mask=real[None, :], other=0.0), 0)
     if BIAS:
         s += tl.load(router_bias + expert, mask=real, other=0.0).to(tl.float32)
+    wanted = s
     if SCORING == "softmax":
         s = tl.exp(tl.where(real, s, float("-inf")) - tl.max(tl.where(real, s, float("-inf")), 0))
         s = s / tl.sum(s, 0)
     elif SCORING == "sigmoid":
         s = 1.0 / (1.0 + tl.exp(-s))
-    wanted = s
+    # Softmax keeps the order, so that who needs no more than that need not wait for it.
+    if SCORING != "softmax" or CORRECT or TOP_GROUPS < GROUPS:
+        wanted = s
     if CORRECT:
         wanted += tl.load(correction + expert, mask=real, other=0.0)
     if TOP_GROUPS < GROUPS:
@@ -74,8 +78,19 @@ def chosen(
         lead = (total[None, :] > total[:, None]) | ((total[None, :] == total[:, None]) & (g[None, :] < g[:, None]))
         kept = tl.sum((lead & (g < GROUPS)[None, :]).to(tl.int32), 1) < TOP_GROUPS
         wanted = tl.reshape(tl.where(kept[:, None] & valid, grid, float("-inf")), (GP * EP,))
-    tie = (wanted[None, :] == wanted[:, None]) & (i[None, :] < i[:, None])
-    rank = tl.sum((((wanted[None, :] > wanted[:, None]) | tie) & real[None, :]).to(tl.int32), 1)
+    if SEARCH:
+        # Ordered as integers, with the place below: no two are equal. Adding 0 makes one zero of two.
+        bits = (wanted + 0.0).to(tl.int32, bitcast=True)
+        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (GP * EP - i)
+        order = tl.where(real, order, -9223372036854775807)
+        rank = tl.full([GP * EP], GP * EP, tl.int32)
+        for r in tl.static_range(TOP):
+            hit = order == tl.max(order, 0)
+            rank = tl.where(hit, r, rank)
+            order = tl.where(hit, -9223372036854775807, order)
+    else:
+        tie = (wanted[None, :] == wanted[:, None]) & (i[None, :] < i[:, None])
+        rank = tl.sum((((wanted[None, :] > wanted[:, None]) | tie) & real[None, :]).to(tl.int32), 1)
     taken = real & (rank < TOP)
     weight = tl.where(taken, s, 0.0)
     if SCORING == "softmax_top":
@@ -101,7 +116,7 @@ def route_kernel(
     token = tl.program_id(0).to(tl.int64)
     expert, rank, taken, weight = chosen(
         logits + token * logits_row, part, router_bias, correction, scale, PARTS, BIAS, CORRECT, SCORING, TOP, GROUPS,
-        EACH, TOP_GROUPS, GROUP_BEST, RENORMALIZE, GP, EP,
+        EACH, TOP_GROUPS, GROUP_BEST, RENORMALIZE, GP, EP, True,
     )  # fmt: skip
     if PLACE:
         spread = tl.maximum(tl.load(copies + expert, mask=taken, other=1), 1)
