@@ -106,9 +106,10 @@ def sort(tuning: Tuning, slots: torch.Tensor, matrices: int, room: int) -> Work:
     lists = torch.empty(matrices, room, dtype=torch.int32, device=slots.device)
     counts = torch.empty(matrices, dtype=torch.int32, device=slots.device)
     pairs = slots.numel()
+    chunk = max(16, min(8192 if tuning.shared >= 96 << 10 else 2048, power_of_two(pairs)))
     list_kernel[(matrices,)](
-        slots, lists, counts, pairs, room, CHUNK=max(16, min(8192, power_of_two(pairs))), OVERLAP=tuning.overlap,
-        num_warps=4 if pairs <= 2048 else 16, **tuning.launch,
+        slots, lists, counts, pairs, room, CHUNK=chunk, OVERLAP=tuning.overlap, num_warps=4 if chunk <= 2048 else 16,
+        **tuning.launch,
     )  # fmt: skip
     return Work(slots, lists, counts)
 

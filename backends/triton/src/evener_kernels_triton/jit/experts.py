@@ -62,9 +62,9 @@ def few_kernel(
     own_bias = bias + matrix.to(tl.int64) * rows * halves
     if TP > 0:
         t = tl.arange(0, BM)
-        k = tl.arange(0, TP)
-        place = t[:, None] * TOP + k[None, :]
-        hit = tl.load(slots + place, mask=(t < tokens)[:, None] & (k < TOP)[None, :], other=-1) == matrix
+        rank = tl.arange(0, TP)
+        place = t[:, None] * TOP + rank[None, :]
+        hit = tl.load(slots + place, mask=(t < tokens)[:, None] & (rank < TOP)[None, :], other=-1) == matrix
         found = tl.sum(hit.to(tl.int32), 1)
         own_pair = tl.sum(tl.where(hit, place, 0), 1)
         count = tl.max(found, 0)  # one round, or none
