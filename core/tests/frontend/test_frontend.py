@@ -83,6 +83,7 @@ def test_a_chat_may_use_the_rest_of_the_context_and_a_completion_16_tokens(tiny_
 def test_samples_have_ids_and_seeds_of_their_own_that_follow_from_the_requests(frontend: Frontend) -> None:
     messages = frontend.submit("ab", SamplingParams(n=3, seed=7), "r")
     assert [message.id for message in messages] == ["r-0", "r-1", "r-2"]
+    assert [message.fork_of for message in messages] == ["", "r-0", "r-0"]
     seeds = [message.sampling.seed for message in messages]
     assert seeds[0] == 7
     assert len(set(seeds)) == 3

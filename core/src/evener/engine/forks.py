@@ -14,15 +14,16 @@ from evener.engine.state import StateManager
 Copies = list[tuple[int, int, int]]
 
 
-def attach(request: Request, parent: Request | None) -> None:
-    """Let ``request`` start from ``parent``'s state, if it will come to one that both share; None: nobody's."""
+def attach(request: Request, parent: Request | None, least: int) -> None:
+    """Let ``request`` start from ``parent``'s state (None: nobody's), if it comes to one of ``least`` tokens or more
+    that both share."""
     if parent is None or parent.message.cache_salt != request.message.cache_salt or request.to_score:
         return
     # The last token is the request's own to compute: what it samples comes from there.
     pairs = zip(request.tokens[:-1], parent.tokens, strict=False)
     shared = next((i for i, (own, other) in enumerate(pairs) if own != other), len(request.tokens) - 1)
     shared = min(shared, len(parent.tokens))
-    if shared > parent.planned:
+    if shared >= least and shared > parent.planned:
         request.parent, request.shared = parent, shared
         parent.pauses.add(shared)
 

@@ -53,8 +53,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     ``max_tokens`` is already limited to the context. ``stop_token_ids`` ends with reason ``stop``; the token itself is
     reported. ``max_time`` seconds after the controller took it in, a request ends with reason ``timeout``.
     ``cache_salt`` separates prefix caches (adapter, image hash, tenant). ``fork_of`` names a request that was sent
-    before and begins with the same tokens: this one waits until they are computed and starts from that state; if that
-    request has ended or gone on, it makes no difference.
+    before and begins with the same tokens, at least a block of them: this one waits until they are computed and starts
+    from that state; if that request has ended or gone on, it makes no difference.
     """
 
     id: str

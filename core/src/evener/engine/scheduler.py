@@ -139,7 +139,8 @@ class Scheduler:
             return [Finished(id=message.id, reason="error", error=problem, status=400)]
         request = Request(message, self._arrivals)
         self._arrivals += 1
-        attach(request, self._requests.get(message.fork_of))
+        # Less than a block is not worth the step that its parent stops for.
+        attach(request, self._requests.get(message.fork_of), self.state.block_size)
         self._requests[request.id] = request
         self.waiting.append(request)
         return []
