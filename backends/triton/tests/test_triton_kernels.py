@@ -145,6 +145,24 @@ def test_latent_attention_of_new_and_old_requests_agrees_with_its_expansion() ->
     assert [r.status for r in results] == ["passed"], [str(r) for r in results]
 
 
+def test_the_rest_of_an_old_prompt_is_computed_beside_a_whole_new_one() -> None:
+    kernel = next(k for k in host_kernels(composite=True) if k.op == "latent_attention_block")
+    linears = [k for k in host_kernels(composite=False) if k.op == "linear"]
+    provider, metas = LatentState(Tuning(64, 48 << 10, False)), []
+    prepare = provider.prepare
+    provider.prepare = lambda *a: metas.append(prepare(*a)) or metas[-1]  # type: ignore[func-returns-value,method-assign]
+    family, every = next(f for f in families() if f.name == "latent"), list(schemas().values())
+    model = TinyModel(HostDevice(0), "float32", family, [kernel, *linears], provider, every)
+    reference = TinyModel(HostDevice(0), "float32", family, (), ReferenceState(), every, model)
+    noise = torch.Generator().manual_seed(8)
+    with torch.inference_mode():
+        for before, counts in (((0,), (9,)), ((9, 0), (5, 7))):
+            x = torch.randn(sum(counts), 96, generator=noise)
+            for got, want in zip(*(m.step(x, before, counts) for m in (model, reference)), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    assert [[(run.whole, rows.stop) for run, rows in meta.runs] for meta in metas] == [[], [(False, 5), (True, 12)]]
+
+
 def test_filters_keep_what_sorting_keeps() -> None:
     noise = torch.Generator().manual_seed(4)
     logits = (torch.randn(4, 37, generator=noise) * 4).round() / 4  # so that bounds fall on equal scores

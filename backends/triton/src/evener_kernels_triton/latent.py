@@ -12,10 +12,10 @@ from evener.contracts.state import StepParts
 from evener.ops.latent import INNER_EPS, LatentWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.composites import enter_rows, project_rows
-from evener_kernels_triton.jit.latent import latent_enter_kernel, latent_leave_kernel
+from evener_kernels_triton.jit.latent import latent_enter_kernel, latent_leave_kernel, latent_prompt_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
-from evener_kernels_triton.latent_state import LATENT_LAYOUT, LatentMeta, LatentState, LatentViews, Parts
-from evener_kernels_triton.linear import stream
+from evener_kernels_triton.latent_state import LATENT_LAYOUT, LOG2_E, LatentMeta, LatentState, LatentViews, Parts
+from evener_kernels_triton.linear import many, stream
 from evener_kernels_triton.primitives import norm_rows
 from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two
 
@@ -24,7 +24,8 @@ _LONGEST = 256
 
 
 class TritonLatentAttentionBlock(TritonKernel):
-    """Every request attends in latent space, one with many new tokens too: nothing is expanded.
+    """Requests attend in latent space, those with many new tokens too, unless all of these are whole prompts: then keys
+    and values are expanded, which is a third of the operations.
 
     One token: norm and projection in one launch, then rotation, write and the way into latent space, attention, merging
     and the way out, output projection.
@@ -55,6 +56,7 @@ class TritonLatentAttentionBlock(TritonKernel):
         width = s["q_rank"] or s["heads"] * (s["nope_dim"] + s["rope_dim"])
         enter, leave = enter_rows(tuning, call, s["down"].rows), project_rows(tuning, call, dtype)
         queries, inward, outward = _queries(tuning, call), _inward(tuning, call), _outward(tuning, call)
+        attend_prompts = _prompts(tuning, call)
         provider: LatentState = s["state"].provider
 
         def run(
@@ -65,6 +67,9 @@ class TritonLatentAttentionBlock(TritonKernel):
             found = torch.empty(wide.shape[0], s["heads"] * s["value_dim"], dtype=dtype, device=wide.device)
             query = queries(wide[:, :width], w)
             for part, rows in _rows(meta, wide.shape[0]):
+                if part.whole:
+                    attend_prompts(query[rows], wide[rows, width:], positions[rows], w, views, part, found[rows])
+                    continue
                 inside = inward(query[rows], wide[rows, width:], positions[rows], w, views, part)
                 latent, pieces = provider.attend_parts(views, part, inside)
                 if pieces is not None and latent.shape[0] > 1:  # with one, every program of the next kernel does it
@@ -78,9 +83,12 @@ class TritonLatentAttentionBlock(TritonKernel):
 def _rows(meta: Any, tokens: int) -> list[tuple[LatentMeta, slice]]:
     """Metadata of each part of a step, and its tokens."""
     if not isinstance(meta, StepParts):
-        return [(meta, slice(0, tokens))]
-    parts = [(meta.single, slice(0, meta.tokens)), (meta.longer, slice(meta.tokens, tokens))]
-    return [part for part in parts if part[0] is not None]
+        return list(meta.runs) or [(meta, slice(0, tokens))]
+    found = [] if meta.single is None else [(meta.single, slice(0, meta.tokens))]
+    if meta.longer is not None:
+        for part, rows in _rows(meta.longer, tokens - meta.tokens):
+            found.append((part, slice(meta.tokens + rows.start, meta.tokens + rows.stop)))
+    return found
 
 
 def _queries(tuning: Tuning, call: OpCall) -> Callable[[torch.Tensor, LatentWeights], torch.Tensor]:
@@ -104,28 +112,67 @@ def _queries(tuning: Tuning, call: OpCall) -> Callable[[torch.Tensor, LatentWeig
 
 def _inward(tuning: Tuning, call: OpCall) -> Callable[..., torch.Tensor]:
     """Queries into latent space, and the new tokens' state into its pages."""
+    enter, s = _enter(tuning, call), call.static
+
+    def run(query: torch.Tensor, latent: torch.Tensor, *rest: Any) -> torch.Tensor:
+        inside = query.new_empty(query.shape[0], s["heads"], s["rank"] + s["rope_dim"])
+        enter(query, latent, *rest, inside, None)
+        return inside
+
+    return run
+
+
+def _enter(tuning: Tuning, call: OpCall) -> Callable[..., None]:
+    """The launch that writes state: it makes queries in latent space, or with ``rows`` [T, rank + rope] rotated ones
+    alone, and copies the state there."""
     s = call.static
-    heads, nope, rope, rank = s["heads"], s["nope_dim"], s["rope_dim"], s["rank"]
+    heads, rank = s["heads"], s["rank"]
     sizes = {
-        "HEADS": heads, "NOPE": nope, "VALUE": s["value_dim"], "NP": max(16, power_of_two(nope)),
+        "HEADS": heads, "NOPE": s["nope_dim"], "VALUE": s["value_dim"], "NP": max(16, power_of_two(s["nope_dim"])),
         "HP": min(16, power_of_two(heads)), "INTERLEAVED": bool(s["interleaved"]), "PRECISION": PRECISION,
         "OVERLAP": tuning.overlap,
     }  # fmt: skip
 
     def run(
         query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, w: LatentWeights, views: LatentViews,
-        meta: LatentMeta,
-    ) -> torch.Tensor:  # fmt: skip
+        meta: LatentMeta, inside: torch.Tensor, rows: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         tokens = query.shape[0]
         p = tuning.latent_product(tokens, rank)
-        inside = torch.empty(tokens, heads, rank + rope, dtype=query.dtype, device=query.device)
-        products = heads * -(-rank // p.n) * -(-tokens // p.m)
+        products = 0 if rows is not None else heads * -(-rank // p.n) * -(-tokens // p.m)
         latent_enter_kernel[(products + tokens,)](
-            positions, meta.step.slot_mapping, query, w.heads, latent, w.kv_norm, w.cos_sin, inside, views.rows,
-            tokens, products, query.stride(0), latent.stride(0), views.rows.stride(0), INNER_EPS,
-            BM=p.m, BN=p.n, num_warps=p.warps, **sizes, **views.sizes, **tuning.launch,
+            positions, meta.step.slot_mapping, query, w.heads, latent, w.kv_norm, w.cos_sin, inside,
+            rows if rows is not None else inside, views.rows, tokens, products, query.stride(0), latent.stride(0),
+            views.rows.stride(0), INNER_EPS, BM=p.m, BN=p.n, EXPAND=rows is not None, num_warps=p.warps, **sizes,
+            **views.sizes, **tuning.launch,
         )  # fmt: skip
-        return inside
+
+    return run
+
+
+def _prompts(tuning: Tuning, call: OpCall) -> Callable[..., None]:
+    """Whole prompts: their keys and values from the latents, and attention over these."""
+    enter, s = _enter(tuning, call), call.static
+    heads, nope, rope, value, rank = (s[k] for k in ("heads", "nope_dim", "rope_dim", "value_dim", "rank"))
+    p = tuning.prompt_tile(getattr(torch, s["dtype"]).itemsize)
+    sizes = {
+        "HEADS": heads, "NOPE": nope, "VALUE": value, "ROPE": rope, "NP": max(16, power_of_two(nope)),
+        "VP": max(16, power_of_two(value)), "EP": max(16, power_of_two(rope)), "PRECISION": PRECISION,
+    }  # fmt: skip
+    scale = s["state"].attention.scale * LOG2_E
+
+    def run(
+        query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, w: LatentWeights, views: LatentViews,
+        meta: LatentMeta, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        turned, rows = query.new_empty(query.shape[0], heads, rope), query.new_empty(query.shape[0], rank + rope)
+        enter(query, latent, positions, w, views, meta, turned, rows)
+        kv = many(rows[:, :rank], w.kv_b.data, rows.dtype)
+        step = meta.step
+        latent_prompt_kernel[(step.tokens // p.m + step.requests, heads)](
+            query, turned, kv, rows[:, rank:], step.query_start, out, query.stride(0), kv.stride(0), rows.stride(0),
+            step.requests, scale, M=p.m, N=p.n, num_warps=p.warps, num_stages=p.stages, **sizes,
+        )  # fmt: skip
 
     return run
 

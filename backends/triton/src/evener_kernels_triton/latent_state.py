@@ -22,7 +22,7 @@ from evener_kernels_triton.tuning import LEAST, LatentTile, Tuning, power_of_two
 LATENT_LAYOUT = "triton.latent"
 MAX_RANK = 512
 NARROW = "float8_e4m3fn"
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 class LatentViews:
@@ -50,12 +50,20 @@ class LatentViews:
 
 @dataclass(frozen=True)
 class LatentMeta:
-    """One step of a group. ``splits`` is 0 unless every request has one query token."""
+    """One step of a group.
+
+    Attributes:
+        splits: 0 unless every request has one query token.
+        whole: every request is new, so that nothing has to be read back.
+        runs: the step's requests that are not new, and those that are: metadata and tokens; empty if it is one run.
+    """
 
     step: StateStep
     attention: AttentionSpec
     splits: int
     tile: LatentTile
+    whole: bool = False
+    runs: tuple[tuple[LatentMeta, slice], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,13 +118,29 @@ class LatentState(StateProvider):
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> LatentMeta:
         if step.max_query != 1 or step.tokens != step.requests:
-            return LatentMeta(step, attention, 0, self._tuning.latent_mixed_tile(_size(attention.dtype)))
-        tile = self._tile(spec, attention, step.requests)
-        splits = self._tuning.latent_splits(step.requests * -(-attention.heads // tile.m), step.max_kv, tile)
-        return LatentMeta(step, attention, splits, self._tile(spec, attention, step.requests * splits))
+            return self._prepare_mixed(step, attention, spec.tensors[0].dtype == attention.dtype)
+        tile = self._tile(attention, 1)
+        programs = step.requests * -(-attention.heads // tile.m)
+        splits = self._tuning.latent_splits(programs, step.max_kv, tile)
+        return LatentMeta(step, attention, splits, self._tile(attention, programs * splits))
 
-    def _tile(self, spec: StateSpec, attention: AttentionSpec, programs: int) -> LatentTile:
-        return self._tuning.latent_tile(attention.heads, spec.tensors[0].shape[0], _size(attention.dtype), programs)
+    def _prepare_mixed(self, step: StateStep, attention: AttentionSpec, exact: bool) -> LatentMeta:
+        """``exact``: state holds what was computed, so it need not be read to be attended to."""
+        tile = self._tuning.latent_mixed_tile(_size(attention.dtype))
+        pairs = list(zip(step.host_query_lens, step.host_kv_lens, strict=True))
+        old = max((row + 1 for row, (count, length) in enumerate(pairs) if count != length), default=0)
+        if not exact or old in (0, step.requests):
+            return LatentMeta(step, attention, 0, tile, exact and not old)
+        cut = sum(step.host_query_lens[:old])
+        first, rest = step.rows(0, old), step.rows(old, step.requests)
+        runs = (
+            (LatentMeta(first, attention, 0, tile), slice(0, cut)),
+            (LatentMeta(rest, attention, 0, tile, True), slice(cut, step.tokens)),
+        )
+        return LatentMeta(step, attention, 0, tile, False, runs)
+
+    def _tile(self, attention: AttentionSpec, programs: int) -> LatentTile:
+        return self._tuning.latent_tile(attention.heads, _size(attention.dtype), programs)
 
     def write(self, views: LatentViews, meta: LatentMeta, *values: torch.Tensor) -> None:
         latent, rope = (t if t.stride(-1) == 1 else t.contiguous() for t in values)
@@ -164,8 +188,8 @@ class LatentState(StateProvider):
             stats = torch.empty(tokens, heads, splits, 2, dtype=torch.float32, device=out.device)
         latent_decode_kernel[(-(-heads // tile.m), tokens, splits)](
             query, views.rows, step.block_table, step.kv_lens, out, sums, stats, query.stride(0), query.stride(1),
-            step.block_table.stride(0), views.rows.stride(0), splits, meta.attention.scale * _LOG2_E,
-            HEADS=heads, M=tile.m, N=tile.n, C=tile.pieces, LEAST=LEAST, SPLIT=splits > 1, PRECISION=PRECISION,
+            step.block_table.stride(0), views.rows.stride(0), splits, meta.attention.scale * LOG2_E,
+            HEADS=heads, M=tile.m, N=tile.n, LEAST=LEAST, SPLIT=splits > 1, PRECISION=PRECISION,
             OVERLAP=self._tuning.overlap, num_warps=tile.warps, num_stages=tile.stages, **views.sizes,
             **self._tuning.launch,
         )  # fmt: skip
@@ -177,7 +201,7 @@ class LatentState(StateProvider):
         tiles = step.tokens // (tile.m // together) + step.requests
         latent_mixed_kernel[(tiles, -(-heads // together))](
             query, views.rows, step.block_table, step.query_start, step.kv_lens, out, query.stride(0), query.stride(1),
-            step.block_table.stride(0), views.rows.stride(0), step.requests, meta.attention.scale * _LOG2_E,
+            step.block_table.stride(0), views.rows.stride(0), step.requests, meta.attention.scale * LOG2_E,
             HEADS=heads, TOGETHER=together, M=tile.m, N=tile.n, PRECISION=PRECISION, num_warps=tile.warps,
             num_stages=tile.stages, **views.sizes,
         )  # fmt: skip
@@ -204,7 +228,7 @@ class LatentState(StateProvider):
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
         # Splits stop when a device is full: programs times parts are bounded whatever the batch.
         del max_tokens, max_kv
-        return 4 * self._tuning.units * self._tile(spec, attention, 1).m * (spec.tensors[0].shape[0] + 2) * 4
+        return 4 * self._tuning.units * self._tile(attention, 1).m * (spec.tensors[0].shape[0] + 2) * 4
 
 
 def _size(dtype: str) -> int:

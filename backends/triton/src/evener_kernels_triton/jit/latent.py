@@ -62,11 +62,15 @@ def _inward(
 
 @triton.jit
 def _remember(
-    t, positions, slots, q, latent, gain, cos_sin, inside, pages, q_row, latent_row, page, eps, HEADS: tl.constexpr,
-    NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr,
-    HP: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
+    t, positions, slots, q, latent, gain, cos_sin, turned, rows, pages, q_row, latent_row, page, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
+    EP: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, EXPAND: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the rest of one token's queries; normalise, rotate and write its state."""
+    """Rotate the rest of one token's queries; normalise, rotate and write its state, with EXPAND also into ``rows``."""
+    # Rotated queries stand behind those in latent space, or alone.
+    WIDE: tl.constexpr = ROPE if EXPAND else RANK + ROPE
+    SHIFT: tl.constexpr = 0 if EXPAND else RANK
     d = tl.arange(0, RP)
     e = tl.arange(0, EP)
     g = tl.load(gain + d, mask=d < RANK, other=0.0).to(tl.float32)
@@ -79,32 +83,39 @@ def _remember(
     x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * g
     to = pages + (slot // PAGE) * page + (slot % PAGE) * (RANK + ROPE)
     # Rounded to the compute type first, as a layer whose state is narrower rounds it.
-    tl.store(to + d, x.to(latent.dtype.element_ty).to(pages.dtype.element_ty), mask=d < RANK)
+    x = x.to(latent.dtype.element_ty)
+    tl.store(to + d, x.to(pages.dtype.element_ty), mask=d < RANK)
+    if EXPAND:
+        tl.store(rows + t * (RANK + ROPE) + d, x, mask=d < RANK)
     one = tl.arange(0, 1)[:, None]
     mask = (one == 0) & (e < ROPE)[None, :]
-    key = _turn(row + RANK + one, angles, e, mask, ROPE, INTERLEAVED)
-    tl.store(to + RANK + e[None, :] + one, key.to(latent.dtype.element_ty).to(pages.dtype.element_ty), mask=mask)
+    key = _turn(row + RANK + one, angles, e, mask, ROPE, INTERLEAVED).to(latent.dtype.element_ty)
+    tl.store(to + RANK + e[None, :] + one, key.to(pages.dtype.element_ty), mask=mask)
+    if EXPAND:
+        tl.store(rows + t * (RANK + ROPE) + RANK + e[None, :] + one, key, mask=mask)
     for first in range(0, HEADS, HP):
         heads = first + tl.arange(0, HP)[:, None]
         real = (heads < HEADS) & (e < ROPE)[None, :]
-        turned = _turn(q + t * q_row + heads * (NOPE + ROPE) + NOPE, angles, e, real, ROPE, INTERLEAVED)
-        at = inside + (t * HEADS + heads) * (RANK + ROPE) + RANK + e[None, :]
-        tl.store(at, turned.to(inside.dtype.element_ty), mask=real)
+        rest = _turn(q + t * q_row + heads * (NOPE + ROPE) + NOPE, angles, e, real, ROPE, INTERLEAVED)
+        at = turned + (t * HEADS + heads) * WIDE + SHIFT + e[None, :]
+        tl.store(at, rest.to(turned.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def latent_enter_kernel(
-    positions, slots, q, w, latent, gain, cos_sin, inside, pages,
+    positions, slots, q, w, latent, gain, cos_sin, inside, rows, pages,
     tokens, products, q_row, latent_row, page, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     NP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPAND: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What follows the projections: the first ``products`` programs bring queries into latent space, the others take a
     token each: rotations, and the write of its state.
 
     ``q`` [T, HEADS * (NOPE + ROPE)]; ``w`` [HEADS * (NOPE + VALUE), RANK]; ``latent`` [T, RANK + ROPE]; ``inside`` [T,
-    HEADS, RANK + ROPE].
+    HEADS, RANK + ROPE]. EXPAND: there are no products, ``inside`` is [T, HEADS, ROPE], and ``rows`` [T, RANK + ROPE]
+    gets what is written.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -113,8 +124,8 @@ def latent_enter_kernel(
         _inward(pid, q, w, inside, tokens, q_row, HEADS, NOPE, VALUE, RANK, ROPE, NP, BM, BN, PRECISION, OVERLAP)
     else:
         _remember(
-            (pid - products).to(tl.int64), positions, slots, q, latent, gain, cos_sin, inside, pages, q_row,
-            latent_row, page, eps, HEADS, NOPE, RANK, ROPE, RP, EP, HP, PAGE, INTERLEAVED, OVERLAP,
+            (pid - products).to(tl.int64), positions, slots, q, latent, gain, cos_sin, inside, rows, pages, q_row,
+            latent_row, page, eps, HEADS, NOPE, RANK, ROPE, RP, EP, HP, PAGE, INTERLEAVED, EXPAND, OVERLAP,
         )  # fmt: skip
 
 
@@ -154,18 +165,28 @@ def _state(pages, places, at, valid, page, dtype: tl.constexpr, PAGE: tl.constex
 
 
 @triton.jit
+def _step(qc, qr, c, r, seen, m, mass, acc, scale, PRECISION: tl.constexpr):
+    """The running maximum, sum and product after the rows ``c`` and ``r``, of which each line sees ``seen``."""
+    s = tl.dot(qc, tl.trans(c), input_precision=PRECISION)
+    s = tl.dot(qr, tl.trans(r), s, input_precision=PRECISION) * scale
+    s = tl.where(seen, s, float("-inf"))
+    new = tl.maximum(m, tl.max(s, 1))
+    fade = tl.exp2(m - new)
+    p = tl.exp2(s - new[:, None])
+    mass = mass * fade + tl.sum(p, 1)
+    acc = acc * fade[:, None] + tl.dot(p.to(c.dtype), c, input_precision=PRECISION)
+    return new, mass, acc
+
+
+@triton.jit
 def latent_decode_kernel(
     query, pages, table, kv_lens, out, parts, stats,
     q_row, q_head, table_row, page, splits, scale,
     HEADS: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
-    EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
+    EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of heads, request, split).
-
-    A latent is C pieces, and the products are batches over them: each piece has warps of its own, which read it once
-    and keep their part of the queries, and sums over a long row are short chains.
-    """
+    """Program (tile of heads, request, split)."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
@@ -175,53 +196,37 @@ def latent_decode_kernel(
     span = _span(length, splits, N, LEAST)
     low = split * span
     high = tl.minimum(low + span, length)
-    K: tl.constexpr = RP // C
-    d = tl.arange(0, C)[:, None, None] * K + tl.arange(0, K)[None, None, :]
+    d = tl.arange(0, RP)
     e = tl.arange(0, EP)
     real = heads < HEADS
+    mask = real[:, None] & (d < RANK)[None, :]
     row_table = table + row * table_row
     dtype: tl.constexpr = query.dtype.element_ty
-    start = query + row * q_row
-    mask = real[None, :, None] & (d < RANK)
-    qc = tl.load(start + heads[None, :, None] * q_head + d, mask=mask, other=0.0)
-    qr = tl.load(
-        start + RANK + heads[:, None] * q_head + e[None, :], mask=real[:, None] & (e < ROPE)[None, :], other=0.0
-    )
+    start = query + row * q_row + heads[:, None] * q_head
+    qc = tl.load(start + d[None, :], mask=mask, other=0.0)
+    qr = tl.load(start + RANK + e[None, :], mask=real[:, None] & (e < ROPE)[None, :], other=0.0)
     m = tl.full([M], -1e30, tl.float32)
     mass = tl.zeros([M], tl.float32)
-    acc = tl.zeros([C, M, K], tl.float32)
+    acc = tl.zeros([M, RP], tl.float32)
     places = _pages(row_table, low + tl.arange(0, N), low + tl.arange(0, N) < high, PAGE)
     for n in range(low, high, N):
         at = n + tl.arange(0, N)
         valid = at < high
-        line = pages + places * page + (at % PAGE) * (RANK + ROPE)
-        c = tl.load(line[None, :, None] + d, mask=valid[None, :, None] & (d < RANK), other=0.0).to(dtype)
-        r = tl.load(
-            line[:, None] + RANK + e[None, :], mask=valid[:, None] & (e < ROPE)[None, :], other=0.0
-        ).to(dtype)
+        c, r = _state(pages, places, at, valid, page, dtype, PAGE, RANK, ROPE, RP, EP)
         places = _pages(row_table, at + N, at + N < high, PAGE)
-        s = tl.dot(qr, tl.trans(r), input_precision=PRECISION)
-        s += tl.sum(tl.dot(qc, tl.permute(c, (0, 2, 1)), input_precision=PRECISION), 0)
-        s = tl.where(valid[None, :], s * scale, float("-inf"))
-        new = tl.maximum(m, tl.max(s, 1))
-        fade = tl.exp2(m - new)
-        p = tl.exp2(s - new[:, None])
-        mass = mass * fade + tl.sum(p, 1)
-        weights = tl.broadcast_to(p.to(dtype)[None, :, :], (C, M, N))
-        acc = acc * fade[None, :, None] + tl.dot(weights, c, input_precision=PRECISION)
-        m = new
+        m, mass, acc = _step(qc, qr, c, r, valid[None, :], m, mass, acc, scale, PRECISION)
     # Programs that came earlier would take the place of those that still read.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
         if low < length:
             cell = (row * HEADS + heads) * splits + split
-            tl.store(parts + cell[None, :, None] * RANK + d, acc, mask=mask)
+            tl.store(parts + cell[:, None] * RANK + d[None, :], acc, mask=mask)
             tl.store(stats + cell * 2, m, mask=real)
             tl.store(stats + cell * 2 + 1, mass, mask=real)
     else:
-        at = ((row * HEADS + heads) * RANK)[None, :, None] + d
-        tl.store(out + at, (acc / mass[None, :, None]).to(out.dtype.element_ty), mask=mask)
+        at = ((row * HEADS + heads) * RANK)[:, None] + d[None, :]
+        tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -271,15 +276,8 @@ def latent_mixed_kernel(
             at = n + tl.arange(0, N)
             c, r = _state(pages, places, at, at < end, page, dtype, PAGE, RANK, ROPE, RP, EP)
             places = _pages(row_table, at + N, at + N < end, PAGE)
-            s = tl.dot(qc, tl.trans(c), input_precision=PRECISION)
-            s = tl.dot(qr, tl.trans(r), s, input_precision=PRECISION) * scale
-            s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
-            new = tl.maximum(m, tl.max(s, 1))
-            fade = tl.exp2(m - new)
-            p = tl.exp2(s - new[:, None])
-            mass = mass * fade + tl.sum(p, 1)
-            acc = acc * fade[:, None] + tl.dot(p.to(dtype), c, input_precision=PRECISION)
-            m = new
+            seen = at[None, :] <= position[:, None]
+            m, mass, acc = _step(qc, qr, c, r, seen, m, mass, acc, scale, PRECISION)
         at = (token * HEADS + heads)[:, None] * RANK + d[None, :]
         mass = tl.where(mass > 0, mass, 1.0)  # lines that are not real may have seen nothing
         y = (acc / mass[:, None]).to(out.dtype.element_ty)
@@ -357,3 +355,93 @@ def latent_leave_kernel(
             acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
     to = y + cell[:, None] * VALUE + v[None, :]
     tl.store(to, acc.to(y.dtype.element_ty), mask=there[:, None] & (v < VALUE)[None, :])
+
+@triton.jit
+def _prompt_tile(
+    qn, qr, m, mass, acc, at, inside, position, keys, rope, kv_row, rope_row, scale, NOPE: tl.constexpr,
+    VALUE: tl.constexpr, ROPE: tl.constexpr, NP: tl.constexpr, VP: tl.constexpr, EP: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running maximum, sum and product after keys and values of the tokens at positions ``at``."""
+    k = tl.arange(0, NP)
+    v = tl.arange(0, VP)
+    e = tl.arange(0, EP)
+    line = keys + at[:, None].to(tl.int64) * kv_row
+    kn = tl.load(line + k[None, :], mask=inside[:, None] & (k < NOPE)[None, :], other=0.0)
+    kr = tl.load(
+        rope + at[:, None].to(tl.int64) * rope_row + e[None, :], mask=inside[:, None] & (e < ROPE)[None, :], other=0.0
+    )
+    value = tl.load(line + NOPE + v[None, :], mask=inside[:, None] & (v < VALUE)[None, :], other=0.0)
+    s = tl.dot(qn, tl.trans(kn), input_precision=PRECISION)
+    s = tl.dot(qr, tl.trans(kr), s, input_precision=PRECISION) * scale
+    if MASKED:
+        s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
+    new = tl.maximum(m, tl.max(s, 1))
+    fade = tl.exp2(m - new)
+    p = tl.exp2(s - new[:, None])
+    mass = mass * fade + tl.sum(p, 1)
+    acc = acc * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
+    return new, mass, acc
+
+
+@triton.jit
+def latent_prompt_kernel(
+    q, turned, kv, rope, query_start, out, q_row, kv_row, rope_row, requests, scale,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr, NP: tl.constexpr,
+    VP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Whole prompts, whose keys and values were expanded: program (tile of M queries, head), numbered as in
+    ``mixed_kernel``.
+
+    ``q`` [T, HEADS * (NOPE + ROPE)], of which ``turned`` [T, HEADS, ROPE] is the rotated rest; ``kv`` [T, HEADS * (NOPE
+    + VALUE)]; ``rope`` [T, ROPE]; ``out`` [T, HEADS, VALUE].
+    """
+    number = tl.program_id(0)
+    head = tl.program_id(1)
+    low = 0
+    high = requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // M + middle <= number:
+            low = middle
+        else:
+            high = middle
+    begin = tl.load(query_start + low)
+    count = tl.load(query_start + low + 1) - begin
+    first = (number - (begin // M + low)) * M
+    if first < count:
+        position = first + tl.arange(0, M)
+        real = position < count
+        token = (begin + position).to(tl.int64)
+        k = tl.arange(0, NP)
+        v = tl.arange(0, VP)
+        e = tl.arange(0, EP)
+        qn = tl.load(
+            q + token[:, None] * q_row + head * (NOPE + ROPE) + k[None, :], mask=real[:, None] & (k < NOPE)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        qr = tl.load(
+            turned + (token * HEADS + head)[:, None] * ROPE + e[None, :], mask=real[:, None] & (e < ROPE)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        keys = kv + begin.to(tl.int64) * kv_row + head * (NOPE + VALUE)
+        ropes = rope + begin.to(tl.int64) * rope_row
+        m = tl.full([M], -1e30, tl.float32)
+        mass = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, VP], tl.float32)
+        # Tiles that every query of this program sees whole need no mask.
+        whole = (first + 1) // N * N
+        for n in range(0, whole, N):
+            at = n + tl.arange(0, N)
+            m, mass, acc = _prompt_tile(
+                qn, qr, m, mass, acc, at, at < count, position, keys, ropes, kv_row, rope_row, scale, NOPE, VALUE,
+                ROPE, NP, VP, EP, False, PRECISION,
+            )  # fmt: skip
+        for n in range(whole, tl.minimum(first + M, count), N):
+            at = n + tl.arange(0, N)
+            m, mass, acc = _prompt_tile(
+                qn, qr, m, mass, acc, at, at < count, position, keys, ropes, kv_row, rope_row, scale, NOPE, VALUE,
+                ROPE, NP, VP, EP, True, PRECISION,
+            )  # fmt: skip
+        to = out + (token * HEADS + head)[:, None] * VALUE + v[None, :]
+        tl.store(to, (acc / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (v < VALUE)[None, :])
