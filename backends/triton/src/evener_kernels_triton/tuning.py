@@ -199,23 +199,28 @@ class Tuning:
         where there are so many programs. State on the left side of the products is as fast at 64 requests and a sixth
         slower at 256; products in four batches of a quarter of the latent are slower by half.
         """
-        roomy = self._roomy(element)
-        m = max(16, min(64, power_of_two(heads))) if roomy else 16
-        stages = (3 if programs > self.units else 2) if roomy else 1
-        return LatentTile(m, 32 if roomy else 16, 4 if m == 16 else 8, stages)
+        if not self._has(160, element):
+            return LatentTile(16, 16, 4, 1)
+        m = max(16, min(64, power_of_two(heads))) if self._has(200, element) else 16
+        return LatentTile(m, 32, 4 if m == 16 else 8, 3 if programs > self.units else 2)
 
     def latent_mixed_tile(self, element: int) -> LatentTile:
         """Any query lengths over latents."""
-        return LatentTile(64, 32, 8, 2) if self._roomy(element) else LatentTile(16, 16, 4, 1)
+        if self._has(200, element):
+            return LatentTile(64, 32, 8, 2)
+        return LatentTile(16, 32, 4, 2) if self._has(160, element) else LatentTile(16, 16, 4, 1)
 
     def prompt_tile(self, element: int) -> Product:
         """Whole prompts over expanded keys and values: ``m`` queries, ``n`` keys."""
-        if self._roomy(element):
+        if self._has(200, element):
             return Product(128, 64, 0, 8, 2)
+        if self._has(160, element):
+            return Product(64, 64, 0, 4, 2)
         return Product(32, 32 if element <= 2 else 16, 0, 4, 1)
 
-    def _roomy(self, element: int) -> bool:
-        return self.shared >= 160 << 10 and element <= 2
+    def _has(self, kilobytes: int, element: int) -> bool:
+        """So much shared memory, for elements of two bytes."""
+        return self.shared >= kilobytes << 10 and element <= 2
 
     def latent_splits(self, programs: int, longest: int, tile: LatentTile) -> int:
         """As ``splits``, but what a part leaves to be merged is as large as what it read of 32 tokens, so a device is
