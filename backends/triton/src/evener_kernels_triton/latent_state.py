@@ -103,7 +103,9 @@ class LatentState(StateProvider):
             return f"the device does not convert {NARROW}"
         if latent.shape[0] > MAX_RANK:
             return f"latents are longer than {MAX_RANK}"
-        if 32 * (latent.shape[0] + rope.shape[0]) * _size(attention.dtype) > self._tuning.shared:
+        # Compilers for matrix units that came before bfloat16 hold more of a tile at a time.
+        lines = 32 if "bfloat16" in device.dtypes else 61
+        if lines * (latent.shape[0] + rope.shape[0]) * _size(attention.dtype) > self._tuning.shared:
             return f"tiles of {attention.dtype} do not fit into {self._tuning.shared} bytes of shared memory"
         return None
 
