@@ -1,5 +1,5 @@
 """A checkpoint with MXFP4 experts, from its files to greedy tokens: transformers' numbers, once it has dequantized
-them; counted and explained as what it takes."""
+them; kept as stored where a kernel reads that; counted and explained as what it takes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from evener_models.mxfp4 import Mxfp4Scheme
 CONFIG = {**find_architecture("GptOssForCausalLM").tiny_config(), "num_hidden_layers": 2}
 CONFIG["layer_types"] = CONFIG["layer_types"][:2]
 EXPERTS, HIDDEN, INNER = (CONFIG[k] for k in ("num_local_experts", "hidden_size", "intermediate_size"))
+NUMBERS = CONFIG["num_hidden_layers"] * EXPERTS * 3 * HIDDEN * INNER
+#: Keys without which the CPU backend keeps experts packed.
+WIDER = {"ops.grouped_linear": "reference", "ops.moe_block": "reference"}
 QUANTIZED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
@@ -67,23 +70,39 @@ def test_logits_and_greedy_tokens_are_those_of_transformers_with_dequantized_exp
     naive = NaiveModel(folder, schemes=(Mxfp4Scheme(),))
     assert_naive_logits(naive, oracle(ids), ids)
     result = Comparison()
-    answer, _ = greedy(folder, ids, ANSWER)
-    compare_greedy(oracle, [ids], [answer], lambda tokens, n: greedy(folder, tokens, n)[0], result)
+    answer, _ = greedy(folder, ids, ANSWER, **WIDER)
+    compare_greedy(oracle, [ids], [answer], lambda tokens, n: greedy(folder, tokens, n, **WIDER)[0], result)
     result.check()
+
+
+def test_a_backend_that_reads_the_blocks_keeps_them_and_counts_what_they_take(
+    packed: tuple[Logits, Path], one_thread: None
+) -> None:
+    _, folder = packed
+    ids = prompt_of(CONFIG["vocab_size"])
+    (kept, info), (_, wider) = greedy(folder, ids, ANSWER), greedy(folder, ids, 1, **WIDER)
+    assert info["manifest"]["dequantized"] == []
+    found = explain(from_overrides(str(folder), SMALL))
+    assert found["packings"]["cpu.blocks"] == 2 * CONFIG["num_hidden_layers"]
+    assert found["memory"]["weights"] == info["memory"]["weights"]
+    saved = NUMBERS * (4 - 17 / 32)  # less what fills up tiles of so few columns
+    assert 0.97 * saved < wider["memory"]["weights"] - info["memory"]["weights"] < saved
+    # Activations have 16 bits beside blocks, so the tokens are nearly those of transformers.
+    rows = NaiveModel(folder, schemes=(Mxfp4Scheme(),)).greedy_gaps(ids, kept)
+    assert max(rows) < 5e-3
 
 
 def test_what_nobody_keeps_packed_is_dequantized_and_explained_with_the_bytes_that_it_takes(
     packed: tuple[Logits, Path], one_thread: None
 ) -> None:
     _, folder = packed
-    keys = {"dtype": "bfloat16", "ops.grouped_linear": "reference", "ops.moe_block": "reference"}
+    keys = {"dtype": "bfloat16", **WIDER}
     found = explain(from_overrides(str(folder), {**SMALL, **keys}))
-    numbers = CONFIG["num_hidden_layers"] * EXPERTS * 3 * HIDDEN * INNER
     (line,) = found["dequantized"]
     count = 2 * EXPERTS * CONFIG["num_hidden_layers"]
-    more = numbers * 2 - numbers * 17 // 32
+    more = NUMBERS * 2 - NUMBERS * 17 // 32
     assert line.startswith(f"{count} tensors are dequantized from float4_e2m1 to bfloat16, {more:,} bytes more (")
     assert line in render(found, 400)
     _, info = greedy(folder, [3, 4, 5], 2, **keys)
     assert info["manifest"]["dequantized"] == [line]
-    assert info["memory"]["weights"] == found["memory"]["weights"] > numbers * 2
+    assert info["memory"]["weights"] == found["memory"]["weights"] > NUMBERS * 2

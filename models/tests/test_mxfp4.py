@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from evener.contracts.quant import WeightPart, plain
+from evener.contracts.quant import MXFP4, WeightPart, plain
 from evener.errors import CheckpointError
-from evener_models.mxfp4 import MXFP4, Mxfp4Scheme
+from evener_models.mxfp4 import Mxfp4Scheme
 
 SCHEME = Mxfp4Scheme()
 HEADERS = {

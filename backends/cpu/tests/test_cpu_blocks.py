@@ -1,4 +1,4 @@
-"""Weights in blocks: against the gguf library's own dequantization, in float32.
+"""Weights in blocks: against the gguf library's own dequantization (MXFP4: the standard's table), in float32.
 
 Tolerance of every format, relative to the lengths of the rows that are multiplied: float32 9e-5 (activations are 16-bit
 integers that share a scale over 32 columns: at most sqrt(32) / 65534), bfloat16 4e-3 (the result is rounded). No weight
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +19,8 @@ import pytest
 import torch
 
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import BLOCKS, PackedWeight, WeightPart, block_format, plain
-from evener_backend_cpu.block_packing import KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
+from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, WeightPart, block_format, plain
+from evener_backend_cpu.block_packing import FORMATS, KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import SOURCES, Native, Unavailable
 from evener_backend_cpu.primitives import NativeLinear
@@ -46,6 +47,11 @@ def part(storage: str, rows: int, columns: int, seed: int = 0, name: str = "part
     if storage in DTYPES:
         values = torch.from_numpy(random.standard_normal((rows, columns), numpy.float32)) * columns**-0.5
         return WeightPart(name, rows, columns, plain(storage), {"weight": values.to(getattr(torch, storage))})
+    if storage == MXFP4.storage:
+        shape = (rows, columns // 32)
+        weight = torch.from_numpy(random.integers(0, 256, (*shape, 16), dtype=numpy.uint8))
+        scale = torch.from_numpy(random.integers(115, 123, shape, dtype=numpy.uint8))
+        return WeightPart(name, rows, columns, MXFP4, {"weight": weight, "scale": scale})
     elements, nbytes = BLOCKS[storage]
     blocks = random.integers(0, 256, (rows, columns // elements, nbytes), dtype=numpy.uint8)
     for at in HALVES[storage]:
@@ -60,6 +66,10 @@ def dequantized(part: WeightPart) -> torch.Tensor:
     stored = part.tensors["weight"]
     if part.format.plain:
         return stored.float()
+    if part.format == MXFP4:
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        pairs = torch.stack((values[(stored & 15).long()], values[(stored >> 4).long()]), dim=-1)
+        return (pairs.flatten(2) * 2.0 ** (part.tensors["scale"].float() - 127)[..., None]).flatten(1)
     kind = gguf.GGMLQuantizationType[part.format.storage.upper()]
     return torch.from_numpy(gguf.quants.dequantize(stored.numpy(), kind)).reshape(part.rows, part.columns)
 
@@ -108,7 +118,7 @@ def test_a_product_with_blocks_is_that_with_their_values(device: CpuDevice, stor
                     assert distance(got, x, values) < CLOSE[out]
 
 
-@pytest.mark.parametrize("storage", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("storage", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", MXFP4.storage])
 @pytest.mark.parametrize("columns", [32, 96, 576])
 def test_columns_may_be_any_multiple_of_the_block(device: CpuDevice, storage: str, columns: int) -> None:
     weight = part(storage, 19, columns)
@@ -146,6 +156,16 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(dev
         device.limit_threads(before)
 
 
+def test_every_power_of_two_is_a_scale(device: CpuDevice) -> None:
+    scale = torch.arange(256, dtype=torch.uint8)[:, None]
+    weight = torch.full((256, 1, 16), 0x52, dtype=torch.uint8)  # 1, 3, 1, 3, …
+    stored = WeightPart("x", 256, 32, MXFP4, {"weight": weight, "scale": scale})
+    packed = device.blocks.pack([stored], "float32", torch.device("cpu"))
+    got = multiply(device, packed, torch.ones(1, 32) * 2.0**-6)[0]  # a sum of 64 / 64
+    assert got[255].isnan() and (got[:40] < 2.0**-86).all()  # below that, factors of two products are no normal numbers
+    torch.testing.assert_close(got[40:255], 2.0 ** (torch.arange(40.0, 255.0) - 127), rtol=1e-4, atol=0)
+
+
 def test_what_is_not_a_number_stays_so(device: CpuDevice) -> None:
     packed = device.blocks.pack([part("q8_0", 16, 64)], "float32", torch.device("cpu"))
     x = torch.randn(3, 64)
@@ -158,10 +178,10 @@ def test_sizes_are_known_before_anything_is_packed(device: CpuDevice) -> None:
     native = device.native
     assert isinstance(native, Native)
     for storage, kind in KINDS.items():
-        for columns in (256, 1536) if BLOCKS[storage][0] == 256 else (32, 320, 1536):
+        for columns in (256, 1536) if FORMATS[storage].group == 256 else (32, 320, 1536):
             assert native.tile_bytes(kind, columns) == tile_bytes(storage, columns)
-    for storage in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"):  # as many bits as in the file
-        format_bytes = block_format(storage).nbytes(LANES, 1536)
+    for storage in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", MXFP4.storage):  # the file's bits
+        format_bytes = FORMATS[storage].nbytes(LANES, 1536)
         assert format_bytes <= tile_bytes(storage, 1536) <= 1.035 * format_bytes
 
 
@@ -171,6 +191,7 @@ def test_refusals_name_the_reason(device: CpuDevice) -> None:
         ([part("float32", 8, 64)], "float32", "nothing is in blocks"),
         ([part("q8_0", 8, 64)], "float16", "not float16"),
         ([WeightPart("x", 8, 320, block_format("q4_k"))], "float32", "320 columns"),
+        ([WeightPart("x", 8, 320, replace(MXFP4, group=16))], "float32", "block format float4_e2m1"),
     )
     for parts, dtype, reason in cases:
         refusal = blocks.supports(parts, dtype)

@@ -88,7 +88,7 @@ def test_the_state_provider_keeps_the_contract(dtype: str) -> None:
 
 def test_sinks_and_odd_heads_are_attended_to() -> None:
     odd = [s for s in SHAPES if s.sinks or s.head_dim == 10]
-    for provider in host_states():
+    for provider in [p for p in host_states() if "full" in p.kinds]:
         report = check_provider(provider, HostDevice(0), "float32", odd)
         assert report.problems == []
         assert len(report.checked) == len(odd)

@@ -8,18 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.checkpoint import Headers
-from evener.contracts.quant import QuantFormat, QuantScheme, WeightPart, plain
+from evener.contracts.quant import MXFP4, QuantScheme, WeightPart, plain
 from evener.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-#: Numbers of a block.
-BLOCK = 32
-#: What kernels that read it as stored are offered: "weight" uint8 [rows, columns / 32, 16], the even number of a pair
-#: in the low half of a byte; "scale" uint8 [rows, columns / 32], exponents of 2 with a bias of 127, 255 for NaN.
-MXFP4 = QuantFormat(storage="float4_e2m1", group=BLOCK, scale="float8_e8m0", bits=4.25)
-_BIAS, _NAN = 127, 255
+BLOCK, _BIAS, _NAN = MXFP4.group, 127, 255
 #: The numbers of a sign, two bits of exponent and one of mantissa, by their bits.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DTYPES = ("float32", "float16", "bfloat16")

@@ -1,4 +1,4 @@
-"""Weights that stay in the blocks of a GGUF file, laid out for this backend's kernels.
+"""Weights that stay in the blocks of their files (GGUF, MXFP4), laid out for this backend's kernels.
 
 Nothing is rounded: each block's quants and scales are kept as they are, in tiles of 16 rows. The parts of a merged
 layer may have different block types, and plain parts may stand between them. Activations are computed with as 16-bit
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from evener.contracts.quant import BLOCKS, DTYPE_BYTES, PackedWeight, Packing, WeightPart
+from evener.contracts.quant import BLOCKS, DTYPE_BYTES, MXFP4, PackedWeight, Packing, WeightPart, block_format
 from evener_backend_cpu.huge_pages import Arena
 from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment, Unavailable
 
@@ -24,8 +24,9 @@ LANES = 16
 _SIZES: dict[str, tuple[int, int]] = {
     "q4_0": (256 + 32, 0), "q4_1": (256 + 64, 0), "q5_0": (320 + 32, 0), "q5_1": (320 + 64, 0), "q8_0": (512 + 32, 0),
     "q2_k": (256 + 64, 64), "q3_k": (256 + 32, 32), "q4_k": (256 + 32, 64), "q5_k": (320 + 32, 64),
-    "q6_k": (384 + 32, 32),
+    "q6_k": (384 + 32, 32), MXFP4.storage: (256 + 16, 0),
 }  # fmt: skip
+FORMATS = {**{storage: block_format(storage) for storage in BLOCKS}, MXFP4.storage: MXFP4}
 KINDS = {storage: number for number, storage in enumerate(_SIZES, 1)}
 
 
@@ -84,10 +85,10 @@ class BlockPacking(Packing):
         packed = [p for p in parts if not p.format.plain]
         for part in packed:
             storage = part.format.storage
-            if storage not in KINDS:
+            if storage not in KINDS or part.format != FORMATS[storage]:
                 return f"does not know the block format {storage}"
-            if part.columns % BLOCKS[storage][0]:
-                return f"{part.columns} columns are no multiple of the {BLOCKS[storage][0]} of a {storage} block"
+            if part.columns % part.format.group:
+                return f"{part.columns} columns are no multiple of the {part.format.group} of a {storage} block"
         return None if packed else "nothing is in blocks"
 
     def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
@@ -117,6 +118,8 @@ class BlockPacking(Packing):
             return stored.to(getattr(torch, dtype)).contiguous()
         native = self._device.native
         assert isinstance(native, Native), "pack follows supports"
+        if part.format == MXFP4:  # each block behind its scale
+            stored = torch.cat((part.tensors["scale"][..., None], stored), dim=-1).flatten(1)
         stored = stored.contiguous()
         size = (self._bytes(part, dtype),)
         tiles = torch.empty(size, dtype=torch.uint8) if self._arena is None else self._arena.take(size, torch.uint8)

@@ -78,6 +78,12 @@ def block_format(storage: str) -> QuantFormat:
     return QuantFormat(storage=storage, group=elements, scale="float16", bits=nbytes * 8 / elements)
 
 
+#: Four-bit floats (a sign, two bits of exponent, one of mantissa) in blocks of 32 that share a power of two (OCP
+#: Microscaling Formats 1.0, 2023). Tensors: "weight" uint8 [rows, columns / 32, 16], the even number of a pair in the
+#: low half of a byte; "scale" uint8 [rows, columns / 32], exponents with a bias of 127, 255 for NaN.
+MXFP4 = QuantFormat(storage="float4_e2m1", group=32, scale="float8_e8m0fnu", bits=4.25)
+
+
 @dataclass(frozen=True)
 class WeightPart:
     """One source tensor of a linear weight: ``tensors`` as the scheme names them ("weight", "scale", …), shape [rows,

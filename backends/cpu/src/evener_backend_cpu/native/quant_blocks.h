@@ -10,11 +10,14 @@
 #pragma once
 #include "simd.h"
 
-enum Kind { PLAIN_PART = 0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
+enum Kind { PLAIN_PART = 0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4 };
 
 // HALF: w = d (q - offset). AFFINE: w = d q + m. KMIN: w = d s q - m t, d and m for 256 columns, s and t bytes of a group.
-// KSIGNED: w = d s (q - offset), s a signed byte.
-enum Scales { HALF, AFFINE, KMIN, KSIGNED };
+// KSIGNED: w = d s (q - offset), s a signed byte. POWER: w = 2^(s - 128) (FP4[q] - offset), s a byte, 255 for NaN.
+enum Scales { HALF, AFFINE, KMIN, KSIGNED, POWER };
+
+// Twice the numbers of a four-bit float (sign, two bits of exponent, one of mantissa), and 12.
+static const int8_t FP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 static const long LANES = 16, UNIT = 32, SUPER = 256;
 
@@ -41,6 +44,7 @@ FORM(Q3_K, 4, 16, KSIGNED, 4)
 FORM(Q4_K, 4, 32, KMIN, 0)
 FORM(Q5_K, 5, 32, KMIN, 0)
 FORM(Q6_K, 6, 16, KSIGNED, 32)
+FORM(MXFP4, 4, 32, POWER, 12)
 #undef FORM
 
 // Calls f(Form<kind>()).
@@ -56,6 +60,7 @@ template <class F> INLINE bool with_form(long kind, F f) {
     case Q4_K: f(Form<Q4_K>()); return true;
     case Q5_K: f(Form<Q5_K>()); return true;
     case Q6_K: f(Form<Q6_K>()); return true;
+    case MXFP4: f(Form<MXFP4>()); return true;
   }
   return false;
 }
@@ -122,6 +127,10 @@ static void decode(long kind, const uint8_t* p, long u, Decoded* o) {
       for (int g = 0; g < 2; g++) o->s[g] = p[192 + 2 * u + g];
       o->d = half_bits(p + 208);
       break;
+    case MXFP4:  // the scale first
+      o->s[0] = p[0];
+      for (int l = 0; l < 16; l++) q[2 * l] = p[1 + l] & 15, q[2 * l + 1] = p[1 + l] >> 4;
+      break;
   }
 }
 
@@ -151,7 +160,7 @@ template <class F> static void place(const Decoded& in, long unit, long lane, lo
   if (F::scales == AFFINE) memcpy(scales + 32 + lane * 2, &in.m, 2);
   if (F::scales == KMIN)
     for (int g = 0; g < F::groups; g++) scales[g * 32 + lane] = (char)in.s[g], scales[g * 32 + 16 + lane] = (char)in.t[g];
-  if (F::scales == KSIGNED)
+  if (F::scales == KSIGNED || F::scales == POWER)
     for (int g = 0; g < F::groups; g++) scales[g * 16 + lane] = (char)in.s[g];
 }
 

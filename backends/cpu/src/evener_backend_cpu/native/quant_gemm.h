@@ -109,6 +109,14 @@ template <class B> INLINE v16 bytes16(const char* p) {
 #endif
 }
 
+// 2^(s - 128) of bytes s; 255 is no number.
+INLINE v16 powers(const char* p) {
+  u16x e;
+  for (int i = 0; i < 16; i++) e[i] = (uint8_t)p[i];
+  u16x odd = (u16x)((e == 0u) | (e == 255u)) & 0x400000u;  // below the normal numbers, and above infinity
+  return (v16)(e << 23 | odd) * 0.5f;
+}
+
 // Sixteen rows' pairs of columns.
 struct Pair {
 #ifdef EVENER_VNNI
@@ -131,6 +139,10 @@ template <class F> struct Unit {
   MEMBER Pair pair(int i) const {
     if (F::bits == 8) return Pair{_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(p + i * 32)))};
     __m512i low = _mm512_srli_epi16(word(p + i / 4 * 64), 4 * (i % 4));
+    if (F::scales == POWER) {
+      __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4));
+      return Pair{_mm512_maskz_shuffle_epi8(0x5555555555555555, table, _mm512_and_si512(low, _mm512_set1_epi16(15)))};
+    }
     if (F::bits == 4) return Pair{_mm512_and_si512(low, _mm512_set1_epi16(15))};
     __m512i high = word(p + 256 + (F::bits == 6 ? i / 8 * 64 : 0));
     int at = F::bits == 6 ? 2 * (i % 8) : i;
@@ -154,6 +166,8 @@ template <class F> struct Unit {
       const uint32_t mask = F::bits == 6 ? 3 : 1;
       a |= (h & mask) << 4, b |= (h >> 16 & mask) << 4;
     }
+    if (F::scales == POWER)
+      for (int l = 0; l < 16; l++) a[l] = FP4[a[l]], b[l] = FP4[b[l]];
     r.one = (i16x)a, r.two = (i16x)b;
     return r;
   }
@@ -186,6 +200,7 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
       if (F::scales == AFFINE) s = halves(scales), t = halves(scales + 32);
       if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
       if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
+      if (F::scales == POWER) s = powers(scales);
       i16x a[R];
       float total[R];
 #pragma GCC unroll 8
