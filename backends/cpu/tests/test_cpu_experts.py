@@ -15,6 +15,7 @@ from evener.contracts.quant import WeightPart, block_format, plain
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight, StackedWeight, Table
 from evener.layers.experts import MoEConfig
+from evener.layers.norms import norm_common
 from evener.ops.expert_composites import MoEWeights
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
@@ -53,7 +54,7 @@ class Block:
 
     def __init__(self, device: CpuDevice, config: MoEConfig, dtype: str, storage: str = "") -> None:
         self.device, self.dtype, build = device, dtype, Builder(dtype, 64)
-        common = {"hidden": HIDDEN, "dtype": dtype, "eps": 1e-5, "offset": 0.0}
+        common = norm_common(build, HIDDEN, 1e-5, 0.0, "rms")
         group, self.static = config.declare(build, "layer", common)
         noise, layouts = torch.Generator().manual_seed(7), {}
         own: dict[str, Any] = {}
@@ -227,9 +228,9 @@ def test_a_stack_in_blocks_multiplies_as_its_numbers_do(device: CpuDevice, stora
 
 
 def test_refusals_name_the_reason(device: CpuDevice) -> None:
-    _, static = MoEConfig(experts=2, top=1, inner=32).declare(
-        Builder("float32", 8), "layer", {"hidden": 32, "dtype": "float32", "eps": 1e-5, "offset": 0.0}
-    )
+    build = Builder("float32", 8)
+    common = norm_common(build, 32, 1e-5, 0.0, "rms")
+    _, static = MoEConfig(experts=2, top=1, inner=32).declare(build, "layer", common)
     for change, reason in (
         ({"activation": "relu"}, "relu"), ({"scoring": "sinkhorn"}, "sinkhorn"), ({"weigh_input": True}, "inputs"),
         ({"dtype": "float16"}, "not float16"),

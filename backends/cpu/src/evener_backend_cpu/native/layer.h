@@ -254,15 +254,16 @@ template <class T> struct Run {
     T* y = norms(add, flags & ATTEND ? l.post_norm : nullptr, l.mlp_norm, l.mlp_eps, l.mlp_offset, xn, priv, tid, threads, &sum);
     for (long p = 0; p < tokens; p += MLP_PANEL) {
       long M = tokens - p < MLP_PANEL ? tokens - p : MLP_PANEL, i0, i1;
-      long piece = piece_of(I, threads, 16);
+      // A few tokens take long runs of rows of each half: weights come from memory, and every run starts slowly.
+      long piece = piece_of(I, threads, 16), some = M <= FEW ? MLP_PANEL * 16 / FEW : 16;
       Quantized in = quantized(l.gate_up, y + p * H, M, H, ints, few, meet, tid, threads);
       while (up_share.take(I, piece, &i0, &i1))
-        for (long i = i0; i < i1; i += 16) {
-          long n = i1 - i < 16 ? i1 - i : 16;
+        for (long i = i0; i < i1; i += some) {
+          long n = i1 - i < some ? i1 - i : some;
           float *gate = temp, *up = temp + MLP_PANEL * 16;
-          multiply<T, float>(l.gate_up, y + p * H, in, M, i, i + n, H, bias, gate, 16);
-          multiply<T, float>(l.gate_up, y + p * H, in, M, I + i, I + i + n, H, bias, up, 16);
-          for (long m = 0; m < M; m++) act_row<float, T>(gate + m * 16, up + m * 16, h + m * I + i, n, l.activation);
+          multiply<T, float>(l.gate_up, y + p * H, in, M, i, i + n, H, bias, gate, some);
+          multiply<T, float>(l.gate_up, y + p * H, in, M, I + i, I + i + n, H, bias, up, some);
+          for (long m = 0; m < M; m++) act_row<float, T>(gate + m * some, up + m * some, h + m * I + i, n, l.activation);
         }
       meet.wait(threads);
       if (tid == 0) up_share.reset();

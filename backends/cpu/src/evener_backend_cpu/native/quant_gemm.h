@@ -176,7 +176,6 @@ template <class F> struct Unit {
 
 // Results of one tile for R rows of x, [R, 16].
 template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, Rows in, long columns, v16 f[R]) {
-  const char* scales = tile + F::units_bytes(columns);
   const int16_t* q[R];
   const float* xs[R];
   const int32_t* sums[R];
@@ -187,12 +186,12 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
   }
   v16 d{}, dm{};
   for (long u = 0; u < columns / UNIT; u++) {
+    const char* scales = tile + F::at(u);
     if (F::head_bytes && u % 8 == 0) {
-      d = halves(scales);
-      if (F::scales == KMIN) dm = halves(scales + 32);
-      scales += F::head_bytes;
+      d = halves(scales - F::head_bytes);
+      if (F::scales == KMIN) dm = halves(scales - F::head_bytes + 32);
     }
-    Unit<F> unit{tile + u * F::quant_bytes};
+    Unit<F> unit{scales + F::scale_bytes};
 #pragma GCC unroll 2
     for (int g = 0; g < F::groups; g++) {
       v16 s, t{};
@@ -224,7 +223,6 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
         if (F::scales == AFFINE || F::scales == KMIN) f[r] += t * (scale * total[r]);
       }
     }
-    scales += F::scale_bytes;
   }
 }
 
