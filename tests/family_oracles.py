@@ -35,7 +35,7 @@ def randomise(model: torch.nn.Module) -> None:
     noise = torch.Generator().manual_seed(7)
     for name, tensor in model.named_parameters():
         random = torch.randn(tensor.shape, generator=noise)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             tensor.add_(0.2 * random)
         else:
             tensor.copy_((0.1 if tensor.dim() == 1 else 0.25) * random)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from family_oracles import TRANSFORMERS, Oracle
+from family_oracles import TRANSFORMERS, Oracle, Plain
+from plain_models import Baichuan, Qwen
 
 from evener.testing.naive import find_architecture
 
@@ -57,6 +58,8 @@ LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA = (
 GPT_OSS, LLAMA_4 = "GptOssForCausalLM", "Llama4ForCausalLM"
 V2, V3, V32, NEXT = (f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "DeepseekV32", "Qwen3Next"))
 PLAIN_ROPE = {"rope_theta": 20000.0, "rope_type": "default"}
+LONGROPE = {"rope_theta": 10000.0, "rope_type": "longrope", "partial_rotary_factor": 1.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4], "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0]}  # fmt: skip
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16,
         "beta_fast": 4, "beta_slow": 1, "mscale": 0.707}  # fmt: skip
 DENSE = {"infer.index_topk": 0}
@@ -106,6 +109,46 @@ TABLE: dict[str, Row] = {
         LLAMA_4, {"no_rope_layers": [0, 1, 1, 0], "moe_layers": [0, 3], "attention_chunk_size": 32,
                   "num_key_value_heads": 6}),
     "llama 4 that sees": Row("Llama4ForConditionalGeneration"),
+    "glm-4": Row("GlmForCausalLM"),
+    "glm-4 with as many KV heads as heads": Row(
+        "GlmForCausalLM", {"num_key_value_heads": 5, "attention_bias": False, "tie_word_embeddings": True}),
+    "glm-4 with norms after blocks": Row("Glm4ForCausalLM"),
+    "glm-4 with norms after blocks, as many KV heads as heads": Row("Glm4ForCausalLM", {"num_key_value_heads": 5}),
+    "phi": Row("PhiForCausalLM"),
+    "phi with one KV head and normalised heads": Row(
+        "PhiForCausalLM", {"num_key_value_heads": 1, "qk_layernorm": True, "hidden_act": "relu"}),
+    "phi 3 beyond its first context": Row("Phi3ForCausalLM"),
+    "phi 3 within its first context": Row("Phi3ForCausalLM", {
+        "original_max_position_embeddings": 256, "num_key_value_heads": 6,
+        "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 256, "attention_factor": 1.2}}),
+    "phi 3 with a window, three quarters rotated, tied": Row("Phi3ForCausalLM", {
+        "sliding_window": 12, "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
+    "stablelm": Row("StableLmForCausalLM"),
+    "stablelm with the MLP beside attention": Row(
+        "StableLmForCausalLM", {"use_parallel_residual": True, "num_key_value_heads": 3, "use_qkv_bias": False}),
+    "stablelm with a norm for each head": Row("StableLmForCausalLM", {"qk_layernorm": True}),
+    "starcoder 2 with a window": Row("Starcoder2ForCausalLM"),
+    "starcoder 2 without biases": Row("Starcoder2ForCausalLM", {
+        "use_bias": False, "sliding_window": None, "num_key_value_heads": 3, "tie_word_embeddings": False}),
+    "command r": Row("CohereForCausalLM"),
+    "command r+, which normalises each head": Row(
+        "CohereForCausalLM", {"use_qk_norm": True, "num_key_value_heads": 6, "attention_bias": True}),
+    "baichuan 2": Row("BaichuanForCausalLM", oracle=Plain(Baichuan)),
+    "baichuan 1": Row("BaiChuanForCausalLM", {
+        "architectures": ["BaiChuanForCausalLM"], "z_loss_weight": ABSENT, "num_attention_heads": 3},
+        oracle=Plain(Baichuan)),
+    "qwen 1": Row("QWenLMHeadModel", oracle=Plain(Qwen)),
+    "qwen 1 with biases, half rotated": Row(
+        "QWenLMHeadModel", {"no_bias": False, "rotary_pct": 0.6, "num_attention_heads": 3, "kv_channels": 20},
+        oracle=Plain(Qwen)),
+    "qwen1.5": Row(QWEN2, {"use_sliding_window": False, "tie_word_embeddings": False}),
+    "qwq": Row(QWEN2, {"use_sliding_window": False, "tie_word_embeddings": False, "num_key_value_heads": 1,
+                       "rms_norm_eps": 1e-5}),
+    "yi": Row(LLAMA, {"rope_parameters": {"rope_theta": 5000000.0, "rope_type": "default"}}),
+    "llama with dynamic rope": Row(
+        LLAMA, {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}}),
     "gemma": Row("GemmaForCausalLM"),
     "gemma with as many KV heads as heads": Row("GemmaForCausalLM", {"num_key_value_heads": 3}),
     "gemma 2": Row("Gemma2ForCausalLM"),

@@ -84,6 +84,20 @@ def test_a_config_value_that_is_missing_or_not_implemented_is_named(
         assert name in str(error.value)
 
 
+def test_a_baichuan_13b_is_refused_for_its_positions() -> None:
+    config = find_architecture("BaichuanForCausalLM").tiny_config()
+    del config["max_position_embeddings"]
+    with pytest.raises(ArchitectureError, match="ALiBi"):
+        find_architecture("BaichuanForCausalLM")(config, Builder("float32", 64))
+
+
+def test_a_qwen_1_beyond_its_length_is_refused_with_the_limit_to_set() -> None:
+    config = {**find_architecture("QWenLMHeadModel").tiny_config(), "seq_length": 100}
+    with pytest.raises(ArchitectureError, match=r"use_dynamic_ntk.*infer\.max_seq_len=100"):
+        find_architecture("QWenLMHeadModel")(config, Builder("float32", 101))
+    find_architecture("QWenLMHeadModel")(config, Builder("float32", 100))
+
+
 def test_layers_of_a_gemma_share_two_rotary_tables_and_make_two_kinds_of_state() -> None:
     build = declare("Gemma3")
     assert sum(type(weight).__name__ == "Table" for weight in build.weights) == 2

@@ -6,12 +6,22 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="models",
-    summary="Llama, Mistral, Mixtral, Qwen, Gemma, GLM-4.5, gpt-oss, Seed-OSS and DeepSeek text models; GGUF, MXFP4.",
+    summary="Llama, Mistral, Qwen, Gemma, GLM, gpt-oss, Phi, StableLM, Cohere, DeepSeek and more; GGUF, MXFP4.",
     contracts={"descriptor": 1, "architecture": 1, "layers": 1, "checkpoint": 1, "quant": 1},
     module="evener_models.plugin",
     formats=("gguf", "mxfp4"),
     checkpoints={".gguf": "evener_models.gguf.checkpoint:GgufCheckpoint"},
     architectures={
+        "BaiChuanForCausalLM": "evener_models.baichuan:BaichuanForCausalLM",
+        "BaichuanForCausalLM": "evener_models.baichuan:BaichuanForCausalLM",
+        "QWenLMHeadModel": "evener_models.qwen:QWenLMHeadModel",
+        "CohereForCausalLM": "evener_models.cohere:CohereForCausalLM",
+        "GlmForCausalLM": "evener_models.glm:GlmForCausalLM",
+        "Glm4ForCausalLM": "evener_models.glm:Glm4ForCausalLM",
+        "PhiForCausalLM": "evener_models.phi:PhiForCausalLM",
+        "Phi3ForCausalLM": "evener_models.phi3:Phi3ForCausalLM",
+        "StableLmForCausalLM": "evener_models.stablelm:StableLmForCausalLM",
+        "Starcoder2ForCausalLM": "evener_models.starcoder2:Starcoder2ForCausalLM",
         "DeepseekV2ForCausalLM": "evener_models.deepseek_v2:DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM": "evener_models.deepseek_v3:DeepseekV3ForCausalLM",
         "DeepseekV32ForCausalLM": "evener_models.deepseek_v3:DeepseekV32ForCausalLM",

@@ -52,7 +52,6 @@ def _ntk(settings: Mapping[str, Any], made_for: float, limit: int) -> float:
 
 def _longrope(plain: RotaryConfig, settings: Mapping[str, Any], made_for: float, limit: int) -> RotaryConfig:
     """LongRoPE (Ding et al. 2024): divisors of the frequencies, of two kinds."""
-    original = _number(settings, "original_max_position_embeddings", "longrope")
     lists = [settings.get(key) for key in ("short_factor", "long_factor")]
     for key, values in zip(("short_factor", "long_factor"), lists, strict=True):
         numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
@@ -61,6 +60,7 @@ def _longrope(plain: RotaryConfig, settings: Mapping[str, Any], made_for: float,
                 f"config.json asks for rope_type 'longrope', whose {key} must be a list of {plain.dim // 2} numbers, "
                 f"one for each pair of rotated dimensions; it is {values!r}"
             )
+    original = _number(settings, "original_max_position_embeddings", "longrope")
     factor, amplitude = float(settings.get("factor") or made_for / original), settings.get("attention_factor")
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
@@ -195,14 +196,19 @@ class Builder:
         self.weights.append(weight)
         return weight
 
-    def linear(self, name: str, parts: Parts, columns: Size, out: str | None = None) -> LinearWeight:
+    def linear(
+        self, name: str, parts: Parts, columns: Size, out: str | None = None, unit_rows: bool = False
+    ) -> LinearWeight:
         """A linear weight made of checkpoint tensors: ``parts`` maps their names to their out-features. ``out`` is the
-        type of its products if that is not the compute type. Of a Span this rank holds its part.
+        type of its products if that is not the compute type. Of a Span this rank holds its part. ``unit_rows``: rows
+        are divided by their lengths, in the compute type whatever is stored.
 
         Sizes are the config's; the loader compares them with the checkpoint's and names every difference at once.
         """
         found, slices = self._parts(parts, columns)
-        weight = LinearWeight(name, found, sum(p.rows for p in found), held(columns), self.dtype, out, slices=slices)
+        found = tuple(replace(p, format=plain(self.dtype)) for p in found) if unit_rows else found
+        sizes = sum(p.rows for p in found), held(columns)
+        weight = LinearWeight(name, found, *sizes, self.dtype, out, slices=slices, unit_rows=unit_rows)
         self.weights.append(weight)
         return weight
 

@@ -73,6 +73,7 @@ class CausalLM(Architecture):
             build, name, self.names[2], self.vocab_size,
             norm_common(build, hidden, eps, self.norm_offset, self.norm), cap=self.logit_cap(config),
             scale=self.logit_scale(config), bias=f"{self.names[3]}.bias" if self.head_bias else None,
+            unit_rows=self.unit_head(config),
         )  # fmt: skip
 
     @abstractmethod
@@ -92,6 +93,11 @@ class CausalLM(Architecture):
         """(optional) Soft cap on the logits. Default: none."""
         del config
         return None
+
+    def unit_head(self, config: Mapping[str, Any]) -> bool:
+        """(optional) Whether the head's rows are divided by their lengths. Default: no."""
+        del config
+        return False
 
     def logit_scale(self, config: Mapping[str, Any]) -> float:
         """(optional) Factor on the logits. Default 1."""

@@ -121,6 +121,8 @@ class LinearWeight:
     value: PackedWeight | None = None
     experts: int = 0
     slices: tuple[Slice | None, ...] = ()
+    #: Its rows are made as long as 1 when they are loaded.
+    unit_rows: bool = False
 
     def pieces(self) -> Iterator[tuple[WeightPart, Slice | None]]:
         """Every part with the slice that it is; None is all that is stored."""

@@ -48,15 +48,16 @@ class LMHead:
         common: hidden, dtype, and eps, offset and kind of the norm.
         cap: soft cap on the logits, or None; scale: factor on them.
         bias: name of a bias, or None.
+        unit_rows: rows of the weight are divided by their lengths.
     """
 
     def __init__(
         self, build: Builder, name: str, norm: str, vocab: int, common: Mapping[str, Any], *, cap: float | None = None,
-        scale: float = 1.0, bias: str | None = None,
+        scale: float = 1.0, bias: str | None = None, unit_rows: bool = False,
     ) -> None:  # fmt: skip
         rows = share_vocab(build, vocab)
         self.norm = declare_norm(build, norm, common["hidden"], common, "float32")
-        self.weight = build.linear(name, {name: rows}, common["hidden"], out="float32")
+        self.weight = build.linear(name, {name: rows}, common["hidden"], out="float32", unit_rows=unit_rows)
         self.bias = build.weight(bias, rows, dummy="zeros") if bias else None
         static = {k: common[k] for k in ("hidden", "dtype", "eps", "offset", "norm")}
         self.site = build.op(

@@ -163,7 +163,8 @@ class _Loader:
     def _matrices(self, item: LinearWeight) -> Iterator[list[WeightPart]]:
         """The parts of one matrix after another, each read and converted when its turn comes."""
         if not isinstance(item, StackedWeight):
-            yield [self._part(part, cut, item.dtype) for part, cut in item.pieces()]
+            found = [self._part(part, cut, item.dtype) for part, cut in item.pieces()]
+            yield [_unit(part) for part in found] if item.unit_rows else found
             return
         for expert in range(item.experts):
             yield [self._expert_part(item, part, cut, expert) for part, cut in item.pieces()]
@@ -180,6 +181,11 @@ class _Loader:
         if part.format.plain and not stored.format.plain:
             found = replace(found, tensors={"weight": self._scheme.dequantize(found, item.dtype)})
         return replace(part, name=name, tensors=found.tensors)
+
+
+def _unit(part: WeightPart) -> WeightPart:
+    rows = torch.nn.functional.normalize(part.tensors["weight"].float(), dim=1)
+    return replace(part, tensors={"weight": rows.to(part.tensors["weight"].dtype)})
 
 
 def pack(

@@ -1,0 +1,44 @@
+"""Command R and R+: layer norms without bias, pairs rotated, the MLP beside the attention, scaled logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from evener.layers import AttentionConfig, MLPConfig, MoEConfig
+from evener.layers.settings import number
+from evener_models.llama import LlamaForCausalLM
+
+
+class CohereForCausalLM(LlamaForCausalLM):
+    """``logit_scale``, ``attention_bias``, ``use_qk_norm`` (each head has weights of its own); tied if not said."""
+
+    tied = True
+    norm = "layer"
+    eps_key = "layer_norm_eps"
+
+    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
+        return [replace(a, rotary=replace(a.rotary, interleaved=True)) for a in super().attention(config)]
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        normed = {"qk_norm": True, "qk_norm_over": "each"} if config.get("use_qk_norm") else {}
+        return {**super().attention_flags(config), **normed}
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        made = super().mlp(config, layer)
+        assert isinstance(made, MLPConfig), "Llama's"
+        return replace(made, parallel=True, norm="input_layernorm")
+
+    def logit_scale(self, config: Mapping[str, Any]) -> float:
+        return number(config, "logit_scale")
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["CohereForCausalLM"], "model_type": "cohere", "vocab_size": 215, "hidden_size": 60,
+            "intermediate_size": 90, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 1,
+            "hidden_act": "silu", "max_position_embeddings": 256, "layer_norm_eps": 1e-5, "logit_scale": 0.7,
+            "tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False, "bos_token_id": 1,
+            "eos_token_id": 2, "pad_token_id": 0, "rope_parameters": {"rope_theta": 8000.0, "rope_type": "default"},
+        }  # fmt: skip

@@ -1,0 +1,56 @@
+"""GLM-4 dense (9B, 32B): Llama with pairs of half a head rotated, gate and up fused; later ones have post-norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from evener.layers import AttentionConfig, Builder, MLPConfig, MoEConfig
+from evener.layers.settings import activation, count
+from evener_models.llama import LlamaForCausalLM
+
+
+class GlmForCausalLM(LlamaForCausalLM):
+    """GLM-4-9B, GLM-Edge: ``partial_rotary_factor`` (0.5 if absent), ``attention_bias`` (true if absent)."""
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        super().__init__({"partial_rotary_factor": 0.5, **config}, build)
+
+    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
+        return [replace(a, rotary=replace(a.rotary, interleaved=True)) for a in super().attention(config)]
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"qkv_bias": bool(config.get("attention_bias", True))}
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        inner = count(config, "intermediate_size")
+        return MLPConfig(inner=inner, activation=activation(config), rise=("gate_up_proj",), **self.mlp_flags())
+
+    def mlp_flags(self) -> dict[str, Any]:
+        """What later ones have beside it."""
+        return {}
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["GlmForCausalLM"], "model_type": "glm", "vocab_size": 201, "hidden_size": 50,
+            "intermediate_size": 70, "num_hidden_layers": 3, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "head_dim": 20, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False, "attention_bias": True, "eos_token_id": 2, "pad_token_id": 0,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+        }  # fmt: skip
+
+
+class Glm4ForCausalLM(GlmForCausalLM):
+    """GLM-4-0414 and GLM-Z1: a norm after each block, too."""
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().attention_flags(config), "post_norm": "post_self_attn_layernorm"}
+
+    def mlp_flags(self) -> dict[str, Any]:
+        return {"post_norm": "post_mlp_layernorm"}
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {**super().tiny_config(), "architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}

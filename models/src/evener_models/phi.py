@@ -1,0 +1,42 @@
+"""Phi 1, 1.5 and 2: layer norms, half-rotated heads, a plain MLP beside the attention, biases everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evener.layers import Builder, MLPConfig, MoEConfig
+from evener.layers.settings import activation, count
+from evener_models.llama import LlamaForCausalLM
+
+
+class PhiForCausalLM(LlamaForCausalLM):
+    """``partial_rotary_factor`` (0.5 if absent), ``qk_layernorm``."""
+
+    names = ("model.embed_tokens", "model.layers", "model.final_layernorm", "lm_head")
+    norm = "biased_layer"
+    eps_key = "layer_norm_eps"
+    head_bias = True
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        super().__init__({"partial_rotary_factor": 0.5, **config}, build)
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        normed = {"qk_norm": bool(config.get("qk_layernorm")), "qk_norms": ("q_layernorm", "k_layernorm")}
+        return {"qkv_bias": True, "o_bias": True, "o": "dense", **normed}
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        return MLPConfig(
+            inner=count(config, "intermediate_size"), activation=activation(config), gated=False, bias=True,
+            rise=("fc1",), fall="fc2", parallel=True, norm="input_layernorm",
+        )  # fmt: skip
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["PhiForCausalLM"], "model_type": "phi", "vocab_size": 205, "hidden_size": 60,
+            "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3,
+            "hidden_act": "gelu_new", "max_position_embeddings": 256, "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False, "qk_layernorm": False, "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+        }  # fmt: skip

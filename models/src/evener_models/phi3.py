@@ -1,0 +1,45 @@
+"""Phi 3, 3.5 and 4 (text): Llama with fused projections, an optional window, and LongRoPE for long contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evener.layers import Builder, MLPConfig, MoEConfig
+from evener.layers.settings import activation, count, layer_count
+from evener_models.llama import LlamaForCausalLM
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    """``sliding_window`` on every layer, ``partial_rotary_factor``; early configs call LongRoPE ``su`` or ``yarn``."""
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        scaling = config.get("rope_scaling") or {}
+        if scaling.get("type") == "yarn":
+            config = {**config, "rope_scaling": {**scaling, "type": "longrope"}}
+        super().__init__(config, build)
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"qkv": ("qkv_proj",)}
+
+    def windows(self, config: Mapping[str, Any]) -> list[int | None]:
+        window = None if config.get("sliding_window") is None else count(config, "sliding_window")
+        return [window] * layer_count(config)
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        return MLPConfig(
+            inner=count(config, "intermediate_size"), activation=activation(config), rise=("gate_up_proj",)
+        )
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 207, "hidden_size": 60,
+            "intermediate_size": 90, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 1,
+            "hidden_act": "silu", "max_position_embeddings": 256, "original_max_position_embeddings": 16,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": None, "bos_token_id": 1,
+            "eos_token_id": 2, "pad_token_id": 0,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "longrope", "partial_rotary_factor": 1.0,
+                                "original_max_position_embeddings": 16, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4],
+                                "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0]},
+        }  # fmt: skip

@@ -1,0 +1,41 @@
+"""StableLM 3B and 2: Llama with layer norms and quarter-rotated heads; some with the MLP beside the attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from evener.layers import Builder, MLPConfig, MoEConfig
+from evener_models.llama import LlamaForCausalLM
+
+
+class StableLmForCausalLM(LlamaForCausalLM):
+    """``use_qkv_bias``, ``qk_layernorm`` (each head has a norm of its own), ``use_parallel_residual``."""
+
+    norm = "biased_layer"
+    eps_key = "layer_norm_eps"
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        super().__init__({"partial_rotary_factor": 0.25, **config}, build)
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        norms = ("q_layernorm.norms.{}", "k_layernorm.norms.{}")
+        normed = {"qk_norm": bool(config.get("qk_layernorm")), "qk_norm_over": "each", "qk_norms": norms}
+        return {"qkv_bias": bool(config.get("use_qkv_bias")), **(normed if normed["qk_norm"] else {})}
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        made = super().mlp(config, layer)
+        assert isinstance(made, MLPConfig), "Llama's"
+        return replace(made, parallel=True, norm="input_layernorm") if config.get("use_parallel_residual") else made
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "vocab_size": 209, "hidden_size": 72,
+            "intermediate_size": 90, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "hidden_act": "silu", "max_position_embeddings": 256, "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False, "use_qkv_bias": True, "qk_layernorm": False, "use_parallel_residual": False,
+            "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+        }  # fmt: skip

@@ -1,0 +1,43 @@
+"""StarCoder2: layer norms, biases everywhere, a plain MLP, and an optional window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evener.layers import MLPConfig, MoEConfig
+from evener.layers.settings import activation, count, layer_count
+from evener_models.llama import LlamaForCausalLM
+
+
+class Starcoder2ForCausalLM(LlamaForCausalLM):
+    """``use_bias`` (true if absent), ``sliding_window`` on every layer; the head is tied if the config does not say."""
+
+    tied = True
+    norm = "biased_layer"
+    eps_key = "norm_epsilon"
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        bias = bool(config.get("use_bias", True))
+        return {"qkv_bias": bias, "o_bias": bias}
+
+    def windows(self, config: Mapping[str, Any]) -> list[int | None]:
+        window = None if config.get("sliding_window") is None else count(config, "sliding_window")
+        return [window] * layer_count(config)
+
+    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
+        return MLPConfig(
+            inner=count(config, "intermediate_size"), activation=activation(config), gated=False,
+            bias=bool(config.get("use_bias", True)), rise=("c_fc",), fall="c_proj",
+        )  # fmt: skip
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "vocab_size": 213,
+            "hidden_size": 54, "intermediate_size": 110, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 256,
+            "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True, "sliding_window": 13,
+            "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        }  # fmt: skip
