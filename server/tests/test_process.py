@@ -37,6 +37,8 @@ class Engine(FakeEngine):
             super()._step(running)
     def listen(self):
         for line in sys.stdin:
+            if line == "die\\n":
+                return self.die("a worker was killed")
             self.free = True
             self.release()
 
@@ -49,15 +51,16 @@ async def start(config):
 
 logging.basicConfig(level="INFO", stream=sys.stderr)
 config = from_overrides(sys.argv[1], {"serve.port": 0})
-sys.exit(asyncio.run(serve(config, drain_timeout=float(sys.argv[2]), start=start)))
+restart = "restart" in sys.argv
+sys.exit(asyncio.run(serve(config, drain_timeout=float(sys.argv[2]), start=start, restart=restart)))
 """
 
 
 class Served:
     """The process, its URL, and its log so far."""
 
-    def __init__(self, folder: Path, drain: float) -> None:
-        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder), str(drain)]
+    def __init__(self, folder: Path, drain: float, *words: str) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder), str(drain), *words]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self._changed = threading.Condition()
@@ -82,9 +85,9 @@ class Served:
         assert match is not None
         return match
 
-    def go_on(self) -> None:
+    def go_on(self, word: str = "") -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
 
     def close(self) -> None:
@@ -101,8 +104,8 @@ class Served:
 def serve(folder: Path) -> Iterator[Any]:
     made: list[Served] = []
 
-    def start(drain: float = 30.0) -> Served:
-        made.append(Served(folder, drain))
+    def start(drain: float = 30.0, *words: str) -> Served:
+        made.append(Served(folder, drain, *words))
         return made[-1]
 
     yield start
@@ -192,3 +195,25 @@ def test_a_wrong_drain_timeout_or_key_is_an_error_that_names_it(folder: Path) ->
         main([str(folder), "--drain-timeout", "-1"])
     with pytest.raises(ConfigError, match=r"serve\.prot"):
         main([str(folder), "serve.prot=1"])
+
+
+def test_an_engine_that_dies_ends_its_requests_with_the_reason_and_the_process_with_1(serve: Any) -> None:
+    served = serve()
+    with _stream(served) as response:
+        lines = (line for line in response.iter_lines() if line)
+        assert next(lines).startswith("data: ")
+        served.go_on("die")
+        rest = list(lines)
+    assert "a worker was killed" in "".join(rest)
+    assert served.process.wait(30) == 1
+    served.wait_for("the engine has stopped: a worker was killed")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{served.url}/ready")
+
+
+def test_with_restart_a_new_engine_follows_one_that_died(serve: Any) -> None:
+    served = serve(30.0, "restart")
+    served.go_on("die")
+    served.wait_for("starting again")
+    served.wait_for(r"(?s)starting again.*serving fake at http")
+    assert served.process.poll() is None

@@ -68,6 +68,8 @@ class AsyncLLM:
         self._idle = asyncio.Event()
         self._idle.set()
         self._inbox: deque[FromController] = deque()
+        #: Set once the engine is gone or closed; see ``dead_reason``.
+        self.died = asyncio.Event()
         self._inbox_lock = threading.Lock()
         self._closing = threading.Event()
         self._reader = threading.Thread(target=self._read, name="evener-reader", daemon=True)
@@ -394,6 +396,7 @@ class AsyncLLM:
             self._report.set_exception(EngineDeadError(f"the engine has stopped: {self._dead_reason}"))
             self._report.exception()  # seen: a caller that has gone leaves no complaint behind
         self._ready_or_dead.set()
+        self.died.set()
 
     def _give_out(self, deltas: list[Delta]) -> None:
         for delta in deltas:

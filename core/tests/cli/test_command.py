@@ -57,9 +57,13 @@ def test_old_spellings_are_warned_about_on_standard_error(command: Command, caps
     ]
 
 
-def test_more_ranks_than_are_used_is_an_error_that_says_how_to_start(command: Command) -> None:
+def test_more_ranks_than_are_used_is_an_error_that_says_how_to_start(command: Command, tmp_path: Path) -> None:
+    started = {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "here",
+               "MASTER_PORT": "29500"}  # fmt: skip
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=8: 8 ranks were started, .* start one process without torchrun"):
-        read_config(command, ["/m"], {"WORLD_SIZE": "8"})
+        read_config(command, [str(tmp_path)], started)
+    with pytest.raises(ConfigError, match=r"RANK is not set, LOCAL_RANK=x is no number; start them with torchrun"):
+        read_config(command, [str(tmp_path)], {**started, "RANK": "", "LOCAL_RANK": "x"})
     assert read_config(command, ["/m"], {"WORLD_SIZE": "1"})[1].model == "/m"
     assert read_config(command, ["/m"], {"WORLD_SIZE": "8"}, ranks=False)[1].model == "/m"
 

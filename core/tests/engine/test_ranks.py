@@ -13,7 +13,8 @@ from evener.engine.messages import NewRequest, Sampling
 from evener.engine.process_client import ProcessExecutor
 from evener.engine.start import build_controller, start_engine
 from evener.engine.worker_facts import WorkerFacts, agree
-from evener.errors import ArchitectureError, ConfigError, EngineError
+from evener.errors import ArchitectureError, ConfigError, EngineDeadError, EngineError
+from evener.testing.reference_engine import Played
 
 PATIENCE = 30.0
 
@@ -50,6 +51,38 @@ def test_two_ranks_give_the_tokens_of_one_and_the_death_of_either_is_told_by_nam
         assert after.reasons() == dict.fromkeys(("r0", "r1", "r2"), "error")
     finally:
         client.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_taken_for_dead_and_nothing_is_left(rank: int, make_config: Any) -> None:
+    controller, ready = build_controller(make_config(**{"infer.pp_size": 2, "infer.silence_limit": 2.0}))
+    executor = controller.executor
+    assert isinstance(executor, ProcessExecutor)
+    client, played = InlineClient(controller, ready), Played()
+    try:
+        for message in requests(90):
+            client.send(message)
+        while not played.tokens:
+            played.see(client.receive(PATIENCE))
+        os.kill(executor.pids[rank], signal.SIGSTOP)
+        while not played.dead:
+            played.see(client.receive(PATIENCE))
+        assert f"rank {rank} (stage {rank} of 2) process gave no sign of life" in played.dead[0]
+        assert played.reasons() == dict.fromkeys(("r0", "r1", "r2"), "error")
+    finally:
+        client.close()
+    assert executor._children[rank].process.returncode == -signal.SIGKILL
+
+
+def test_a_step_that_does_not_end_is_given_up(make_config: Any) -> None:
+    controller, _ = build_controller(make_config(executor="process", **{"infer.step_limit": 1.0}))
+    executor = controller.executor
+    assert isinstance(executor, ProcessExecutor)
+    try:
+        with pytest.raises(EngineDeadError, match=r"a step has taken more than infer.step_limit=1 s"):
+            executor.read()  # of a step that nobody was given
+    finally:
+        executor.close()
 
 
 def test_what_stops_a_rank_from_starting_is_raised_with_its_name(make_config: Any) -> None:

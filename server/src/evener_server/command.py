@@ -15,7 +15,8 @@ _DRAIN_SECONDS = 30.0
 
 
 def main(argv: list[str]) -> int:
-    """Serve until a signal comes. Returns the exit code: 0 after SIGTERM or SIGINT, 128 + the number of a second one.
+    """Serve until a signal comes. Returns the exit code: 0 after SIGTERM or SIGINT, 128 + the number of a second one, 1
+    if the engine has died.
 
     Raises:
         ConfigError: a wrong option, or an address that cannot be used.
@@ -26,9 +27,10 @@ def main(argv: list[str]) -> int:
         "--drain-timeout", metavar="SECONDS", type=float, default=_DRAIN_SECONDS,
         help=f"how long running requests may go on after SIGTERM (default {_DRAIN_SECONDS:g})",
     )  # fmt: skip
+    command.option("--restart", action="store_true", help="start again when the engine has died; else exit with 1")
     arguments, config = read_config(command, argv)
     drain: float = arguments.drain_timeout
     if not (math.isfinite(drain) and drain >= 0):
         raise ConfigError(f"--drain-timeout {drain} cannot be used; give seconds, 0 or more")
     set_up_logging(config.log, logging.INFO)
-    return asyncio.run(serve(config, drain_timeout=drain))
+    return asyncio.run(serve(config, drain_timeout=drain, restart=arguments.restart))

@@ -1,7 +1,8 @@
 """The serving process: its socket, its signals, and how it ends.
 
 The first SIGTERM or SIGINT drains: the socket closes, ``/ready`` says 503, running requests go on until they end or the
-time limit ends them with a 503. The second one ends them at once.
+time limit ends them with a 503. The second one ends them at once. An engine that dies takes the process along, with
+exit code 1, once its requests have their answers; with ``restart`` there is a new one instead.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ _GRACE_SECONDS = 5
 #: Longer than clients keep idle connections, so that it is they who close them and no request is lost.
 _KEEP_ALIVE_SECONDS = 65
 _BACKLOG = 2048
+#: Exit code when the engine has died.
+_DIED = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Start = Callable[[Config], Coroutine[Any, Any, AsyncLLM]]
 
 
-async def serve(config: Config, *, drain_timeout: float, start: Start | None = None) -> int:
+async def serve(config: Config, *, drain_timeout: float, start: Start | None = None, restart: bool = False) -> int:
     """Start the engine and serve it until a signal comes. Returns the exit code.
 
     Args:
         drain_timeout: seconds that running requests may go on after the first signal.
         start: makes the engine; default ``AsyncLLM.start``.
+        restart: start again when the engine has died.
 
     A signal that comes while the engine starts ends the start, with exit code 128 + its number.
 
@@ -48,10 +52,17 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
         ConfigError: the address cannot be used.
         EvenerError: whatever starting the engine raises.
     """
+    while (code := await _serve(config, drain_timeout, start or start_engine)) is None and restart:
+        logger.warning("the engine has died: starting again, because of --restart")
+    return _DIED if code is None else code
+
+
+async def _serve(config: Config, drain_timeout: float, start: Start) -> int | None:
+    """One engine's life: the exit code; None when it has died."""
     # Before the weights are read: a wrong port is not worth that wait.
     listener = bind(config.serve.host, config.serve.port)
     with contextlib.closing(listener):
-        llm = await _until_signal((start or start_engine)(config))
+        llm = await _until_signal(start(config))
         if not isinstance(llm, AsyncLLM):
             logger.info("%s: stopped before the engine had started", llm.name)
             return 128 + llm
@@ -147,15 +158,18 @@ class _Serving:
             )
         )
         self._code: int | None = None
+        self._dead = False
+        self._watch: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._activity: asyncio.Task[None] | None = None
 
-    async def run(self) -> int:
+    async def run(self) -> int | None:
         loop = asyncio.get_running_loop()
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        self._watch = asyncio.ensure_future(self._stop_when_dead())
         self._announce()
         if self._config.log.interval > 0:
             self._activity = asyncio.ensure_future(Activity(self._service).run(self._config.log.interval))
@@ -164,13 +178,20 @@ class _Serving:
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-            for task in (self._task, self._draining, self._activity):
+            for task in (self._task, self._draining, self._activity, self._watch):
                 if task is not None:
                     task.cancel()
         if not self._task.cancelled():
             self._raise(self._task.exception())
+        if self._dead:
+            return None
         logger.info("stopped")
         return 0 if self._code is None else self._code
+
+    async def _stop_when_dead(self) -> None:
+        await self._llm.died.wait()
+        logger.error("the engine has stopped: %s", self._llm.dead_reason)
+        self._dead = self._server.should_exit = True
 
     def _announce(self) -> None:
         info = self._llm.info

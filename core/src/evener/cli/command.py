@@ -88,10 +88,10 @@ def read_config(
 
     Args:
         environ: where ``CONFIG_NAME`` and ``WORLD_SIZE`` are read; default ``os.environ``.
-        ranks: refuse to run in each of several ranks that ``torchrun`` has started.
+        ranks: the command starts an engine: see ``join_ranks``.
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be used, no model, or more ranks than this version can use.
+        ConfigError: an unknown key, a value that cannot be used, no model, or another number of ranks than is used.
     """
     environ = os.environ if environ is None else environ
     arguments, words = command.parse(argv)
@@ -102,14 +102,15 @@ def read_config(
     # Whatever is typed comes later and wins.
     typed = Typed(typed.positionals, (*inherited, *typed.overrides))
     config = build_config(typed, arguments.config or environ.get("CONFIG_NAME"))
-    if ranks:
-        check_ranks(config, environ)
-        if config.request.prompt_tokens_len is not None and command.name != "run":
-            raise ConfigError("request.prompt_tokens_len makes up a prompt for `evener run`; `evener "
-                              f"{command.name}` gets its prompts from elsewhere: leave it out")  # fmt: skip
+    if ranks and config.request.prompt_tokens_len is not None and command.name != "run":
+        raise ConfigError("request.prompt_tokens_len makes up a prompt for `evener run`; `evener "
+                          f"{command.name}` gets its prompts from elsewhere: leave it out")  # fmt: skip
     from evener.config.source import with_local_model
 
-    return arguments, with_local_model(config)
+    config = with_local_model(config)
+    if ranks:
+        join_ranks(config, environ)
+    return arguments, config
 
 
 def build_config(typed: Typed, file: str | None = None) -> Config:
@@ -128,18 +129,17 @@ def build_config(typed: Typed, file: str | None = None) -> Config:
     return built.config
 
 
-def check_ranks(config: Config, environ: Mapping[str, str]) -> None:
-    """Refuse to run once in each of several ranks that ``torchrun`` or the like has started.
+def join_ranks(config: Config, environ: Mapping[str, str]) -> None:
+    """Of the ranks that ``torchrun`` has started, rank 0 goes on with its command; the others become its workers, and
+    this does not return.
 
     Raises:
-        ConfigError: there are more ranks than the configuration uses.
+        ConfigError: there are other numbers of ranks than the configuration uses.
     """
-    size = environ.get("WORLD_SIZE", "1")
-    used = config.infer.tp_size * config.infer.pp_size * config.infer.dp_size
-    if not size.isdigit() or int(size) <= used:
-        return
-    raise ConfigError(
-        f"WORLD_SIZE={size}: {size} ranks were started, but infer.tp_size × infer.pp_size × infer.dp_size uses {used}, "
-        "and more is not in this version; start one process without torchrun (`python -m evener …`), or unset "
-        "WORLD_SIZE"
-    )
+    from evener.distributed.launched import Launched
+
+    launched = Launched.of(environ)
+    if launched is not None and launched.joins(config.infer.tp_size * config.infer.pp_size):
+        from evener.engine.child import run_rank
+
+        run_rank(config, launched)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evener.config.checkpoint import ModelFacts
 from evener.config.host import usable_cores
-from evener.config.schema import Auto, Config, key_specs, to_flat
+from evener.config.schema import Auto, Config, InferConfig, key_specs, to_flat
 from evener.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -191,6 +191,18 @@ def _pick(pair: tuple[int, int], device: DeviceFacts) -> int:
 def plans_in_flight(config: Config) -> int:
     """How many plans are out at a time."""
     return config.infer.pp_size + 1 if config.infer.depth == "auto" else config.infer.depth
+
+
+def layer_partition(infer: InferConfig) -> tuple[int, ...]:
+    """Layers of each pipeline stage, where they were given.
+
+    Raises:
+        ConfigError: they are no numbers.
+    """
+    asked = infer.pp_layer_partition
+    if not all(each.isdigit() for each in asked):
+        raise ConfigError(f"infer.pp_layer_partition={','.join(asked)} is no list of numbers, as in 15,16")
+    return tuple(map(int, asked))
 
 
 def wants_processes(config: Config, serving: bool) -> bool:

@@ -7,6 +7,7 @@ their own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -18,6 +19,9 @@ from zmq.utils.monitor import recv_monitor_message
 from evener.distributed.keys import Guard, Keys, show_keys
 from evener.distributed.pulse import Pulse, beat
 from evener.errors import EngineDeadError
+
+#: The message that ends a worker of another parent; one of our own ends with its pipe.
+END = b""
 
 
 class Hub:
@@ -88,9 +92,23 @@ class Hub:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def end_with_connection(socket: zmq.Socket[bytes], closing: threading.Event) -> None:
+    """Call before ``socket`` connects: its connection is not made again when it breaks, because messages may be lost
+    with it. Unless that is ``closing`` it, the process ends with exit code 4."""
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
+
+    def watch() -> None:
+        with contextlib.suppress(zmq.ContextTerminated):  # closed from this side
+            if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED and not closing.is_set():
+                os._exit(4)
+        monitor.close(linger=0)
+
+    threading.Thread(target=watch, name="evener-connection", daemon=True).start()
+
+
 class Link:
-    """A worker's end; it beats from the beginning. A connection that breaks is not made again, because messages may be
-    lost with it: the process ends with exit code 4.
+    """A worker's end; it beats from the beginning, and ends its process when the connection breaks.
 
     Args:
         limit: seconds without an answer to its beats after which this process ends; 0 where a pipe says it sooner.
@@ -101,19 +119,11 @@ class Link:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, str(rank).encode())
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.IPV6, int("[" in addresses[0]))
         show_keys(self._socket, keys)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self._closing = threading.Event()
-        threading.Thread(target=self._watch, args=(monitor,), name="evener-link", daemon=True).start()
+        end_with_connection(self._socket, self._closing)
         self._socket.connect(addresses[0])
-
-    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
-        event = recv_monitor_message(monitor)["event"]
-        if event == zmq.EVENT_DISCONNECTED and not self._closing.is_set():
-            os._exit(4)
-        monitor.close(linger=0)
 
     def receive(self, timeout: float | None) -> bytes | None:
         """The next message; None when ``timeout`` seconds pass first (None waits for ever, 0 does not wait)."""

@@ -22,6 +22,7 @@ import zmq
 
 from evener import errors
 from evener.config.schema import Config, to_flat
+from evener.distributed.hub import end_with_connection
 from evener.distributed.pulse import Pulse, beat
 from evener.errors import EngineDeadError, EngineError
 from evener.logs import stderr_level
@@ -209,6 +210,9 @@ class Parent:
         beat(f"{address}.beats", os.path.basename(address))
         self._context = zmq.Context()
         self._in, self._out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._closing = threading.Event()
+        for socket in (self._in, self._out):
+            end_with_connection(socket, self._closing)
         self._in.connect(f"{address}.down")
         self._out.connect(f"{address}.up")
 
@@ -224,6 +228,7 @@ class Parent:
 
     def close(self) -> None:
         """Send what is queued and let go."""
+        self._closing.set()
         self._in.close(linger=0)
         self._out.close(linger=2000)
         self._context.term()

@@ -37,8 +37,8 @@ class Pulse:
         self._heard[name] = time.monotonic() + _GRACE
 
     def silence(self, name: str) -> float:
-        """Seconds since the last beat of a child that is expected."""
-        return max(0.0, time.monotonic() - self._heard[name])
+        """Seconds since the last beat; 0 before the first of a child that is not expected."""
+        return max(0.0, time.monotonic() - self._heard.get(name, time.monotonic()))
 
     def close(self) -> None:
         """End the thread. Calling it again does nothing."""

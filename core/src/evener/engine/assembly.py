@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evener.config.checkpoint import facts_of
-from evener.config.resolve import DeviceFacts, ResolvedConfig, resolve_config
+from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_partition, resolve_config
 from evener.config.schema import Config
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.device import Device
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
+from evener.distributed.default import communicators
 from evener.engine.geometry import Geometry, plan_geometry
 from evener.engine.sampler import Sampler
 from evener.engine.search import Search
 from evener.engine.world import Place, Ranks
-from evener.errors import ArchitectureError, BackendError, ConfigError, did_you_mean
+from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.loading.checkpoint import open_checkpoint
@@ -30,7 +31,6 @@ from evener.resolution.footprint import Sizes
 from evener.resolution.resolver import Market, Offer, Resolver
 
 if TYPE_CHECKING:
-    from evener.contracts.communicator import Communicator, CommunicatorFactory
     from evener.contracts.graph import GraphCapture
     from evener.plugins.hub import Provided
 
@@ -78,7 +78,7 @@ def assemble(
     resolved = resolve_config(config, facts, of_device, serving=serving)
     device.limit_threads(resolved.threads)
     device.select()
-    ranks = place.open(_communicators(loaded, device))
+    ranks = place.open(communicators(loaded.communicator(), device))
     # Random weights are plain ones, whatever the checkpoint's own would be.
     schemes = [p.value for p in loaded.quant_schemes()]
     scheme = pick_scheme(checkpoint.config, schemes, config.quant) if headers else Unquantized()
@@ -87,17 +87,13 @@ def assemble(
 
     def declare(stage: int) -> tuple[Builder, Architecture]:
         build = Builder(
-            resolved.dtype,
-            resolved.max_seq_len,
-            (lambda name: scheme.part(name, headers)) if headers else None,
-            ranks.tp,
-            absorb=infer.mla_absorb,
+            resolved.dtype, resolved.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
+            ranks.tp, absorb=infer.mla_absorb,
             index_top=None if infer.index_topk == "auto" else infer.index_topk,
             snapshot_every=infer.snapshot_every,
             state_dtype=None if infer.latent_dtype == "auto" else infer.latent_dtype,
-            stage=(stage, world.pp_size),
-            partition=_partition(infer.pp_layer_partition),
-        )
+            stage=(stage, world.pp_size), partition=layer_partition(infer),
+        )  # fmt: skip
         model = family(checkpoint.config, build)
         if world.pp_size > 1 and not build.staged:
             raise ArchitectureError(f"{family.__name__} is not made for pipeline stages; set infer.pp_size=1")
@@ -121,28 +117,6 @@ def assemble(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
         ranks, others,
     )  # fmt: skip
-
-
-def _partition(asked: tuple[str, ...]) -> tuple[int, ...]:
-    if not all(each.isdigit() for each in asked):
-        raise ConfigError(f"infer.pp_layer_partition={','.join(asked)} is no list of numbers, as in 15,16")
-    return tuple(map(int, asked))
-
-
-def _communicators(loaded: Loaded, device: Device) -> CommunicatorFactory:
-    """How ranks on this device talk; host memory needs no package of its own for it."""
-    offer = loaded.communicator()
-    if offer is not None:
-        return offer.value
-
-    def default(name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str) -> Communicator:
-        from evener.distributed.torch_communicator import open_torch_communicator
-
-        if not device.capabilities.host_memory:
-            raise BackendError(f"no package says how ranks on {device.name} talk; run one rank, or install one")
-        return open_torch_communicator("gloo", name, ranks, rank, world_size, init_method)
-
-    return default
 
 
 def capture_offer(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:

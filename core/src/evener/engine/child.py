@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from evener.config import from_overrides
 from evener.config.schema import Config
-from evener.distributed.hub import Link
+from evener.distributed.hub import END, Link
+from evener.distributed.launched import Contact, Launched
 from evener.distributed.process import Failed, Parent, read_orders
 from evener.engine.loop import run_controller
 from evener.engine.messages import FromController, ToController
@@ -45,6 +47,8 @@ def run_worker(config: Config, link: Link, place: Place) -> None:
             link.send(_ENCODER.encode(pending.popleft().wait()))
         # While a result is under way, take a further plan only if it is here already, so that the device stays busy.
         data = link.receive(0 if pending else None)
+        if data == END:
+            return
         if data is not None:
             step = worker.execute(decoder.decode(data))
             if place.world.reports:
@@ -99,6 +103,18 @@ def attempt(end: Link | Parent, role: Callable[[], None]) -> int:
     return 0
 
 
+def run_rank(config: Config, launched: Launched) -> NoReturn:
+    """In a rank above zero that ``torchrun`` has started: be a worker, until the controller ends it."""
+    set_up_logging(config.log, logging.INFO)
+    place = Place.of(launched, config.infer.tp_size, config.infer.pp_size)
+    contact = launched.find()
+    link = Link(contact.addresses, launched.rank, contact.keys, config.infer.silence_limit)
+    code = attempt(link, lambda: run_worker(config, link, place))
+    # Libraries whose other ranks have gone may hang when they are torn down.
+    logging.shutdown()
+    os._exit(code)
+
+
 def main(argv: list[str]) -> int:
     """Run the role that the parent asks for."""
     role, level = argv
@@ -110,7 +126,11 @@ def main(argv: list[str]) -> int:
         parent = Parent(orders["address"])
         return attempt(parent, lambda: run_controller_process(config, parent))
     place = msgspec.convert(orders["place"], Place)
-    link = Link(orders["addresses"], place.world.rank)
+    contact = msgspec.convert(orders["contact"], Contact)
+    launched = Launched.of(os.environ) if contact.keys is not None else None
+    if launched is not None:
+        launched.publish(contact)
+    link = Link(contact.addresses, place.world.rank, contact.keys)
     return attempt(link, lambda: run_worker(config, link, place))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
 import msgspec
 
 from evener.config.schema import Config
-from evener.distributed.hub import Hub
+from evener.distributed.hub import END, Hub
+from evener.distributed.launched import Contact, Launched
 from evener.distributed.process import Child, Failed, Process
 from evener.engine.client import EngineClient
 from evener.engine.executor import Executor
@@ -35,45 +37,47 @@ def _failure(data: bytes) -> Failed | None:
 
 
 class ProcessExecutor(Executor):
-    """One worker process a rank, on this machine. Construct waits until all are ready.
+    """One worker process a rank: on this machine, or those that ``launched`` is one of. Construct waits until all are
+    ready.
 
     Raises:
         EvenerError: what stopped a worker from starting.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, launched: Launched | None = None) -> None:
         infer = config.infer
-        size = infer.tp_size * infer.pp_size
+        sizes = infer.tp_size, infer.pp_size
         self._silence, self._patience, self._failed = infer.silence_limit, infer.step_limit, False
-        self._worlds = [World.of(rank, infer.tp_size, infer.pp_size) for rank in range(size)]
-        self._hub = Hub()
+        self._worlds = [World.of(rank, *sizes) for rank in range(sizes[0] * sizes[1])]
+        self._hub = Hub(None if launched is None else launched.interface)
         self._children: dict[int, Process] = {}
+        meet = f"file://{self._hub.folder}/meet"
         try:
-            for world in self._worlds:
-                self._start(config, world)
+            for world in self._worlds if launched is None else self._worlds[:1]:
+                place = Place(world, world.rank, world.size, meet) if launched is None else Place.of(launched, *sizes)
+                self._start(config, place)
             self.facts = agree(self._gather())
         except BaseException:
             self.close(0)
             raise
 
-    def _start(self, config: Config, world: World) -> None:
-        place = Place(world, world.rank, world.size, f"file://{self._hub.folder}/meet")
-        orders = {"addresses": self._hub.addresses, "folder": self._hub.folder, "place": msgspec.to_builtins(place)}
+    def _start(self, config: Config, place: Place) -> None:
+        world, contact = place.world, Contact(self._hub.addresses, self._hub.keys)
+        told = {"contact": contact, "place": place}
+        orders = {"folder": self._hub.folder, **{name: msgspec.to_builtins(each) for name, each in told.items()}}
         self._hub.pulse.expect(str(world.rank))
         # The ranks of one machine meet without leaving it.
-        alone = {"GLOO_SOCKET_IFNAME": "lo"} if world.size > 1 else {}
+        alone = {"GLOO_SOCKET_IFNAME": "lo"} if world.size > 1 and contact.keys is None else {}
         self._children[world.rank] = Process("worker", world.name, config, orders, alone)
 
     def _gather(self) -> list[WorkerFacts]:
         found: dict[int, WorkerFacts] = {}
         while len(found) < len(self._worlds):
-            came = self._hub.receive(_BEAT)
-            if came is None:
+            if (came := self._hub.receive(_BEAT)) is None:
                 self.check()
                 continue
             rank, data = came
-            failed = _failure(data)
-            if failed is not None:
+            if (failed := _failure(data)) is not None:
                 self._say_who_is_gone(_GRACE)
                 raise failed.error(f"{self._worlds[rank].name}: " if len(self._worlds) > 1 else "")
             found[rank] = msgspec.msgpack.decode(data, type=WorkerFacts)
@@ -96,8 +100,7 @@ class ProcessExecutor(Executor):
     def read(self) -> StepResult:
         began = time.monotonic()
         while True:
-            came = self._hub.receive(_BEAT)
-            if came is not None:
+            if (came := self._hub.receive(_BEAT)) is not None:
                 rank, data = came
                 result: StepResult | Failed = _RESULTS.decode(data)
                 if not isinstance(result, Failed):
@@ -137,6 +140,9 @@ class ProcessExecutor(Executor):
         return EngineDeadError(f"{what}; restart the server, and see its log for the reason")
 
     def close(self, patience: float = 10.0) -> None:
+        for world in self._worlds if len(self._children) < len(self._worlds) else ():
+            with contextlib.suppress(EngineDeadError):  # it has gone before
+                self._hub.send(world.rank, END)
         for child in self._children.values():
             child.let_go()
         until = time.monotonic() + (0 if self._failed else patience)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Literal
 
@@ -9,6 +10,7 @@ from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.resolve import plans_in_flight, wants_processes
 from evener.config.schema import Config
 from evener.contracts.state import StateKind
+from evener.distributed.launched import Launched
 from evener.engine.client import EngineClient
 from evener.engine.controller import Controller
 from evener.engine.executor import Executor, InlineExecutor
@@ -62,7 +64,7 @@ def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
     if wants_processes(config, serving):
         from evener.engine.process_client import ProcessExecutor
 
-        process = ProcessExecutor(config)
+        process = ProcessExecutor(config, Launched.of(os.environ))
         return process, process.facts
     search = Search(config.backend)
     from evener.engine.worker import Worker  # imports torch, beside the probes

@@ -52,10 +52,9 @@ def agree(found: Sequence[WorkerFacts]) -> WorkerFacts:
                     f"ranks disagree about their state: {what} is {ours} on rank 0 and {theirs} on rank {rank}; "
                     "run the same packages, backend and configuration on each"
                 )
-    least = {
-        name: min(getattr(f, name) for f in found) for name in ("blocks", "max_reqs", "max_seq_len", "step_tokens")
-    }
     if len(found) == 1:
         return first
+    limits = ("blocks", "max_reqs", "max_seq_len", "step_tokens")
+    least = {name: min(getattr(f, name) for f in found) for name in limits}
     ranks = [{key: f.info.get(key) for key in ("device", "backend", "memory", "rank")} for f in found]
     return replace(first, **least, info={**first.info, "max_model_len": least["max_seq_len"], "ranks": ranks})

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from evener.contracts.communicator import Communicator, CommunicatorFactory
+    from evener.distributed.launched import Launched
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,17 @@ class Place:
     local: int = 1
     init_method: str = ""
 
+    @classmethod
+    def of(cls, launched: Launched, tp_size: int, pp_size: int) -> Place:
+        """The place of a process that was started together with others."""
+        world = World.of(launched.rank, tp_size, pp_size)
+        return cls(world, launched.local_rank, launched.local_size, "env://")
+
     def open(self, factory: CommunicatorFactory) -> Ranks:
         """Meet the others; waits for them."""
         groups = {"tp": self.world.tp_ranks, "pp": self.world.pp_ranks, "ids": self.world.pp_ranks}
         opened = {
             name: factory(name, ranks, self.world.rank, self.world.size, self.init_method)
-            for name, ranks in groups.items()
-            if len(ranks) > 1
-        }
+            for name, ranks in groups.items() if len(ranks) > 1
+        }  # fmt: skip
         return Ranks(self.world, device=self.device, local=self.local, **opened)
