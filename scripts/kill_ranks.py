@@ -10,6 +10,7 @@ no file is left of the run, and the next draw starts. Stops at the first draw of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -90,7 +91,9 @@ def cut_off(pid: int) -> None:
 
     libc, handle = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
     for entry in os.scandir(f"/proc/{pid}/fd"):
-        if os.readlink(entry.path).startswith("socket:"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if not os.readlink(entry.path).startswith("socket:"):
+                continue
             # 438: pidfd_getfd, the same on every architecture that has it.
             copy = libc.syscall(438, handle, int(entry.name), 0)
             if copy >= 0:
