@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from evener.builtin import BUILTINS
 from evener.contracts.device import Device
@@ -17,6 +18,7 @@ from evener.contracts.state import StateProvider
 from evener.engine.search import Search
 from evener.plugins.discover import discover
 from evener.plugins.load import Loaded
+from evener.testing.block_cases import stored
 from evener.testing.composite_check import check_composite
 from evener.testing.op_check import CheckResult, check_kernel
 from evener.testing.state_check import check_provider
@@ -74,6 +76,16 @@ def test_a_kernel_agrees_with_its_reference(backend: str, op: str) -> None:
         assert not [str(r) for r in results if r.status == "failed"]
         passed = Counter(r.dtype for r in results if r.status == "passed")
         assert set(passed) == set(DTYPES), f"{kernel.name} was never computed: {sorted({r.detail for r in results})}"
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_packing_that_takes_blocks_was_computed_with(backend: str, op: str) -> None:
+    part = stored("q8_0", 16, 64, "float32", torch.Generator())
+    for kernel in [k for k in registered(backend).kernels if k.op == op]:
+        for packing in [p for p in kernel.packings if p.supports([part], "float32") is None]:
+            mine = [r for r in registered(backend).check(kernel) if r.case.endswith(f"in {packing.layout}")]
+            assert {r.dtype for r in mine} == set(DTYPES) and {r.status for r in mine} == {"passed"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

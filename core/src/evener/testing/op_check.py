@@ -23,6 +23,7 @@ from evener.contracts.quant import PackedWeight, Packing, WeightPart, plain
 from evener.errors import DescriptorError
 from evener.ops.reference.linear import PLAIN
 from evener.resolution.resolver import load_reference
+from evener.testing.block_cases import TOLERANCE, block_cases, numbers
 
 DTYPES = ("float32", "bfloat16")
 _CPU = torch.device("cpu")
@@ -64,7 +65,8 @@ def _one(value: Sequence[Any]) -> Sequence[WeightPart]:
 
 
 def _widened(part: WeightPart) -> WeightPart:
-    return replace(part, format=plain("float32"), tensors={k: t.float() for k, t in part.tensors.items()})
+    values = part.tensors["weight"].float() if part.format.plain else numbers(part)
+    return replace(part, format=plain("float32"), tensors={"weight": values})
 
 
 def _packed(
@@ -103,7 +105,8 @@ def outputs_of(result: Any) -> tuple[Any, ...]:
 def check_kernel(
     kernel: Kernel, schema: OpSchema, device: Device, dtypes: Iterable[str] = DTYPES, seed: int = 0
 ) -> list[CheckResult]:
-    """Check a kernel for a primitive over all cases of its op; one result a case and dtype.
+    """Check a kernel for a primitive over all cases of its op; one result a case and dtype. Packings that take weights
+    in blocks are checked over ``block_cases`` too.
 
     Raises:
         DescriptorError: the op has no cases.
@@ -113,6 +116,11 @@ def check_kernel(
     for dtype in dtypes:
         for case in make(dtype, torch.Generator().manual_seed(seed)):
             results.append(_Checked(kernel, schema, device, dtype, case).result())
+        for case in block_cases(schema.name, dtype, torch.Generator().manual_seed(seed)):
+            parts = next(_one(v) for v in case.inputs if isinstance(v, tuple))
+            for packing in kernel.packings:
+                if packing.supports(parts, dtype) is None:
+                    results.append(_Checked(kernel, schema, device, dtype, case, packing).result())
     return results
 
 
@@ -132,10 +140,13 @@ def wide_rows(value: torch.Tensor) -> torch.Tensor:
 class _Checked:
     """One kernel at one case."""
 
-    def __init__(self, kernel: Kernel, schema: OpSchema, device: Device, dtype: str, case: OpCase) -> None:
+    def __init__(
+        self, kernel: Kernel, schema: OpSchema, device: Device, dtype: str, case: OpCase, blocks: Packing | None = None
+    ) -> None:
         self._kernel, self._schema, self._device, self._dtype, self._case = kernel, schema, device, dtype, case
         self._rows = max((len(v) for _, v in self._batched(schema.inputs, case.inputs)), default=0)
-        self._packing = next(iter(kernel.packings), PLAIN)
+        self._packing = blocks or next(iter(kernel.packings), PLAIN)
+        self._tolerance = TOLERANCE if blocks else schema.tolerance
 
     @staticmethod
     def _batched(declared: Sequence[Tensor], values: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -153,6 +164,7 @@ class _Checked:
             problems = self._problems()
         status = "refused" if reason else "failed" if problems else "passed"
         sizes = ", ".join(f"{k}={v}" for k, v in self._case.static.items() if isinstance(v, (int, float, str)))
+        sizes += f", in {self._packing.layout}" if self._kernel.packings else ""
         return CheckResult(
             self._kernel.name, self._schema.name, self._dtype, f"{self._rows} rows, {sizes}", status,
             reason or "; ".join(problems),
@@ -231,7 +243,7 @@ class _Checked:
                 wanted = self._case.static["out"]
             if have.dtype != getattr(torch, wanted):
                 problems.append(f"{declared.name} is {have.dtype}, not {wanted}")
-            elif problem := difference(have, right, self._schema.tolerance, self._dtype):
+            elif problem := difference(have, right, self._tolerance, self._dtype):
                 problems.append(f"{declared.name}: {problem}")
         return problems
 
