@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from family_oracles import TRANSFORMERS, Oracle, Plain
-from plain_models import Baichuan, Qwen
+from plain_models import Baichuan, ChatGLM, Qwen
 
 from evener.testing.naive import find_architecture
 
@@ -143,6 +143,11 @@ TABLE: dict[str, Row] = {
     "qwen 1 with biases, half rotated": Row(
         "QWenLMHeadModel", {"no_bias": False, "rotary_pct": 0.6, "num_attention_heads": 3, "kv_channels": 20},
         oracle=Plain(Qwen)),
+    "chatglm": Row("ChatGLMModel", oracle=Plain(ChatGLM)),
+    "chatglm with as many KV heads as heads, over a longer context": Row(
+        "ChatGLMModel", {"multi_query_group_num": 5, "rope_ratio": 50.0, "add_qkv_bias": False}, oracle=Plain(ChatGLM)),
+    "chatglm under its other name": Row("ChatGLMForConditionalGeneration", {
+        "architectures": ["ChatGLMForConditionalGeneration"]}, oracle=Plain(ChatGLM)),
     "qwen1.5": Row(QWEN2, {"use_sliding_window": False, "tie_word_embeddings": False}),
     "qwq": Row(QWEN2, {"use_sliding_window": False, "tie_word_embeddings": False, "num_key_value_heads": 1,
                        "rms_norm_eps": 1e-5}),

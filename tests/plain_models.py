@@ -124,3 +124,53 @@ class Qwen(nn.Module):
             y, mlp = layer["ln_2"](x), layer["mlp"]
             x = x + mlp["c_proj"](mlp["w1"](y) * F.silu(mlp["w2"](y)))
         return self.lm_head(self.transformer["ln_f"](x))[None]  # type: ignore[no-any-return]
+
+
+class ChatGLM(nn.Module):
+    """ChatGLM 2 and 3: the first half of a head is rotated in neighbouring pairs; heads share keys in groups."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden, eps, inner = config["hidden_size"], config["layernorm_epsilon"], config["ffn_hidden_size"]
+        self.heads, self.groups = config["num_attention_heads"], config["multi_query_group_num"]
+        self.size, self.base = config["kv_channels"], 10000.0 * config.get("rope_ratio", 1.0)
+        wide = (self.heads + 2 * self.groups) * self.size
+        layers = [
+            nn.ModuleDict({
+                "input_layernorm": RootMeanSquare(hidden, eps), "post_attention_layernorm": RootMeanSquare(hidden, eps),
+                "self_attention": nn.ModuleDict({
+                    "query_key_value": nn.Linear(hidden, wide, bias=config["add_qkv_bias"]),
+                    "dense": nn.Linear(self.heads * self.size, hidden, bias=False),
+                }),
+                "mlp": nn.ModuleDict({
+                    "dense_h_to_4h": nn.Linear(hidden, 2 * inner, bias=False),
+                    "dense_4h_to_h": nn.Linear(inner, hidden, bias=False),
+                }),
+            })
+            for _ in range(config["num_layers"])
+        ]  # fmt: skip
+        self.transformer = nn.ModuleDict({
+            "embedding": nn.ModuleDict({"word_embeddings": nn.Embedding(config["padded_vocab_size"], hidden)}),
+            "encoder": nn.ModuleDict({"layers": nn.ModuleList(layers), "final_layernorm": RootMeanSquare(hidden, eps)}),
+            "output_layer": nn.Linear(hidden, config["padded_vocab_size"], bias=False),
+        })  # fmt: skip
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Pairs (2i, 2i + 1) of the first half: as ``rotated`` has it once the pairs' parts lie apart, and back."""
+        half = self.size // 2
+        apart = torch.cat((x[..., 0:half:2], x[..., 1:half:2], x[..., half:]), dim=-1)
+        turned = rotated(apart, half, self.base)
+        pairs = torch.stack((turned[..., : half // 2], turned[..., half // 2 : half]), dim=-1).flatten(-2)
+        return torch.cat((pairs, turned[..., half:]), dim=-1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.transformer["embedding"]["word_embeddings"](ids[0])
+        for layer in self.transformer["encoder"]["layers"]:
+            attention, mlp = layer["self_attention"], layer["mlp"]
+            rows = attention["query_key_value"](layer["input_layernorm"](x)).unflatten(-1, (-1, self.size))
+            q, k, v = rows.split([self.heads, self.groups, self.groups], dim=1)
+            k, v = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (self._rotated(k), v))
+            x = x + attention["dense"](attended(self._rotated(q), k, v))
+            gate, up = mlp["dense_h_to_4h"](layer["post_attention_layernorm"](x)).chunk(2, dim=-1)
+            x = x + mlp["dense_4h_to_h"](F.silu(gate) * up)
+        return self.transformer["output_layer"](self.transformer["encoder"]["final_layernorm"](x))[None]  # type: ignore[no-any-return]

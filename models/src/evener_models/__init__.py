@@ -14,6 +14,8 @@ descriptor = Descriptor(
     architectures={
         "BaiChuanForCausalLM": "evener_models.baichuan:BaichuanForCausalLM",
         "BaichuanForCausalLM": "evener_models.baichuan:BaichuanForCausalLM",
+        "ChatGLMForConditionalGeneration": "evener_models.chatglm:ChatGLMModel",
+        "ChatGLMModel": "evener_models.chatglm:ChatGLMModel",
         "QWenLMHeadModel": "evener_models.qwen:QWenLMHeadModel",
         "CohereForCausalLM": "evener_models.cohere:CohereForCausalLM",
         "GlmForCausalLM": "evener_models.glm:GlmForCausalLM",
