@@ -32,7 +32,7 @@ from evener.engine.start import start_engine
 ROLES = ("front end", "controller", "worker")
 DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "cut off": None}
 #: Seconds without a sign of life, and within which everything must be over.
-SILENCE, LIMIT = 4.0, 60.0
+SILENCE, LIMIT = 4.0, 90.0
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from evener.engine.worker_facts import WorkerFacts, agree
 from evener.engine.world import Place, World
 from evener.errors import EngineDeadError
 
-#: Seconds between looks at whether the workers still live, and those given to find the first cause of a failure.
-_BEAT, _GRACE = 0.2, 0.5
+#: Seconds between looks at whether the workers still live, and those given to find the first cause of a failure. While
+#: a worker starts it may be silent for so many times longer: libraries that are loaded let nobody else run.
+_BEAT, _GRACE, _STARTING = 0.2, 0.5, 6
 _ENCODER = msgspec.msgpack.Encoder()
 _RESULTS = msgspec.msgpack.Decoder(StepResult | Failed)
 _EVENTS = msgspec.msgpack.Decoder(list[FromController])
@@ -47,7 +48,7 @@ class ProcessExecutor(Executor):
     def __init__(self, config: Config, launched: Launched | None = None) -> None:
         infer = config.infer
         sizes = infer.tp_size, infer.pp_size
-        self._silence, self._patience, self._failed = infer.silence_limit, infer.step_limit, False
+        self._silence, self._patience, self._failed = _STARTING * infer.silence_limit, infer.step_limit, False
         self._worlds = [World.of(rank, *sizes) for rank in range(sizes[0] * sizes[1])]
         self._hub = Hub(None if launched is None else launched.interface)
         self._children: dict[int, Process] = {}
@@ -57,6 +58,7 @@ class ProcessExecutor(Executor):
                 place = Place(world, world.rank, world.size, meet) if launched is None else Place.of(launched, *sizes)
                 self._start(config, place)
             self.facts = agree(self._gather())
+            self._silence = infer.silence_limit
         except BaseException:
             self.close(0)
             raise
