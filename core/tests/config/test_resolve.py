@@ -115,7 +115,7 @@ def test_every_key_is_printed_with_its_value_and_reason() -> None:
     rows = {key: (value, reason) for key, value, reason in resolved.rows()}
     assert rows.keys() == key_specs().keys()
     assert all(reason for _, reason in rows.values())
-    assert rows["seed"] == (7, "as asked") and rows["infer.depth"] == (2, "the default")
+    assert rows["seed"] == (7, "as asked") and rows["infer.depth"] == (2, "one is computed, others are read")
     assert rows["infer.max_reqs"] == (64, "for host memory") and rows["backend"][0] == "host"
     assert json.loads(json.dumps(resolved.to_json()))["dtype"]["value"] == "bfloat16"
     assert len(resolved.text().splitlines()) == len(rows)

@@ -91,7 +91,6 @@ def test_a_number_that_is_too_small_or_no_number_is_an_error_that_says_what_it_t
 @pytest.mark.parametrize(
     ("key", "value", "missing"),
     [
-        ("infer.pp_size", 2, "pipeline parallelism"),
         ("infer.dp_size", 2, "data parallelism"),
         ("infer.ep_size", 2, "expert parallelism"),
         ("quant", "gguf", "quantization"),

@@ -100,7 +100,7 @@ def test_declaring_15616_experts_is_61_stacks_of_each_projection_and_needs_no_to
         "import sys\n"
         "from evener.layers import Builder, MoEConfig\n"
         "build, moe = Builder('bfloat16', 8), MoEConfig(experts=256, top=8, inner=2048)\n"
-        "common = {'hidden': 7168, 'dtype': 'bfloat16', 'eps': 1e-6, 'offset': 0.0}\n"
+        "common = {'hidden': 7168, 'dtype': 'bfloat16', 'eps': 1e-6, 'offset': 0.0, 'norm': 'rms'}\n"
         "for layer in range(61): moe.declare(build, f'model.layers.{layer}', common)\n"
         "from evener.layers.declared import StackedWeight\n"
         "assert sum(isinstance(w, StackedWeight) for w in build.weights) == 122\n"

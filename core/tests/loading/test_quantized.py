@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from evener.builtin.hooks import evener_op_schemas
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import BLOCKS, PackedWeight, Packing, WeightPart, block_format, plain
@@ -94,7 +95,8 @@ def run(
     build = Builder(dtype, 8, lambda name: scheme.part(name, checkpoint.headers))
     weight = build.linear("w", parts, COLUMNS)
     market = Market(
-        schemas={}, kernels=[Offer(k, "acme", "1") for k in kernels], states=[], reference_state=ReferenceState(),
+        schemas={schema.name: schema for schema in evener_op_schemas()},
+        kernels=[Offer(k, "acme", "1") for k in kernels], states=[], reference_state=ReferenceState(),
         reference_packing=PLAIN, device=DeviceCapabilities(dtypes=frozenset({"float32"})), buckets=token_buckets(4),
     )  # fmt: skip
     resolver = Resolver(market)
