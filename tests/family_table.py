@@ -141,7 +141,8 @@ TABLE: dict[str, Row] = {
         oracle=Plain(Baichuan)),
     "qwen 1": Row("QWenLMHeadModel", oracle=Plain(Qwen)),
     "qwen 1 with biases, half rotated": Row(
-        "QWenLMHeadModel", {"no_bias": False, "rotary_pct": 0.6, "num_attention_heads": 3, "kv_channels": 20},
+        "QWenLMHeadModel",
+        {"no_bias": False, "rotary_pct": 0.6, "hidden_size": 60, "num_attention_heads": 3, "kv_channels": 20},
         oracle=Plain(Qwen)),
     "chatglm": Row("ChatGLMModel", oracle=Plain(ChatGLM)),
     "chatglm with as many KV heads as heads, over a longer context": Row(

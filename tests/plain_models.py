@@ -1,176 +1,461 @@
-"""Models in plain torch, written from their reports and the descriptions of their checkpoints, for families that
-transformers does not have: one sequence at a time, no cache. Parameters have the checkpoints' names."""
+"""Plain oracles of three language-model families: Baichuan 1/2 (7B), Qwen 1, ChatGLM 2/3.
+
+Written from published facts only, each named where it is used, and meant to be read rather than to be fast: one
+sequence at a time, every position computed anew, no cache, float32, one attention head after the other.  Each class is
+built from the family's own ``config.json`` as a mapping, and its ``state_dict`` has the names of the published
+checkpoints (less rotary buffers such as ``inv_freq``, which are computed here).
+
+Sources, by the short names used below:
+
+* *baichuan modeling*: ``modeling_baichuan.py`` of baichuan-inc/Baichuan-7B and baichuan-inc/Baichuan2-7B-*.
+* *qwen modeling*: ``modeling_qwen.py`` of Qwen/Qwen-7B.
+* *chatglm modeling*: ``modeling_chatglm.py`` of THUDM/chatglm2-6b, THUDM/chatglm3-6b and THUDM/chatglm3-6b-32k.
+* *vLLM*: ``vllm/model_executor/models/{baichuan,qwen,chatglm}.py`` of vllm-project/vllm.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-Config = Mapping[str, Any]
-
-
-def rotated(x: torch.Tensor, dim: int, base: float) -> torch.Tensor:
-    """Heads [n, heads, size] of tokens 0 to n - 1: elements i and i + dim / 2 are a complex number that is turned by
-    position * base ** (-2i / dim) (Su et al. 2021)."""
-    half = dim // 2
-    speed = torch.tensor([base ** (-2 * i / dim) for i in range(half)], dtype=torch.float64)
-    turn = torch.outer(torch.arange(len(x), dtype=torch.float64), speed)[:, None]
-    turned = torch.complex(x[..., :half].double(), x[..., half:dim].double()) * torch.polar(torch.ones_like(turn), turn)
-    return torch.cat((turned.real.float(), turned.imag.float(), x[..., dim:]), dim=-1)
+__all__ = ["Baichuan", "ChatGLM", "Qwen"]
 
 
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of [n, heads, size], one query after another."""
-    rows = []
-    for at in range(len(q)):
-        scores = (q[at] * k[: at + 1]).sum(-1) / math.sqrt(q.shape[-1])  # [at + 1, heads]
-        rows.append((scores.softmax(0)[..., None] * v[: at + 1]).sum(0).flatten())
-    return torch.stack(rows)
+class _RMSNorm(nn.Module):
+    """Root-mean-square norm: ``x / sqrt(mean(x^2) + eps) * weight``, with neither mean removal nor bias.
 
-
-class RootMeanSquare(nn.Module):
-    """x over the root of its mean square, times a weight."""
+    The same formula stands in the class RMSNorm of all three modeling files.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+    def forward(self, x: Tensor) -> Tensor:
+        mean_square = (x * x).mean(dim=-1, keepdim=True)
+        return x / torch.sqrt(mean_square + self.eps) * self.weight
+
+
+def _silu(x: Tensor) -> Tensor:
+    """SiLU, the gate's activation in all three families (``hidden_act: silu``, ``F.silu`` in the modeling files)."""
+    return x * torch.sigmoid(x)
+
+
+def _angles(length: int, rotary_dim: int, base: float) -> Tensor:
+    """Rotary angles ``[length, rotary_dim / 2]``: position times ``base ** (-2 i / rotary_dim)``, positions from 0.
+
+    RoFormer's formula, used so by the class RotaryEmbedding of all three modeling files; the divisor in the exponent is
+    the number of *rotated* elements, which is less than the head where only a part of it is rotated.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    positions = torch.arange(length, dtype=torch.float32)
+    return positions[:, None] * (1.0 / torch.pow(torch.tensor(float(base)), exponents))[None, :]
+
+
+def _rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate ``x`` ``[n, heads, dim]``, element ``i`` paired with ``i + r / 2`` among the first ``r`` of each head.
+
+    ``rotate_half`` of the baichuan modeling and ``_rotate_half`` of the qwen modeling; the latter's
+    ``apply_rotary_pos_emb`` hands the elements after the first ``r`` through unchanged.
+    """
+    half = angles.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def _rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate ``x`` ``[n, heads, dim]``, element ``2 i`` paired with ``2 i + 1`` among the first ``r`` of each head.
+
+    ``apply_rotary_pos_emb`` of the chatglm modeling (vLLM: ``is_neox_style=False``); the elements after the first
+    ``r`` go through unchanged.
+    """
+    rotated_dim = 2 * angles.shape[-1]
+    rotated, rest = x[..., :rotated_dim], x[..., rotated_dim:]
+    even, odd = rotated[..., 0::2], rotated[..., 1::2]
+    cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
+    out = torch.empty_like(rotated)
+    out[..., 0::2] = even * cos - odd * sin
+    out[..., 1::2] = odd * cos + even * sin
+    return torch.cat((out, rest), dim=-1)
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention, scores scaled by ``1 / sqrt(head size)``: ``[n, heads, dim]`` to ``[n, heads * dim]``.
+
+    Query head ``h`` reads key/value head ``h // (query heads / key heads)``: the chatglm modeling repeats each group's
+    keys and values over *consecutive* query heads.  Its ``apply_query_key_layer_scaling`` divides the scores by the
+    layer's number and multiplies them by it again, so it changes nothing but rounding.
+    """
+    length, heads, dim = q.shape
+    per_group = heads // k.shape[1]
+    future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
+    outputs: list[Tensor] = []
+    for head in range(heads):
+        keys, values = k[:, head // per_group], v[:, head // per_group]
+        scores = (q[:, head] @ keys.T) / dim**0.5
+        weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+        outputs.append(weights @ values)
+    return torch.cat(outputs, dim=-1)
+
+
+def _single(ids: Tensor) -> Tensor:
+    """The one sequence of a batch ``[1, n]``, as ``[n]``."""
+    if ids.dim() != 2 or ids.shape[0] != 1:
+        raise ValueError(f"one sequence at a time, ids of shape [1, n]; got {tuple(ids.shape)}")
+    return ids[0]
+
+
+# --- Baichuan 1 and 2, 7B ---------------------------------------------------------------------------------------------
+
+
+class _BaichuanAttention(nn.Module):
+    """Full multi-head attention with one packed projection.
+
+    ``W_pack`` (no bias) gives all queries, then all keys, then all values: ``unflatten(-1, (3, hidden_size))`` in the
+    baichuan modeling, ``chunk(3)`` in vLLM.  Rotary over the whole head, in halves, base 10000 (the default of
+    RotaryEmbedding there, which no config overrides); ``o_proj`` has no bias.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden = int(config["hidden_size"])
+        self.heads = int(config["num_attention_heads"])
+        self.dim = hidden // self.heads
+        self.W_pack = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[0]
+        q, k, v = self.W_pack(x).reshape(length, 3, self.heads, self.dim).unbind(dim=1)
+        angles = _angles(length, self.dim, 10000.0)
+        out: Tensor = self.o_proj(_causal_attention(_rotate_halves(q, angles), _rotate_halves(k, angles), v))
+        return out
+
+
+class _BaichuanMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` without biases: class MLP of the baichuan modeling."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(_silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _BaichuanLayer(nn.Module):
+    """Pre-norm residual block: class DecoderLayer of the baichuan modeling, BaiChuanDecoderLayer of vLLM."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden, eps = int(config["hidden_size"]), float(config["rms_norm_eps"])
+        self.self_attn = _BaichuanAttention(config)
+        self.mlp = _BaichuanMLP(config)
+        self.input_layernorm = _RMSNorm(hidden, eps)
+        self.post_attention_layernorm = _RMSNorm(hidden, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _BaichuanModel(nn.Module):
+    """Embedding (unscaled), layers, final norm: class BaichuanModel of the baichuan modeling."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden = int(config["hidden_size"])
+        self.embed_tokens = nn.Embedding(int(config["vocab_size"]), hidden)
+        self.layers = nn.ModuleList([_BaichuanLayer(config) for _ in range(int(config["num_hidden_layers"]))])
+        self.norm = _RMSNorm(hidden, float(config["rms_norm_eps"]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.norm(x)
+        return out
 
 
 class Baichuan(nn.Module):
-    """Baichuan 7B; 2 if ``z_loss_weight`` is there, whose report describes NormHead: logits by angles alone."""
+    """Baichuan 1 and 2, the 7B variants (rotary; the 13B ones use ALiBi and are no concern of this class).
 
-    def __init__(self, config: Config) -> None:
+    Baichuan 2, known by ``z_loss_weight`` in its config, has a NormHead (class NormHead of the Baichuan 2 modeling):
+    ``torch.nn.functional.normalize`` on the head's rows, that is each row over its Euclidean length, which is taken as
+    at least 1e-12.  The checkpoint holds the rows as trained; they are normalised here at every call and the stored
+    weight is left alone.  Baichuan 1 has a plain head without bias.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        hidden, eps, self.heads = config["hidden_size"], config["rms_norm_eps"], config["num_attention_heads"]
-        layer = {
-            "input_layernorm": lambda: RootMeanSquare(hidden, eps),
-            "post_attention_layernorm": lambda: RootMeanSquare(hidden, eps),
-            "self_attn": lambda: nn.ModuleDict(
-                {"W_pack": nn.Linear(hidden, 3 * hidden, bias=False), "o_proj": nn.Linear(hidden, hidden, bias=False)}
-            ),
-            "mlp": lambda: nn.ModuleDict({
-                "gate_proj": nn.Linear(hidden, config["intermediate_size"], bias=False),
-                "up_proj": nn.Linear(hidden, config["intermediate_size"], bias=False),
-                "down_proj": nn.Linear(config["intermediate_size"], hidden, bias=False),
-            }),
-        }  # fmt: skip
-        layers = [nn.ModuleDict({k: make() for k, make in layer.items()}) for _ in range(config["num_hidden_layers"])]
-        self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(config["vocab_size"], hidden), "layers": nn.ModuleList(layers),
-            "norm": RootMeanSquare(hidden, eps),
-        })  # fmt: skip
-        self.lm_head = nn.Linear(hidden, config["vocab_size"], bias=False)
-        self.by_angle = "z_loss_weight" in config
+        self.norm_head = "z_loss_weight" in config
+        self.model = _BaichuanModel(config)
+        self.lm_head = nn.Linear(int(config["hidden_size"]), int(config["vocab_size"]), bias=False)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.model["embed_tokens"](ids[0])
-        for layer in self.model["layers"]:
-            parts = layer["self_attn"]["W_pack"](layer["input_layernorm"](x)).chunk(3, dim=-1)
-            q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)
-            q, k = (rotated(part, part.shape[-1], 10000.0) for part in (q, k))
-            x = x + layer["self_attn"]["o_proj"](attended(q, k, v))
-            y, mlp = layer["post_attention_layernorm"](x), layer["mlp"]
-            x = x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
-        head = self.lm_head.weight
-        if self.by_angle:
-            head = head / head.pow(2).sum(1, keepdim=True).sqrt()
-        return (self.model["norm"](x) @ head.T)[None]
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``[1, n, vocab_size]`` of the one sequence ``ids`` ``[1, n]``."""
+        x: Tensor = self.model(_single(ids))
+        rows: Tensor = self.lm_head.weight
+        if self.norm_head:
+            lengths = (rows * rows).sum(dim=-1, keepdim=True).sqrt()
+            rows = rows / lengths.clamp_min(1e-12)
+        return (x @ rows.T)[None]
+
+
+# --- Qwen 1 -----------------------------------------------------------------------------------------------------------
+
+
+class _QwenAttention(nn.Module):
+    """Full multi-head attention with one packed projection: class QWenAttention of the qwen modeling.
+
+    ``c_attn`` always has a bias (it is made without a ``bias`` argument) and gives all queries, then all keys, then all
+    values (``split(hidden_size)``; vLLM: ``chunk(3)``).  Rotary on the first ``int(kv_channels * rotary_pct)`` elements
+    of a head, in halves, base ``rotary_emb_base`` (class QWenModel).  Up to ``seq_length`` tokens the dynamic NTK
+    factor is 1 (``get_ntk_alpha``) and so is the logn factor.  ``c_proj`` has a bias only if not ``no_bias``.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden = int(config["hidden_size"])
+        self.heads, self.dim = int(config["num_attention_heads"]), int(config["kv_channels"])
+        if self.heads * self.dim != hidden:
+            raise ValueError("the qwen modeling file only works for num_attention_heads * kv_channels == hidden_size")
+        self.rotary_dim = int(self.dim * float(config["rotary_pct"]))
+        self.base = float(config["rotary_emb_base"])
+        self.c_attn = nn.Linear(hidden, 3 * hidden, bias=True)
+        self.c_proj = nn.Linear(hidden, hidden, bias=not config["no_bias"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[0]
+        q, k, v = self.c_attn(x).reshape(length, 3, self.heads, self.dim).unbind(dim=1)
+        angles = _angles(length, self.rotary_dim, self.base)
+        out: Tensor = self.c_proj(_causal_attention(_rotate_halves(q, angles), _rotate_halves(k, angles), v))
+        return out
+
+
+class _QwenMLP(nn.Module):
+    """``c_proj(w1(x) * silu(w2(x)))``: **w2 is the gate**, w1 the up projection.
+
+    Class QWenMLP of the qwen modeling (``a1 * F.silu(a2)``); vLLM loads ``["w2", "w1"]`` as gate and up.  Both are
+    ``intermediate_size // 2`` wide.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden, inner, bias = int(config["hidden_size"]), int(config["intermediate_size"]) // 2, not config["no_bias"]
+        self.w1 = nn.Linear(hidden, inner, bias=bias)
+        self.w2 = nn.Linear(hidden, inner, bias=bias)
+        self.c_proj = nn.Linear(inner, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c_proj(self.w1(x) * _silu(self.w2(x)))
+        return out
+
+
+class _QwenBlock(nn.Module):
+    """Pre-norm residual block: class QWenBlock of the qwen modeling."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden, eps = int(config["hidden_size"]), float(config["layer_norm_epsilon"])
+        self.ln_1 = _RMSNorm(hidden, eps)
+        self.attn = _QwenAttention(config)
+        self.ln_2 = _RMSNorm(hidden, eps)
+        self.mlp = _QwenMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class _QwenModel(nn.Module):
+    """Embedding (unscaled), blocks, final norm: class QWenModel of the qwen modeling."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden = int(config["hidden_size"])
+        self.wte = nn.Embedding(int(config["vocab_size"]), hidden)
+        self.h = nn.ModuleList([_QwenBlock(config) for _ in range(int(config["num_hidden_layers"]))])
+        self.ln_f = _RMSNorm(hidden, float(config["layer_norm_epsilon"]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.wte(ids)
+        for block in self.h:
+            x = block(x)
+        out: Tensor = self.ln_f(x)
+        return out
 
 
 class Qwen(nn.Module):
-    """Qwen 1 up to ``seq_length`` tokens: RMS norms, rotary positions, biases on query, key and value, and an MLP
-    whose second projection is the gate."""
+    """Qwen 1 (QWenLMHeadModel of the qwen modeling), for sequences of at most ``seq_length`` tokens.
 
-    def __init__(self, config: Config) -> None:
+    The head is a matrix of its own, without bias.  Beyond ``seq_length`` the original turns to dynamic NTK and logn
+    scaling, which are not here: if the config states ``seq_length``, a longer sequence is refused.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        hidden, eps, bias = config["hidden_size"], config["layer_norm_epsilon"], not config["no_bias"]
-        self.heads, size, inner = config["num_attention_heads"], config["kv_channels"], config["intermediate_size"] // 2
-        self.dim, self.base = int(size * config["rotary_pct"]), config["rotary_emb_base"]
-        wide = self.heads * size
-        layers = [
-            nn.ModuleDict({
-                "ln_1": RootMeanSquare(hidden, eps), "ln_2": RootMeanSquare(hidden, eps),
-                "attn": nn.ModuleDict(
-                    {"c_attn": nn.Linear(hidden, 3 * wide), "c_proj": nn.Linear(wide, hidden, bias=bias)}
-                ),
-                "mlp": nn.ModuleDict({
-                    "w1": nn.Linear(hidden, inner, bias=bias), "w2": nn.Linear(hidden, inner, bias=bias),
-                    "c_proj": nn.Linear(inner, hidden, bias=bias),
-                }),
-            })
-            for _ in range(config["num_hidden_layers"])
-        ]  # fmt: skip
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config["vocab_size"], hidden), "h": nn.ModuleList(layers),
-            "ln_f": RootMeanSquare(hidden, eps),
-        })  # fmt: skip
-        self.lm_head = nn.Linear(hidden, config["vocab_size"], bias=False)
+        limit = config.get("seq_length")
+        self.limit = None if limit is None else int(limit)
+        self.transformer = _QwenModel(config)
+        self.lm_head = nn.Linear(int(config["hidden_size"]), int(config["vocab_size"]), bias=False)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.transformer["wte"](ids[0])
-        for layer in self.transformer["h"]:
-            parts = layer["attn"]["c_attn"](layer["ln_1"](x)).chunk(3, dim=-1)
-            q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)
-            q, k = (rotated(part, self.dim, self.base) for part in (q, k))
-            x = x + layer["attn"]["c_proj"](attended(q, k, v))
-            y, mlp = layer["ln_2"](x), layer["mlp"]
-            x = x + mlp["c_proj"](mlp["w1"](y) * F.silu(mlp["w2"](y)))
-        return self.lm_head(self.transformer["ln_f"](x))[None]  # type: ignore[no-any-return]
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``[1, n, vocab_size]`` of the one sequence ``ids`` ``[1, n]``."""
+        sequence = _single(ids)
+        if self.limit is not None and sequence.shape[0] > self.limit:
+            raise ValueError(f"{sequence.shape[0]} tokens are more than seq_length, {self.limit}")
+        out: Tensor = self.lm_head(self.transformer(sequence))
+        return out[None]
+
+
+# --- ChatGLM 2 and 3 --------------------------------------------------------------------------------------------------
+
+
+class _ChatGLMAttention(nn.Module):
+    """Grouped-query attention with one packed projection: class SelfAttention of the chatglm modeling.
+
+    ``query_key_value`` gives all query heads, then the groups' keys, then the groups' values, each ``kv_channels``
+    wide; its bias is there if ``add_bias_linear or add_qkv_bias``, that of ``dense`` if ``add_bias_linear``.  Rotary is
+    on the first half of a head only (``RotaryEmbedding(rotary_dim // 2)`` in class ChatGLMModel), in interleaved pairs,
+    with the exponent over ``kv_channels // 2``.  ``rope_ratio``, where present, multiplies the base 10000 (chatglm3-32k
+    modeling, vLLM); THUDM/chatglm2-6b-32k as first published divided the positions by it instead, which is not here.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden = int(config["hidden_size"])
+        self.heads, self.groups = int(config["num_attention_heads"]), int(config["multi_query_group_num"])
+        self.dim = int(config["kv_channels"])
+        self.base = 10000.0 * float(config.get("rope_ratio", 1))
+        bias = bool(config.get("add_bias_linear", False))
+        qkv_bias = bias or bool(config["add_qkv_bias"])
+        self.query_key_value = nn.Linear(hidden, (self.heads + 2 * self.groups) * self.dim, bias=qkv_bias)
+        self.dense = nn.Linear(self.heads * self.dim, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[0]
+        packed = self.query_key_value(x).reshape(length, self.heads + 2 * self.groups, self.dim)
+        q = packed[:, : self.heads]
+        k = packed[:, self.heads : self.heads + self.groups]
+        v = packed[:, self.heads + self.groups :]
+        angles = _angles(length, self.dim // 2, self.base)
+        out: Tensor = self.dense(_causal_attention(_rotate_pairs(q, angles), _rotate_pairs(k, angles), v))
+        return out
+
+
+class _ChatGLMMLP(nn.Module):
+    """SwiGLU on one packed projection: class MLP of the chatglm modeling.
+
+    ``dense_h_to_4h`` is ``2 * ffn_hidden_size`` wide; ``swiglu`` there is ``silu(first half) * second half``, so the
+    **gate comes first**, up second.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden, self.inner = int(config["hidden_size"]), int(config["ffn_hidden_size"])
+        bias = bool(config.get("add_bias_linear", False))
+        self.dense_h_to_4h = nn.Linear(hidden, 2 * self.inner, bias=bias)
+        self.dense_4h_to_h = nn.Linear(self.inner, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.dense_h_to_4h(x)
+        out: Tensor = self.dense_4h_to_h(_silu(packed[..., : self.inner]) * packed[..., self.inner :])
+        return out
+
+
+class _ChatGLMBlock(nn.Module):
+    """Pre-norm residual block: class GLMBlock, with ``apply_residual_connection_post_layernorm`` false."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden, eps = int(config["hidden_size"]), float(config["layernorm_epsilon"])
+        self.input_layernorm = _RMSNorm(hidden, eps)
+        self.self_attention = _ChatGLMAttention(config)
+        self.post_attention_layernorm = _RMSNorm(hidden, eps)
+        self.mlp = _ChatGLMMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attention(self.input_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _ChatGLMEmbedding(nn.Module):
+    """The embedding table under its published name: class Embedding of the chatglm modeling (unscaled)."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(int(config["padded_vocab_size"]), int(config["hidden_size"]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.word_embeddings(ids)
+        return out
+
+
+class _ChatGLMEncoder(nn.Module):
+    """Blocks and final norm (``post_layer_norm`` true): class GLMTransformer of the chatglm modeling."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_ChatGLMBlock(config) for _ in range(int(config["num_layers"]))])
+        self.final_layernorm = _RMSNorm(int(config["hidden_size"]), float(config["layernorm_epsilon"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.final_layernorm(x)
+        return out
+
+
+class _ChatGLMModel(nn.Module):
+    """Embedding, encoder, output layer (a matrix of its own, no bias): class ChatGLMModel of the chatglm modeling."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.embedding = _ChatGLMEmbedding(config)
+        self.encoder = _ChatGLMEncoder(config)
+        self.output_layer = nn.Linear(int(config["hidden_size"]), int(config["padded_vocab_size"]), bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.output_layer(self.encoder(self.embedding(ids)))
+        return out
 
 
 class ChatGLM(nn.Module):
-    """ChatGLM 2 and 3: the first half of a head is rotated in neighbouring pairs; heads share keys in groups."""
+    """ChatGLM 2 and 3 (ChatGLMModel, ChatGLMForConditionalGeneration), causal throughout.
 
-    def __init__(self, config: Config) -> None:
+    Unlike ChatGLM 1, the chatglm modeling attends causally over prompt and answer alike (``is_causal=True`` where no
+    mask is given, a lower triangle in ``get_masks``), with positions counted from 0.  Switches that no published
+    config of these two families sets are refused rather than guessed at.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        hidden, eps, inner = config["hidden_size"], config["layernorm_epsilon"], config["ffn_hidden_size"]
-        self.heads, self.groups = config["num_attention_heads"], config["multi_query_group_num"]
-        self.size, self.base = config["kv_channels"], 10000.0 * config.get("rope_ratio", 1.0)
-        wide = (self.heads + 2 * self.groups) * self.size
-        layers = [
-            nn.ModuleDict({
-                "input_layernorm": RootMeanSquare(hidden, eps), "post_attention_layernorm": RootMeanSquare(hidden, eps),
-                "self_attention": nn.ModuleDict({
-                    "query_key_value": nn.Linear(hidden, wide, bias=config["add_qkv_bias"]),
-                    "dense": nn.Linear(self.heads * self.size, hidden, bias=False),
-                }),
-                "mlp": nn.ModuleDict({
-                    "dense_h_to_4h": nn.Linear(hidden, 2 * inner, bias=False),
-                    "dense_4h_to_h": nn.Linear(inner, hidden, bias=False),
-                }),
-            })
-            for _ in range(config["num_layers"])
-        ]  # fmt: skip
-        self.transformer = nn.ModuleDict({
-            "embedding": nn.ModuleDict({"word_embeddings": nn.Embedding(config["padded_vocab_size"], hidden)}),
-            "encoder": nn.ModuleDict({"layers": nn.ModuleList(layers), "final_layernorm": RootMeanSquare(hidden, eps)}),
-            "output_layer": nn.Linear(hidden, config["padded_vocab_size"], bias=False),
-        })  # fmt: skip
+        expected = {
+            "multi_query_attention": True,
+            "rmsnorm": True,
+            "post_layer_norm": True,
+            "add_bias_linear": False,
+            "apply_residual_connection_post_layernorm": False,
+        }
+        for key, value in expected.items():
+            if bool(config.get(key, value)) != value:
+                raise ValueError(f"{key} must be {value}")
+        self.transformer = _ChatGLMModel(config)
 
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """Pairs (2i, 2i + 1) of the first half: as ``rotated`` has it once the pairs' parts lie apart, and back."""
-        half = self.size // 2
-        apart = torch.cat((x[..., 0:half:2], x[..., 1:half:2], x[..., half:]), dim=-1)
-        turned = rotated(apart, half, self.base)
-        pairs = torch.stack((turned[..., : half // 2], turned[..., half // 2 : half]), dim=-1).flatten(-2)
-        return torch.cat((pairs, turned[..., half:]), dim=-1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.transformer["embedding"]["word_embeddings"](ids[0])
-        for layer in self.transformer["encoder"]["layers"]:
-            attention, mlp = layer["self_attention"], layer["mlp"]
-            rows = attention["query_key_value"](layer["input_layernorm"](x)).unflatten(-1, (-1, self.size))
-            q, k, v = rows.split([self.heads, self.groups, self.groups], dim=1)
-            k, v = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (self._rotated(k), v))
-            x = x + attention["dense"](attended(self._rotated(q), k, v))
-            gate, up = mlp["dense_h_to_4h"](layer["post_attention_layernorm"](x)).chunk(2, dim=-1)
-            x = x + mlp["dense_4h_to_h"](F.silu(gate) * up)
-        return self.transformer["output_layer"](self.transformer["encoder"]["final_layernorm"](x))[None]  # type: ignore[no-any-return]
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``[1, n, padded_vocab_size]`` of the one sequence ``ids`` ``[1, n]``."""
+        out: Tensor = self.transformer(_single(ids))
+        return out[None]
