@@ -54,7 +54,9 @@ def test_a_model_of_671_billion_parameters_is_explained_and_does_not_fit_here(tm
     found = explain(from_overrides(tmp_path, {"backend": "cpu", "load": "dummy"}))
     sites = {row["op"]: row["sites"] for row in found["ops"]}
     assert (sites["latent_attention_block"], sites["moe_block"]) == (61, 58)
-    assert found["memory"]["weights"] == pytest.approx(2 * 671.03e9, rel=1e-3)
+    # The up-projections of latents are held twice: packed for prompts that expand, and as they are for absorption.
+    twice = 61 * 512 * 128 * (128 + 128)
+    assert found["memory"]["weights"] == pytest.approx(2 * (671.03e9 + twice), rel=1e-3)
     assert "does not fit" in found["memory"]["problem"] and "GiB" in found["memory"]["problem"]
 
 
