@@ -2,7 +2,8 @@
 
 The first SIGTERM or SIGINT drains: the socket closes, ``/ready`` says 503, running requests go on until they end or the
 time limit ends them with a 503. The second one ends them at once. An engine that dies takes the process along, with
-exit code 1, once its requests have their answers; with ``restart`` there is a new one instead.
+exit code 1, once its requests have their answers and whoever asks in the next seconds has heard why; with ``restart``
+there is a new one instead, at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _GRACE_SECONDS = 5
 #: Longer than clients keep idle connections, so that it is they who close them and no request is lost.
 _KEEP_ALIVE_SECONDS = 65
 _BACKLOG = 2048
+#: For how long a server whose engine has died goes on to say so: ``/ready`` and new requests get a 503 with the reason.
+_LAST_WORDS_SECONDS = 5.0
 #: Exit code when the engine has died.
 _DIED = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -52,12 +55,13 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
         ConfigError: the address cannot be used.
         EvenerError: whatever starting the engine raises.
     """
-    while (code := await _serve(config, drain_timeout, start or start_engine)) is None and restart:
+    last_words = 0.0 if restart else _LAST_WORDS_SECONDS
+    while (code := await _serve(config, drain_timeout, start or start_engine, last_words)) is None and restart:
         logger.warning("the engine has died: starting again, because of --restart")
     return _DIED if code is None else code
 
 
-async def _serve(config: Config, drain_timeout: float, start: Start) -> int | None:
+async def _serve(config: Config, drain_timeout: float, start: Start, last_words: float) -> int | None:
     """One engine's life: the exit code; None when it has died."""
     # Before the weights are read: a wrong port is not worth that wait.
     listener = bind(config.serve.host, config.serve.port)
@@ -68,7 +72,7 @@ async def _serve(config: Config, drain_timeout: float, start: Start) -> int | No
             return 128 + llm
         try:
             await llm.warm_up_chat()
-            return await _Serving(llm, config, listener, drain_timeout).run()
+            return await _Serving(llm, config, listener, drain_timeout, last_words).run()
         finally:
             await llm.close()
 
@@ -140,8 +144,11 @@ class _Server(uvicorn.Server):
 
 
 class _Serving:
-    def __init__(self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float) -> None:
+    def __init__(
+        self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float, last_words: float
+    ) -> None:
         self._llm, self._config, self._listener, self._drain_timeout = llm, config, listener, drain_timeout
+        self._last_words = last_words
         app = create_app(llm)
         self._service: Service = app.state.service
         self._server = _Server(
@@ -191,6 +198,7 @@ class _Serving:
     async def _stop_when_dead(self) -> None:
         await self._llm.died.wait()
         logger.error("the engine has stopped: %s", self._llm.dead_reason)
+        await asyncio.sleep(self._last_words)
         self._dead = self._server.should_exit = True
 
     def _announce(self) -> None:
