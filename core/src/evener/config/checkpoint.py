@@ -13,7 +13,7 @@ class ModelFacts:
 
     Attributes:
         path: its folder or file.
-        model_type: the family, e.g. "qwen2"; "" if the file does not say.
+        model_type: the family, as the file spells it; "" if the file does not say.
         architectures: class names that it asks for.
         dtype: the type its weights were saved in, torch's name; None if the file does not say.
         max_positions: the longest sequence that it was made for; None if the file does not say.

@@ -224,8 +224,8 @@ def as_text(value: Any) -> str:
 def check_family(name: str, model: str, model_type: str, served: Iterable[str] = ()) -> None:
     """Say whether ``models=NAME`` fits the checkpoint: its folder's or served name, or its family.
 
-    A family is the leading word and number of ``model_type`` (``qwen2``), found in NAME with any separator
-    (``Qwen2-7B``).
+    A family is the leading word and number of ``model_type`` (``name2``), found in NAME with any separator
+    (``Name-2-7B``).
 
     Raises:
         ConfigError: NAME is of another family.

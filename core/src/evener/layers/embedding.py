@@ -20,7 +20,7 @@ def share_vocab(build: Builder, vocab: int) -> Span:
 
 
 class Embedding:
-    """Token embedding [vocab, hidden], optionally scaled (Gemma). Ranks share the rows."""
+    """Token embedding [vocab, hidden], optionally scaled. Ranks share the rows."""
 
     def __init__(self, build: Builder, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:
         rows = share_vocab(build, vocab)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
-    """A gated delta net (Yang et al. 2024) of one layer, as Qwen3-Next stores it.
+    """A gated delta net (Yang et al. 2024) of one layer.
 
     Attributes:
         heads, key_heads: of values, and of queries and keys; the former are a multiple of the latter.

@@ -17,7 +17,7 @@ _COMP = "evener.ops.composites"
 _CASES = "evener.testing.op_cases"
 _RANKS = {"communicator": "of the ranks that share the layer, whose results are summed, or None"}
 _HIDDEN = {"hidden": "H, width of the rows", "dtype": "compute type"}
-_NORM = {**_HIDDEN, "eps": "added to the mean square", "offset": "added to the weight (Gemma: 1.0)"}
+_NORM = {**_HIDDEN, "eps": "added to the mean square", "offset": "added to the weight (often 1.0)"}
 _BLOCK = {**_NORM, "norm": BLOCK_NORM}
 _ATTENTION_IN = {
     **_BLOCK, "heads": "query heads", "kv_heads": "key and value heads", "head_dim": "D of queries and keys",

@@ -51,9 +51,9 @@ class Family:
 
 
 def families() -> tuple[Family, ...]:
-    """Grouped heads; everything that Gemma does; biases, partial and interleaved rotation; experts; and what few
-    families have: layer norms, plain MLPs, norms of all heads together, halves side by side, chunks, sinks, norms
-    without weights, no rotation, factors on queries."""
+    """Grouped heads; windows, caps, offsets and norms on both sides; biases, partial and interleaved rotation; experts;
+    and what few families have: layer norms, plain MLPs, norms of all heads together, halves side by side, chunks,
+    sinks, norms without weights, no rotation, factors on queries."""
     return (
         Family(
             "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
