@@ -20,6 +20,9 @@ LLAMACPP ?= $(HOME)/.cache/evener/llamacpp
 PROMPT ?= What is the capital of France?
 PORT ?= 8000
 ARGS ?=
+# So many processes share the test files, a whole file each; threads that wait for their next product do not hold a core.
+JOBS ?= 2
+PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile
 DIST ?= dist
 
 .PHONY: help install models model llamacpp run serve test test-all check wheels wheelhouse bench docs clean
@@ -32,7 +35,7 @@ install: $(STAMP)  ## make .venv with every distribution editable
 # torch comes first and alone, at the version of constraints.txt: whatever follows finds it there and leaves it as it is.
 $(STAMP): $(PROJECTS) constraints.txt scripts/dev-requirements.txt
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing torch"
+	@echo "installing torch: the largest download, minutes on a slow line$(if $(QUIET), (no progress is shown in a log))"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@echo "installing what development needs"
 	@$(PIP) --requirement scripts/dev-requirements.txt
@@ -58,10 +61,10 @@ serve: model  ## serve a real model until Ctrl-C (PORT=8000, ARGS="key=value ...
 	@exec $(PY) scripts/demo.py --serve --port $(PORT) -- $(ARGS)
 
 test: model  ## the tests, under ten minutes
-	@$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: models llamacpp  ## the slow tests too
-	@$(PY) -m pytest -m "not gpu" $(ARGS)
+	@$(PYTEST) -m "not gpu" $(ARGS)
 
 check: install  ## ruff, mypy, the architecture tests, and whether generated pages are fresh
 	@$(PY) -m ruff check .

@@ -18,6 +18,13 @@ settings.register_profile("evener", deadline=None)
 settings.load_profile("evener")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests may take longer before they are taken to hang: several of them share the cores."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))
+
+
 def _folder(key: str) -> Path:
     """The folder of a real model. A missing one fails: a skipped test would look as if it had passed."""
     source, root = SOURCES[key], models_root()

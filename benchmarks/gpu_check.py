@@ -4,8 +4,10 @@
 
 Parts, in this order: ``doctor``; ``kernels:DTYPE`` (ops and states against references); ``models`` (captured against
 eager, greedy tokens against transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random
-weights); ``profile:MODEL`` (kernels of a decode step). MODEL is a name of ``shapes.py``. A part that fails or takes
-too long is reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
+weights); ``profile:MODEL`` (kernels of a decode step); ``experts:MODEL`` (how many experts a layer a step reads). MODEL
+is a name of ``shapes.py``; ``--weights uniform`` draws its weights as vLLM does (``peer_weights.py``). A part that
+fails or takes too long is reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard
+output.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import after_stdlib  # noqa: F401
+import peer_weights
 from shapes import CONFIGS, write
 
 HERE = Path(__file__).resolve().parent
@@ -47,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds a part may take")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
     parser.add_argument("--cases", default="", help="such as 1x128,16x128 (default: all)")
+    parser.add_argument("--weights", choices=("normal", "uniform"), default="normal", help="how they are drawn")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.here:
@@ -82,7 +86,8 @@ def run(part: str, args: argparse.Namespace) -> tuple[int, list[str]]:
                    "-p", "no:cacheprovider", "-o", "filterwarnings=default", "tests/test_accelerator.py"]  # fmt: skip
     else:
         extra = [word for pair in args.set for word in ("--set", pair)]
-        command = [sys.executable, __file__, "--here", part, "--out", str(args.out), "--cases", args.cases, *extra]
+        command = [sys.executable, __file__, "--here", part, "--out", str(args.out), "--cases", args.cases,
+                   "--weights", args.weights, *extra]  # fmt: skip
     began = time.perf_counter()
     with log.open("w") as file:
         child = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
@@ -106,21 +111,24 @@ def say(line: str) -> None:
 def here(args: argparse.Namespace) -> int:
     """One timing part, in this process."""
     kind, _, model = args.here.partition(":")
+    if args.weights == "uniform":
+        peer_weights.use()
     if model not in CONFIGS:
         raise SystemExit(f"no model {model!r}; there are {', '.join(CONFIGS)}")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        llm = start(write(model, Path(folder) / model), kind != "eager", args.set)
+        llm = start(write(model, Path(folder) / model), kind not in ("eager", "experts"), args.set)
         ready = time.perf_counter() - began
         info = llm.info
-        mode = "eager" if kind == "eager" else "captured"
+        mode = "eager" if kind in ("eager", "experts") else "captured"
         say(f"{model} {mode}: ready after {ready:.1f} s ({info['start_seconds']} s of it in the worker), "
             f"{info['device']}, memory {json.dumps(info['memory'])}")  # fmt: skip
         print(json.dumps(info["manifest"])[:20000])
         wanted = [tuple(int(n) for n in case.split("x")) for case in args.cases.split(",") if case] or list(CASES)
         for batch, prompt in wanted:
             try:
-                (profile if kind == "profile" else measure)(llm, model, kind, batch, prompt, args.out)
+                does = {"profile": profile, "experts": experts}.get(kind, measure)
+                does(llm, model, f"{kind} {args.weights}", batch, prompt, args.out)
             except Exception as error:  # a part of a report; the rest is still wanted
                 import traceback
 
@@ -143,6 +151,11 @@ def start(folder: Path, captured: bool, pairs: Sequence[str]) -> Any:
 
 def generate(llm: Any, batch: int, prompt: int, new: int, seed: int) -> float:
     """Seconds for ``batch`` random prompts with ``new`` tokens each."""
+    return answers(llm, batch, prompt, new, seed)[0]
+
+
+def answers(llm: Any, batch: int, prompt: int, new: int, seed: int) -> tuple[float, list[list[int]]]:
+    """Seconds, and the tokens."""
     from evener import SamplingParams
 
     rng = random.Random(seed)
@@ -151,8 +164,9 @@ def generate(llm: Any, batch: int, prompt: int, new: int, seed: int) -> float:
     began = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - began
-    assert sum(len(o.outputs[0].token_ids) for o in outputs) == batch * new
-    return seconds
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    assert sum(map(len, tokens)) == batch * new
+    return seconds, tokens
 
 
 def measure(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
@@ -165,6 +179,45 @@ def measure(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
         "wall_s": round(long, 3), "out_tok_s": round(batch * LONG / long, 1),
         "step_ms": round((long - short) / (LONG - SHORT) * 1000, 3), "short_s": round(short, 3),
         "first_use_s": round(warm, 2),
+    }  # fmt: skip
+    say(json.dumps(row))
+    with (out / "speed.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def experts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
+    """Different experts a layer that the tokens of a decode step are sent to, by step."""
+    import torch
+
+    import evener_kernels_triton.experts as module
+
+    counts: list[torch.Tensor] = []
+    plain = module.route
+
+    def route(*args: Any, **kwargs: Any) -> Any:
+        slots, weights = plain(*args, **kwargs)
+        if slots.shape[0] == batch:
+            hit = torch.zeros(1024, dtype=torch.int32, device=slots.device)
+            hit[slots.flatten().long()] = 1
+            counts.append(hit.sum())
+        return slots, weights
+
+    steps = 8 + LONG * 16 // max(16, batch)
+    module.route = route
+    try:
+        _, tokens = answers(llm, batch, prompt, steps, 0)
+    finally:
+        module.route = plain
+    config = CONFIGS[model]
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    if not counts:
+        raise RuntimeError("no layer chose experts in a step of so many tokens; one token takes another way")
+    seen = torch.stack(counts[-(len(counts) // layers) * layers :]).float().cpu().view(-1, layers).mean(1)
+    row = {
+        "engine": "evener", "model": model, "mode": kind, "bs": batch, "inp": prompt, "steps": len(seen),
+        "experts_a_layer": round(seen.mean().item(), 2),
+        "by_step": {i: round(seen[i].item(), 1) for i in (0, 4, 16, 32, 64, 128, 256) if i < len(seen)},
+        "distinct_tokens": {i: len({t[i] for t in tokens}) for i in (0, 4, 16, 64, 128, 256) if i < steps},
     }  # fmt: skip
     say(json.dumps(row))
     with (out / "speed.jsonl").open("a") as file:

@@ -1,10 +1,11 @@
 """Ranks on several accelerators of one machine: sums over them, timed inside captures, and tokens against one rank's.
 
-    python benchmarks/rank_check.py [sums] [tokens] [--ranks 2]
+    python benchmarks/rank_check.py [sums] [tokens] [--ranks 2] [--stages 1]
 
 ``sums``: the backend's communicator and the library's alone, for sizes from a decode step's to a prefill's: right
 numbers, equal bits on all ranks, microseconds a sum in a captured row of them. ``tokens``: random small models of
-several families, one rank against all of them, captured where the device can (with --eager: both).
+several families, one rank against all of them, which share every layer and, with ``--stages``, are stages too;
+captured where the device can (with --eager: both).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["sums", "tokens"])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args(argv)
@@ -64,7 +66,7 @@ def sums(args: argparse.Namespace) -> int:
 def _rank(rank: int, ranks: int, meet: str) -> None:
     import torch
 
-    from evener.engine.search import Search
+    from evener.search import Search
 
     loaded = Search(None).load({})
     device = loaded.open_device(rank)
@@ -125,25 +127,27 @@ def tokens(args: argparse.Namespace) -> int:
         for captured in (False, True) if args.eager else (True,):
             with tempfile.TemporaryDirectory() as folder:
                 one, more = (
-                    _answers(Path(folder) / str(n), family, FAMILIES[family], n, captured) for n in (1, args.ranks)
+                    _answers(Path(folder) / f"{ranks}-{stages}", family, ranks, stages, captured)
+                    for ranks, stages in ((1, 1), (args.ranks, args.stages))
                 )
             same = sum(a == b for a, b in zip(one, more, strict=True))
             wrong += same < len(one)
-            print(json.dumps({"family": family, "captured": captured, "answers": len(one), "same": same}), flush=True)
+            row = {"family": family, "ranks": args.ranks, "stages": args.stages, "captured": captured}
+            print(json.dumps({**row, "answers": len(one), "same": same}), flush=True)
     return wrong
 
 
-def _answers(folder: Path, family: str, sizes: dict[str, Any], ranks: int, captured: bool) -> list[list[int]]:
+def _answers(folder: Path, family: str, ranks: int, stages: int, captured: bool) -> list[list[int]]:
     import random
 
     from evener import LLM, SamplingParams
     from evener.testing.naive import find_architecture
 
-    shape = {**find_architecture(f"{family}ForCausalLM").tiny_config(), **sizes}
+    shape = {**find_architecture(f"{family}ForCausalLM").tiny_config(), **FAMILIES[family]}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape))
     keys: dict[str, Any] = {"load": "dummy", "dtype": "float32", "infer.max_seq_len": 256, "infer.max_reqs": 8,
-                            "infer.step_tokens": 64, "infer.tp_size": ranks}  # fmt: skip
+                            "infer.step_tokens": 64, "infer.tp_size": ranks, "infer.pp_size": stages}  # fmt: skip
     if not captured:
         keys["infer.use_cuda_graph"] = False
     rng = random.Random(4)

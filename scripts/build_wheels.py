@@ -37,7 +37,7 @@ def build(distributions: Sequence[Path], out: Path) -> list[Path]:
 
 
 def dependencies(ours: Iterable[str]) -> list[str]:
-    """What ``ours`` need, as installed here and with every extra of ours, without torch and what only torch needs."""
+    """What ``ours`` and their extras need, as far as it is installed here, without torch and what only torch needs."""
     own = {canonicalize_name(name) for name in ours}
     todo = [(name, extra) for name in own for extra in ("", *_extras(name))]
     seen = set(todo)
@@ -46,6 +46,8 @@ def dependencies(ours: Iterable[str]) -> list[str]:
         for line in importlib.metadata.requires(name) or []:
             need = Requirement(line)
             if need.name == "torch" or (need.marker and not need.marker.evaluate({"extra": extra})):
+                continue
+            if extra and not _is_here(need.name):  # a library for hardware that this machine does not have
                 continue
             for entry in ((canonicalize_name(need.name), wanted) for wanted in ("", *need.extras)):
                 if entry not in seen:
@@ -56,6 +58,14 @@ def dependencies(ours: Iterable[str]) -> list[str]:
 
 def _extras(name: str) -> list[str]:
     return importlib.metadata.metadata(name).get_all("Provides-Extra") or []
+
+
+def _is_here(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _name(wheel: Path) -> str:

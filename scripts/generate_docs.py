@@ -19,22 +19,27 @@ from unittest import mock
 
 from docs_from_source import inline, module_text
 
-from evener.cli.main import find
+from evener.cli.main import BUILTIN_NAMES, find
 from evener.cli.models import facts
 from evener.config.schema import key_specs
 from evener.contracts.descriptor import Descriptor
 from evener.contracts.ops import OpSchema, Tensor
 from evener.ops.schemas import BUILTIN
 from evener_models import descriptor
+from evener_server import descriptor as server
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTRACTS = ROOT / "core/src/evener/contracts"
 #: The contracts in the order in which an implementer meets them.
 MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
-    "graph", "experts", "request_plugin",
+    "graph", "experts", "request_plugin", "media", "encoder",
 )  # fmt: skip
-COMMANDS = ("run", "chat", "serve", "explain", "config", "plugins", "doctor", "models", "version", "completion")
+#: Every command, in the order in which they are met.
+COMMANDS = (
+    "run", "chat", "serve", "explain", "why-not", "tune", "config", "plugins", "doctor", "models", "new",
+    "conformance", "version", "completion",
+)  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 
 
@@ -167,6 +172,9 @@ def configuration() -> str:
 
 def commands() -> str:
     """The reference of the command line."""
+    found = {*BUILTIN_NAMES, *server.commands}
+    if found != set(COMMANDS):
+        raise SystemExit(f"COMMANDS in {__file__} and those that there are differ: {sorted(found ^ set(COMMANDS))}")
     parts = [
         "# Commands", MADE,
         "`evener COMMAND --help` says the same. Commands that take a MODEL take every key as well "

@@ -1,10 +1,13 @@
 """Kill, stop or cut off one process of an engine at a random moment, again and again, and look what is left.
 
-    python scripts/kill_ranks.py MODEL --draws 900 [--seed 0] [key=value …]
+    python scripts/kill_ranks.py MODEL --draws 900 [--jobs 4] [--seed 0] [key=value …]
 
 Each draw starts an engine of worker processes (``infer.tp_size=2`` unless keys say otherwise), sends requests, and at a
-random moment does to one of its processes what its seed says. Then: every request ends once, nothing is left running,
-no file is left of the run, and the next draw starts. Stops at the first draw of which one of these is not true. Linux.
+random moment does to one of its processes what its seed says: it is killed, stopped, or all its connections break, and
+break again. Then every request ends once, nothing is left running, and the next draw, which is the next start, works. A
+front end that is stopped cannot say anything: the others end without it, and it goes on and sees that, or is killed.
+After the last draw one more engine starts, answers and ends, and no file of any of them is left. Exits with 1 if one of
+these was not true. Linux.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evener.config import from_overrides
+from evener.config import from_overrides, to_flat
 from evener.config.schema import Config
 from evener.engine.messages import Dead, Finished, NewRequest, Ready, Sampling
 from evener.engine.start import start_engine
@@ -33,26 +38,39 @@ ROLES = ("front end", "controller", "worker")
 DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "cut off": None}
 #: Seconds without a sign of life, and within which everything must be over.
 SILENCE, LIMIT = 4.0, 90.0
+#: Seconds between cuts: a connection that is made again is cut again.
+CUTS = 0.1
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What is done to whom, ``after`` seconds of work, or of the start if it is ``early``."""
+    """What is done to whom, ``after`` seconds of work, or of the start if it is ``early``. A front end that was stopped
+    ``goes_on`` or is killed."""
 
     role: str
     deed: str
     worker: int
     early: bool
     after: float
+    goes_on: bool
 
     @classmethod
     def of(cls, seed: int, workers: int) -> Draw:
         """The draw of a seed."""
         dice = random.Random(seed)
         role, deed = dice.choice(ROLES), dice.choice(sorted(DEEDS))
-        if role == "front end" and deed != "killed":
-            deed = "killed"  # who is stopped there may go on, and nobody listens to who is cut off
-        return cls(role, deed, dice.randrange(workers), dice.random() < 0.2, dice.uniform(0, 1.5))
+        worker, early, after = dice.randrange(workers), dice.random() < 0.2, dice.uniform(0, 1.5)
+        return cls(role, deed, worker, early, after, goes_on=dice.random() < 0.5)
+
+    @property
+    def kind(self) -> str:
+        """Role and deed in words."""
+        return f"{self.role} {self.deed}"
+
+    @property
+    def silent(self) -> bool:
+        """Whether the front end will not say what it has seen."""
+        return self.role == "front end" and (self.deed == "killed" or (self.deed == "stopped" and not self.goes_on))
 
 
 def requests(seed: int) -> list[NewRequest]:
@@ -85,28 +103,33 @@ def tree(pid: int) -> list[int]:
 
 
 def cut_off(pid: int) -> None:
-    """Shut down the process's sockets to others, as a cable does that is pulled."""
+    """Shut down the process's sockets to others, as a cable does that is pulled; does nothing to one that has gone."""
     import ctypes
     import socket
 
-    libc, handle = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
-    for entry in os.scandir(f"/proc/{pid}/fd"):
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        handle, entries = os.pidfd_open(pid), list(os.scandir(f"/proc/{pid}/fd"))
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return
+    for entry in entries:
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             if not os.readlink(entry.path).startswith("socket:"):
                 continue
             # 438: pidfd_getfd, the same on every architecture that has it.
             copy = libc.syscall(438, handle, int(entry.name), 0)
             if copy >= 0:
-                with socket.socket(fileno=copy) as theirs:
-                    try:
+                with socket.socket(fileno=copy) as theirs, contextlib.suppress(OSError):  # it was never connected
+                    # One that listens has no cable; libraries abort if it is shut down.
+                    if not theirs.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         theirs.shutdown(socket.SHUT_RDWR)
-                    except OSError:
-                        continue  # it listens, or was never connected
     os.close(handle)
 
 
 def front_end(flat: dict[str, Any], seed: int) -> None:
     """In the process that plays the front end: says what it has seen, a JSON line at a time."""
+    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     client = start_engine(from_overrides(flat.pop("model"), flat), "process")
     ends: Counter[str] = Counter()
     try:
@@ -152,44 +175,83 @@ def alive(pid: int) -> bool:
         return False
 
 
-def play(draw: Draw, config: Config, seed: int) -> str:
+class Front:
+    """A front end in a process of its own, which logs to ``log``; whatever its run makes is below ``folder``."""
+
+    def __init__(self, config: Config, seed: int, folder: str, log: Path) -> None:
+        self.workers = config.infer.tp_size * config.infer.pp_size
+        command = [sys.executable, __file__, "--front-end", json.dumps(to_flat(config)), "--seed", str(seed)]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=out, text=True, env={**os.environ, "TMPDIR": folder}
+            )
+        self.lines: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(map(json.loads, self.process.stdout))
+
+    def wait_until(self, early: bool) -> None:
+        """Wait for its first word, or for the processes of an early draw."""
+        until = time.monotonic() + 4 * LIMIT
+        while not (len(tree(self.process.pid)) >= 2 + self.workers if early else self.lines):
+            assert self.process.poll() is None and time.monotonic() < until, "it did not start"
+            time.sleep(0.02)
+
+    def wait(self) -> None:
+        """Wait for its end and its last word."""
+        self.process.wait(LIMIT)
+        self._reader.join(LIMIT)
+
+
+def deal(draw: Draw, front: Front, target: int, others: list[int]) -> None:
+    """Do to ``target`` what the draw says, and wait until the front end has ended."""
+    if draw.deed == "cut off":
+        until = time.monotonic() + LIMIT
+        while front.process.poll() is None and time.monotonic() < until:
+            cut_off(target)
+            time.sleep(CUTS)
+    else:
+        os.kill(target, DEEDS[draw.deed] or 0)
+    if (draw.role, draw.deed) == ("front end", "stopped"):
+        left = gone(others, LIMIT)
+        assert not left, f"the front end is stopped, and {left} of {others} still run"
+        os.kill(target, signal.SIGCONT if draw.goes_on else signal.SIGKILL)
+    try:
+        front.wait()
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the front end still waits; it saw {front.lines}") from None
+
+
+def play(draw: Draw, front: Front, seed: int) -> str:
     """One draw; returns the reason that the front end was given.
 
     Raises:
         AssertionError: something that must hold does not.
     """
-    from evener.config import to_flat
-
-    workers = config.infer.tp_size * config.infer.pp_size
-    command = [sys.executable, __file__, "--front-end", json.dumps(to_flat(config)), "--seed", str(seed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
-        assert front.stdout is not None
-        lines: list[dict[str, Any]] = []
-        reader = threading.Thread(target=lambda: lines.extend(map(json.loads, front.stdout or ())), daemon=True)
-        reader.start()
-        until = time.monotonic() + 4 * LIMIT
-        while not (len(tree(front.pid)) >= 2 + workers if draw.early else lines) and time.monotonic() < until:
-            assert front.poll() is None, "it did not start"
-            time.sleep(0.02)
+    everybody: list[int] = []
+    try:
+        front.wait_until(draw.early)
         time.sleep(draw.after)
-        everybody = tree(front.pid)
-        assert len(everybody) >= 2 + workers, f"only {everybody} run"
-        controller = children(front.pid)[0]
-        target = {"front end": front.pid, "controller": controller}.get(draw.role) or children(controller)[draw.worker]
-        cut_off(target) if draw.deed == "cut off" else os.kill(target, DEEDS[draw.deed] or 0)
-        try:
-            front.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            for pid in everybody:
-                os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"the front end still waits; it saw {lines}") from None
-        reader.join(5)
+        everybody = tree(front.process.pid)
+        assert len(everybody) >= 2 + front.workers, f"only {everybody} run"
+        controller = children(front.process.pid)[0]
+        of_role = {"front end": front.process.pid, "controller": controller}
+        deal(draw, front, of_role.get(draw.role) or children(controller)[draw.worker], everybody[1:])
         left = gone(everybody, 30.0)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
         assert not left, f"{left} of {everybody} were left"
-    if draw.role == "front end":
-        return "nobody to tell"
+    finally:
+        for pid in everybody or tree(front.process.pid):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        front.process.wait()
+    return "nobody to tell" if draw.silent else told(front.lines, seed)
+
+
+def told(lines: list[dict[str, Any]], seed: int) -> str:
+    """The reason that the front end was given, if what it has seen is right; raises as ``play``."""
     started = any("ready" in line for line in lines)
     last = lines[-1] if lines else {}
     assert not started or "dead" in last, f"no reason was given: {lines}"
@@ -201,12 +263,39 @@ def play(draw: Draw, config: Config, seed: int) -> str:
     return str(last.get("dead", "it did not start"))
 
 
+def judged(config: Config, seed: int, folder: str) -> tuple[Draw, bool]:
+    """Play the draw of a seed and print what came of it; whether all was right."""
+    draw = Draw.of(seed, config.infer.tp_size * config.infer.pp_size)
+    when = f"{seed}: {draw.kind} after {draw.after:.2f} s{' of the start' * draw.early}"
+    with tempfile.TemporaryDirectory(prefix="draw-") as mine:
+        log = Path(mine, "log")
+        try:
+            print(f"{when}: {play(draw, Front(config, seed, folder, log), seed)}", flush=True)
+        except AssertionError as error:
+            print(f"{when}: WRONG: {error}\nIts log ends:\n{log.read_text(errors='replace')[-4000:]}", flush=True)
+            return draw, False
+    return draw, True
+
+
+def last_start(config: Config, folder: str) -> list[str]:
+    """Start one more engine, let it answer, and end it as people do; the files that are left of all."""
+    with tempfile.TemporaryDirectory(prefix="draw-") as mine:
+        log = Path(mine, "log")
+        front = Front(config, 0, folder, log)
+        front.wait_until(early=False)
+        front.process.send_signal(signal.SIGINT)
+        front.wait()
+        assert "KeyboardInterrupt" in log.read_text(), log.read_text()
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+
+
 def main() -> int:
     """Play the draws."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("keys", nargs="*")
     parser.add_argument("--draws", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=1, help="draws at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--front-end", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -215,15 +304,14 @@ def main() -> int:
         return 0
     keys = dict(key.split("=", 1) for key in arguments.keys)
     config = from_overrides(arguments.model, {"infer.tp_size": 2, "infer.silence_limit": SILENCE, **keys})
-    counts: Counter[str] = Counter()
-    for seed in range(arguments.seed, arguments.seed + arguments.draws):
-        draw = Draw.of(seed, config.infer.tp_size * config.infer.pp_size)
-        reason = play(draw, config, seed)
-        counts[f"{draw.role} {draw.deed}"] += 1
-        when = f"{draw.after:.2f} s{' of the start' * draw.early}"
-        print(f"{seed}: {draw.role} {draw.deed} after {when}: {reason}", flush=True)
-    print(json.dumps(counts))
-    return 0
+    seeds = range(arguments.seed, arguments.seed + arguments.draws)
+    with tempfile.TemporaryDirectory(prefix="draws-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        played = list(pool.map(lambda seed: judged(config, seed, folder), seeds))
+        left = last_start(config, folder)
+    wrong = Counter(draw.kind for draw, right in played if not right)
+    kinds = Counter(draw.kind for draw, _ in played)
+    print(json.dumps({"draws": len(played), "kinds": kinds, "wrong": wrong, "left": left}))
+    return 1 if wrong or left else 0
 
 
 if __name__ == "__main__":

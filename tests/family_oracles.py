@@ -28,6 +28,10 @@ class Oracle(Protocol):
         """Make a model with random weights, save it to ``folder`` as a checkpoint, and return what it computes."""
 
 
+#: How the names of norms end.
+NORMS = tuple(f"{name}.weight" for name in ("norm", "ln_1", "ln_2", "ln_f", "norm_1", "norm_2", "norm_f"))
+
+
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
     """Weights large enough that norms, biases, windows and caps all show in the logits. Norms stay around what they
@@ -35,7 +39,7 @@ def randomise(model: torch.nn.Module) -> None:
     noise = torch.Generator().manual_seed(7)
     for name, tensor in model.named_parameters():
         random = torch.randn(tensor.shape, generator=noise)
-        if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+        if name.endswith(NORMS):
             tensor.add_(0.2 * random)
         else:
             tensor.copy_((0.1 if tensor.dim() == 1 else 0.25) * random)

@@ -17,6 +17,7 @@ import torch
 from family_table import Row
 
 from evener.config import from_overrides
+from evener.contracts.media import MediaPrompt
 from evener.engine.controller import Controller
 from evener.engine.messages import NewRequest, Sampling, TokenLogprobs
 from evener.engine.start import build_controller
@@ -50,7 +51,7 @@ def check(row: Row, folder: Path) -> Comparison:
     def logits(tokens: Sequence[int]) -> torch.Tensor:
         return oracle(tuple(tokens))
 
-    engine = _Engine(row, folder)
+    engine = Engine(row, folder)
     ids = prompt_of(engine.vocab)
     choices = {CHOICES[key]: value for key, value in row.keys.items()}
     assert_naive_logits(NaiveModel(folder, **choices), logits(ids), ids, row.tolerance)
@@ -71,7 +72,7 @@ def check(row: Row, folder: Path) -> Comparison:
     return result
 
 
-class _Engine:
+class Engine:
     """The real engine over a checkpoint, and what it says of every token's distribution."""
 
     def __init__(self, row: Row, folder: Path) -> None:
@@ -79,14 +80,15 @@ class _Engine:
         self.vocab: int = row.text["vocab_size"]
         self._ids = count()
 
-    def run(self, asked: Mapping[str, tuple[Sequence[int], int, bool]], step_tokens: int) -> Played:
+    def run(self, asked: Mapping[str, tuple[Sequence[int] | MediaPrompt, int, bool]], step_tokens: int) -> Played:
         """Play greedy requests, by name (prompt, tokens, whether its prompt is scored), ``step_tokens`` a step."""
         self.controller.scheduler.step_tokens = step_tokens
         return play(self.controller, [self._request(name, *each) for name, each in asked.items()])
 
-    def _request(self, name: str, prompt: Sequence[int], tokens: int, scored: bool) -> NewRequest:
+    def _request(self, name: str, prompt: Sequence[int] | MediaPrompt, tokens: int, scored: bool) -> NewRequest:
         sampling = Sampling(temperature=0.0, logprobs=self.vocab, prompt_logprobs=self.vocab if scored else None)
-        return NewRequest(id=name, prompt=list(prompt), max_tokens=tokens, sampling=sampling)
+        ids, media = (prompt.ids, prompt.media) if isinstance(prompt, MediaPrompt) else (prompt, ())
+        return NewRequest(id=name, prompt=list(ids), max_tokens=tokens, sampling=sampling, media=list(media))
 
     def resume(self, tokens: Sequence[int], length: int) -> list[int]:
         """The greedy answer to ``tokens``, for ``compare_greedy``."""

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from family_oracles import TRANSFORMERS, Oracle, Plain
+from plain_baichuan import Baichuan13B
 from plain_models import Baichuan, ChatGLM, Qwen
+from plain_vision import QwenVL
 
 from evener.testing.naive import find_architecture
 
@@ -63,6 +65,11 @@ LONGROPE = {"rope_theta": 10000.0, "rope_type": "longrope", "partial_rotary_fact
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16,
         "beta_fast": 4, "beta_slow": 1, "mscale": 0.707}  # fmt: skip
 DENSE = {"infer.index_topk": 0}
+#: Images of 7 x 7 patches, read by 3 x 3 queries.
+QWEN_VL = {
+    "hidden_size": 384, "num_attention_heads": 3, "kv_channels": 128, "num_hidden_layers": 2, "visual": {
+        "heads": 3, "image_size": 42, "image_start_id": 213, "layers": 2, "mlp_ratio": 2.3, "n_queries": 9,
+        "output_dim": 384, "patch_size": 6, "width": 60}}  # fmt: skip
 
 TABLE: dict[str, Row] = {
     "llama with llama3 rope": Row(LLAMA),
@@ -129,6 +136,7 @@ TABLE: dict[str, Row] = {
     "stablelm with the MLP beside attention": Row(
         "StableLmForCausalLM", {"use_parallel_residual": True, "num_key_value_heads": 3, "use_qkv_bias": False}),
     "stablelm with a norm for each head": Row("StableLmForCausalLM", {"qk_layernorm": True}),
+    "olmo 2": Row("Olmo2ForCausalLM"),
     "starcoder 2 with a window": Row("Starcoder2ForCausalLM"),
     "starcoder 2 without biases": Row("Starcoder2ForCausalLM", {
         "use_bias": False, "sliding_window": None, "num_key_value_heads": 3, "tie_word_embeddings": False}),
@@ -139,14 +147,32 @@ TABLE: dict[str, Row] = {
     "baichuan 1": Row("BaiChuanForCausalLM", {
         "architectures": ["BaiChuanForCausalLM"], "z_loss_weight": ABSENT, "num_attention_heads": 3},
         oracle=Plain(Baichuan)),
+    "baichuan 2 13b, with linear biases": Row("BaichuanForCausalLM", {
+        "max_position_embeddings": ABSENT, "hidden_size": 80, "num_attention_heads": 5}, oracle=Plain(Baichuan13B)),
+    "baichuan 1 13b": Row("BaichuanForCausalLM", {
+        "max_position_embeddings": ABSENT, "z_loss_weight": ABSENT, "num_attention_heads": 4},
+        oracle=Plain(Baichuan13B)),
+    "mpt, with linear biases": Row("MptForCausalLM"),
+    "mpt with a power of two of heads and a scale, untied": Row("MptForCausalLM", {
+        "d_model": 64, "n_heads": 4, "tie_word_embeddings": False,
+        "attn_config": {"alibi": True, "alibi_bias_max": 8, "softmax_scale": 0.4}}),
     "qwen 1": Row("QWenLMHeadModel", oracle=Plain(Qwen)),
+    "qwen 1 beyond what it was trained on": Row(
+        "QWenLMHeadModel", {"seq_length": 20, "max_position_embeddings": 128}, oracle=Plain(Qwen)),
+    "qwen 1 beyond it, half rotated, with other angles alone": Row("QWenLMHeadModel", {
+        "seq_length": 33, "max_position_embeddings": 128, "rotary_pct": 0.6, "use_logn_attn": False},
+        oracle=Plain(Qwen)),
     "qwen 1 with biases, half rotated": Row(
         "QWenLMHeadModel",
         {"no_bias": False, "rotary_pct": 0.6, "hidden_size": 60, "num_attention_heads": 3, "kv_channels": 20},
         oracle=Plain(Qwen)),
+    "qwen-vl, of which this is the text; test_qwen_vl.py has the images": Row(
+        "QWenLMHeadModel", QWEN_VL, oracle=Plain(QwenVL), tolerance=5e-4),
     "chatglm": Row("ChatGLMModel", oracle=Plain(ChatGLM)),
     "chatglm with as many KV heads as heads, over a longer context": Row(
         "ChatGLMModel", {"multi_query_group_num": 5, "rope_ratio": 50.0, "add_qkv_bias": False}, oracle=Plain(ChatGLM)),
+    "chatglm 2 over a longer context": Row("ChatGLMModel", {
+        "_name_or_path": "THUDM/chatglm2-6b-32k", "rope_ratio": 4.0}, oracle=Plain(ChatGLM)),
     "chatglm under its other name": Row("ChatGLMForConditionalGeneration", {
         "architectures": ["ChatGLMForConditionalGeneration"]}, oracle=Plain(ChatGLM)),
     "qwen1.5": Row(QWEN2, {"use_sliding_window": False, "tie_word_embeddings": False}),

@@ -1,4 +1,4 @@
-"""Plain oracles of three language-model families: Baichuan 1/2 (7B), Qwen 1, ChatGLM 2/3.
+"""Plain oracles of three language-model families: Baichuan 1/2, Qwen 1, ChatGLM 2/3.
 
 Written from published facts only, each named where it is used, and meant to be read rather than to be fast: one
 sequence at a time, every position computed anew, no cache, float32, one attention head after the other.  Each class is
@@ -10,11 +10,13 @@ Sources, by the short names used below:
 * *baichuan modeling*: ``modeling_baichuan.py`` of baichuan-inc/Baichuan-7B and baichuan-inc/Baichuan2-7B-*.
 * *qwen modeling*: ``modeling_qwen.py`` of Qwen/Qwen-7B.
 * *chatglm modeling*: ``modeling_chatglm.py`` of THUDM/chatglm2-6b, THUDM/chatglm3-6b and THUDM/chatglm3-6b-32k.
+* *chatglm2-32k modeling*: ``modeling_chatglm.py`` of THUDM/chatglm2-6b-32k.
 * *vLLM*: ``vllm/model_executor/models/{baichuan,qwen,chatglm}.py`` of vllm-project/vllm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,14 +47,15 @@ def _silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
-def _angles(length: int, rotary_dim: int, base: float) -> Tensor:
+def _angles(length: int, rotary_dim: int, base: float, ratio: float = 1.0) -> Tensor:
     """Rotary angles ``[length, rotary_dim / 2]``: position times ``base ** (-2 i / rotary_dim)``, positions from 0.
 
     RoFormer's formula, used so by the class RotaryEmbedding of all three modeling files; the divisor in the exponent is
-    the number of *rotated* elements, which is less than the head where only a part of it is rotated.
+    the number of *rotated* elements, which is less than the head where only a part of it is rotated.  Positions are
+    divided by ``ratio`` (``seq_idx`` of the chatglm2-32k modeling).
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    positions = torch.arange(length, dtype=torch.float32)
+    positions = torch.arange(length, dtype=torch.float32) / ratio
     return positions[:, None] * (1.0 / torch.pow(torch.tensor(float(base)), exponents))[None, :]
 
 
@@ -110,7 +113,7 @@ def _single(ids: Tensor) -> Tensor:
     return ids[0]
 
 
-# --- Baichuan 1 and 2, 7B ---------------------------------------------------------------------------------------------
+# --- Baichuan 1 and 2 -------------------------------------------------------------------------------------------------
 
 
 class _BaichuanAttention(nn.Module):
@@ -155,10 +158,10 @@ class _BaichuanMLP(nn.Module):
 class _BaichuanLayer(nn.Module):
     """Pre-norm residual block: class DecoderLayer of the baichuan modeling, BaiChuanDecoderLayer of vLLM."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], attention: nn.Module) -> None:
         super().__init__()
         hidden, eps = int(config["hidden_size"]), float(config["rms_norm_eps"])
-        self.self_attn = _BaichuanAttention(config)
+        self.self_attn = attention
         self.mlp = _BaichuanMLP(config)
         self.input_layernorm = _RMSNorm(hidden, eps)
         self.post_attention_layernorm = _RMSNorm(hidden, eps)
@@ -172,11 +175,13 @@ class _BaichuanLayer(nn.Module):
 class _BaichuanModel(nn.Module):
     """Embedding (unscaled), layers, final norm: class BaichuanModel of the baichuan modeling."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], attention: type[nn.Module]) -> None:
         super().__init__()
         hidden = int(config["hidden_size"])
         self.embed_tokens = nn.Embedding(int(config["vocab_size"]), hidden)
-        self.layers = nn.ModuleList([_BaichuanLayer(config) for _ in range(int(config["num_hidden_layers"]))])
+        self.layers = nn.ModuleList(
+            [_BaichuanLayer(config, attention(config)) for _ in range(int(config["num_hidden_layers"]))]
+        )
         self.norm = _RMSNorm(hidden, float(config["rms_norm_eps"]))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -188,7 +193,7 @@ class _BaichuanModel(nn.Module):
 
 
 class Baichuan(nn.Module):
-    """Baichuan 1 and 2, the 7B variants (rotary; the 13B ones use ALiBi and are no concern of this class).
+    """Baichuan 1 and 2 of 7B, which have rotary positions; ``plain_baichuan`` has those of 13B.
 
     Baichuan 2, known by ``z_loss_weight`` in its config, has a NormHead (class NormHead of the Baichuan 2 modeling):
     ``torch.nn.functional.normalize`` on the head's rows, that is each row over its Euclidean length, which is taken as
@@ -196,10 +201,12 @@ class Baichuan(nn.Module):
     weight is left alone.  Baichuan 1 has a plain head without bias.
     """
 
+    attention: type[nn.Module] = _BaichuanAttention
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         self.norm_head = "z_loss_weight" in config
-        self.model = _BaichuanModel(config)
+        self.model = _BaichuanModel(config, self.attention)
         self.lm_head = nn.Linear(int(config["hidden_size"]), int(config["vocab_size"]), bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -220,8 +227,13 @@ class _QwenAttention(nn.Module):
 
     ``c_attn`` always has a bias (it is made without a ``bias`` argument) and gives all queries, then all keys, then all
     values (``split(hidden_size)``; vLLM: ``chunk(3)``).  Rotary on the first ``int(kv_channels * rotary_pct)`` elements
-    of a head, in halves, base ``rotary_emb_base`` (class QWenModel).  Up to ``seq_length`` tokens the dynamic NTK
-    factor is 1 (``get_ntk_alpha``) and so is the logn factor.  ``c_proj`` has a bias only if not ``no_bias``.
+    of a head, in halves, base ``rotary_emb_base`` (class QWenModel).  ``c_proj`` has a bias only if not ``no_bias``.
+
+    With ``use_dynamic_ntk`` a sequence has the base ``base * alpha ** (r / (r - 2))`` (class RotaryEmbedding), where
+    ``alpha = max(2 ** ceil(log2(length / seq_length) + 1) - 1, 1)`` (``get_ntk_alpha``).  The length is that of the
+    prompt there; **here it is** ``max_position_embeddings``: this is what the original computes for a prompt so long.
+    With ``use_logn_attn`` the query at position ``i``, counted from 0, is multiplied by ``log(i + 1)`` to the base
+    ``seq_length`` if ``i + 1 > seq_length`` (``logn_tensor``).
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -231,7 +243,12 @@ class _QwenAttention(nn.Module):
         if self.heads * self.dim != hidden:
             raise ValueError("the qwen modeling file only works for num_attention_heads * kv_channels == hidden_size")
         self.rotary_dim = int(self.dim * float(config["rotary_pct"]))
-        self.base = float(config["rotary_emb_base"])
+        self.base, self.trained = float(config["rotary_emb_base"]), int(config["seq_length"])
+        if config.get("use_dynamic_ntk"):
+            context_value = math.log(int(config["max_position_embeddings"]) / self.trained, 2) + 1
+            alpha = max(2 ** math.ceil(context_value) - 1, 1)
+            self.base *= alpha ** (self.rotary_dim / (self.rotary_dim - 2))
+        self.logn = bool(config.get("use_logn_attn"))
         self.c_attn = nn.Linear(hidden, 3 * hidden, bias=True)
         self.c_proj = nn.Linear(hidden, hidden, bias=not config["no_bias"])
 
@@ -239,7 +256,11 @@ class _QwenAttention(nn.Module):
         length = x.shape[0]
         q, k, v = self.c_attn(x).reshape(length, 3, self.heads, self.dim).unbind(dim=1)
         angles = _angles(length, self.rotary_dim, self.base)
-        out: Tensor = self.c_proj(_causal_attention(_rotate_halves(q, angles), _rotate_halves(k, angles), v))
+        q, k = _rotate_halves(q, angles), _rotate_halves(k, angles)
+        if self.logn:
+            factors = [math.log(i, self.trained) if i > self.trained else 1.0 for i in range(1, length + 1)]
+            q = q * torch.tensor(factors)[:, None, None]
+        out: Tensor = self.c_proj(_causal_attention(q, k, v))
         return out
 
 
@@ -298,25 +319,16 @@ class _QwenModel(nn.Module):
 
 
 class Qwen(nn.Module):
-    """Qwen 1 (QWenLMHeadModel of the qwen modeling), for sequences of at most ``seq_length`` tokens.
-
-    The head is a matrix of its own, without bias.  Beyond ``seq_length`` the original turns to dynamic NTK and logn
-    scaling, which are not here: if the config states ``seq_length``, a longer sequence is refused.
-    """
+    """Qwen 1 (QWenLMHeadModel of the qwen modeling). The head is a matrix of its own, without bias."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        limit = config.get("seq_length")
-        self.limit = None if limit is None else int(limit)
         self.transformer = _QwenModel(config)
         self.lm_head = nn.Linear(int(config["hidden_size"]), int(config["vocab_size"]), bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits ``[1, n, vocab_size]`` of the one sequence ``ids`` ``[1, n]``."""
-        sequence = _single(ids)
-        if self.limit is not None and sequence.shape[0] > self.limit:
-            raise ValueError(f"{sequence.shape[0]} tokens are more than seq_length, {self.limit}")
-        out: Tensor = self.lm_head(self.transformer(sequence))
+        out: Tensor = self.lm_head(self.transformer(_single(ids)))
         return out[None]
 
 
@@ -330,7 +342,8 @@ class _ChatGLMAttention(nn.Module):
     wide; its bias is there if ``add_bias_linear or add_qkv_bias``, that of ``dense`` if ``add_bias_linear``.  Rotary is
     on the first half of a head only (``RotaryEmbedding(rotary_dim // 2)`` in class ChatGLMModel), in interleaved pairs,
     with the exponent over ``kv_channels // 2``.  ``rope_ratio``, where present, multiplies the base 10000 (chatglm3-32k
-    modeling, vLLM); THUDM/chatglm2-6b-32k as first published divided the positions by it instead, which is not here.
+    modeling, vLLM); the chatglm2-32k modeling divides the positions by it instead, which is done here for configs whose
+    ``_name_or_path`` is that model's.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -338,7 +351,9 @@ class _ChatGLMAttention(nn.Module):
         hidden = int(config["hidden_size"])
         self.heads, self.groups = int(config["num_attention_heads"]), int(config["multi_query_group_num"])
         self.dim = int(config["kv_channels"])
-        self.base = 10000.0 * float(config.get("rope_ratio", 1))
+        ratio = float(config.get("rope_ratio", 1))
+        divides = config.get("_name_or_path") == "THUDM/chatglm2-6b-32k"
+        self.base, self.ratio = (10000.0, ratio) if divides else (10000.0 * ratio, 1.0)
         bias = bool(config.get("add_bias_linear", False))
         qkv_bias = bias or bool(config["add_qkv_bias"])
         self.query_key_value = nn.Linear(hidden, (self.heads + 2 * self.groups) * self.dim, bias=qkv_bias)
@@ -350,7 +365,7 @@ class _ChatGLMAttention(nn.Module):
         q = packed[:, : self.heads]
         k = packed[:, self.heads : self.heads + self.groups]
         v = packed[:, self.heads + self.groups :]
-        angles = _angles(length, self.dim // 2, self.base)
+        angles = _angles(length, self.dim // 2, self.base, self.ratio)
         out: Tensor = self.dense(_causal_attention(_rotate_pairs(q, angles), _rotate_pairs(k, angles), v))
         return out
 

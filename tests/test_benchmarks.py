@@ -13,6 +13,7 @@ from typing import Any
 
 import offline
 import pytest
+import sanitize
 import serving
 from arrivals import offsets
 from dataset import Ask, body_of, conversations, cut
@@ -303,6 +304,11 @@ def test_a_sweep_over_a_csv_file_is_measured_written_and_drawn(model: Path, tmp_
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_installed_packages_cost_is_measured() -> None:
+    found = json.loads(program("descriptors.py", "--plugins", "2", "--repeats", "1"))
+    assert found["plugins"] == 2 and found["seconds_with"] > 0
+
+
 @pytest.mark.slow
 def test_the_engine_alone_is_measured(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
@@ -344,3 +350,33 @@ def test_a_failed_request_fails_the_run(capsys: pytest.CaptureFixture[str]) -> N
     options = ["--base-url", "http://127.0.0.1:9", "--served-model-name", "m", "--warmup", "0"]
     assert serving.main(options) == 1
     assert "1 requests failed, the first with: ConnectionRefusedError" in capsys.readouterr().err
+
+
+# The memory checker
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "verdict"),
+    [
+        (0, "cases: 3 passed\n========= ERROR SUMMARY: 0 errors\n", (0, "clean")),
+        (9, "========= Invalid __global__ write of size 2\n========= ERROR SUMMARY: 4 errors\n", (1, "4 findings")),
+        (1, "========= ERROR SUMMARY: 0 errors\n", (1, "0 findings, status 1")),
+        (9, "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n", (1, "1 findings")),
+        (0, "========= Error: Device not supported\n========= ERROR SUMMARY: 0 errors\n", (2, "runtime refuses it")),
+        (-11, "", (1, "without a summary")),
+    ],
+)
+def test_a_run_under_the_checker_is_clean_only_if_it_was_followed_to_its_end(
+    status: int, text: str, verdict: tuple[int, str]
+) -> None:
+    code, words = sanitize.judge(status, text)
+    assert code == verdict[0]
+    assert verdict[1] in words
+
+
+def test_a_machine_without_the_checker_is_told_where_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitize, "find_tool", lambda: None)
+    assert sanitize.main([]) == 2
+    assert "comes with the CUDA toolkit" in capsys.readouterr().out

@@ -64,6 +64,8 @@ def test_a_speed_test_as_the_seeds_type_it_leaves_its_log_and_result(tiny: Path,
     log = (folder / "run.log").read_text()
     assert "evener.worker: memory: " in log and "evener.run: cpu (" in log
     assert "evener.worker" not in done.stderr
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {"decoder_layer", "head"} <= {row["op"] for row in manifest["ops"]}
     assert json.loads((folder / "resolved.json").read_text())["infer.max_reqs"]["value"] == 8
 
 

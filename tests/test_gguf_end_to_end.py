@@ -14,11 +14,12 @@ from gguf_files import dequantized, tokenizer_keys, write_gguf
 from safetensors.torch import save_file
 
 from evener import LLM, SamplingParams
+from evener.cli.explain import explain
 from evener.config import from_overrides
 from evener.engine.messages import NewRequest, Sampling
 from evener.errors import ConfigError
 from evener.loading.checkpoint import open_checkpoint
-from evener.testing.rank_engine import rank_controller
+from evener.testing.rank_threads import rank_threads
 from evener.testing.reference_engine import play
 
 WIDTH, INNER, VOCAB, LAYERS = 64, 96, 259, 2
@@ -71,21 +72,32 @@ def test_a_file_gives_the_tokens_of_its_folder_and_says_what_was_dequantized(pai
     assert "dequantized from q8_0 to float32" in notes[0][0] and notes[1] == []
 
 
+def test_explain_compares_the_header_of_a_file_with_what_the_model_declares(pair: Sequence[Path]) -> None:
+    path, _ = pair
+    keys = {"backend": "cpu", "infer.max_seq_len": 48, "infer.kv_memory": 2**22, **KEEP}
+    assert explain(from_overrides(path, keys))["model"]["problem"] is None
+    data = path.read_bytes()
+    assert data.count(b"blk.1.ffn_up") == 1
+    path.write_bytes(data.replace(b"blk.1.ffn_up", b"blk.7.ffn_up"))
+    problem = explain(from_overrides(path, keys))["model"]["problem"]
+    assert "1 tensor is missing: model.layers.1.mlp.up_proj.weight; 1 tensor is not part of the model: " in problem
+
+
 def test_ranks_cut_blocks_without_dequantizing_them_and_give_the_tokens_of_one(pair: Sequence[Path]) -> None:
     keys = {"backend": "cpu", "infer.max_seq_len": 48, "infer.kv_memory": 2**22, "infer.threads": 1, **KEEP}
-    config = from_overrides(str(pair[0]), keys)
     asked = [NewRequest(id="a", prompt=[5, 9, 77], max_tokens=30, sampling=Sampling(temperature=0.0))]
     found = []
     for ranks in (1, 2):
-        controller = rank_controller(config, ranks)
-        found.append(play(controller, asked).tokens)
-        for worker in controller.executor.workers:  # type: ignore[attr-defined]
+        with rank_threads(from_overrides(str(pair[0]), {**keys, "infer.tp_size": ranks})) as (controller, executor):
+            found.append(play(controller, asked).tokens)
+        for worker in executor.workers:
             assert worker.facts.info["manifest"]["packings"]["cpu.blocks"] == 4 * LAYERS + 1
             down = [w for w in worker.assembly.build.weights if getattr(w, "name", "").endswith("down_proj")]
             assert {w.parts[0].format.storage for w in down} == {"q8_0"}
     assert found[0] == found[1] and len(set(found[0]["a"])) > 5
+    four = rank_threads(from_overrides(str(pair[0]), {**keys, "infer.tp_size": 4}))
     with pytest.raises(ConfigError, match=r"o_proj.weight is stored in units of 32 and cannot be cut; .* fit: 1, 2$"):
-        rank_controller(config, 4)
+        four.__enter__()
 
 
 def test_a_file_with_dummy_weights_runs(pair: Sequence[Path]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import EVENER, PATIENCE, Served, tiny_model
 
 from evener import LLM, SamplingParams
 from evener.testing.naive import find_architecture
@@ -49,16 +50,67 @@ def test_a_real_model_gives_the_tokens_of_one_rank(qwen_dir: Path, tp: int, pp: 
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
-def test_torchrun_starts_ranks_of_which_the_first_answers(smollm2_dir: Path) -> None:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_of_which_the_first_answers(smollm2_dir: Path) -> None:
     asked = ["run", str(smollm2_dir), "--prompt", "The capital of France is", "--raw", "--max-tokens", "8", "--json",
              "--temperature", "0", "backend=cpu", "dtype=float32", "infer.threads=1", "infer.max_seq_len=64"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", f"--master_port={port}"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", f"--master_port={free_port()}"]
     several = answer(sys.executable, *torchrun, "-m", "evener", *asked, "infer.pp_size=2")
     assert several["text"] == answer(sys.executable, "-m", "evener", *asked)["text"] != ""
+
+
+SCRIPT = """
+import sys
+from evener import LLM, SamplingParams
+print("a rank begins")
+keys = dict(key.split("=") for key in sys.argv[2:])
+llm = LLM(sys.argv[1], **keys)
+(output,) = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True))
+print("ids", output.outputs[0].token_ids)
+if "one more" in sys.argv[0]:
+    llm.close()
+    LLM(sys.argv[1], **keys)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun_goes_on_in_one_rank_which_has_the_answers_and_one_engine(
+    tiny: Path, tmp_path: Path
+) -> None:
+    def play(name: str, *torchrun: str, more: str = "") -> subprocess.CompletedProcess[str]:
+        script = tmp_path / name
+        script.write_text(SCRIPT)
+        command = [sys.executable, *torchrun, str(script), str(tiny), *SMALL, *more.split()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    alone, ranks = play("script.py"), play("script.py", *torchrun, more="infer.tp_size=2")
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.stdout.count("a rank begins") == 2
+    assert re.findall("ids.*", ranks.stdout) == re.findall("ids.*", alone.stdout) != []
+    again = play("one more.py", *torchrun, more="infer.tp_size=2")
+    assert again.returncode == 1 and "work for one engine, and this process has had one" in again.stderr
+
+
+@pytest.mark.slow
+def test_servers_that_were_started_once_on_each_machine_answer_together(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "tiny")
+    variables = ["WORLD_SIZE=2", "MASTER_HOST=127.0.0.1", f"MASTER_PORT={free_port()}"]
+    serve = [EVENER, "serve", folder, "serve.port=0", *SMALL, "infer.pp_size=2"]
+    with subprocess.Popen(["env", *variables, "NODE_RANK=1", *serve], stderr=subprocess.DEVNULL) as second:
+        with Served("env", *variables, "NODE_RANK=0", *serve) as first:
+            assert "this one starts: torchrun --nnodes=2 --node_rank=0" in first.log
+            asked = {"model": first.name, "prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
+            answer = first.http.post("/v1/completions", json=asked)
+            assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
+            first.stop()
+        second.wait(PATIENCE)
 
 
 @pytest.mark.slow

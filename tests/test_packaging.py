@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
 import pytest
@@ -80,3 +80,9 @@ def test_the_wheelhouse_lists_what_is_needed_and_leaves_torch_to_the_user() -> N
     needed = dependencies(["evener", "evener-server"])
     assert {"pluggy", "msgspec", "fastapi", "omegaconf"} <= set(needed)
     assert not {"torch", "sympy", "evener"} & set(needed)
+
+
+def test_libraries_for_hardware_that_is_not_here_are_not_looked_for() -> None:
+    assert "flash-attn" not in dependencies(["evener-backend-cuda"])
+    wanted = {Requirement(line).name for line in distribution("evener-backend-cuda").requires or []}
+    assert {"flash-attn", "flashinfer-python"} <= wanted

@@ -14,7 +14,11 @@ import evener
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
+from evener.engine.plan import Plan
+from evener.engine.runner import PendingStep
+from evener.engine.worker import Worker
 from evener.errors import ConfigError, ContextLengthError, EngineDeadError, EvenerError, RequestError
+from evener.testing.rank_threads import threaded_llm
 
 SMALL = {"infer.kv_memory": 2**26, "infer.max_seq_len": 256, "infer.max_reqs": 8}
 TINY = {"load": "dummy", "infer.kv_memory": 2**22, "infer.max_seq_len": 1024, "infer.max_reqs": 4}
@@ -203,3 +207,21 @@ async def idle(llm: AsyncLLM) -> None:
 
 def test_the_package_has_types_and_a_version() -> None:
     assert (Path(evener.__file__).parent / "py.typed").exists()
+
+
+def test_ranks_in_one_process_run_where_a_debugger_sees_them_and_give_the_tokens_of_one(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    execute = Worker.execute
+
+    def watched(worker: Worker, plan: Plan) -> PendingStep:
+        seen.add(worker.assembly.ranks.world.rank)
+        return execute(worker, plan)
+
+    with LLM(tiny, dtype="float32", **TINY) as alone:
+        expected = [output.outputs[0].text for output in alone.generate(["a horse", "two horses"], GREEDY)]
+    monkeypatch.setattr(Worker, "execute", watched)
+    with threaded_llm(tiny, dtype="float32", **TINY, **{"infer.tp_size": 2}) as llm:
+        assert [output.outputs[0].text for output in llm.generate(["a horse", "two horses"], GREEDY)] == expected
+    assert seen == {0, 1}

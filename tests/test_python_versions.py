@@ -20,7 +20,7 @@ NEEDED = ("pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "jinj
           "safetensors")  # fmt: skip
 TESTING = ("pytest", "hypothesis", "pytest-timeout", "pytest-asyncio", "packaging")
 MODULES = ("evener", "evener.plugins.choose", "evener.config", "evener.cli.main", "evener.engine.scheduler",
-           "evener.engine.search", "evener.layers", "evener.ops.schemas", "evener_models", "evener_server",
+           "evener.search", "evener.layers", "evener.ops.schemas", "evener_models", "evener_server",
            "evener_backend_cpu")  # fmt: skip
 
 

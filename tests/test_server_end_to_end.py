@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -343,10 +344,16 @@ def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(tiny: Serv
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_engine_starts_ends_every_process_with_one_line(
-    folder: Path, tmp_path: Path, number: signal.Signals
+    folder: Path, number: signal.Signals
 ) -> None:
+    # Not pytest's folder: a socket's path has about a hundred characters at most.
+    with tempfile.TemporaryDirectory(prefix="ends-") as below:
+        stop_while_it_starts(folder, number, Path(below))
+
+
+def stop_while_it_starts(folder: Path, number: signal.Signals, temporary: Path) -> None:
     command = [str(word) for word in (EVENER, "serve", folder, "serve.port=0", *TINY)]
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    environ = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
     ) as process:
@@ -359,4 +366,4 @@ def test_a_signal_while_the_engine_starts_ends_every_process_with_one_line(
         said = process.stderr.read()
     assert said.count("\n") == 1 and f"{number.name}: stopped before the engine had started" in said
     eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below))
-    eventually(lambda: not list(tmp_path.glob("evener-*")))
+    eventually(lambda: not list(temporary.glob("evener-*")))

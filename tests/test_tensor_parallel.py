@@ -17,8 +17,10 @@ from evener.config.schema import Config
 from evener.engine.controller import Controller
 from evener.engine.messages import NewRequest, Sampling
 from evener.engine.start import build_controller
+from evener.engine.worker import Worker
+from evener.search import Search
 from evener.testing.naive import find_architecture
-from evener.testing.rank_engine import ThreadRanks, rank_controller
+from evener.testing.rank_threads import rank_threads
 from evener.testing.reference_engine import Played, play
 
 SMALL = {"backend": "cpu", "load": "dummy", "dtype": "float32", "infer.max_seq_len": 160, "infer.max_reqs": 4,
@@ -30,6 +32,7 @@ SIZES: Mapping[str, dict[str, Any]] = {
     "Qwen2": {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 16},
     "Qwen3Moe": {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 16},
     "DeepseekV3": {"num_attention_heads": 12, "num_key_value_heads": 12},
+    "Mpt": {"n_heads": 12, "d_model": 192},
     "Gemma3": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
     "Qwen3Next": {"num_attention_heads": 4, "num_key_value_heads": 1, "linear_num_key_heads": 4,
                   "linear_num_value_heads": 8},
@@ -64,13 +67,13 @@ def answers(controller: Controller, vocab: int) -> Played:
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [("Llama", 2), ("Llama", 3), ("Llama", 4), ("Qwen2", 4), ("Qwen3Moe", 2), ("Qwen3Moe", 3), ("DeepseekV3", 2),
-     ("DeepseekV3", 4), ("Gemma3", 2), ("Qwen3Next", 2)],
+     ("DeepseekV3", 4), ("Gemma3", 2), ("Mpt", 3), ("Qwen3Next", 2)],
 )  # fmt: skip
 def test_ranks_give_the_tokens_of_one(family: str, ranks: int, tmp_path: Path) -> None:
-    config = configured(tmp_path, family)
     vocab = find_architecture(f"{family}ForCausalLM").tiny_config()["vocab_size"]
-    one = answers(build_controller(config)[0], vocab)
-    more = answers(rank_controller(config, ranks), vocab)
+    one = answers(build_controller(configured(tmp_path, family))[0], vocab)
+    with rank_threads(configured(tmp_path, family, **{"infer.tp_size": ranks})) as (controller, _):
+        more = answers(controller, vocab)
     assert more.tokens == one.tokens and more.reasons() == one.reasons()
     assert more.cached == one.cached and more.cached["again"] > 0
     assert len({token for tokens in one.tokens.values() for token in tokens}) > 10, "too dull to show a difference"
@@ -92,8 +95,8 @@ def test_ranks_in_processes_give_the_tokens_of_one(family: str, ranks: int, tmp_
 
 
 def test_the_kernels_of_one_rank_serve_between_the_sums(tmp_path: Path) -> None:
-    executor = ThreadRanks(configured(tmp_path, "Llama"), 2)
-    rows = executor.workers[0].assembly.resolver.manifest.to_json()["ops"]
+    with rank_threads(configured(tmp_path, "Llama", **{"infer.tp_size": 2})) as (_, executor):
+        rows = executor.workers[0].assembly.resolver.manifest.to_json()["ops"]
     served = {row["op"]: row["provider"] for row in rows if row["provider"].startswith("cpu/")}
     assert {"attention_block", "mlp_block"} <= set(served)
     [reason] = {each["reason"] for row in rows if row["op"] == "decoder_layer" for each in row["refused"]}
@@ -102,11 +105,13 @@ def test_the_kernels_of_one_rank_serve_between_the_sums(tmp_path: Path) -> None:
 
 def test_a_ranks_state_and_weights_are_its_share(tmp_path: Path) -> None:
     config = configured(tmp_path, "Llama", **{"infer.kv_memory": 12 * 147_456})
-    [one] = ThreadRanks(config, 1).workers
-    ranks = ThreadRanks(config, 4).workers
+    shared = configured(tmp_path, "Llama", **{"infer.kv_memory": 12 * 147_456, "infer.tp_size": 4})
+    one = Worker(config, Search("cpu"))
+    with rank_threads(shared) as (_, executor):
+        ranks = executor.workers
     assert {w.assembly.geometry.block_bytes * 4 for w in ranks} == {one.assembly.geometry.block_bytes}
     assert len({w.facts.blocks for w in ranks}) == 1 and ranks[0].facts.blocks > 3 * one.facts.blocks
-    explained = explain(configured(tmp_path, "Llama", **{"infer.kv_memory": 12 * 147_456, "infer.tp_size": 4}))
+    explained = explain(shared)
     assert explained["memory"]["weights"] == ranks[0].facts.info["memory"]["weights"]
     for worker in ranks:
         memory = worker.facts.info["memory"]

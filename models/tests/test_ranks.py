@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "stablelm with a norm for each head": ("StableLm", 3, 3, 3, {"qk_layernorm": True}),
     "starcoder 2": ("Starcoder2", 3, 3, 1, {}),
     "command r+": ("Cohere", 2, 6, 2, {"use_qk_norm": True}),
+    "olmo 2, whose norms take all heads": ("Olmo2", 2, 4, 2, {}),
+    "olmo 2 with fewer KV heads than ranks": ("Olmo2", 4, 4, 2, {}),
     "deepseek V2": ("DeepseekV2", 2, 4, 0, {}),
     "deepseek V2-Lite": ("DeepseekV2", 3, 3, 0, {"q_lora_rank": None}),
     "deepseek V3": ("DeepseekV3", 4, 4, 0, {}),

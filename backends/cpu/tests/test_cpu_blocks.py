@@ -20,9 +20,10 @@ import torch
 
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, WeightPart, block_format, plain
+from evener.devices.native_code import Unavailable
 from evener_backend_cpu.block_packing import FORMATS, KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import SOURCES, Native, Unavailable
+from evener_backend_cpu.native_library import SOURCES, Native
 from evener_backend_cpu.primitives import NativeLinear
 
 DTYPES = ["float32", "bfloat16"]

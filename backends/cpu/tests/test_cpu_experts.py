@@ -20,7 +20,7 @@ from evener.ops.expert_composites import MoEWeights
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
 from evener.resolution.resolver import load_reference
-from evener.testing.op_check import no_other_op
+from evener.testing.conformance.ops import no_other_op
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear, NativeMoeBlock
 from evener_backend_cpu.native_library import Native

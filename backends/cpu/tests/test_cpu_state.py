@@ -36,6 +36,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    slopes: tuple[float, ...] | None = None
     block_size: int = 16
     dtype: str = "float32"
     int64: bool = False
@@ -58,7 +59,7 @@ class Case:
             window=self.window,
         )
         self.attention = AttentionSpec(
-            self.heads, self.head_dim, self.head_dim**-0.5, self.softcap, self.sinks, dtype=self.dtype
+            self.heads, self.head_dim, self.head_dim**-0.5, self.softcap, self.sinks, self.dtype, slopes=self.slopes
         )
 
     def sink_values(self) -> torch.Tensor | None:
@@ -133,6 +134,13 @@ CASES = [
         "kv_heads": 2,
         "head_dim": 16,
         "value_dim": 32,
+    },
+    {
+        "requests": [(700, 1), (90, 1), (20, 90)],
+        "slopes": (0.84, 0.5, 0.25, 0.125, 0.0625, 0.004),
+        "heads": 6,
+        "kv_heads": 2,
+        "window": 400,
     },
 ]
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+import torch
 
-from evener.testing.communicators import Mirror
+from evener.testing.communicators import Mirror, ThreadCommunicator, on_threads
 from evener_backend_cuda import communicator as module
-from evener_backend_cuda.communicator import SMALL, open_communicator
+from evener_backend_cuda.communicator import SMALL, connect_pairs, open_communicator
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``open_communicator`` does, over ranks that are not there."""
-    told: dict[str, Any] = {"reachable": True, "peers": []}
+    told: dict[str, Any] = {"reachable": True, "peers": [], "connected": []}
     monkeypatch.setattr(module, "open_torch_communicator", lambda library, name, ranks, *_: Mirror(len(ranks)))
+    monkeypatch.setattr(module, "connect_pairs", lambda base, where: told["connected"].append(base))
     monkeypatch.setattr(module, "_reachable", lambda base: told["reachable"])
     monkeypatch.setattr(module, "PeerCommunicator", lambda base, limit: told["peers"].append((base.size, limit)))
     return told
@@ -33,3 +36,28 @@ def test_ranks_that_share_layers_and_reach_each_other_add_up_small_sums_themselv
     end = open_communicator(name, range(size), 0, size, "file:///nowhere")
     assert opened["peers"] == ([(size, SMALL[size])] if peers else [])
     assert isinstance(end, Mirror) != peers
+    assert opened["connected"] == ([end] if name == "pp" else []), "stages meet before the first of them sends"
+
+
+def test_every_pair_of_stages_meets_once_in_an_order_in_which_nobody_waits_for_ever() -> None:
+    sent: list[tuple[int, int]] = []
+
+    class Meeting(ThreadCommunicator):
+        """Who sends waits until it is received, as NCCL does for the first message of a pair."""
+
+        def send(self, tensor: torch.Tensor, target: int) -> None:
+            super().send(tensor, target)
+            sent.append((self.rank, target))
+            super().receive(tensor, target)
+
+        def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+            super().receive(tensor, source)
+            super().send(tensor, source)
+            return tensor
+
+    def work(end: ThreadCommunicator) -> None:
+        end.__class__ = Meeting
+        connect_pairs(end, torch.device("cpu"))
+
+    on_threads(4, work)
+    assert sorted(sent) == list(itertools.combinations(range(4), 2))

@@ -25,7 +25,7 @@ from evener.layers.experts import MoEConfig
 from evener.layers.latent import LatentConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
-from evener.testing.composite_check import Family, TinyModel, families
+from evener.testing.conformance.composites import Family, TinyModel, families
 from evener.testing.reference_device import HostDevice
 from evener_kernels_triton.experts import grouped, scores, sort
 from evener_kernels_triton.linear import few, gemv
@@ -121,9 +121,13 @@ def record(target: str) -> Recorder:
         static |= {"head_dim": 64, "rotary_dim": 64, "interleaved": False}
         heads = torch.empty(4, 6, 64, dtype=getattr(torch, dtype), device=META)
         packed = torch.empty(4, 4748, dtype=torch.int32, device=META)
+        biases, tokens = (torch.empty(4, n, dtype=torch.int32, device=META) for n in (1024, 4097))
         inputs = {
             "rotary": (ints, heads, heads, torch.empty(9, 64, device=META)), "embedding": (ints, rows),
             "take_rows": (rows, ints.long()), "softcap": (rows,), "apply_mask": (logits, packed),
+            "add_bias": (logits, biases, biases.float(), biases, ints),
+            "penalize": (logits, tokens, ints, ints, ints, 4096, floats, floats, floats),
+            "logprobs": (logits, ints, 5),
         }  # fmt: skip
         if kernel.op in inputs:
             kernel.build(call)(*inputs[kernel.op])
@@ -191,9 +195,7 @@ def _long_step(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str)
     shape = (8, 128)
     spec = StateSpec("full", (StateTensor("key", shape, dtype), StateTensor("value", shape, dtype)))
     attention = AttentionSpec(32, 128, 128**-0.5, dtype=dtype)
-    views = provider.bind(
-        torch.empty(9, provider.bytes_per_block(spec, 32), dtype=torch.uint8, device=META), spec, 32
-    )
+    views = provider.bind(torch.empty(9, provider.bytes_per_block(spec, 32), dtype=torch.uint8, device=META), spec, 32)
     ints = torch.empty(3, dtype=torch.int32, device=META)
     table = torch.empty(2, 128, dtype=torch.int32, device=META)
     step = StateStep(2, 2, 1, 4096, ints, ints[:2], ints[:2], ints[:2], table, (1, 1), (4096, 4096))

@@ -49,3 +49,33 @@ def test_tokens_are_those_of_the_references(
     first = ("latent", "latent_attention_block") if family == "DeepseekV2" else ("paged", "attention_block")
     for name in (*first, second, "head", "greedy"):
         assert f"triton.{name}" in json.dumps(manifest)
+
+
+@pytest.mark.slow
+def test_biased_and_penalized_requests_with_logprobs_are_answered_as_by_the_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    write_distribution(
+        tmp_path, "evener-backend-interpreted", {"evener.backends": {"interpreted": "triton_host:descriptor"}}
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(find_architecture("Qwen3ForCausalLM").tiny_config()))
+    common: Any = {"max_tokens": 2, "ignore_eos": True, "detokenize": False}
+    params = [
+        SamplingParams(temperature=0.0, logit_bias={5: 4.0, 6: -3.0}, logprobs=4, **common),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25, **common),
+    ]
+    found = []
+    for impl in ("auto", "ref"):
+        keys: Any = {"load": "dummy", "dtype": "float32", "infer.max_seq_len": 64, "infer.max_reqs": 2,
+                "infer.op_impl": impl, "infer.kv_memory": 1 << 20, "backend": "interpreted"}  # fmt: skip
+        with LLM(tmp_path, **keys) as llm:
+            outputs = [o.outputs[0] for o in llm.generate([[3, 4, 5], [7, 8, 7]], params)]
+            chosen = {row["op"]: row["provider"] for row in llm.info["manifest"]["ops"]}
+        for op in ("add_bias", "penalize", "logprobs"):
+            assert chosen[op] == (f"triton/triton.{op}" if impl == "auto" else "reference")
+        found.append(([list(o.token_ids) for o in outputs], outputs[0].logprobs or ()))
+    (got, told), (want, true) = found
+    assert got == want
+    assert len(told) == len(true) == 2
+    assert all(a == pytest.approx(b, abs=1e-4) for a, b in zip(told, true, strict=True))

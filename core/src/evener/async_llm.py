@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from evener.contracts.media import MediaPrompt
 from evener.engine.client import EngineClient
 from evener.engine.messages import Dead, FromController, GetStats, Ready, StatsReport
 from evener.errors import EngineDeadError, EngineError, EvenerError, OverloadedError, RequestError
@@ -23,6 +24,7 @@ from evener.frontend.outputs import Delta, OutputBuilder, RequestOutput
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.stream import RequestStream
 from evener.frontend.tokenizer import Tokenizer
+from evener.launch import join_script
 from evener.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class AsyncLLM:
 
     @classmethod
     async def start(cls, config: Config, mode: Literal["thread", "process"] = "process") -> AsyncLLM:
-        """Start an engine and wait until it is ready.
+        """Start an engine and wait until it is ready. Under ``torchrun`` as ``LLM``: this returns in rank 0 only.
 
         Raises:
             EvenerError: what stopped the engine or the front end from starting.
@@ -86,6 +88,7 @@ class AsyncLLM:
         from evener.engine.start import start_engine
 
         config = await asyncio.to_thread(with_local_model, config)
+        join_script(config)
         starting = asyncio.ensure_future(asyncio.to_thread(start_engine, config, mode))
         try:
             client = await asyncio.shield(starting)
@@ -144,7 +147,7 @@ class AsyncLLM:
 
     async def submit(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | MediaPrompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -200,7 +203,7 @@ class AsyncLLM:
         self._check_room(1 if params is None else params.n)
         assert self._chat is not None, "made together with the front end"
         text = await asyncio.to_thread(
-            self._chat.render,
+            self._chat.prompt,
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -211,7 +214,7 @@ class AsyncLLM:
 
     async def stream(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | MediaPrompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -224,7 +227,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | MediaPrompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,

@@ -142,10 +142,7 @@ class OverloadedError(EvenerError):
     """Too many requests are waiting; try again after ``retry_after`` seconds."""
 
     status = 429
-
-    def __init__(self, message: str, retry_after: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    retry_after = 1
 
 
 class EngineError(EvenerError):
@@ -166,7 +163,7 @@ def _sentence(text: str, hint: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` or the list of what exists; empty when nothing exists."""
+    """``; did you mean 'x'?``, else what exists, or that nothing does."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:

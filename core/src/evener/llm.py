@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from evener.contracts.media import MediaPrompt
 from evener.engine.client import EngineClient
-from evener.engine.messages import Dead, NewRequest, Ready
+from evener.engine.messages import Dead, Ready
 from evener.errors import EngineDeadError, EngineError, RequestError
 from evener.frontend.frontend import Kind
 from evener.frontend.outputs import OutputBuilder, RequestOutput
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.tokenizer import Tokenizer
+from evener.launch import join_script
 from evener.sampling_params import SamplingParams
 
 Messages = list[dict[str, Any]]
@@ -25,6 +28,8 @@ class LLM:
     """A model that is ready to generate. Several can live in one process; one serves one call at a time.
 
     The scheduler runs in this process, in the caller's thread; so does the worker, unless ``executor=process``.
+    In a script under ``torchrun`` whose model is shared by all ranks, this returns in rank 0 only: the others become
+    its workers, and their processes end with it.
 
     Args:
         model: the model: a folder, a file, or its id on a hub.
@@ -40,6 +45,7 @@ class LLM:
         from evener.engine.start import start_engine
 
         config = with_local_model(from_overrides(str(model), overrides))
+        join_script(config)
         self._start(start_engine(config, "inline"), FrontendSettings.from_config(config))
 
     @classmethod
@@ -54,15 +60,16 @@ class LLM:
 
     def _start(self, client: EngineClient, settings: FrontendSettings) -> None:
         self._client = client
+        # A script that ends without ``close`` leaves no worker to find that out by itself.
+        self._end = weakref.finalize(self, client.close)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._dead_reason: str | None = None
-        self._closed = False
         try:
             self.info = self._wait_ready()
             self._frontend, self._chat = settings.build(self.info)
         except BaseException:
-            client.close()
+            self._end()
             raise
 
     @property
@@ -72,7 +79,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | list[int] | Sequence[str | list[int]],
+        prompts: str | list[int] | MediaPrompt | Sequence[str | list[int] | MediaPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         raise_on_error: bool = True,
@@ -80,7 +87,8 @@ class LLM:
         """Complete prompts; the outputs are in their order.
 
         Args:
-            prompts: text, ids (a flat list of int is one prompt), or a list of either.
+            prompts: text, ids (a flat list of int is one prompt), ids with rows that stand for some of them
+                (``MediaPrompt``), or a list of those.
             sampling_params: for all prompts, or a list with one for each.
             raise_on_error: False returns a request that failed with ``error`` set and ``finish_reason`` ``error``.
 
@@ -114,7 +122,7 @@ class LLM:
             )
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         texts = [
-            self._chat.render(
+            self._chat.prompt(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -127,10 +135,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and free what it holds. Calling it again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._client.close()
+        self._end()
         self._chat.close()
 
     def __enter__(self) -> LLM:
@@ -143,28 +148,30 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[str | list[int] | MediaPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         kind: Kind,
         raise_on_error: bool,
     ) -> list[RequestOutput]:
         params = self._each(sampling_params, len(prompts))
         with self._lock:
-            if self._closed:
+            if not self._end.alive:
                 raise EngineDeadError("this LLM was closed: make another")
             if self._dead_reason is not None:
                 raise EngineDeadError(f"the engine has stopped: {self._dead_reason}")
             changed = [self._frontend.plugins.before(p, s, kind) for p, s in zip(prompts, params, strict=True)]
             prompts, params = [p for p, _ in changed], [s for _, s in changed]
             encoded = [self._frontend.encode(p, s, kind) for p, s in zip(prompts, params, strict=True)]
+            given = [p if isinstance(p, MediaPrompt) else ids for p, ids in zip(prompts, encoded, strict=True)]
             builders: dict[str, OutputBuilder] = {}
             try:
-                for prompt, ids, wanted in zip(prompts, encoded, params, strict=True):
+                for prompt, ids, taken, wanted in zip(prompts, encoded, given, params, strict=True):
                     request_id = str(next(self._numbers))
-                    requests = self._frontend.submit(ids, wanted, request_id, kind)
+                    requests = self._frontend.submit(taken, wanted, request_id, kind)
                     text = prompt if isinstance(prompt, str) else None
                     builders[request_id] = OutputBuilder(request_id, text, ids, wanted.n)
-                    self._send(requests)
+                    for request in requests:
+                        self._client.send(request)
                 self._collect(builders)
             except BaseException:
                 # Also at Ctrl-C: what still runs would take the next call's place.
@@ -179,14 +186,10 @@ class LLM:
             raise error(f"prompt {outputs.index(failed)} failed: {failed.error}")
         return outputs
 
-    def _send(self, requests: list[NewRequest]) -> None:
-        for request in requests:
-            self._client.send(request)
-
     def _collect(self, builders: dict[str, OutputBuilder]) -> None:
         unfinished = set(builders)
         while unfinished:
-            if self._closed:
+            if not self._end.alive:
                 raise EngineDeadError("this LLM was closed while it generated")
             for event in self._client.receive(None):
                 if isinstance(event, Dead):
@@ -223,17 +226,17 @@ class LLM:
                     raise EngineDeadError(f"the engine did not start: {event.reason}")
 
 
-def _as_prompts(prompts: object) -> Sequence[str | list[int]]:
+def _as_prompts(prompts: object) -> Sequence[str | list[int] | MediaPrompt]:
     """A list of prompts.
 
     Raises:
         RequestError: it is neither a prompt nor a list of them.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, MediaPrompt)):
         return [prompts]
     if isinstance(prompts, (list, tuple)):
         if prompts and all(isinstance(item, int) for item in prompts):
             return [list(prompts)]
-        if all(isinstance(item, (str, list, tuple)) for item in prompts):
-            return [item if isinstance(item, str) else list(item) for item in prompts]
+        if all(isinstance(item, (str, list, tuple, MediaPrompt)) for item in prompts):
+            return [item if isinstance(item, (str, MediaPrompt)) else list(item) for item in prompts]
     raise RequestError("prompts must be a string, a list of token ids, or a list of those", "prompts")

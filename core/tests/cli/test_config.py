@@ -27,7 +27,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         name="Test device", capabilities=DeviceCapabilities(dtypes=frozenset({"float32"})),
         memory=lambda: MemoryInfo(2**30, 2**31),
     )  # fmt: skip
-    backend = SimpleNamespace(name="test", reason="highest score 10")
+    backend = SimpleNamespace(name="test")
 
     def record(result: Any) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -38,7 +38,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr("evener.plugins.discover.discover", lambda: SimpleNamespace(packages=(), commands=dict))
     monkeypatch.setattr("evener.plugins.choose.choose", record("selection"))
-    loaded = SimpleNamespace(backend=backend, open_device=lambda: device)
+    selection = SimpleNamespace(reason="highest score 10")
+    loaded = SimpleNamespace(backend=backend, selection=selection, open_device=lambda: device)
     monkeypatch.setattr("evener.plugins.load.load", record(loaded))
     return asked
 

@@ -146,7 +146,7 @@ def test_running_the_module_ends_with_the_exit_code(brought: Calls, monkeypatch:
     monkeypatch.setattr(sys, "argv", ["evener", "model=/m"])
     monkeypatch.delitem(sys.modules, "evener.__main__")
     with pytest.raises(SystemExit) as caught:
-        runpy.run_module("evener", run_name="__main__")
+        runpy.run_path(str(module.__file__), run_name="__main__")
     assert caught.value.code == 7
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from evener.config.build import from_overrides
 from evener.config.keys import split_command_line
 from evener.config.packages import Packages
-from evener.contracts.descriptor import Descriptor
+from evener.contracts.descriptor import Descriptor, Option
 from evener.errors import ConfigError, UnknownNameError
 
 
@@ -132,3 +134,12 @@ def test_the_last_of_two_wins_and_a_second_model_is_an_error(nothing_installed: 
 def test_no_model_is_an_error_that_shows_both_ways_to_name_it(nothing_installed: Packages) -> None:
     with pytest.raises(ConfigError, match=r"no model is given: .*evener serve /path/to/model.*model=/path/to/model"):
         from_overrides(None, {}, nothing_installed)
+
+
+def test_a_package_that_takes_no_options_says_so() -> None:
+    bare = Descriptor(name="my-chip", summary="Takes nothing.", contracts={})
+    with pytest.raises(ConfigError, match=r"my-chip\.fan=1 cannot be set: my-chip takes no options; leave it out"):
+        from_overrides("m", {"my-chip.fan": 1}, Packages(lambda: [bare]))
+    other = replace(bare, options={"fans": Option(type=int, default=1, help="")})
+    with pytest.raises(UnknownNameError, match=r"did you mean 'my-chip\.fans'"):
+        from_overrides("m", {"my-chip.fan": 1}, Packages(lambda: [bare, other]))

@@ -85,6 +85,10 @@ def test_the_longest_request_follows_the_checkpoint_up_to_a_cap_that_is_said() -
         "allows 262144; capped for memory, infer.max_seq_len=262144 takes all" in resolved.reasons["infer.max_seq_len"]
     )
     assert resolve(model=long, asked={"infer.max_seq_len": 262_144}).max_seq_len == 262_144
+    stretched = dataclasses.replace(long, trained_positions=8192)
+    assert resolve(model=stretched).max_seq_len == 8192
+    assert "allows 262144 with infer.max_seq_len=262144" in resolve(model=stretched).reasons["infer.max_seq_len"]
+    assert resolve(model=stretched, asked={"infer.max_seq_len": 262_144}).max_seq_len == 262_144
     with pytest.raises(ConfigError, match=r"infer.max_seq_len=9000 is more than the 8192 positions"):
         resolve(asked={"infer.max_seq_len": 9000})
     with pytest.raises(ConfigError, match=r"no max_position_embeddings; set infer.max_seq_len=TOKENS"):
@@ -126,6 +130,22 @@ def test_both_spellings_of_a_checkpoints_type_and_nested_settings_are_read() -> 
     assert facts_of("m", {"dtype": "torch.bfloat16"}).dtype == "bfloat16"
     nested = facts_of("m", {"model_type": "x", "text_config": {"dtype": "bfloat16", "max_position_embeddings": 99}})
     assert (nested.model_type, nested.dtype, nested.max_positions) == ("x", "bfloat16", 99)
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths"),
+    [
+        ({"max_position_embeddings": 4096, "model_max_length": 4096}, (4096, None)),
+        ({"max_position_embeddings": 32768, "seq_length": 8192}, (32768, 8192)),
+        ({"max_seq_len": 2048}, (2048, None)),
+        ({"seq_length": "long"}, (None, None)),
+    ],
+)
+def test_a_length_has_many_names_and_the_shortest_is_what_was_trained_on(
+    config: dict[str, object], lengths: tuple[int | None, int | None]
+) -> None:
+    facts = facts_of("m", config)
+    assert (facts.max_positions, facts.trained_positions) == lengths
 
 
 def test_a_folder_that_cannot_be_used_says_what_to_give(tmp_path: Path, model_folder: Callable[..., Path]) -> None:

@@ -11,8 +11,8 @@ from evener.config.hydra_boundary import from_command_line
 from evener.config.keys import split_command_line
 from evener.config.packages import Packages
 from evener.config.schema import Config, InferConfig, ServeConfig, key_specs, to_flat
-from evener.config.spec import KeySpec
 from evener.errors import ConfigError
+from evener.key_spec import KeySpec
 
 KEYS = {key: spec for key, spec in key_specs().items() if key != "model"}
 

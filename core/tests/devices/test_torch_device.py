@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,17 +45,20 @@ def graphs(made: list[Graph], fails: bool = False) -> TorchGraphs:
         name="a device", synchronize=lambda: None, new_stream=lambda: "a stream",
         module=SimpleNamespace(stream=lambda stream: nullcontext()),
     )  # fmt: skip
-    return TorchGraphs(device, make, "the pool")
+    pools = count(1)
+    return TorchGraphs(device, make, lambda: f"pool {next(pools)}")
 
 
-def test_every_capture_uses_the_one_pool_and_can_be_replayed_and_released() -> None:
+def test_captures_share_a_pool_until_they_are_released_and_no_later_one_uses_it() -> None:
     made: list[Graph] = []
     capture, ran = graphs(made), []
-    for number in range(2):
+    for number in range(4):
         capture.capture(lambda number=number: ran.append(number))()  # type: ignore[misc]
-    capture.release()
-    assert ran == [0, 1]
-    assert [g.said for g in made] == [[("begin", "the pool"), "end", "replay", "reset"]] * 2
+        if number % 2:
+            capture.release()
+    assert ran == [0, 1, 2, 3]
+    pools = ("pool 1", "pool 1", "pool 2", "pool 2")
+    assert [g.said for g in made] == [[("begin", pool), "end", "replay", "reset"] for pool in pools]
 
 
 def test_what_cannot_be_captured_is_an_engine_error_with_the_cause() -> None:
@@ -77,3 +81,17 @@ def test_a_device_that_torch_does_not_see_is_refused() -> None:
     with pytest.raises(BackendError, match=r"device 7 of namespace cpu .* sees 1; type `evener doctor`"):
         TorchDevice("cpu", 7, DeviceCapabilities())
     assert torch.cpu.device_count() == 1
+
+
+def test_peak_memory_is_what_the_namespace_counts_above_what_was_held_before() -> None:
+    held = {"now": 100, "peak": 900}
+
+    def work() -> None:
+        held["peak"] = max(held["peak"], held["now"] + 40)
+
+    device: Any = SimpleNamespace(index=0)
+    device.module = SimpleNamespace(
+        memory_allocated=lambda index: held["now"], max_memory_allocated=lambda index: held["peak"],
+        reset_peak_memory_stats=lambda index: held.update(peak=held["now"]),
+    )  # fmt: skip
+    assert TorchDevice.peak_memory(device, work) == 40, "an earlier peak does not count"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
+from torch.distributed import HashStore
 
-from evener.distributed.hub import Hub, Link
+from evener.distributed import hub as hub_module
+from evener.distributed.hub import Hub, Link, end_context
 from evener.distributed.keys import Keys, show_keys
-from evener.distributed.launched import Launched
+from evener.distributed.launched import Contact, Launched
 from evener.errors import ConfigError, EngineDeadError
 
 
@@ -71,6 +75,31 @@ def test_a_stranger_is_turned_away(shown: str) -> None:
     hub.close()
 
 
+def test_a_channel_whose_threads_do_not_let_go_is_closed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub_module, "_PATIENCE", 0.05)
+    context = zmq.Context()
+    held = context.socket(zmq.PULL)
+    end_context(context)
+    assert "zmq did not let go of the control channel" in caplog.text
+    held.close()
+    (ending,) = (each for each in threading.enumerate() if each.name == "evener-end")
+    ending.join()
+
+
+def test_a_channel_is_closed_while_the_interpreter_ends_and_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    hub = Hub()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        hub.close()
+    assert not Path(hub.folder.path).exists()
+    hub._context.term()
+
+
 #: A worker of another machine: told where its controller is, waits for messages.
 WORKER = """
 import sys
@@ -114,3 +143,13 @@ def test_half_of_what_torchrun_says_is_an_error() -> None:
     del (rest := dict(STARTED))["MASTER_PORT"]
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=8 .* MASTER_PORT is not set"):
         Launched.of(rest)
+
+
+def test_ranks_are_told_of_one_engine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(Launched, "_store", lambda _: store)
+    launched = Launched(0, 2, 0, 2, "127.0.0.1")
+    launched.publish(Contact(["here", "there"]))
+    assert launched.find() == Contact(["here", "there"])
+    with pytest.raises(ConfigError, match=r"work for one engine, and this process has had one: keep that, or run a"):
+        launched.publish(Contact(["elsewhere"]))

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from evener.cli.explain import explain
 from evener.cli.main import main
 from evener.config.schema import Config
 from evener.engine.start import build_controller
 from evener.errors import ConfigError, UnknownNameError
+from evener.loading.safetensors_files import SafetensorsFile
+from evener.ops.reference.state import ReferenceState
 
 #: 405 billion weights.
 GIANT = {
@@ -53,6 +56,14 @@ def test_each_state_group_has_its_provider_its_sizes_and_the_losers(make_config:
     assert found["communicator"] == {"ranks": 1, "package": None, "used": False}
 
 
+def test_the_scratch_in_the_workspace_has_a_name(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Config = make_config("Gemma3")
+    assert "scratch" not in " ".join(explain(config)["memory"]["lines"])
+    monkeypatch.setattr(ReferenceState, "workspace", lambda self, spec, attention, tokens, longest: 3 << 20)
+    found = explain(config)
+    assert found["memory"]["lines"][-1] == "of the workspace 3.0 MiB are scratch of reference"
+
+
 def test_a_folder_with_a_config_alone_is_explained_as_it_is_described(
     giant: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +93,43 @@ def test_a_small_model_fits(make_config: Any, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[-1] == "it fits"
 
 
+@pytest.fixture
+def wrong_names(make_lively: Any, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of a model's weights one has another name and one another shape; who reads a tensor fails."""
+    config: Config = make_lively()
+    file = Path(config.model) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.attn.q_proj.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][1:].clone()
+    save_file(tensors, file, {"format": "pt"})
+
+    def read(*_: Any) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(SafetensorsFile, "tensor", read)
+    return config
+
+
+def test_weights_of_other_names_and_shapes_are_part_of_the_answer_by_their_headers_alone(
+    wrong_names: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = explain(wrong_names)
+    problem = found["model"]["problem"]
+    assert "1 tensor is missing: model.layers.0.self_attn.q_proj.weight" in problem
+    assert "1 tensor is not part of the model: model.layers.0.attn.q_proj.weight" in problem
+    assert "1 tensor is of another shape than config.json implies: model.norm.weight is [" in problem
+    assert found["memory"]["problem"] is None
+    words = ["infer.kv_memory=4MiB", "infer.max_seq_len=128", "infer.max_reqs=4", "infer.step_tokens=24"]
+    assert main(["explain", wrong_names.model, "--backend", "reference", "dtype=float32", *words]) == 1
+    assert "it fits\nbut the weights in" in capsys.readouterr().out
+
+
+def test_weights_that_are_the_model_s_own_are_no_problem_and_neither_are_those_of_a_stage(make_lively: Any) -> None:
+    for more in ({}, {"infer.pp_size": 2}, {"infer.tp_size": 2}):
+        found = explain(make_lively("Llama", None, **more))
+        assert found["model"] == {**found["model"], "weights": "read from its files", "problem": None}
+
+
 def test_a_wrong_op_and_a_wrong_provider_come_with_the_nearest(make_config: Any) -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'ops.rms_nrom'.* did you mean 'ops.rms_norm'"):
         make_config(**{"ops.rms_nrom": "reference"})
@@ -103,7 +151,7 @@ def test_declaring_and_estimating_a_giant_imports_no_torch(tmp_path: Path) -> No
         "    def nbytes(self, parts, dtype): return sum(p.rows * p.columns * 2 for p in parts)\n"
         "    def pack(self, parts, dtype, device): raise AssertionError\n"
         "config = json.load(sys.stdin)\n"
-        "found = {t.name: t for t in targets(discover().packages, 'architecture')}\n"
+        "found = targets(discover().packages, 'architecture')\n"
         "build = Builder('bfloat16', 4096)\n"
         "found[config['architectures'][0]].load()(config, build)\n"
         "for weight in build.weights:\n"

@@ -12,7 +12,7 @@ from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.engine.geometry import plan_geometry
 from evener.engine.messages import NewRequest, Sampling
 from evener.engine.start import build_controller
-from evener.errors import ConfigError
+from evener.errors import ConfigError, ResolveError
 from evener.layers.declared import StateSlot
 from evener.ops.reference.state import ReferenceState
 from evener.testing.reference_device import HostDevice
@@ -118,6 +118,15 @@ def test_a_block_size_that_is_not_offered_is_an_error_with_those_that_are() -> N
 def test_providers_without_a_common_block_size_are_an_error_that_says_what_to_type() -> None:
     layers = [*slots(FULL, provider=Sized("a", (32,))), *slots(WINDOW, provider=Sized("b", (16,)))]
     with pytest.raises(ConfigError, match=r"a, b offer no common block size; force one with ops\.attention="):
+        plan_geometry(layers, 64)
+
+
+@pytest.mark.parametrize("sizes", [(64, 96), (), (0, 16)])
+def test_block_sizes_that_are_no_multiples_of_the_smallest_are_an_error_that_names_their_provider(
+    sizes: tuple[int, ...],
+) -> None:
+    layers = [*slots(FULL), *slots(WINDOW, provider=Sized("a", sizes))]
+    with pytest.raises(ResolveError, match=r"state provider a offers blocks of \[.*set ops\.attention=reference"):
         plan_geometry(layers, 64)
 
 

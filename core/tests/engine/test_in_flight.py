@@ -11,7 +11,7 @@ import torch
 from evener.engine.controller import Controller
 from evener.engine.messages import Finish, NewRequest, Sampling
 from evener.engine.plan import Plan, StepResult
-from evener.engine.runner import PendingStep, Runner
+from evener.engine.runner import ForwardStep, PendingStep, Runner
 from evener.errors import ConfigError, EngineError
 from evener.testing.naive import NaiveModel, find_architecture
 from evener.testing.reference_executor import StrictExecutor, strict_controller
@@ -150,9 +150,11 @@ class _Reading(Runner):
 
     how: Callable[[torch.Tensor], object]
 
-    def _sample(self, plan: Plan, parts: dict[str, torch.Tensor], logits: torch.Tensor) -> PendingStep:
-        type(self).how(logits.argmax(-1))
-        return super()._sample(plan, parts, logits)
+    def _sample(
+        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep
+    ) -> PendingStep:  # fmt: skip
+        type(self).how(rows.argmax(-1))
+        return super()._sample(plan, parts, rows, step)
 
 
 HOST_READS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -203,11 +205,13 @@ class _Impatient(PendingStep):
 
 
 class _EarlyRunner(Runner):
-    def _sample(self, plan: Plan, parts: dict[str, torch.Tensor], logits: torch.Tensor) -> PendingStep:
+    def _sample(
+        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep
+    ) -> PendingStep:  # fmt: skip
         copied: list[torch.Tensor] = []
         inner, self.device = self.device, _Spy(self.device, copied)  # type: ignore[assignment]
         try:
-            super()._sample(plan, parts, logits)
+            super()._sample(plan, parts, rows, step)
         finally:
             self.device = inner
         return _Impatient(plan, copied[-1])
@@ -258,3 +262,19 @@ def test_depths_agree_up_to_the_token_at_which_the_front_end_found_a_stop_string
         assert one.reasons()["r1"] == "stop"
         assert index <= len(one.tokens["r1"]) and one.tokens["r1"] == free[0].tokens["r1"][: len(one.tokens["r1"])]
         assert all(one.tokens[name] == free[0].tokens[name] for name in ("r0", "r2", "r3"))
+
+
+def test_who_lacks_a_block_gets_one_of_the_youngest_s_though_plans_are_in_flight(
+    make_config: Any, play: Any, shrink_pool: Any
+) -> None:
+    """Not: waits with all who came later until the oldest has ended."""
+    lengths = {"old": 110, "middle": 60, "young": 60}
+    messages = [NewRequest(id=name, prompt=[3 + n] * 9, max_tokens=lengths[name], sampling=GREEDY)
+                for n, name in enumerate(lengths)]  # fmt: skip
+    for depth in (1, 2, 3):
+        controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED, **{"infer.depth": depth}))
+        shrink_pool(controller, 10)
+        played = play(controller, messages)
+        ended = list(played.reasons())
+        assert controller.scheduler.stats.preemptions > 0
+        assert ended.index("middle") < ended.index("old"), (depth, ended)

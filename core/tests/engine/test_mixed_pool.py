@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
 from evener.engine.messages import Abort, Finish, NewRequest, Sampling
 from evener.engine.plan import Admission, Plan, TableUpdate
-from evener.engine.search import Search
 from evener.engine.start import build_controller
 from evener.engine.state import StateManager
 from evener.engine.worker import Worker
+from evener.search import Search
 from evener.testing.installed import write_distribution
 from evener.testing.naive import NaiveModel
+
+from .traffic import CUTS, STEP_TOKENS, Pick, check_tokens, picks, repeatable
 
 GREEDY = Sampling(temperature=0.0)
 NOISE = torch.Generator().manual_seed(11)
@@ -56,32 +59,30 @@ def test_the_groups_have_every_kind_and_rows_do_not_make_blocks_large(mixed: Any
 def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
     examples: int, mixed: Any, naive: NaiveModel, play: Any, shrink_pool: Any
 ) -> None:
-    known: dict[tuple[int, int], list[int]] = {}
     base: Config = mixed()
     seen = {"preemptions": 0, "prefix_hits": 0, "forks": 0, "aborts": 0}
 
-    @settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )  # fmt: skip
+    @cache
+    def wanted(prompt: int, count: int) -> list[int]:
+        return naive.greedy(PROMPTS[prompt], count)
+
+    @repeatable(examples)
     @given(
-        picks=st.lists(
-            st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(3, 14), st.integers(0, 9)), min_size=3, max_size=7
-        ),
+        picked=picks(len(PROMPTS), least=3),
         parents=st.dictionaries(st.integers(1, 6), st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=4),
-        cuts=st.dictionaries(st.integers(0, 6), st.integers(1, 5), max_size=2),
+        cuts=CUTS,
         how=st.sampled_from([Abort, Finish]),
         depth=st.integers(1, 3),
-        step_tokens=st.sampled_from([5, 24, 64]),
+        step_tokens=STEP_TOKENS,
         room=st.integers(0, 2),
     )
     def traffic(
-        picks: list[tuple[int, int, int]], parents: dict[int, tuple[int, bool]], cuts: dict[int, int], how: Any,
+        picked: list[Pick], parents: dict[int, tuple[int, bool]], cuts: dict[int, int], how: Any,
         depth: int, step_tokens: int, room: int,
     ) -> None:  # fmt: skip
         for child, (parent, same) in sorted(parents.items()):
-            if same and parent < child < len(picks):  # another sample of the same prompt, sent with it
-                picks[child] = (picks[parent][0], picks[child][1], picks[parent][2])
+            if same and parent < child < len(picked):  # another sample of the same prompt, sent with it
+                picked[child] = (picked[parent][0], picked[child][1], picked[parent][2])
         config = replace(base, infer=replace(base.infer, depth=depth, step_tokens=step_tokens))
         controller, _ = build_controller(config)
         least = controller.scheduler.state.blocks_for(75 + 14, step_tokens)
@@ -91,17 +92,12 @@ def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
                 id=f"r{i}", prompt=PROMPTS[prompt], max_tokens=count, sampling=GREEDY,
                 fork_of=f"r{parents[i][0]}" if i in parents else "",
             )
-            for i, (prompt, count, _) in enumerate(picks)
+            for i, (prompt, count, _) in enumerate(picked)
         ]  # fmt: skip
-        aborts = {f"r{i}": after for i, after in cuts.items() if i < len(picks)}
-        arrivals = {f"r{i}": at for i, (_, _, at) in enumerate(picks)}
+        aborts = {f"r{i}": after for i, after in cuts.items() if i < len(picked)}
+        arrivals = {f"r{i}": at for i, (_, _, at) in enumerate(picked)}
         played = play(controller, messages, aborts=aborts, arrivals=arrivals, how=how)
-        for i, (prompt, count, _) in enumerate(picks):
-            if (prompt, count) not in known:
-                known[prompt, count] = naive.greedy(PROMPTS[prompt], count)
-            got = played.tokens[f"r{i}"]
-            whole = f"r{i}" not in aborts or played.reasons()[f"r{i}"] == "length"
-            assert got == known[prompt, count][: None if whole else len(got)]
+        check_tokens(played, picked, aborts, wanted)
         pool = controller.scheduler.state.pool
         assert pool.used == 0 and pool.free == pool.count - pool.slab
         seen["preemptions"] += controller.scheduler.stats.preemptions

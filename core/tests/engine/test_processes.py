@@ -9,17 +9,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from evener.config import to_flat
+from evener.distributed import process
 from evener.distributed.process import Failed
 from evener.engine.clients import InlineClient
 from evener.engine.messages import Dead, NewRequest, Ready, Sampling
 from evener.engine.process_client import ProcessExecutor
 from evener.engine.start import build_controller, start_engine
-from evener.errors import ArchitectureError, ConfigError, EngineError, MemoryPlanError, NoBackendError
+from evener.errors import ArchitectureError, ConfigError, EngineDeadError, EngineError, MemoryPlanError, NoBackendError
 
 PATIENCE = 30.0
 
@@ -150,8 +154,34 @@ def test_a_killed_controller_is_told_by_its_client_and_takes_its_worker_along(ma
         client.close()
 
 
-def test_no_process_outlives_a_parent_that_is_killed(make_config: Any) -> None:
-    flat = to_flat(make_config())
+def test_what_is_sent_to_a_controller_that_has_gone_is_dropped_though_its_last_events_are_unread(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = SimpleNamespace(process=None, how_it_ended=lambda: "the controller process was killed", end=lambda _: None)
+    monkeypatch.setattr(process, "Process", lambda *_: gone)
+    client: Any = start_engine(make_config(), "process")
+    with pytest.raises(EngineDeadError, match="the controller process is not connected"):
+        client.send(requests()[0])
+    address = f"ipc://{client._child._folder.path}/controller"
+    with zmq.Context() as context, context.socket(zmq.PUSH) as up, context.socket(zmq.PULL) as down:
+        down.connect(f"{address}.down")
+        up.connect(f"{address}.up")
+        up.send(msgspec.msgpack.encode([Ready(info={})]))
+        assert client.receive(PATIENCE) == [Ready(info={})]
+        up.send(msgspec.msgpack.encode([Dead("its worker was killed")]))
+        assert client._child._in.poll(PATIENCE * 1000)
+    while client._child._out.poll(1, zmq.POLLOUT):
+        pass  # its end of the connection closes soon
+    client.send(requests()[0])
+    assert client.receive(PATIENCE) == [Dead("its worker was killed")]
+    (event,) = client.receive(PATIENCE)
+    assert isinstance(event, Dead) and "the controller process was killed" in event.reason
+    client.close()
+
+
+@pytest.mark.parametrize("deed", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_no_process_outlives_a_parent_that_is_killed_or_stopped(deed: signal.Signals, make_config: Any) -> None:
+    flat = to_flat(make_config(**{"infer.silence_limit": 2.0 if deed == signal.SIGSTOP else 20.0}))
     code = (
         "import json, sys\n"
         "from evener.config import from_overrides\n"
@@ -160,7 +190,9 @@ def test_no_process_outlives_a_parent_that_is_killed(make_config: Any) -> None:
         "client = start_engine(from_overrides(flat.pop('model'), flat), 'process')\n"
         "client.receive(None)\n"
         "print(client._child.process.pid, flush=True)\n"
-        "client.receive(None)\n"
+        "print(client.receive(None), flush=True)\n"
+        "client.close()\n"
+        "print('closed', flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdin is not None and parent.stdout is not None
@@ -169,8 +201,13 @@ def test_no_process_outlives_a_parent_that_is_killed(make_config: Any) -> None:
         controller = int(parent.stdout.readline())
         watched = [Watched(controller), *(Watched(pid) for pid in children(controller))]
         assert len(watched) == 2
-        parent.kill()
-    assert all(process.wait() for process in watched)
+        parent.send_signal(deed)
+        assert all(process.wait() for process in watched)
+        parent.send_signal(signal.SIGCONT)
+        said = parent.stdout.readline().decode()
+        stopped = deed == signal.SIGSTOP
+        assert ("the controller process ended with exit code 3" in said) == stopped
+        assert parent.stdout.read() == b"closed\n" * stopped and parent.wait(PATIENCE) == (0 if stopped else -deed)
 
 
 def test_a_start_up_error_in_a_child_has_the_class_and_the_words_that_it_has_here(make_config: Any) -> None:

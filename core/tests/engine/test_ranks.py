@@ -98,7 +98,7 @@ def test_ranks_want_processes(make_config: Any) -> None:
 
 def test_facts_of_ranks_are_the_least_of_each_and_different_state_is_an_error() -> None:
     def facts(blocks: int, length: int, cut: int = 1) -> WorkerFacts:
-        return WorkerFacts([], [cut], blocks, 16, 4, length, 24, {"device": "d", "backend": "b"})
+        return WorkerFacts([], [cut], blocks, 16, 4, length, 24, 24, {"device": "d", "backend": "b"})
 
     both = agree([facts(10, 90), facts(12, 80)])
     assert (both.blocks, both.max_seq_len, both.info["max_model_len"]) == (10, 80, 80)

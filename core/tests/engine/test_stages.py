@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from evener.config.schema import Config
+from evener.contracts.media import make_item
 from evener.engine.controller import Controller
 from evener.engine.messages import NewRequest, Sampling
 from evener.engine.scheduler import MicroBatches
 from evener.engine.start import build_controller
 from evener.errors import ArchitectureError, ConfigError
-from evener.testing.rank_threads import RankThreads, rank_threads
+from evener.testing.rank_threads import rank_threads
 
 GREEDY = Sampling(temperature=0.0)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -55,16 +57,8 @@ def requests(count: int = 5, **fields: Any) -> list[NewRequest]:
 
 @pytest.fixture
 def ranked() -> Iterator[Callable[[Config], Controller]]:
-    executors: list[RankThreads] = []
-
-    def make(config: Config) -> Controller:
-        controller, executor = rank_threads(config)
-        executors.append(executor)
-        return controller
-
-    yield make
-    for executor in executors:
-        executor.close()
+    with ExitStack() as running:
+        yield lambda config: running.enter_context(rank_threads(config))[0]
 
 
 def same_model(config: Config, **infer: Any) -> Config:
@@ -93,6 +87,25 @@ def test_ranks_give_the_tokens_of_one(
     assert got.tokens == expected.tokens and several.scheduler.state.pool.used == 0
     # A recurrent row is kept for a prefix only every infer.snapshot_every tokens.
     assert several.scheduler.stats.prefix_hits or family == "Qwen3Next"
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 2)])
+def test_rows_that_stand_for_tokens_are_read_by_every_rank_that_embeds(
+    tp: int, pp: int, make_lively: Any, play: Any, ranked: Any
+) -> None:
+    config = make_lively("Llama", {**FAMILIES["Llama"], "tie_word_embeddings": False})
+    pictures = 2 * torch.randn(2, 19, 60, generator=torch.Generator().manual_seed(1)).numpy()
+    messages = [
+        NewRequest(
+            id=f"r{i}", prompt=[*range(9), *[5] * 19, 3], max_tokens=8, sampling=GREEDY,
+            media=[] if i == 2 else [make_item(9, pictures[i])],
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    expected = play(build_controller(config)[0], messages)
+    assert len({tuple(tokens) for tokens in expected.tokens.values()}) == 3
+    several = ranked(same_model(config, tp_size=tp, pp_size=pp))
+    assert play(several, messages).tokens == expected.tokens
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -153,14 +166,16 @@ def test_numbers_of_requests_in_a_plan_may_be_set() -> None:
         ({"pp_size": 2, "pp_layer_partition": "1,two"}, "infer.pp_layer_partition=1,two is no list of numbers"),
     ],
 )
-def test_layers_that_cannot_be_divided_are_refused(make_config: Any, infer: dict[str, Any], words: str) -> None:
+def test_layers_that_cannot_be_divided_are_refused(
+    make_config: Any, ranked: Any, infer: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
-        rank_threads(make_config("Llama", **{f"infer.{key}": value for key, value in infer.items()}))
+        ranked(make_config("Llama", **{f"infer.{key}": value for key, value in infer.items()}))
 
 
 def test_a_model_that_does_not_ask_for_its_layers_is_refused(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch
+    make_config: Any, ranked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr("evener.layers.builder.Builder.layers", lambda self, count: range(count))
     with pytest.raises(ArchitectureError, match="LlamaForCausalLM is not made for pipeline stages"):
-        rank_threads(make_config("Llama", **{"infer.pp_size": 2}))
+        ranked(make_config("Llama", **{"infer.pp_size": 2}))

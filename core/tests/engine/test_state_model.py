@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -23,6 +22,8 @@ from evener.contracts.state import StateSpec, StateTensor
 from evener.engine.blocks import BlockPool
 from evener.engine.state import BlockTable, StateManager
 from evener.errors import UnknownNameError
+
+from .traffic import repeatable
 
 KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
 TENSORS = (StateTensor("key", (1, 2), "float32"),)
@@ -43,16 +44,7 @@ def chunk(size: int) -> StateSpec:
 def run(machine: type[RuleBasedStateMachine], examples: int) -> None:
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            # Shrinking a failure takes minutes, more than a test may; whoever looks for the cause deletes this line.
-            phases=[Phase.generate],
-        ),
+        settings=repeatable(examples, stateful_step_count=30),
     )
 
 
@@ -132,7 +124,7 @@ class PoolModel(RuleBasedStateMachine):
         held = sum(self.cut[block // self.slab] for block, count in self.held.items() if count > 0)
         assert self.pool.used == held and self.pool.free == self.pool.count - self.slab - held
         for block in range(self.slab, self.pool.count):
-            assert self.pool.is_free(block) == (self.held[block] == 0)
+            assert (self.pool._references[block] == 0) == (self.held[block] == 0)
         by_key = {key: block for block, key in self.keys.items()}
         assert {key: self.pool.find(key) for key in "abc"} == {key: by_key.get(key) for key in "abc"}
 

@@ -21,6 +21,7 @@ from evener.loading.estimate import estimate_weights
 from evener.loading.loader import load_weights
 from evener.loading.scheme import Unquantized
 from evener.ops.reference.linear import PLAIN
+from evener.testing.locked_device import LockedDevice
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 5
 CPU = torch.device("cpu")
@@ -56,6 +57,9 @@ def load(checkpoint: Checkpoint, **options: object) -> tuple[PackedWeight, int]:
     counted = load_weights([weight], checkpoint, Unquantized(), PACKINGS, CPU).counted
     assert estimate_weights([weight], PACKINGS, checkpoint.headers).counted == counted
     assert weight.value is not None
+    again = declare(checkpoint, **options)  # type: ignore[arg-type]
+    load_weights([again], checkpoint, Unquantized(), PACKINGS, CPU, through=LockedDevice())
+    assert again.value is not None and torch.equal(again.value.data, weight.value.data)
     return weight.value, counted
 
 

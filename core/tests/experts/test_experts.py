@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from evener.contracts.experts import ExpertMap, ResidentStore
+from evener.contracts.experts import ExpertMap, ExpertStore
 from evener.contracts.quant import PackedWeight, WeightPart, plain
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
 from evener.resolution.resolver import load_reference
-from evener.testing.op_check import no_other_op
+from evener.testing.conformance.ops import no_other_op
 
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
 EXPERTS, TOP, HIDDEN, INNER, TOKENS = 5, 2, 12, 7, 23
@@ -65,9 +65,24 @@ def step() -> tuple[torch.Tensor, torch.Tensor]:
     return noise(TOKENS, HIDDEN, seed=3), noise(TOKENS, EXPERTS, seed=4)
 
 
+class ResidentStore(ExpertStore):
+    """Every logical expert has one slot on this device."""
+
+    def __init__(self, weights: dict[str, PackedWeight], experts: int) -> None:
+        self._weights = weights
+        slots = torch.arange(experts, dtype=torch.int32)[:, None]
+        self._map = ExpertMap(slots, torch.ones(experts, dtype=torch.int32))
+
+    def map(self) -> ExpertMap:
+        return self._map
+
+    def weights(self, name: str) -> PackedWeight:
+        return self._weights[name]
+
+
 def test_a_resident_store_has_one_slot_for_each_expert(step: tuple[torch.Tensor, torch.Tensor]) -> None:
     weights = {"up": stack(UP, range(EXPERTS)), "down": stack(DOWN, range(EXPERTS))}
-    store = ResidentStore(weights, EXPERTS, torch.device("cpu"))
+    store = ResidentStore(weights, EXPERTS)
     assert store.weights("up") is weights["up"] and store.map() is store.map()
     torch.testing.assert_close(through(store.map(), range(EXPERTS), *step), dense(*step, range(EXPERTS)))
 

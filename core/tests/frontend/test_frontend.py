@@ -142,7 +142,7 @@ def test_an_id_in_use_is_refused_until_the_request_has_ended(frontend: Frontend)
 
 def test_without_a_tokenizer_there_are_ids_only(tiny_dir: Path) -> None:
     frontend = make(tiny_dir, tokenizer=None)
-    with pytest.raises(RequestError, match=r"no tokenizer: give token ids and SamplingParams\(detokenize=False\)"):
+    with pytest.raises(RequestError, match=r"no tokenizer: give token ids .*SamplingParams\(detokenize=False\)"):
         frontend.submit("ab", SamplingParams(detokenize=False), "r")
     with pytest.raises(RequestError, match="text was asked for"):
         frontend.submit([1], SamplingParams(), "r")

@@ -12,7 +12,7 @@ import pytest
 
 from evener import LLM, SamplingParams
 from evener.engine.messages import Abort, FromController, NewRequest
-from evener.errors import EngineDeadError, EngineError, RequestError, TemplateError
+from evener.errors import ConfigError, EngineDeadError, EngineError, RequestError, TemplateError
 from evener.testing.fake_engine import FakeEngine
 from evener.testing.tiny_tokenizer import write_tiny_tokenizer
 
@@ -144,6 +144,34 @@ def test_an_interrupted_call_aborts_what_it_sent_and_the_next_call_works(tiny_di
             llm.generate(["ab", "cd"])
         assert [message.id for message in engine.sent if isinstance(message, Abort)] == ["0", "1"]
         assert llm.generate("ab", GREEDY)[0].outputs[0].text == "abab"
+
+
+def test_a_script_whose_ranks_have_met_already_or_are_others_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"2 ranks were started, but infer.tp_size × infer.pp_size uses 4"):
+        LLM("/m", **{"infer.tp_size": 2, "infer.pp_size": 2})
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"torch.distributed is initialized in this process.* leave out init_process"):
+        LLM("/m", **{"infer.tp_size": 2})
+
+
+def test_one_that_nobody_closed_is_closed_with_its_script(tiny_dir: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from evener import LLM\n"
+        "from evener.testing.fake_engine import FakeEngine\n"
+        "class Engine(FakeEngine):\n"
+        "    def close(self, drain=False):\n"
+        "        print('closed', flush=True)\n"
+        "        super().close(drain)\n"
+        "llm = LLM.from_client(Engine(), model_dir=Path(sys.argv[1]))\n"
+        "print('the script ends', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_dir)], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == ["the script ends", "closed", ""], done.stderr
 
 
 def test_two_live_in_one_process_and_a_closed_one_says_so(tiny_dir: Path, tmp_path: Path) -> None:

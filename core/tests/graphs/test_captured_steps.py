@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from evener.config import from_overrides, to_flat
+from evener.contracts.media import make_item
 from evener.engine.messages import NewRequest, Sampling
+from evener.testing.rank_threads import rank_threads
+from evener.testing.reference_engine import play
 
 ONE_LAYER = {"num_hidden_layers": 1}
 EAGER = {"infer.use_cuda_graph": False}
@@ -93,23 +97,16 @@ def test_a_device_that_needs_updates_gets_one_before_each_run(start: Any) -> Non
     assert run.replays and all(r.updates == r.runs > 0 for r in run.replays)
 
 
-def test_no_more_is_captured_than_the_device_holds_and_the_rest_runs_eagerly(start: Any) -> None:
+def test_no_more_is_captured_than_the_device_holds_and_the_rest_runs_eagerly_and_the_log_says_so(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     run, eager = start("Llama", ONE_LAYER, **{"graphs.max_captures": 5}), start("Llama", ONE_LAYER, **EAGER)
     assert run.play(requests(9, GREEDY, WARM), every=1) == eager.play(requests(9, GREEDY, WARM), every=1)
     # A step is two captures, so the fifth stays free.
     assert len(run.replays) == 4
-    notes = run.worker._graphs.notes
+    notes = [record.getMessage() for record in caplog.records if "eagerly" in record.getMessage()]
     assert "greedy decode of 2 rows runs eagerly: recording host holds 5 captures at once and a step takes 2" in notes
     assert len(notes) == len(set(notes))
-
-
-def test_everything_can_be_captured_before_the_first_request(start: Any) -> None:
-    run = start("Llama", ONE_LAYER)
-    run.worker._graphs.capture_all()
-    made = len(run.replays)
-    assert made == 2 * 2 * 5, "two segments, greedy and sampled, 1, 2, 4, 8 and 9 rows"
-    run.play(requests(9, GREEDY, WARM), every=1)
-    assert len(run.replays) == made and run.worker._graphs.notes == []
 
 
 def test_padding_writes_only_to_the_null_block_and_the_spare_row(start: Any) -> None:
@@ -147,3 +144,34 @@ def test_the_manifest_says_why_steps_run_eagerly(start: Any) -> None:
 def test_without_the_option_nothing_is_captured_and_nothing_said(start: Any) -> None:
     run = start("Llama", ONE_LAYER, **EAGER)
     assert not any("captured" in n for n in run.notes)
+
+
+def test_a_step_of_single_tokens_in_which_rows_stand_for_one_runs_eagerly(start: Any) -> None:
+    captured, eager = start("Llama", ONE_LAYER), start("Llama", ONE_LAYER, **EAGER)
+    rows = torch.randn(2, 3, captured.worker.assembly.model.hidden_size, generator=torch.Generator().manual_seed(0))
+    # Of a prompt that is cached but for its last token, that one is computed alone, and a picture ends with it.
+    messages = [
+        NewRequest(id=name, prompt=[*range(14), 9, 9, 9], max_tokens=6, sampling=GREEDY, media=[make_item(14, each)])
+        for name, each in (("a", rows[0].numpy()), ("b", rows[1].numpy()), ("again", rows[0].numpy()))
+    ]
+    plans = []
+    submit = captured.controller.executor.submit
+    captured.controller.executor.submit = lambda plan: (plans.append(plan), submit(plan))[1]
+    for message in messages:
+        captured.play([message])
+        eager.play([message])
+    assert captured.tokens == eager.tokens and captured.tokens["a"] == captured.tokens["again"]
+    assert any(plan.counts == [1] and plan.media for plan in plans) and captured.replays
+
+
+@pytest.mark.parametrize("kinds", [(GREEDY,), (GREEDY, WARM)], ids=["greedy", "mixed"])
+def test_every_stage_of_a_pipeline_replays_its_part(start: Any, kinds: tuple[Sampling, ...]) -> None:
+    alone = start("Llama", **EAGER)
+    flat = to_flat(alone.worker.assembly.config.config)
+    flat |= {"infer.use_cuda_graph": True, "infer.pp_size": 2, "infer.depth": 3}
+    with rank_threads(from_overrides(flat.pop("model"), flat)) as (controller, stages):
+        messages = requests(9, *kinds)
+        played = play(controller, messages, arrivals={message.id: i for i, message in enumerate(messages)})
+        assert played.tokens == alone.play(messages, every=1)
+        for worker in stages.workers:
+            assert sum(replay.runs for replay in worker.assembly.device.capture.replays) > 20

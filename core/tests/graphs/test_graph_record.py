@@ -83,7 +83,7 @@ def test_a_replay_without_the_update_it_needs_is_an_error() -> None:
     replay = captured(lambda: y.copy_(x), needs_update=True)
     with pytest.raises(EngineError, match="need an update before each run"):
         replay()
-    replay.update()
+    replay.update([], [])
     replay()
     with pytest.raises(EngineError, match="need an update before each run"):
         replay()

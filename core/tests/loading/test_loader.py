@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 
 from evener.errors import CheckpointError
 from evener.layers import AttentionConfig, Builder, CausalLM, MLPConfig, RotaryConfig
-from evener.layers.declared import LinearWeight, Weight
+from evener.layers.declared import LinearWeight, Slice, Span, Weight
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.dummy import load_dummy
 from evener.loading.estimate import estimate_weights
+from evener.loading.folder import FolderCheckpoint
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.scheme import Unquantized
 from evener.ops.reference.linear import PlainPacking
+from evener.testing.locked_device import LockedDevice
 
 CPU = torch.device("cpu")
 Write = Callable[..., Path]
@@ -228,3 +231,60 @@ def test_quantized_parts_have_no_dummy(config: Any) -> None:
     )
     with pytest.raises(CheckpointError, match=r"load=dummy cannot make up .* stored as int4"):
         load_dummy(build.weights, PACKINGS, CPU)
+
+
+class Opaque(FolderCheckpoint):
+    """Whoever looks at a tensor here, instead of reading the file, sees nothing but noise."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        stored = super().tensor(name)
+        return torch.full_like(stored, 77) if self.extent(name) is not None else stored
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+def test_a_model_comes_through_the_buffers_as_it_comes_directly(
+    write_folder: Any, config: Any, dtype: str, layout: str
+) -> None:
+    folder = write_folder(tensors_of(config))
+    want, _ = load(folder, dtype, layout)
+    checkpoint, device = Opaque(folder), LockedDevice()
+    build = declare(checkpoint.config, dtype, checkpoint.headers, layout)
+    with torch.inference_mode():
+        load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, through=device)
+    for got, expected in zip(build.weights, want.weights, strict=True):
+        pair = [w.value.data if isinstance(w, LinearWeight) else w.value for w in (got, expected)]
+        pair = [p[0] if isinstance(p, tuple) else p for p in pair]
+        assert torch.equal(*pair), got
+    checkpoint.close()
+    assert len(device.asked) == 1 and device.copies > 60
+
+
+def test_slices_of_rows_are_read_from_the_file_and_slices_of_columns_from_the_map(write_folder: Write) -> None:
+    stored = {"m": torch.randn(8, 12)}
+    folder = write_folder(stored)
+    for axis, want in ((0, stored["m"][3:5]), (1, stored["m"][:, 3:5])):
+        cut = Slice(axis, Span(3, 5, stored["m"].shape[axis]))
+        item = Weight("m", tuple(want.shape), "float32", ("m",), slices=(cut,))
+        checkpoint = (Opaque if axis == 0 else FolderCheckpoint)(folder)
+        load_weights([item], checkpoint, Unquantized(), PACKINGS, CPU, through=LockedDevice())
+        assert torch.equal(item.value, want)
+        checkpoint.close()
+
+
+def test_a_file_that_ends_in_the_middle_is_an_error_that_names_it_and_the_tensor(
+    write_folder: Any, config: Any
+) -> None:
+    folder = write_folder(tensors_of(config))
+    checkpoint = open_checkpoint(folder)
+    build = declare(checkpoint.config, "bfloat16", checkpoint.headers)
+    (file,) = folder.glob("*.safetensors")
+    checkpoint.tensor("model.norm.weight")  # the map is made while the file is whole
+    os.truncate(file, file.stat().st_size - 600)
+    with pytest.raises(CheckpointError, match=r"cannot read '[a-z_.0-9]+' from .*\.safetensors: it ends too early"):
+        load_weights(
+            build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, through=LockedDevice()
+        )
+    checkpoint.close()
+
+

@@ -15,7 +15,7 @@ from evener.contracts.quant import WeightPart
 from evener.errors import DescriptorError
 from evener.ops.reference.sampling import filtered, gumbel, hash32
 from evener.ops.schemas import PRIMITIVES
-from evener.testing.op_check import difference, expected, load_cases, outputs_of
+from evener.testing.conformance.ops import difference, expected, load_cases, outputs_of
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SCHEMAS = {schema.name: schema for schema in PRIMITIVES}
@@ -111,6 +111,12 @@ def softcap(s: Static, x: torch.Tensor) -> torch.Tensor:
     cap: float = s["cap"]
     e = torch.exp(-2 * x.double().abs() / cap)
     return (x.sign() * cap * (1 - e) / (1 + e)).float()
+
+
+def encode_attention(s: Static, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    scores = torch.einsum("thd,shd->hts", query.double(), key.double()) * s["scale"]
+    weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+    return torch.einsum("hts,shd->thd", weights, value.double()).float()
 
 
 def kept_groups(s: Static, wanted: list[float]) -> list[int]:
@@ -223,7 +229,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     for f in (
         embedding, rms_norm, add_rms_norm, layer_norm, linear, grouped_linear, rotary, act_and_mul,
         activate, take_rows, softcap, route, place_experts, mix_experts, greedy, sample, add_bias, penalize, apply_mask,
-        logprobs,
+        logprobs, encode_attention,
     )
 }  # fmt: skip
 

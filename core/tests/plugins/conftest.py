@@ -24,11 +24,18 @@ CONTRACTS = {"backend": '"probe": 1, "device": 1', "kernels": '"ops": 1', "graph
 CONTRACTS |= {"collectives": '"communicator": 1', "plugin": ""}
 
 DEVICE = """
+from evener.contracts.device import DeviceCapabilities
 from evener.contracts.hooks import hookimpl
+
+class Chip:
+    torch_device, capabilities = "cpu", DeviceCapabilities()
+
+    def __init__(self, index):
+        self.name = f"device {index}"
 
 @hookimpl
 def evener_device(index, options):
-    return f"device {index}"
+    return Chip(index)
 """
 
 MARKS_FIT = """

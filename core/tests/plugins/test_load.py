@@ -36,7 +36,7 @@ def kernels(*ops: str) -> str:
     return f"""{NAMED}
 @hookimpl
 def evener_kernels(device, options):
-    return [named(op=op, device=device, options=options) for op in {ops!r}]
+    return [named(op=op, name=op, device=device, options=options) for op in {ops!r}]
 """
 
 
@@ -48,7 +48,7 @@ def test_only_chosen_modules_are_imported(site: Site) -> None:
     site.add("plugin", "lazy", 'architectures={"A": "{pkg}.plugin:A"}', contracts='"architecture": 1', module="A = 1")
     loaded = site.load()
     assert loaded.backend.name == "chip" and loaded.backend.distribution == "dist-chip"
-    assert str(loaded.open_device(1)) == "device 1"
+    assert loaded.open_device(1).name == "device 1"
     assert "dist_cpu.plugin" not in sys.modules and "dist_foreign.plugin" not in sys.modules
 
 
@@ -92,7 +92,7 @@ def evener_quant_schemes():
 
 @hookimpl
 def evener_state_providers(device, options):
-    return [named(name="paged")]
+    return [named(name="paged", layout="paged", kinds=frozenset())]
 
 @hookimpl(specname="evener_graph_capture")
 def capture(device, options):
@@ -186,7 +186,7 @@ def test_an_imported_specification_and_plain_helpers_are_no_hooks(site: Site) ->
         "def helper(): ...\n"
     )
     site.add("backend", "chip", module=DEVICE + extra)
-    assert str(site.load().open_device()) == "device 0"
+    assert site.load().open_device().name == "device 0"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_kernels_are_compared_with_the_announced_ops_in_both_directions(
     [
         ("raise OSError('no kernels')", "evener_kernels raised OSError: no kernels"),
         ("return None", "returned None; it returns a list or a tuple"),
-        ("return [3]", "returned 3, which has no .op"),
+        ("return [3]", "returned 3, which has no name; set it to a str"),
     ],
 )
 def test_a_hook_that_fails_is_an_error_that_names_the_package(site: Site, body: str, says: str) -> None:
@@ -236,8 +236,94 @@ def test_a_hook_that_fails_is_an_error_that_names_the_package(site: Site, body: 
     assert "dist-chip" in str(raised.value) and says in str(raised.value)
 
 
+PARTS = """
+from abc import ABC, abstractmethod
+from evener.contracts.hooks import hookimpl
+
+class Base(ABC):
+    op = "rms_norm"
+
+    @abstractmethod
+    def build(self): ...
+
+class Norm(Base):
+    def build(self): ...
+"""
+
+
+def _written(site: Site, text: str) -> str:
+    """``file:line`` of the first line of the hooks' module that holds ``text``."""
+    file = site.folder / "dist_chip" / "plugin.py"
+    return f"{file}:{next(n for n, line in enumerate(file.read_text().splitlines(), 1) if text in line)}"
+
+
+@pytest.mark.parametrize(
+    ("delivered", "says", "at"),
+    [
+        ("Norm()", "returned Norm (@), which has no name; set it to a str", "class Norm"),
+        ("Norm", "returned Norm (@), which is a class: return an object of it", "class Norm"),
+        ("Base()", "raised TypeError: Can't instantiate abstract class Base", "[Base()]"),
+    ],
+)
+def test_a_kernel_that_lacks_a_name_or_a_method_is_told_with_its_file_and_line(
+    site: Site, delivered: str, says: str, at: str
+) -> None:
+    hook = f"@hookimpl\ndef evener_kernels(device, options):\n    return [{delivered}]\n"
+    site.add("backend", "chip", 'ops=("rms_norm",)', module=DEVICE + PARTS + hook, contracts=_contracts("ops"))
+    loaded = site.load()
+    with pytest.raises(HookError) as raised:
+        loaded.kernels(loaded.open_device())
+    said, place = str(raised.value), _written(site, at)
+    assert "dist-chip" in said and place in said and says.replace("@", place) in said
+
+
+def test_a_state_provider_without_a_layout_is_told_before_anything_asks_for_it(site: Site) -> None:
+    source = STATES.replace(' layout="paged",', "")
+    site.add("backend", "chip", 'states=("paged",)', module=DEVICE + source, contracts=_contracts("state"))
+    loaded = site.load()
+    with pytest.raises(HookError, match=r"dist-chip.*evener_state_providers returned .*, which has no layout"):
+        loaded.state_providers(loaded.open_device())
+
+
+def test_a_device_without_capabilities_is_told_with_its_file_and_line(site: Site) -> None:
+    lacking = DEVICE.replace("torch_device, capabilities = \"cpu\", DeviceCapabilities()", "torch_device = 'cpu'")
+    site.add("backend", "chip", module=lacking)
+    with pytest.raises(BackendError) as raised:
+        site.load().open_device()
+    where = _written(site, "class Chip")
+    assert f"returned Chip ({where}), which has no capabilities; set it to a DeviceCapabilities" in str(raised.value)
+
+
+def test_a_misspelt_capability_is_told_once_with_the_line_and_the_nearest_name(site: Site) -> None:
+    site.add("backend", "chip", module=DEVICE.replace("DeviceCapabilities()", "None").replace(
+        "    return Chip(index)", "    return DeviceCapabilities(aligment=64)"))  # fmt: skip
+    with pytest.raises(BackendError) as raised:
+        site.load().open_device()
+    said = str(raised.value)
+    assert said.endswith(f"(at {_written(site, 'aligment')}); did you mean 'alignment'?") and "'aligment'" in said
+    assert said.count("dist-chip 1.0") == 1
+
+
+@pytest.mark.parametrize(
+    ("announced", "delivered"), [(("add_rms_nrom",), ("add_rms_norm",)), (("add_rms_norm",), ("add_rms_nrom",))]
+)
+def test_a_misspelt_op_is_named_on_both_sides_with_the_op_that_was_meant(
+    site: Site, announced: tuple[str, ...], delivered: tuple[str, ...]
+) -> None:
+    site.add("backend", "chip", f"ops={announced!r}", module=DEVICE + kernels(*delivered), contracts=_contracts("ops"))
+    schemas = EVERYTHING.split("@hookimpl\ndef evener_state_kinds")[0].replace("x.op", "add_rms_norm")
+    site.add("plugin", "ops", 'op_schemas=("add_rms_norm",)', module=schemas, contracts='"ops": 1')
+    loaded = site.load()
+    with pytest.raises(DescriptorError) as raised:
+        loaded.kernels(loaded.open_device())
+    said = str(raised.value)
+    assert f"announces op with kernels {announced[0]!r} but does not deliver it" in said
+    assert f"delivers op with kernels {delivered[0]!r} but does not announce it" in said
+    assert said.endswith("; 'add_rms_nrom' is no op; did you mean 'add_rms_norm'?")
+
+
 def test_a_device_that_cannot_be_opened_is_a_backend_error_with_the_cause(site: Site) -> None:
-    failing = DEVICE.replace('return f"device {index}"', "raise OSError('in use')")
+    failing = DEVICE.replace("return Chip(index)", "raise OSError('in use')")
     site.add("backend", "chip", module=failing)
     with pytest.raises(BackendError, match=r"dist-chip.*cannot open device 2.*in use") as raised:
         site.load().open_device(2)
@@ -245,7 +331,7 @@ def test_a_device_that_cannot_be_opened_is_a_backend_error_with_the_cause(site: 
 
 
 def test_a_backend_without_that_device_says_what_its_probe_found(site: Site) -> None:
-    site.add("backend", "chip", module=DEVICE.replace('return f"device {index}"', "return None"))
+    site.add("backend", "chip", module=DEVICE.replace("return Chip(index)", "return None"))
     with pytest.raises(BackendError, match=r"has no device 7; it found 0 \(a chip\)"):
         site.load().open_device(7)
 
@@ -260,7 +346,7 @@ def test_a_module_that_fails_to_import_is_an_error_with_the_cause(site: Site) ->
 STATES = f"""{NAMED}
 @hookimpl
 def evener_state_providers(device, options):
-    return [named(name="paged")]
+    return [named(name="paged", layout="paged", kinds=frozenset())]
 """
 
 
@@ -318,7 +404,7 @@ def test_options_are_checked_before_anything_is_imported(site: Site) -> None:
     site.add("backend", "chip", fields, module="raise AssertionError('imported')")
     with pytest.raises(UnknownNameError, match=r"did you mean 'depth'"):
         site.load({"chip": {"dept": 3}})
-    with pytest.raises(ConfigError, match=r"chip.depth='deep': it takes a whole number"):
+    with pytest.raises(ConfigError, match=r"chip.depth='deep' cannot be read; it takes an integer"):
         site.load({"chip": {"depth": "deep"}})
     with pytest.raises(UnknownNameError, match=r"did you mean 'chip'"):
         site.load({"chap": {"depth": 3}})
@@ -335,13 +421,13 @@ def test_hooks_get_their_own_packages_options(site: Site) -> None:
 
 def test_lazy_targets_load_when_asked_and_map_failures(site: Site) -> None:
     fields = """architectures={"Good": "{pkg}.archs:Good", "Gone": "{pkg}.archs:Gone", "Lost": "{pkg}.lost:X"},
-        commands={"go": "{pkg}.archs:gone"}, request_plugins={"p": "{pkg}.archs:Good"}"""
+        commands={"go": "{pkg}.archs:gone"}"""
     site.add("backend", "chip")
-    site.add("plugin", "models", fields, contracts='"architecture": 1, "request_plugin": 1')
+    site.add("plugin", "models", fields, contracts='"architecture": 1')
     (site.folder / "dist_models" / "archs.py").write_text("class Good: ...\n")
     loaded = site.load()
     assert "dist_models.archs" not in sys.modules
-    assert loaded.architectures["Good"].load() is loaded.request_plugins["p"].load()
+    assert loaded.architectures["Good"].load() is sys.modules["dist_models.archs"].Good
     with pytest.raises(ArchitectureError, match=r"'Gone' of dist-models.*has no 'Gone'") as raised:
         loaded.architectures["Gone"].load()
     assert isinstance(raised.value.__cause__, AttributeError)
@@ -349,4 +435,4 @@ def test_lazy_targets_load_when_asked_and_map_failures(site: Site) -> None:
         loaded.architectures["Lost"].load()
     assert isinstance(raised.value.__cause__, ImportError)
     with pytest.raises(DescriptorError, match=r"command 'go' of dist-models"):
-        loaded.commands["go"].load()
+        site.discover().commands()["go"].load()

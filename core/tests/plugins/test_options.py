@@ -9,7 +9,7 @@ import pytest
 from evener.contracts.descriptor import Descriptor, Option
 from evener.errors import ConfigError, UnknownNameError
 from evener.plugins.catalog import Package
-from evener.plugins.options import check_options, options_by_package
+from evener.plugins.options import options_by_package
 
 DESCRIPTOR = Descriptor(
     name="chip",
@@ -25,10 +25,19 @@ DESCRIPTOR = Descriptor(
 )
 
 
+def package(group: str, descriptor: Descriptor) -> Package:
+    return Package(group=group, name=descriptor.name, distribution="d", version="1", descriptor=descriptor)
+
+
+def checked(values: dict[str, Any]) -> dict[str, Any]:
+    """The options of the one package above."""
+    return options_by_package([package("evener.backends", DESCRIPTOR)], {"chip": values})["evener.backends:chip"]
+
+
 def test_defaults_fill_what_is_not_given() -> None:
     wanted = {"depth": 2, "share": 0.5, "fast": False, "mode": "a", "file": None}
-    assert check_options(DESCRIPTOR, {}) == wanted
-    assert check_options(DESCRIPTOR, {"mode": "b", "file": None}) == {**wanted, "mode": "b"}
+    assert checked({}) == wanted
+    assert checked({"mode": "b", "file": None}) == {**wanted, "mode": "b"}
 
 
 @pytest.mark.parametrize(
@@ -44,8 +53,8 @@ def test_defaults_fill_what_is_not_given() -> None:
     ],
 )
 def test_text_is_converted_to_the_options_type(key: str, given: Any, value: Any) -> None:
-    checked = check_options(DESCRIPTOR, {key: given})[key]
-    assert checked == value and type(checked) is type(value)
+    found = checked({key: given})[key]
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -54,22 +63,21 @@ def test_text_is_converted_to_the_options_type(key: str, given: Any, value: Any)
 )
 def test_a_value_of_the_wrong_type_is_an_error_that_names_the_key(key: str, given: Any) -> None:
     with pytest.raises(ConfigError, match=rf"chip\.{key}="):
-        check_options(DESCRIPTOR, {key: given})
+        checked({key: given})
 
 
 def test_a_value_that_is_no_choice_is_an_error_that_lists_them() -> None:
-    with pytest.raises(ConfigError, match=r"chip.mode='c': it takes one of a, b"):
-        check_options(DESCRIPTOR, {"mode": "c"})
+    with pytest.raises(ConfigError, match=r"chip.mode=c is not a value of chip.mode; it takes a or b"):
+        checked({"mode": "c"})
 
 
 def test_packages_of_different_groups_that_share_a_name_each_take_their_own_keys() -> None:
-    def package(group: str, key: str) -> Package:
+    def one(group: str, key: str) -> Package:
         options = {key: Option(type=int, default=0, help="")}
-        descriptor = Descriptor(name="x", summary="s", contracts={}, options=options)
-        return Package(group=group, name="x", distribution="d", version="1", descriptor=descriptor)
+        return package(group, Descriptor(name="x", summary="s", contracts={}, options=options))
 
-    packages = [package("evener.backends", "a"), package("evener.graphs", "b")]
-    checked = options_by_package(packages, {"x": {"a": 1, "b": 2}})
-    assert checked == {"evener.backends:x": {"a": 1}, "evener.graphs:x": {"b": 2}}
+    packages = [one("evener.backends", "a"), one("evener.graphs", "b")]
+    found = options_by_package(packages, {"x": {"a": 1, "b": 2}})
+    assert found == {"evener.backends:x": {"a": 1}, "evener.graphs:x": {"b": 2}}
     with pytest.raises(UnknownNameError, match="option of 'x'"):
         options_by_package(packages, {"x": {"c": 1}})

@@ -6,13 +6,15 @@ import os
 import select
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from evener.cache_folder import cache_folder
 from evener.errors import ConfigError, DescriptorError, ProbeError
 from evener.plugins.probe import ProbeRun
-from evener.plugins.probe_cache import ProbeCache, default_folder
+from evener.plugins.probe_cache import ProbeCache
 from evener.plugins.trace import error_text
 
 from .conftest import MARKS_FIT, Site, probing, score_of
@@ -77,10 +79,9 @@ def test_the_time_limit_comes_from_the_environment_or_the_descriptor(site: Site)
     hang = probing("import threading\nthreading.Event().wait()")
     site.add("backend", "chip", "probe_timeout=0.3", probe=hang)
     backends = site.discover().backends
-    with ProbeRun.start(backends, environ={"EVENER_PROBE_TIMEOUT": "0.1"}, cache=site.cache) as run:
-        assert "within 0.1 seconds" in str(run.result()["chip"].error)
-    with ProbeRun.start(backends, environ={}, cache=site.cache) as run:
-        assert "within 0.3 seconds" in str(run.result()["chip"].error)
+    for environ, limit in (({"EVENER_PROBE_TIMEOUT": "0.1"}, "0.1"), ({}, "0.3")):
+        run = ProbeRun.start(backends, environ=environ, cache=site.cache)
+        assert f"within {limit} seconds" in str(run.result()["chip"].error)
     for text in ("soon", "-1", "nan", "inf"):
         with pytest.raises(ConfigError, match="EVENER_PROBE_TIMEOUT"):
             ProbeRun.start(backends, environ={"EVENER_PROBE_TIMEOUT": text}, cache=site.cache)
@@ -132,7 +133,7 @@ def test_a_probe_that_kills_itself_leaves_no_orphan(site: Site, fifo: Path) -> N
 
 def test_closing_a_run_ends_hanging_probes_and_their_children(site: Site, fifo: Path) -> None:
     site.add("backend", "chip", probe=probing(holds_fifo(fifo) + "\n        import signal\n        signal.pause()"))
-    with site.probe(timeout=60):
+    with closing(site.probe(timeout=60)):
         reader = os.open(fifo, os.O_RDONLY)
         assert read(reader) == b"up"
     assert read(reader) == b""
@@ -220,8 +221,8 @@ def test_a_damaged_cache_is_no_answer_and_a_cache_that_cannot_be_written_is_said
 
 
 def test_the_cache_lies_in_the_users_cache_folder() -> None:
-    assert default_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/evener/probes")
-    assert default_folder({}) == Path.home() / ".cache/evener/probes"
+    assert cache_folder("probes", {"XDG_CACHE_HOME": "/c"}) == Path("/c/evener/probes")
+    assert cache_folder("probes", {}) == Path.home() / ".cache/evener/probes"
 
 
 def test_marks_that_decide_start_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

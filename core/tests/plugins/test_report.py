@@ -6,10 +6,10 @@ import json
 
 from evener.plugins.choose import assess
 from evener.plugins.probe import ProbeRun
-from evener.plugins.report import exit_code, render, to_json
+from evener.plugins.report import render, to_json
 from evener.plugins.trace import Report, catalog_report
 
-from .conftest import Site, score_of
+from .conftest import Site, probing, score_of
 
 
 def _report(site: Site, requested: str | None = None, **environ: str) -> Report:
@@ -36,7 +36,19 @@ def test_the_doctor_shows_every_step_of_every_candidate_and_what_was_chosen(site
         assert part in text
     assert "\x1b[" not in text
     assert "\x1b[" in render(report, color=True)
-    assert exit_code(report) == 0
+    assert report.ok
+
+
+def test_how_far_a_package_is_verified_is_said_in_its_author_s_words_or_that_he_says_nothing(site: Site) -> None:
+    site.add("backend", "cpu", 'evidence="L3: a simulated chip"', probe=score_of(10))
+    site.add("backend", "mute", probe=score_of(1))
+    site.add("plugin", "words")
+    site.add("kernels", "boast", 'evidence="works"', module="")
+    report = _report(site)
+    text = render(report, width=300)
+    assert text.count("verified to L3: a simulated chip") == 1 and text.count("verified: its author says nothing") == 1
+    assert "its evidence is 'works'; write the level first, L0 to L5" in text
+    assert {each.name: each.evidence for each in report.candidates}["cpu"] == "L3: a simulated chip"
 
 
 def test_json_is_plain_data(site: Site) -> None:
@@ -52,8 +64,25 @@ def test_the_exit_code_is_1_when_what_was_asked_for_has_a_problem(site: Site) ->
     _furnish(site)
     for name in ("broken", "missing"):
         report = _report(site, name, EVENER_DISABLE_PLUGINS="off")
-        assert exit_code(report) == 1 and report.error is not None
+        assert not report.ok and report.error is not None
         assert f"error: {report.error.splitlines()[0]}" in render(report, width=500)
+
+
+def test_a_fault_is_told_by_the_steps_and_once_more_as_a_warning_or_as_the_error(site: Site) -> None:
+    _furnish(site)
+    for name, last in ((None, "warning: "), ("broken", "error: ")):
+        said = [line for line in render(_report(site, name), width=500).splitlines() if "torn" in line]
+        assert len([line for line in said if "reading its descriptor" in line]) == 2, said
+        assert any(line.startswith(last) for line in said)
+
+
+def test_a_hanging_probe_is_one_message_that_names_the_limit_and_not_the_command_that_shows_it(site: Site) -> None:
+    site.add("backend", "chip", probe=probing("import signal\nsignal.pause()"))
+    probes = site.probe(timeout=0.2, only="chip").result()
+    report = assess(site.discover(), "chip", probes=probes, environ={}, pci_root=site.folder / "no-pci").report
+    assert report.error is not None and report.warnings == ()
+    assert "within 0.2 seconds (probe_timeout of its descriptor, or EVENER_PROBE_TIMEOUT)" in report.error
+    assert "evener doctor" not in report.error
 
 
 def test_the_list_of_plugins_needs_no_probe(site: Site) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Packing, WeightPart
 from evener.contracts.state import StateProvider
-from evener.errors import ResolveError, UnknownNameError
+from evener.errors import PluginError, ResolveError, UnknownNameError
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
 from evener.ops.reference.linear import PLAIN, PlainPacking
@@ -254,6 +256,20 @@ def test_a_forced_name_keeps_the_others_out_and_the_manifest_names_the_option() 
     assert rows(resolver, "attention")[0]["refused"] == [{"provider": "acme/best", "reason": "ops.attention=reference"}]
 
 
+def test_a_forced_state_provider_that_refuses_is_an_error_with_its_reason_and_no_silent_fallback() -> None:
+    with pytest.raises(ResolveError, match=r"ops\.attention=best was asked for; acme/best: pip install best; or"):
+        resolved(states=[Picky("best", "pip install best"), Picky("good")], forced={"attention": "best"})
+
+
+def test_a_forced_state_provider_is_about_the_kinds_of_state_that_it_serves() -> None:
+    states = [Picky("narrow", None, 5, ["full"]), Picky("wide", None, 1)]
+    resolver, build = resolved(family="Gemma3", states=states, forced={"attention": "narrow"})
+    assert [slot.provider.name for slot in build.slots if slot.provider] == ["wide"] * 3 + ["narrow"]
+    assert {"provider": "acme/narrow", "reason": "does not serve state of kind 'window'"} in [
+        refused for row in rows(resolver, "attention") for refused in row.get("refused", [])
+    ]
+
+
 @pytest.mark.parametrize(
     ("forced", "words"),
     [
@@ -297,3 +313,89 @@ def test_captured_sizes_are_the_buckets_ends_and_one_between_each_two_large_ones
     largest: int, sizes: tuple[int, ...]
 ) -> None:
     assert ladder(largest) == sizes
+
+
+@pytest.mark.parametrize("step", ["supports", "build", "workspace"])
+def test_a_kernel_that_raises_is_named_with_what_runs_without_it(step: str) -> None:
+    def tangled(call: OpCall) -> None:
+        raise RuntimeError("knot tangled")
+
+    kernel = Fast("rms_norm", "knots")
+    setattr(kernel, step, tangled)
+    with pytest.raises(PluginError, match=r"kernel acme/knots 1\.2 raised RuntimeError: knot tangled; ops\.rms_norm"):
+        resolved(kernel)
+
+
+def raise_at(line: int) -> None:
+    raise RuntimeError(f"knot {line} tangled")
+
+
+class Callable:
+    """What a kernel may build beside a function."""
+
+    def __call__(self, *rows: Any) -> None:
+        raise_at(3)
+
+
+@pytest.mark.parametrize(
+    "built",
+    [lambda *rows: raise_at(1), partial(raise_at), Callable(), torch.inference_mode()(lambda *rows: raise_at(4))],
+    ids=["function", "partial", "object", "decorated"],
+)
+def test_what_a_kernel_built_is_its_own_when_it_raises_in_a_step(built: Any) -> None:
+    kernel = Fast("rms_norm", "knots")
+    kernel.build = lambda call: built  # type: ignore[method-assign]
+    resolver, _ = resolved(kernel)
+    norm = resolver.resolve(
+        "rms_norm", "here", {"hidden": 8, "dtype": "float32", "eps": 0.0, "offset": 0.0}, BUCKETS[0]
+    )
+    with pytest.raises(RuntimeError) as error:
+        norm(2)
+    where = rf"ops\.rms_norm=reference runs without it; it happened at {__file__}:\d+, in a step"
+    with pytest.raises(PluginError, match=rf"kernel acme/knots 1\.2 raised RuntimeError: knot \d tangled; {where}"):
+        resolver.makers.blame(error.value)
+
+
+def test_a_state_provider_that_raises_in_a_step_is_named_though_the_method_is_one_that_it_inherits() -> None:
+    best = Picky("best")
+    resolver, _ = resolved(states=[best])
+    with pytest.raises(AttributeError) as error:
+        best.attend(*[None] * 3)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=r"state provider acme/best 1\.2 raised \w+: .*; ops\.attention=reference"):
+        resolver.makers.blame(error.value)
+
+
+def test_what_nobody_s_kernel_raised_blames_nobody() -> None:
+    resolver, _ = resolved(Fast("rms_norm", "knots"))
+    with pytest.raises(RuntimeError) as error:
+        raise_at(5)
+    resolver.makers.blame(error.value)
+
+
+def test_a_state_provider_whose_reach_of_graphs_is_misspelt_is_named_with_the_reaches_there_are() -> None:
+    class Misspelt(ReferenceState):
+        name, graph = "beads", "decoed"  # type: ignore[assignment]
+
+    with pytest.raises(ResolveError, match=r"beads .*: graph='decoed' is none of never, uniform_decode, any"):
+        Resolver(market(states=[Misspelt()]))
+
+
+@pytest.mark.parametrize("said", [True, False, "", 3])
+def test_a_kernel_whose_supports_returns_no_reason_and_not_none_is_told_with_file_and_line(said: Any) -> None:
+    class Wrong(Fast):
+        def supports(self, call: OpCall) -> str | None:
+            return said  # type: ignore[no-any-return]
+
+    with pytest.raises(PluginError) as raised:
+        resolved(Wrong("rotary"))
+    assert f"Wrong ({__file__}:{inspect.getsourcelines(Wrong)[1]}): supports returned {said!r}; return None to " \
+           "accept, or a str that says why not" in str(raised.value)  # fmt: skip
+
+
+def test_the_kernel_with_the_largest_scratch_is_known_with_its_bucket() -> None:
+    class Greedy(Fast):
+        def workspace(self, call: OpCall) -> int:
+            return 100 * call.bucket.high
+
+    resolver, _ = resolved(Greedy("rotary"), Fast("linear"))
+    assert (resolver.workspace, resolver.largest) == (1600, "acme/fast at 9..16 tokens")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from evener.layers import AttentionConfig, MLPConfig, MoEConfig
 from evener.layers.settings import number
 from evener_models.llama import LlamaForCausalLM
 
@@ -17,18 +15,14 @@ class CohereForCausalLM(LlamaForCausalLM):
     tied = True
     norm = "layer"
     eps_key = "layer_norm_eps"
-
-    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        return [replace(a, rotary=replace(a.rotary, interleaved=True)) for a in super().attention(config)]
+    interleaved = True
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         normed = {"qk_norm": True, "qk_norm_over": "each"} if config.get("use_qk_norm") else {}
         return {**super().attention_flags(config), **normed}
 
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        made = super().mlp(config, layer)
-        assert isinstance(made, MLPConfig), "Llama's"
-        return replace(made, parallel=True, norm="input_layernorm")
+    def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"parallel": True, "norm": "input_layernorm"}
 
     def logit_scale(self, config: Mapping[str, Any]) -> float:
         return number(config, "logit_scale")

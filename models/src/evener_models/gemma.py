@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import AttentionConfig, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.settings import activation, count, layer_count, layer_windows, number
-from evener_models.llama import LlamaForCausalLM
+from evener.layers import AttentionConfig, MLPConfig, MoEConfig
+from evener.layers.settings import activation, count, layer_windows, need, number
+from evener_models.llama import LlamaForCausalLM, alternating
 
 
 class GemmaForCausalLM(LlamaForCausalLM):
@@ -39,23 +39,18 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
     """``layer_types``, or a window on every layer with an even index; ``attn_logit_softcapping``."""
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        dim, bias = count(config, "head_dim"), bool(config.get("attention_bias", False))
-        types = [("sliding_attention", "full_attention")[i % 2] for i in range(layer_count(config))]
-        return [
-            AttentionConfig(
-                heads=count(config, "num_attention_heads"),
-                kv_heads=count(config, "num_key_value_heads"),
-                head_dim=dim,
-                rotary=RotaryConfig.from_config(config, dim, default_base=self.default_theta),
-                window=window,
-                scale=number(config, "query_pre_attn_scalar") ** -0.5,
-                qkv_bias=bias,
-                o_bias=bias,
-                softcap=config.get("attn_logit_softcapping"),
-                post_norm="post_attention_layernorm",
-            )
-            for window in layer_windows({**config, "layer_types": config.get("layer_types") or types}, "")
-        ]
+        for key in ("head_dim", "num_key_value_heads"):
+            need(config, key)
+        return super().attention(config)
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **super().attention_flags(config), "scale": number(config, "query_pre_attn_scalar") ** -0.5,
+            "softcap": config.get("attn_logit_softcapping"), "post_norm": "post_attention_layernorm",
+        }  # fmt: skip
+
+    def windows(self, config: Mapping[str, Any]) -> list[int | None]:
+        return layer_windows({**config, "layer_types": config.get("layer_types") or alternating(config)}, "")
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MLPConfig(

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from evener.errors import ArchitectureError
-from evener.layers import AttentionConfig, CausalLM, MLPConfig, RotaryConfig
+from evener.layers import AttentionConfig, RotaryConfig
 from evener.layers.rotary import has_entries
-from evener.layers.settings import activation, count, layer_count, layer_windows, need, number, refuse
+from evener.layers.settings import count, layer_count, layer_windows, need, refuse
+from evener_models.gemma import Gemma2ForCausalLM
 
 
-class Gemma3ForCausalLM(CausalLM):
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """``attn_logit_softcapping`` is applied where set, as in Gemma 2; transformers' Gemma 3 reads and ignores it."""
-
-    oracle = "transformers"
-
-    tied = True
-    norm_offset = 1.0
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
         if config.get("use_bidirectional_attention"):
             raise refuse(config, "use_bidirectional_attention", "only causal Gemma 3 models are")
-        dim, bias = count(config, "head_dim"), bool(config.get("attention_bias", False))
-        return [
-            AttentionConfig(
-                heads=count(config, "num_attention_heads"),
-                kv_heads=count(config, "num_key_value_heads"),
-                head_dim=dim,
-                rotary=self._rotary(config, dim, window is not None),
-                window=window,
-                scale=number(config, "query_pre_attn_scalar") ** -0.5,
-                qkv_bias=bias,
-                o_bias=bias,
-                qk_norm=True,
-                softcap=config.get("attn_logit_softcapping"),
-                post_norm="post_attention_layernorm",
-            )
-            for window in self._windows(config)
-        ]
+        return super().attention(config)
 
-    def _windows(self, config: Mapping[str, Any]) -> list[int | None]:
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().attention_flags(config), "qk_norm": True}
+
+    def windows(self, config: Mapping[str, Any]) -> list[int | None]:
         if config.get("layer_types"):
             return layer_windows(config, "")
         every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
@@ -52,27 +34,12 @@ class Gemma3ForCausalLM(CausalLM):
         window = count(config, "sliding_window")
         return [window if (i + 1) % every else None for i in range(layer_count(config))]
 
-    def _rotary(self, config: Mapping[str, Any], dim: int, sliding: bool) -> RotaryConfig:
-        layer_type = "sliding_attention" if sliding else "full_attention"
-        if sliding and not has_entries(config.get("rope_parameters")):
+    def angles(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
+        layer_type = "full_attention" if window is None else "sliding_attention"
+        if window is not None and not has_entries(config.get("rope_parameters")):
             # In the older spellings scaling is for the full layers only.
             return RotaryConfig.from_config({"rope_theta": need(config, "rope_local_base_freq")}, dim, layer_type)
         return RotaryConfig.from_config(config, dim, layer_type)
-
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig:
-        return MLPConfig(
-            inner=count(config, "intermediate_size"),
-            activation=activation(config, "hidden_activation"),
-            norm="pre_feedforward_layernorm",
-            post_norm="post_feedforward_layernorm",
-        )
-
-    def embedding_scale(self, config: Mapping[str, Any]) -> float:
-        return math.sqrt(count(config, "hidden_size"))
-
-    def logit_cap(self, config: Mapping[str, Any]) -> float | None:
-        cap = config.get("final_logit_softcapping")
-        return None if cap is None else float(cap)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from evener.layers import AttentionConfig, Builder, MLPConfig, MoEConfig
-from evener.layers.settings import activation, count
 from evener_models.llama import LlamaForCausalLM
 
 
 class GlmForCausalLM(LlamaForCausalLM):
     """GLM-4-9B, GLM-Edge: ``partial_rotary_factor`` (0.5 if absent), ``attention_bias`` (true if absent)."""
 
-    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        super().__init__({"partial_rotary_factor": 0.5, **config}, build)
-
-    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        return [replace(a, rotary=replace(a.rotary, interleaved=True)) for a in super().attention(config)]
+    default_turned = 0.5
+    interleaved = True
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {"qkv_bias": bool(config.get("attention_bias", True))}
 
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        inner = count(config, "intermediate_size")
-        return MLPConfig(inner=inner, activation=activation(config), rise=("gate_up_proj",), **self.mlp_flags())
-
-    def mlp_flags(self) -> dict[str, Any]:
-        """What later ones have beside it."""
-        return {}
+    def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rise": ("gate_up_proj",)}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
@@ -48,8 +37,8 @@ class Glm4ForCausalLM(GlmForCausalLM):
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {**super().attention_flags(config), "post_norm": "post_self_attn_layernorm"}
 
-    def mlp_flags(self) -> dict[str, Any]:
-        return {"post_norm": "post_mlp_layernorm"}
+    def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().mlp_flags(config), "post_norm": "post_mlp_layernorm"}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

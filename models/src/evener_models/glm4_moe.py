@@ -14,9 +14,10 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
     """``use_qk_norm``, ``attention_bias``, groups; the layers for multi-token prediction are left unread."""
 
     default_theta = None
+    default_turned = 0.5
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        super().__init__({"partial_rotary_factor": 0.5, **config}, build)
+        super().__init__(config, build)
         build.ignore(rf"model\.layers\.{layer_count(config)}\..*")
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,35 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import AttentionConfig, CausalLM, MoEConfig, RotaryConfig
-from evener.layers.settings import count, head_dim, layer_count, layer_windows, number
+from evener.layers import MoEConfig
+from evener.layers.settings import count, layer_windows, number
+from evener_models.llama import LlamaForCausalLM, alternating
 
 
-class GptOssForCausalLM(CausalLM):
+class GptOssForCausalLM(LlamaForCausalLM):
     """20b and 120b, with experts in MXFP4 or unquantized. ``hidden_act`` says nothing: experts have ``swiglu_limit``
     and ``swiglu_alpha``."""
 
-    oracle = "transformers"
+    default_theta = None
 
-    def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        heads, dim, bias = count(config, "num_attention_heads"), head_dim(config), config.get("attention_bias", True)
-        rotary = RotaryConfig.from_config(config, dim)
-        types = config.get("layer_types") or [
-            "full_attention" if i % 2 else "sliding_attention" for i in range(layer_count(config))
-        ]
-        return [
-            AttentionConfig(
-                heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
-                head_dim=dim,
-                rotary=rotary,
-                window=window,
-                qkv_bias=bool(bias),
-                o_bias=bool(bias),
-                sinks=True,
-            )
-            for window in layer_windows({**config, "layer_types": types}, "")
-        ]
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        bias = bool(config.get("attention_bias", True))
+        return {"qkv_bias": bias, "o_bias": bias, "sinks": True}
+
+    def windows(self, config: Mapping[str, Any]) -> list[int | None]:
+        return layer_windows({**config, "layer_types": config.get("layer_types") or alternating(config)}, "")
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MoEConfig:
         clamp = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config}

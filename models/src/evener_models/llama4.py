@@ -4,7 +4,6 @@ whose inputs are weighed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from evener.layers import AttentionConfig, Builder, MLPConfig, MoEConfig, RotaryConfig, TemperatureConfig
@@ -17,10 +16,11 @@ class Llama4ForCausalLM(LlamaForCausalLM):
     mean square; those of the others have a temperature that grows with the position."""
 
     default_theta = 500000.0
+    interleaved = True
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
         dim, heads, bias = head_dim(config), count(config, "num_attention_heads"), bool(config.get("attention_bias"))
-        rotary = replace(RotaryConfig.from_config(config, dim, default_base=self.default_theta), interleaved=True)
+        rotary = self.angles(config, dim, None)
         tuned = {"floor_scale": 8192, "attn_scale": 0.1, **config}
         temperature = None
         if config.get("attn_temperature_tuning", True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.settings import count, layer_count, refuse
-from evener_models.llama import LlamaForCausalLM
+from evener.layers.settings import refuse
+from evener_models.llama import LlamaForCausalLM, same_window
 
 
 class MistralForCausalLM(LlamaForCausalLM):
@@ -26,8 +26,7 @@ class MistralForCausalLM(LlamaForCausalLM):
                 "layer_types",
                 "every layer of a Mistral has sliding_window; models that alternate are other classes",
             )
-        window = None if config.get("sliding_window") is None else count(config, "sliding_window")
-        return [window] * layer_count(config)
+        return same_window(config)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -3,7 +3,7 @@ gpt-oss stores its experts. Torch-free until a part is dequantized."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,3 +85,13 @@ class Mxfp4Scheme(QuantScheme):
         if axis == "out":
             return replace(part, rows=stop - start, tensors=tensors)
         return replace(part, columns=stop - start, tensors=tensors)
+
+    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        import torch
+
+        random, config = torch.Generator().manual_seed(seed), {"quantization_config": {"quant_method": self.name}}
+        blocks = torch.randint(256, (6, 3, BLOCK // 2), generator=random, dtype=torch.uint8)
+        scales = torch.randint(_BIAS - 9, _BIAS + 3, (6, 3), generator=random, dtype=torch.uint8)
+        headers = {f"{name}_blocks": ("uint8", (6, 3, BLOCK // 2)), f"{name}_scales": ("uint8", (6, 3))}
+        yield config, headers, {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        yield config, {name: ("bfloat16", (6, 10))}, {name: torch.randn(6, 10, generator=random).bfloat16()}

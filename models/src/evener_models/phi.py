@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import Builder, MLPConfig, MoEConfig
-from evener.layers.settings import activation, count
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -17,19 +15,15 @@ class PhiForCausalLM(LlamaForCausalLM):
     norm = "biased_layer"
     eps_key = "layer_norm_eps"
     head_bias = True
-
-    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        super().__init__({"partial_rotary_factor": 0.5, **config}, build)
+    default_turned = 0.5
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         normed = {"qk_norm": bool(config.get("qk_layernorm")), "qk_norms": ("q_layernorm", "k_layernorm")}
         return {"qkv_bias": True, "o_bias": True, "o": "dense", **normed}
 
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        return MLPConfig(
-            inner=count(config, "intermediate_size"), activation=activation(config), gated=False, bias=True,
-            rise=("fc1",), fall="fc2", parallel=True, norm="input_layernorm",
-        )  # fmt: skip
+    def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        beside = {"parallel": True, "norm": "input_layernorm"}
+        return {"gated": False, "bias": True, "rise": ("fc1",), "fall": "fc2", **beside}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import Builder, MLPConfig, MoEConfig
-from evener.layers.settings import activation, count, layer_count
-from evener_models.llama import LlamaForCausalLM
+from evener.layers import Builder
+from evener_models.llama import LlamaForCausalLM, same_window
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
@@ -23,13 +22,10 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         return {"qkv": ("qkv_proj",)}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        window = None if config.get("sliding_window") is None else count(config, "sliding_window")
-        return [window] * layer_count(config)
+        return same_window(config)
 
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        return MLPConfig(
-            inner=count(config, "intermediate_size"), activation=activation(config), rise=("gate_up_proj",)
-        )
+    def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rise": ("gate_up_proj",)}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

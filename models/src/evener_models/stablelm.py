@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from evener.layers import Builder, MLPConfig, MoEConfig
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -15,19 +13,15 @@ class StableLmForCausalLM(LlamaForCausalLM):
 
     norm = "biased_layer"
     eps_key = "layer_norm_eps"
-
-    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        super().__init__({"partial_rotary_factor": 0.25, **config}, build)
+    default_turned = 0.25
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         norms = ("q_layernorm.norms.{}", "k_layernorm.norms.{}")
         normed = {"qk_norm": bool(config.get("qk_layernorm")), "qk_norm_over": "each", "qk_norms": norms}
         return {"qkv_bias": bool(config.get("use_qkv_bias")), **(normed if normed["qk_norm"] else {})}
 
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        made = super().mlp(config, layer)
-        assert isinstance(made, MLPConfig), "Llama's"
-        return replace(made, parallel=True, norm="input_layernorm") if config.get("use_parallel_residual") else made
+    def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"parallel": True, "norm": "input_layernorm"} if config.get("use_parallel_residual") else {}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

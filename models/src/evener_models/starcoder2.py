@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import MLPConfig, MoEConfig
-from evener.layers.settings import activation, count, layer_count
-from evener_models.llama import LlamaForCausalLM
+from evener_models.llama import LlamaForCausalLM, same_window
 
 
 class Starcoder2ForCausalLM(LlamaForCausalLM):
@@ -22,14 +20,10 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
         return {"qkv_bias": bias, "o_bias": bias}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        window = None if config.get("sliding_window") is None else count(config, "sliding_window")
-        return [window] * layer_count(config)
+        return same_window(config)
 
-    def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        return MLPConfig(
-            inner=count(config, "intermediate_size"), activation=activation(config), gated=False,
-            bias=bool(config.get("use_bias", True)), rise=("c_fc",), fall="c_proj",
-        )  # fmt: skip
+    def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"gated": False, "bias": bool(config.get("use_bias", True)), "rise": ("c_fc",), "fall": "c_proj"}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

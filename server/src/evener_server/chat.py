@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
 from evener.errors import RequestError
 from evener_server.generation import Generation
+from evener_server.images import decoded
 from evener_server.logprobs import TokenNames, chat_logprobs
 from evener_server.protocol import ChatBody
 from evener_server.service import Service
@@ -28,6 +30,8 @@ class ChatJob(Job):
         service, body = self._service, self._body
         service.check_room(body.samples, "n")
         messages = [message.plain() for message in body.messages]
+        if service.llm.info.get("encoders"):
+            messages = await asyncio.to_thread(decoded, messages)
         request_id = str(self._head["id"])
 
         submit = functools.partial(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 
 from evener.cli.command import Command, read_config
 from evener.errors import ConfigError
 from evener.logs import set_up_logging
+from evener_server.nodes import start_ranks
 from evener_server.process import serve
 
 _DRAIN_SECONDS = 30.0
@@ -28,6 +30,7 @@ def main(argv: list[str]) -> int:
         help=f"how long running requests may go on after SIGTERM (default {_DRAIN_SECONDS:g})",
     )  # fmt: skip
     command.option("--restart", action="store_true", help="start again when the engine has died; else exit with 1")
+    start_ranks(command, argv, os.environ)
     arguments, config = read_config(command, argv)
     drain: float = arguments.drain_timeout
     if not (math.isfinite(drain) and drain >= 0):

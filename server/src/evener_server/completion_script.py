@@ -16,8 +16,8 @@ from evener.cli.command import Command
 from evener.cli.main import BUILTIN_NAMES, find, installed_commands
 from evener.config.packages import Packages
 from evener.config.schema import key_specs
-from evener.config.spec import KeySpec
 from evener.errors import ConfigError, did_you_mean
+from evener.key_spec import KeySpec
 
 #: Commands that take a model and keys.
 _OF_MODELS = frozenset({"run", "chat", "serve", "explain", "config"})

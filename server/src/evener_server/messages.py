@@ -71,6 +71,20 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    """An image: a data: URL with the image itself in it. ``detail`` is the model's own affair."""
+
+    url: str
+    detail: Annotated[Any, only("auto")] = None
+
+
+class ImagePart(Body):
+    """An image in a message's content, for models that see."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class ToolFunction(Body):
     """The function that an earlier answer called; ``arguments`` is JSON text."""
 
@@ -90,7 +104,9 @@ class Message(Body):
     """One message. What a template may read is passed on to it; the rest must be empty."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[
+        list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None, BeforeValidator(_as_parts)
+    ] = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -101,11 +117,11 @@ class Message(Body):
     function_call: Annotated[Any, only()] = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as ``AsyncLLM.submit_chat`` takes it."""
+        """The message as ``AsyncLLM.submit_chat`` takes it, but for its images: see ``images.decoded``."""
         out = self.model_dump(
             include={"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}, exclude_none=True
         )
-        if self.content is not None and len(self.content) == 1:
+        if self.content is not None and len(self.content) == 1 and isinstance(self.content[0], TextPart):
             out["content"] = self.content[0].text
         if not self.tool_calls:
             out.pop("tool_calls", None)

@@ -340,8 +340,16 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> B:
 
 
 def _request_error(kind: type[GenerationBody], found: ErrorDetails) -> RequestError:
-    param = path(found["loc"])
+    param = path(_untagged(found["loc"]))
     what, message = found["type"], found["msg"]
+    if what == "union_tag_not_found" and isinstance(found["input"], dict):
+        what, param = _MISSING, f"{param}.type"
+    if what == "union_tag_invalid":
+        given = _short(found["input"].get("type"))
+        return RequestError(
+            f"{param}.type is {given}, which this server does not support: send text or image_url", f"{param}.type",
+            _UNSUPPORTED,
+        )  # fmt: skip
     if what == _MISSING:
         return RequestError(f"{param} is missing; send it", param, "missing_required_parameter")
     if what == _UNKNOWN:
@@ -357,6 +365,11 @@ def _request_error(kind: type[GenerationBody], found: ErrorDetails) -> RequestEr
     if what == "invalid_value":
         return RequestError(f"{param} {message}", param, code)
     return RequestError(f"{param} is {_short(found['input'])}: {message}", param, code)
+
+
+def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Without the kind that pydantic names behind a part of a content."""
+    return (*loc[:4], *loc[5:]) if loc[:1] == ("messages",) and loc[2:3] == ("content",) else loc
 
 
 def _short(value: object) -> str:

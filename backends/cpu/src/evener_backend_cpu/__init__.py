@@ -11,6 +11,7 @@ descriptor = Descriptor(
     module="evener_backend_cpu.plugin",
     probe="evener_backend_cpu.probe",
     serves=frozenset({"namespace:cpu", "host"}),
+    evidence="L5: x86-64 with AVX-512 BF16 (Zen 4 and Zen 5), 2026-11; other CPUs were not run",
     options={
         "native": Option(
             type=str,

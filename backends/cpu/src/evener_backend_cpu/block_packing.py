@@ -15,8 +15,9 @@ from typing import Protocol
 import torch
 
 from evener.contracts.quant import BLOCKS, DTYPE_BYTES, MXFP4, PackedWeight, Packing, WeightPart, block_format
+from evener.devices.native_code import Unavailable
 from evener_backend_cpu.huge_pages import Arena
-from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment, Unavailable
+from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment
 
 LAYOUT = "cpu.blocks"
 LANES = 16

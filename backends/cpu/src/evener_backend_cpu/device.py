@@ -9,11 +9,12 @@ import torch
 
 from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Readback, ReadyReadback
 from evener.contracts.quant import Packing
+from evener.devices.native_code import Unavailable
 from evener.errors import BackendError
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu import huge_pages, isa, memory
 from evener_backend_cpu.block_packing import BlockPacking
-from evener_backend_cpu.native_library import Native, Unavailable, load
+from evener_backend_cpu.native_library import Native, load
 
 
 class CpuDevice(Device):
@@ -76,6 +77,10 @@ class CpuDevice(Device):
 
     def readback(self, tensor: torch.Tensor) -> Readback:
         return ReadyReadback(tensor.clone())
+
+    def conditions(self) -> Mapping[str, str]:
+        """The threads that compute; how many there are is part of the name."""
+        return {"threads": str(self.threads)}
 
     def limit_threads(self, count: int) -> None:
         """Use ``count`` threads from now on."""

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
 import platform
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evener.devices.native_code import Unavailable, compiled
 from evener_backend_cpu.isa import Processor
 
 SOURCES = Path(__file__).parent / "native"
-log = logging.getLogger("evener.backend.cpu")
-_TIMEOUT_S = 120
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "layer": (ctypes.c_int, (_P, _P, _I, _P, _P, _P, _P, _I, _I, _I)),
@@ -48,6 +41,7 @@ class Geometry(ctypes.Structure):
         ("scale", _F),
         ("softcap", _F),
         ("pages", _P),
+        ("slopes", _P),
     ]
 
 
@@ -151,13 +145,6 @@ class Experts(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Unavailable:
-    """No compiled kernels, and why, in words for ``explain``."""
-
-    reason: str
-
-
 class Native:
     """The loaded kernels.
 
@@ -187,69 +174,18 @@ class Native:
 DTYPES = frozenset(_SUFFIXES)
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "evener" / "cpu-kernels"
-
-
 def load(processor: Processor, compiler: str | None = None) -> Native | Unavailable:
     """The kernels for this processor, from the cache or compiled now."""
-    found = _compiler(compiler)
-    if isinstance(found, Unavailable):
-        return found
-    flags = _flags()
-    path = cache_folder() / f"{_key(found, flags, processor)}.so"
-    if not path.exists():
-        problem = _compile(found, flags, path)
-        if problem is not None:
-            return problem
+    if compiler and shutil.which(compiler) is None:
+        return Unavailable(f"cpu.compiler={compiler} was not found; install it or leave the option out")
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    flags = ("-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w")
+    # "native" is another processor's code on another machine with the same home folder.
+    depends = (processor.name, *sorted(processor.features))
+    path = compiled(SOURCES / "kernels.cpp", flags, "cpu-kernels", "the kernels", depends, compiler)
+    if isinstance(path, Unavailable):
+        return path
     try:
         return Native(path)
     except OSError as error:
         return Unavailable(f"the compiled kernels cannot be loaded: {error}")
-
-
-def _compiler(wanted: str | None) -> str | Unavailable:
-    if wanted:
-        found = shutil.which(wanted)
-        return found or Unavailable(f"cpu.compiler={wanted} was not found; install it or leave the option out")
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    return Unavailable("no C++ compiler was found (g++, clang++, c++); install one, e.g. apt install g++")
-
-
-def _flags() -> tuple[str, ...]:
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return ("-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w")
-
-
-def _key(compiler: str, flags: tuple[str, ...], processor: Processor) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    for word in (compiler, *flags, processor.name, *sorted(processor.features)):
-        digest.update(word.encode() + b"\0")
-    digest.update(version)
-    return digest.hexdigest()[:24]
-
-
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> Unavailable | None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / "kernels.so"
-            command = [compiler, *flags, str(SOURCES / "kernels.cpp"), "-o", str(made)]
-            log.info("compiling the kernels for this machine, once: about ten seconds")
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-            if done.returncode:
-                lines = done.stderr.splitlines()
-                error = next((line for line in lines if "error" in line), done.stderr.strip()[-200:])
-                return Unavailable(f"{compiler} could not compile the kernels: {error}")
-            os.replace(made, path)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Unavailable(f"the kernels could not be compiled into {path.parent}: {error}")
-    return None

@@ -8,9 +8,10 @@ import torch
 
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
+from evener.devices.native_code import Unavailable
 from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import DTYPES, Native, Unavailable
+from evener_backend_cpu.native_library import DTYPES, Native
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 

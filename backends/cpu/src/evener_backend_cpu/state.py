@@ -11,8 +11,9 @@ import torch
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
+from evener.devices.native_code import Unavailable
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import DTYPES, Geometry, Step, Unavailable
+from evener_backend_cpu.native_library import DTYPES, Geometry, Step
 
 LAYOUT = "cpu.paged"
 #: Longest head that the kernels have room for.
@@ -43,12 +44,14 @@ class PagedViews:
             .view(-1, heads, groups, 16 // lanes, dv, lanes)
         )
         self._attention: AttentionSpec | None = None
+        self._slopes = torch.empty(0)
         self._geometry = Geometry()
 
     def geometry(self, attention: AttentionSpec) -> Geometry:
         """What the kernels need to know of the pages; the same object as long as ``attention`` is."""
         if attention is not self._attention:
             (kv_heads, d), dv = self.spec.tensors[0].shape, self.spec.tensors[1].shape[1]
+            self._slopes = torch.tensor(attention.slopes or (), dtype=torch.float32)
             self._geometry = Geometry(
                 attention.heads,
                 kv_heads,
@@ -61,6 +64,7 @@ class PagedViews:
                 attention.scale,
                 attention.softcap or 0.0,
                 self.storage.data_ptr(),
+                self._slopes.data_ptr() or None,
             )
             self._attention = attention
         return self._geometry
@@ -110,6 +114,8 @@ class PagedState(StateProvider):
         native = self._device.native
         if isinstance(native, Unavailable):
             return native.reason
+        if attention.algorithm != "softmax":
+            return f"does not compute {attention.algorithm}"
         if spec.per != "token" or len(spec.tensors) != 2:
             return "holds a key and a value for each token, nothing else"
         key, value = spec.tensors

@@ -7,9 +7,20 @@ from evener.contracts.descriptor import Descriptor
 descriptor = Descriptor(
     name="cuda",
     summary="NVIDIA GPUs: Triton kernels and the vendor's libraries, steps as CUDA graphs, NCCL.",
-    contracts={"probe": 1, "device": 1, "graph": 1, "communicator": 1},
+    contracts={"probe": 1, "device": 1, "graph": 1, "communicator": 1, "state": 1, "ops": 1},
     module="evener_backend_cuda.plugin",
     probe="evener_backend_cuda.probe",
     probe_timeout=60.0,
     serves=frozenset({"triton", "namespace:cuda", "wave:32"}),
+    tuning="evener_backend_cuda.measured",
+    evidence="L5: compute capability 9.0 (H200), 2026-11; others were not run",
+    # Libraries that the user may have beside us; each says what to type where it is missing.
+    ops=("linear", "grouped_linear"),
+    states=("flash_attn", "flashinfer", "flash_mla"),
+    aliases={
+        "infer.attn_type=flash_attn": "ops.attention=flash_attn",
+        "infer.attn_type=flash_infer": "ops.attention=flashinfer",
+        "infer.attn_type=flash_mla": "ops.attention=flash_mla",
+        "infer.op_impl=deep_gemm": "ops.grouped_linear=deep_gemm.experts",
+    },
 )

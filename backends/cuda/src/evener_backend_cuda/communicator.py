@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import zlib
 from collections.abc import Sequence
@@ -71,10 +72,23 @@ def open_communicator(
 ) -> Communicator:  # fmt: skip
     """This rank's end of a group. Ranks that share layers ("tp") use each other's memory where they can."""
     base = open_torch_communicator("nccl", name, ranks, rank, world_size, init_method, _REDUCES)
+    if name != "tp":
+        connect_pairs(base, torch.device("cuda"))
     if name != "tp" or base.size not in SMALL or not _reachable(base):
         return base
     log.info("ranks %s add up to %d KiB over NVLink themselves", list(ranks), SMALL[base.size] >> 10)
     return PeerCommunicator(base, SMALL[base.size])
+
+
+def connect_pairs(base: Communicator, where: torch.device) -> None:
+    """Let every pair meet now. NCCL connects a pair at its first message and makes who sends it wait until the other
+    receives; a stage that sends ids would wait for a step that never comes before it is ready."""
+    word = torch.zeros(1, device=where)
+    for low, high in itertools.combinations(range(base.size), 2):
+        if base.rank == low:
+            base.send(word, high)
+        elif base.rank == high:
+            base.receive(word, low)
 
 
 def _reachable(base: TorchCommunicator) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -11,9 +12,24 @@ from evener.contracts.communicator import CommunicatorFactory
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture
 from evener.contracts.hooks import hookimpl
+from evener.contracts.ops import Kernel
+from evener.contracts.state import StateProvider
 from evener.devices.torch_device import TorchDevice, TorchGraphs
+from evener_backend_cuda import nvml
 from evener_backend_cuda.capability import capabilities
 from evener_backend_cuda.communicator import open_communicator
+from evener_backend_cuda.deep_gemm import DeepGemmGroupedLinear, DeepGemmLinear
+from evener_backend_cuda.flash_attention import FlashAttentionState
+from evener_backend_cuda.flash_mla import FlashMLAState
+from evener_backend_cuda.flashinfer_attention import FlashInferState
+
+
+class CudaDevice(TorchDevice):
+    """A GPU of this vendor."""
+
+    def conditions(self) -> Mapping[str, str]:
+        """The driver, the compiler of kernels and the library of products."""
+        return {"driver": nvml.read().driver, "cuda": str(torch.version.cuda), "triton": version("triton")}
 
 
 @hookimpl
@@ -21,14 +37,26 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
     """GPU ``index`` of those that are visible."""
     p: Any = torch.cuda.get_device_properties(index)
     can = capabilities((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
-    return TorchDevice("cuda", index, can)
+    return CudaDevice("cuda", index, can)
+
+
+@hookimpl
+def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
+    """Products by a library, for who asks for them."""
+    return [DeepGemmLinear(), DeepGemmGroupedLinear()]
+
+
+@hookimpl
+def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
+    """Attention by libraries, for who asks for one."""
+    return [FlashAttentionState(), FlashInferState(), FlashMLAState()]
 
 
 @hookimpl
 def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture:
     """CUDA graphs in one memory pool."""
     assert isinstance(device, TorchDevice), "the backend's own device"
-    return TorchGraphs(device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle())
+    return TorchGraphs(device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle)
 
 
 @hookimpl

@@ -10,6 +10,7 @@ descriptor = Descriptor(
     contracts={"ops": 1, "state": 1},
     module="evener_kernels_triton.plugin",
     needs=frozenset({"triton"}),
+    evidence="L5: sm_90 (H200), 2026-11; L4: sm_75, sm_80, sm_100, gfx906, gfx90a, gfx942",
     options={
         "overlap": Option(
             type=str,
@@ -33,6 +34,9 @@ descriptor = Descriptor(
         "greedy",
         "sample",
         "apply_mask",
+        "add_bias",
+        "penalize",
+        "logprobs",
         "norm_qkv_rotary_write",
         "attention_block",
         "mlp_block",

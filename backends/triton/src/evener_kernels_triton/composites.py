@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight
 from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.linear import FEW, few, gemv, many, stream
+from evener_kernels_triton.linear import few, gemv, many, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.tuning import Tuning, power_of_two
+from evener_kernels_triton.variants import combined, products
 
 Project = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
 def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype) -> Project:
     """The linear product of a bucket."""
-    if call.bucket.high <= FEW:
-        return lambda x, w, bias: few(tuning, x, w, out, bias=bias)
-    return lambda x, w, bias: many(x, w, out, bias)
+    tokens = call.bucket.high
+
+    def project(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return few(tuning, x, w, out, bias=bias) if tuning.few(tokens, w.shape[0]) else many(x, w, out, bias)
+
+    return project
 
 
 Enter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -74,6 +78,14 @@ class _Composite(TritonKernel):
     packings = (PLAIN,)
     priority = 100
 
+    def _entry(self, call: OpCall, rows: int, activation: str = "") -> Sequence[Variant]:
+        """Of ``enter_rows``."""
+        return products(self.tuning, call, rows, call.static["hidden"], 2 if activation else 1)
+
+    def _exit(self, call: OpCall, weight: str) -> Sequence[Variant]:
+        """Of ``project_rows``."""
+        return products(self.tuning, call, call.static[weight].rows, call.static[weight].columns)
+
 
 class TritonNormQkvRotaryWrite(_Composite):
     """Norm (folded into the product for one token), projection, then head norms, rotation and write in one launch."""
@@ -81,14 +93,17 @@ class TritonNormQkvRotaryWrite(_Composite):
     op = "norm_qkv_rotary_write"
     state_layout = LAYOUT
 
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        return combined({"enter": self._entry(call, call.static["qkv"].rows)})
+
     def build(self, call: OpCall) -> OpFunction:
-        return _write_heads(self.tuning, call)
+        return _write_heads(self.tuning.varied(call.variant), call)
 
 
 def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
     s = call.static
     heads, kv_heads, d, dv, each = s["heads"], s["kv_heads"], s["head_dim"], s["value_dim"], 4
-    enter = enter_rows(tuning, call, s["qkv"].rows)
+    enter = enter_rows(tuning.part("enter"), call, s["qkv"].rows)
     tiles = -(-heads // each) + 2 * -(-kv_heads // each)
     sizes = {
         "HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": s["rotary_dim"], "INTERLEAVED": bool(s["interleaved"]),
@@ -121,9 +136,12 @@ class TritonAttentionBlock(_Composite):
     state_layout = LAYOUT
     unusual = frozenset({"query_scale"})
 
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        return combined({"enter": self._entry(call, call.static["qkv"].rows), "project": self._exit(call, "o")})
+
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
-        write, project = _write_heads(tuning, call), project_rows(tuning, call, dtype)
+        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
+        write, project = _write_heads(tuning, call), project_rows(tuning.part("project"), call, dtype)
         provider = s["state"].provider
 
         def run(
@@ -153,9 +171,15 @@ class TritonMlpBlock(_Composite):
         kind = call.static["activation"]
         return None if kind in ACTIVATIONS else f"does not know activation {kind!r}"
 
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        s = call.static
+        entry = self._entry(call, s["gate_up"].rows, s["activation"])
+        return combined({"enter": entry, "project": self._exit(call, "down")})
+
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
-        enter, project = enter_rows(tuning, call, s["gate_up"].rows, s["activation"]), project_rows(tuning, call, dtype)
+        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
+        enter = enter_rows(tuning.part("enter"), call, s["gate_up"].rows, s["activation"])
+        project = project_rows(tuning.part("project"), call, dtype)
 
         def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
             inner, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
@@ -176,13 +200,17 @@ class TritonHead(_Composite):
     def _judge(self, call: OpCall) -> str | None:
         if call.static["cap"]:
             return "has no soft cap"
-        if call.device.host_memory and call.bucket.high > FEW and call.static["dtype"] != "float32":
+        few = self.tuning.few(call.bucket.high, call.static["weight"].rows)
+        if call.device.host_memory and not few and call.static["dtype"] != "float32":
             return "torch has no such product on the host"
         return None
 
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        return combined({"project": self._exit(call, "weight")})
+
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
-        project = project_rows(tuning, call, torch.float32)
+        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
+        project = project_rows(tuning.part("project"), call, torch.float32)
 
         def run(
             x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight
 from evener.ops.expert_composites import MoEWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.experts import few_kernel, lone_down_kernel, lone_up_kernel, many_kernel, mix_kernel
 from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
-from evener_kernels_triton.linear import FEW, few, gemv, many, stream
+from evener_kernels_triton.linear import few, gemv, many, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.tuning import Lone, Tuning, power_of_two
+from evener_kernels_triton.variants import combined, rises, stacks, streams
 
 #: Most tokens whose choices every program looks through for its own instead of reading a list: no tile is smaller.
 DIRECT = 16
@@ -254,8 +255,17 @@ class TritonMoeBlock(TritonKernel):
         size: int = getattr(torch, s["dtype"]).itemsize
         return int(tokens * (s["top"] * wide * size + 4 * s["experts"]))
 
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        s, tuning = call.static, self.tuning
+        lone, up, down = tuning.lone(s["hidden"], s["inner"], s["top"]), s["gate_up"], s["down"]
+        if call.bucket.high == 1 and lone is not None:
+            return combined({"up": streams(lone.up), "down": rises(lone.down)})
+        sizes = (up.rows // 2, up.columns, 2), (down.rows, down.columns, 1)
+        each = (stacks(tuning, call, up.experts, *of) for of in sizes)
+        return combined(dict(zip(("up", "down"), each, strict=True)))
+
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
+        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
         lone = tuning.lone(s["hidden"], s["inner"], s["top"])
         first = tuning.stream(s["experts"], s["hidden"], 1)
         if call.bucket.high == 1 and lone is not None and first is not None:
@@ -284,7 +294,8 @@ def _some(tuning: Tuning, call: OpCall) -> Block:
 
     def project(x: torch.Tensor, weight: PackedWeight | None) -> torch.Tensor:
         assert weight is not None, "declared with shared experts"
-        return few(tuning, x, weight.data, dtype) if call.bucket.high <= FEW else many(x, weight.data, dtype)
+        own = tuning.few(call.bucket.high, weight.data.shape[0])
+        return few(tuning, x, weight.data, dtype) if own else many(x, weight.data, dtype)
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
         y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)
@@ -305,9 +316,9 @@ def _some(tuning: Tuning, call: OpCall) -> Block:
         # A token's experts differ, and so do their slots: a slot gets a token once at most.
         work = Work(slots, None, None) if tokens <= DIRECT else sort(tuning, slots, matrices, tokens)
         inside = torch.empty(tokens * top, inner, dtype=dtype, device=y.device)
-        grouped(tuning, y, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
+        grouped(tuning.part("up"), y, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
         fallen = torch.empty(tokens * top, hidden, dtype=dtype, device=y.device)
-        grouped(tuning, inside, w.down.data, fallen, work, share=False, bias=w.down_bias)
+        grouped(tuning.part("down"), inside, w.down.data, fallen, work, share=False, bias=w.down_bias)
         return mix(tuning, fallen.view(tokens, top, hidden), weights, slots=slots, extra=extra, gate=gate), total
 
     return run

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.state import StepParts
 from evener.ops.latent import INNER_EPS, LatentWeights
 from evener.ops.reference.linear import PLAIN
@@ -18,6 +18,7 @@ from evener_kernels_triton.latent_state import LATENT_LAYOUT, LOG2_E, LatentMeta
 from evener_kernels_triton.linear import many, stream
 from evener_kernels_triton.primitives import norm_rows
 from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two
+from evener_kernels_triton.variants import combined, products
 
 #: Most rows of a head's query that are not rotated, or of its value, which one program holds.
 _LONGEST = 256
@@ -51,10 +52,16 @@ class TritonLatentAttentionBlock(TritonKernel):
         each = s["heads"] * (2 * s["rank"] + s["rope_dim"] + s["value_dim"]) + 2 * s["down"].rows
         return int(call.bucket.high * each * getattr(torch, s["dtype"]).itemsize)
 
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        s = call.static
+        entry = products(self.tuning, call, s["down"].rows, s["hidden"])
+        return combined({"enter": entry, "project": products(self.tuning, call, s["o"].rows, s["o"].columns)})
+
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning, call.static, getattr(torch, call.static["dtype"])
+        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
         width = s["q_rank"] or s["heads"] * (s["nope_dim"] + s["rope_dim"])
-        enter, leave = enter_rows(tuning, call, s["down"].rows), project_rows(tuning, call, dtype)
+        enter = enter_rows(tuning.part("enter"), call, s["down"].rows)
+        leave = project_rows(tuning.part("project"), call, dtype)
         queries, inward, outward = _queries(tuning, call), _inward(tuning, call), _outward(tuning, call)
         attend_prompts = _prompts(tuning, call)
         provider: LatentState = s["state"].provider

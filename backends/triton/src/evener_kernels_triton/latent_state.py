@@ -92,8 +92,8 @@ class LatentState(StateProvider):
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         if attention.top is not None:
             return "attends to every earlier token, not to chosen ones"
-        if attention.sinks or attention.softcap:
-            return "has neither sinks nor a soft cap"
+        if attention.sinks or attention.softcap or attention.slopes:
+            return "has neither sinks nor a soft cap nor slopes"
         latent, rope = spec.tensors
         if attention.dtype not in DTYPES or attention.dtype not in device.dtypes | device.emulated:
             return f"does not compute in {attention.dtype} here"

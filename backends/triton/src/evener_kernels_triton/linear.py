@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.linear import gemv_kernel, skinny_kernel, stream_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.tuning import Tuning
-
-#: Most tokens for which the own kernels are at least as fast as the library's.
-FEW = 32
+from evener_kernels_triton.variants import products
 
 
 def stream(
@@ -64,10 +63,18 @@ def skinny(
     tokens, (rows, columns) = x.shape[0], weight.shape
     p = tuning.skinny(tokens, rows, columns, weight.element_size())
     y = torch.empty(tokens, rows, dtype=out, device=x.device)
-    skinny_kernel[(-(-rows // p.n), -(-tokens // p.m))](
-        x, weight, bias if bias is not None else x, y, tokens, rows, columns, x.stride(0), y.stride(0),
-        BIAS=bias is not None, BM=p.m, BN=p.n, BK=p.k, EVEN=rows % p.n == 0 and columns % p.k == 0,
-        PRECISION=PRECISION, OVERLAP=tuning.overlap, num_warps=p.warps, num_stages=p.stages, **tuning.launch,
+    across, down = -(-rows // p.n), -(-tokens // p.m)
+    each = -(-columns // (p.splits * p.k)) * p.k
+    splits = -(-columns // each)
+    parts, arrived = y, y
+    if splits > 1:
+        parts = torch.empty(across * down * splits, p.n, p.m, dtype=torch.float32, device=x.device)
+        arrived = tuning.arrivals.of(x.device, across * down)
+    skinny_kernel[(across, down, splits)](
+        x, weight, bias if bias is not None else x, y, parts, arrived, tokens, rows, columns, x.stride(0), y.stride(0),
+        each, BIAS=bias is not None, SPLITS=splits, BM=p.m, BN=p.n, BK=p.k,
+        EVEN=rows % p.n == 0 and columns % p.k == 0, PRECISION=PRECISION, OVERLAP=tuning.overlap,
+        num_warps=p.warps, num_stages=p.stages, **tuning.launch,
     )  # fmt: skip
     return y
 
@@ -99,10 +106,15 @@ class TritonLinear(TritonKernel):
     packings = (PLAIN,)
 
     def _judge(self, call: OpCall) -> str | None:
-        return None if call.bucket.high <= FEW else f"is slower than the library above {FEW} tokens"
+        few = self.tuning.few(call.bucket.high, call.static["rows"])
+        return None if few else f"is slower than the library at {call.bucket.high} tokens"
+
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        return products(self.tuning, call, call.static["rows"], call.static["columns"])
 
     def build(self, call: OpCall) -> OpFunction:
-        tuning, out = self.tuning, getattr(torch, call.static.get("out", call.static["dtype"]))
+        tuning = self.tuning.varied(call.variant)
+        out = getattr(torch, call.static.get("out", call.static["dtype"]))
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
             return few(tuning, x, weight.data, out, bias=bias)

@@ -14,6 +14,7 @@ from evener_kernels_triton.experts import EXPERTS
 from evener_kernels_triton.latent import LATENT
 from evener_kernels_triton.latent_state import LatentState
 from evener_kernels_triton.linear import LINEAR
+from evener_kernels_triton.logits import LOGITS
 from evener_kernels_triton.primitives import PRIMITIVES
 from evener_kernels_triton.sampling import SAMPLING
 from evener_kernels_triton.state import PagedState
@@ -24,7 +25,7 @@ from evener_kernels_triton.tuning import Tuning
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """Every kernel, with sizes for this device."""
     tuning = _tuning(device, options)
-    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LINEAR, *COMPOSITES, *EXPERTS, *LATENT)]
+    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *EXPERTS, *LATENT)]
 
 
 @hookimpl

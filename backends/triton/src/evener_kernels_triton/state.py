@@ -11,7 +11,7 @@ import torch
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
-from evener_kernels_triton.jit.attention import decode_kernel, merge_kernel, mixed_kernel
+from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
 from evener_kernels_triton.kernel import DTYPES, PRECISION
 from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two
@@ -40,15 +40,16 @@ class PagedViews:
 
 @dataclass(frozen=True)
 class PagedMeta:
-    """One step of a group. ``splits`` is 0 unless every request has one query token."""
+    """One step of a group. ``splits`` is 0 unless every request has one query token; ``slopes`` float32 [heads]."""
 
     step: StateStep
     attention: AttentionSpec
     splits: int
+    slopes: torch.Tensor | None
 
 
 class PagedState(StateProvider):
-    """Attention over ``[kv_heads, block_size, head_dim]`` pages; one kernel writes, one or two attend."""
+    """Attention over ``[kv_heads, block_size, head_dim]`` pages; one kernel writes, one attends."""
 
     name = LAYOUT
     layout = LAYOUT
@@ -58,10 +59,13 @@ class PagedState(StateProvider):
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
+        self._slopes: dict[tuple[tuple[float, ...], torch.device], torch.Tensor] = {}
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         if spec.per != "token" or len(spec.tensors) != 2:
             return "holds a key and a value for each token, nothing else"
+        if attention.algorithm != "softmax":
+            return f"does not compute {attention.algorithm}"
         key, value = spec.tensors
         if {key.dtype, value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
             return f"stores what it computes in, not {key.dtype}/{value.dtype} for {attention.dtype}"
@@ -83,12 +87,22 @@ class PagedState(StateProvider):
         return PagedViews(storage, spec, block_size)
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
+        slopes = self._slopes_on(step.kv_lens.device, attention)
         if step.max_query != 1 or step.tokens != step.requests:
-            return PagedMeta(step, attention, 0)
+            return PagedMeta(step, attention, 0, slopes)
         key, value = spec.tensors
         tile = self._tuning.decode_tile(max(power_of_two(t.shape[1]) for t in (key, value)), _size(key.dtype))[0]
         longest = step.max_kv if spec.window is None else min(step.max_kv, spec.window + tile)
-        return PagedMeta(step, attention, self._tuning.splits(step.requests * key.shape[0], longest, tile))
+        return PagedMeta(step, attention, self._tuning.splits(step.requests * key.shape[0], longest, tile), slopes)
+
+    def _slopes_on(self, where: torch.device, attention: AttentionSpec) -> torch.Tensor | None:
+        """Made once: a step that is captured can copy nothing from the host."""
+        if attention.slopes is None:
+            return None
+        key = attention.slopes, where
+        if key not in self._slopes:
+            self._slopes[key] = torch.tensor(attention.slopes, dtype=torch.float32, device=where)
+        return self._slopes[key]
 
     def write(self, views: PagedViews, meta: PagedMeta, *values: torch.Tensor) -> None:
         key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in values)
@@ -122,8 +136,9 @@ class PagedState(StateProvider):
             "value_page": views.values.stride(0), "scale": attention.scale * _LOG2_E,
             "cap": (attention.softcap or 1.0) * _LOG2_E, "HEADS": attention.heads, "KV_HEADS": views.keys.shape[1],
             "PAGE": views.block_size, "WINDOW": views.spec.window or 0,
-            "CHUNKED": views.spec.kind == "chunk", "CAP": bool(attention.softcap), "SINKS": sinks is not None, "D": d,
-            "DV": dv, "DP": max(16, power_of_two(d)), "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
+            "CHUNKED": views.spec.kind == "chunk", "CAP": bool(attention.softcap), "SINKS": sinks is not None,
+            "SLOPES": meta.slopes is not None, "D": d, "DV": dv, "DP": max(16, power_of_two(d)),
+            "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
         }  # fmt: skip
 
     def _decode(
@@ -133,24 +148,18 @@ class PagedState(StateProvider):
         heads, kv_heads, splits = common["HEADS"], common["KV_HEADS"], meta.splits
         n, warps, stages = tuning.decode_tile(max(common["DP"], common["DVP"]), query.element_size())
         m = max(16, min(64, power_of_two(heads // kv_heads)))
-        parts = stats = out
+        tiles = kv_heads * -(-(heads // kv_heads) // m)
+        parts = stats = arrived = out
         if splits > 1:
             parts = torch.empty(step.requests, heads, splits, out.shape[2], dtype=torch.float32, device=out.device)
             stats = torch.empty(step.requests, heads, splits, 2, dtype=torch.float32, device=out.device)
-        extra = sinks if sinks is not None else out
-        decode_kernel[(step.requests, kv_heads * -(-(heads // kv_heads) // m), splits)](
-            query, views.keys, views.values, step.block_table, step.kv_lens, extra, out, parts, stats,
-            query.stride(0), query.stride(1), splits=splits, SPLIT=splits > 1, M=m, N=n, LEAST=LEAST,
-            OVERLAP=tuning.overlap,
-            num_warps=warps, num_stages=stages, **common, **tuning.launch,
+            arrived = tuning.arrivals.of(out.device, step.requests * tiles)
+        decode_kernel[(step.requests, tiles, splits)](
+            query, views.keys, views.values, step.block_table, step.kv_lens, sinks if sinks is not None else out,
+            meta.slopes if meta.slopes is not None else out, out, parts, stats, arrived, query.stride(0),
+            query.stride(1), SPLITS=splits, M=m, N=n, LEAST=LEAST, OVERLAP=tuning.overlap, num_warps=warps,
+            num_stages=stages, **common, **tuning.launch,
         )  # fmt: skip
-        if splits > 1:
-            merge_kernel[(step.requests, heads)](
-                parts, stats, step.kv_lens, extra, out, splits,
-                HEADS=heads, WINDOW=common["WINDOW"], CHUNKED=common["CHUNKED"], SINKS=common["SINKS"], DV=common["DV"],
-                DVP=common["DVP"], N=n, LEAST=LEAST, S=power_of_two(splits), OVERLAP=tuning.overlap, num_warps=4,
-                **tuning.launch,
-            )  # fmt: skip
 
     def _mixed(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
@@ -162,7 +171,8 @@ class PagedState(StateProvider):
         tiles = step.tokens // (m // group) + step.requests
         mixed_kernel[(tiles, kv_heads)](
             query, views.keys, views.values, step.block_table, step.query_start, step.kv_lens,
-            sinks if sinks is not None else out, out, query.stride(0), query.stride(1), requests=step.requests,
+            sinks if sinks is not None else out, meta.slopes if meta.slopes is not None else out, out,
+            query.stride(0), query.stride(1), requests=step.requests,
             M=m, N=n, num_warps=warps, num_stages=stages, **common,
         )  # fmt: skip
 

@@ -7,15 +7,25 @@ everywhere. No vendor's name is read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
 
 from evener.contracts.device import DeviceCapabilities
+from evener.contracts.ops import Variant
 
 _UNITS, _SHARED = 64, 48 << 10
 #: Tiles of keys that are not worth being split. Four were 2 µs a layer slower than one, at 16 requests of 128 to 400
 #: tokens on a GPU with 132 units.
 LEAST = 1
+#: Most tokens for which the own products are at least as fast as the library's, and for which they are where rows make
+#: fewer programs than there are units, which the library leaves idle.
+FEW, FEW_WITH_FEW_ROWS = 32, 64
+#: Counters that are made at once.
+FEWEST_ARRIVALS = 4096
 
 
 def power_of_two(size: int) -> int:
@@ -25,13 +35,15 @@ def power_of_two(size: int) -> int:
 
 @dataclass(frozen=True)
 class Product:
-    """Block sizes of a matrix product with few tokens: ``m`` tokens, ``n`` rows of the weight, ``k`` columns."""
+    """Block sizes of a matrix product with few tokens: ``m`` tokens, ``n`` rows of the weight, ``k`` columns at a time,
+    all of them cut into ``splits`` spans."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,43 @@ class LatentTile:
     stages: int
 
 
+Sizes = TypeVar("Sizes", Product, Grouped)
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
+
+
+def remembered(
+    rule: Callable[Concatenate[Tuning, Asked], Answer],
+) -> Callable[Concatenate[Tuning, Asked], Answer]:
+    """A rule that is worked out once for each of what it is asked: a step that is not captured asks at every launch."""
+
+    @wraps(rule)
+    def ask(self: Tuning, /, *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+        key = rule, *args, *kwargs.items()
+        if key not in self.answers:
+            self.answers[key] = rule(self, *args, **kwargs)
+        answer: Answer = self.answers[key]
+        return answer
+
+    return ask
+
+
+class Arrivals:
+    """Counters with which programs that add up one tile find out who is last; zero between launches. Launches that use
+    them follow each other: two streams need two of these."""
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def of(self, device: torch.device, count: int) -> torch.Tensor:
+        """At least ``count`` counters, int32, which stay where they are: a graph may have recorded them. The first call
+        makes them, and may not be recorded."""
+        key = device, power_of_two(max(count, FEWEST_ARRIVALS))
+        if key not in self._counters:
+            self._counters[key] = torch.zeros(key[1], dtype=torch.int32, device=device)
+        return self._counters[key]
+
+
 @dataclass(frozen=True)
 class Tuning:
     """What kernels ask before a launch.
@@ -73,11 +122,18 @@ class Tuning:
         units: programs that can run side by side at least.
         shared: bytes of shared memory that a program may have.
         overlap: kernels wait by themselves for the one before.
+        changes: sizes that were measured to be better than those of the rules below, by field; of the products of a
+            composite by "part.field".
+        arrivals: counters of programs that share a sum.
+        answers: of its rules so far, by rule and what it was asked.
     """
 
     units: int
     shared: int
     overlap: bool
+    changes: tuple[tuple[str, int | str], ...] = ()
+    arrivals: Arrivals = field(default_factory=Arrivals, compare=False, repr=False)
+    answers: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, device: DeviceCapabilities, overlap: bool = True) -> Tuning:
@@ -88,11 +144,30 @@ class Tuning:
             overlap and "overlap" in device.features,
         )
 
+    def varied(self, variant: Variant) -> Tuning:
+        """With these changes."""
+        return replace(self, changes=tuple(variant.items())) if variant else self
+
+    def part(self, name: str) -> Tuning:
+        """With the changes for one part of a composite."""
+        own = ((key.removeprefix(name + "."), value) for key, value in self.changes if key.startswith(name + "."))
+        return replace(self, changes=tuple(own)) if self.changes else self
+
+    def changed(self, field: str) -> bool:
+        """Whether there is a change of this name."""
+        return any(key == field for key, _ in self.changes)
+
+    def _own(self, sizes: Sizes) -> Sizes:
+        """Sizes of the rules, with the changes."""
+        own: dict[str, Any] = {key: value for key, value in self.changes if hasattr(sizes, key)}
+        return replace(sizes, **own) if own else sizes
+
     @property
     def launch(self) -> dict[str, bool]:
         """Extra arguments of a launch whose kernel waits by itself."""
         return {"launch_pdl": True} if self.overlap else {}
 
+    @remembered
     def stream(self, rows: int, columns: int, halves: int) -> Product | None:
         """One token, rows that fit into one tile, programs that go on to the next rows; ``m`` is programs a unit. None
         where that does not pay: rows too long, or so many that the head of a model is meant.
@@ -110,27 +185,43 @@ class Tuning:
             n, each, warps = 4, 2, 16
         else:
             n, each, warps = (2, 4, 4) if k > 2048 else (4, 2, 4)
-        return Product(each, n, k, warps, 1)
+        return self._own(Product(each, n, k, warps, 1))
 
+    @remembered
     def gemv(self, rows: int, columns: int, halves: int) -> Product:
         """One token, rows of any length. Rows are joined while every unit has several programs."""
         k = power_of_two(min(columns, 2048))
         n = 2 if rows * halves >= 16 * self.units and halves == 1 else 1
-        return Product(1, n, k, 8 if n * k * halves >= 2048 else 4, 1)
+        return self._own(Product(1, n, k, 8 if n * k * halves >= 2048 else 4, 1))
 
+    @remembered
+    def few(self, tokens: int, rows: int) -> bool:
+        """Whether products are the own ones: as measured, or else by what is known of other sizes."""
+        if self.changed("library") or self.changed("own"):
+            return self.changed("own")
+        return tokens <= FEW or (tokens <= FEW_WITH_FEW_ROWS and -(-rows // 64) <= self.units)
+
+    @remembered
     def skinny(self, tokens: int, rows: int, columns: int, element: int) -> Product:
-        """A few tokens: as many rows a program as a matrix unit takes while a third of the units have one, and stages
-        that fill shared memory."""
+        """A few tokens: as many rows a program as a matrix unit takes, columns in as many spans (a power of two, 8 at
+        most, each two tiles long) as leave every program a unit of its own, and stages that fill shared memory.
+
+        Measured on a GPU with 132 units, µs: 4,096 x 4,096 at 16 tokens 10.9 whole, 10.7 in two; 2,048 x 4,096 8.8
+        whole, 6.8 in four and 10.2 with tiles of 32 rows instead; 6,144 x 4,096 14.6 whole, 17.3 in two, which is more
+        programs than units. At 64 tokens six stages are faster than seven.
+        """
         m = max(16, power_of_two(tokens))
-        n = 64
-        while n > 16 and 3 * rows < n * self.units:
-            n //= 2
+        n = max(16, min(64, power_of_two(rows)))
         k = max(16, min(128, power_of_two(columns)))
         while k > 32 and 2 * (m + n) * k * element > self.shared:
             k //= 2
-        stages = max(2, min(8, (self.shared - 1024) // ((m + n) * k * element)))
-        return Product(m, n, k, 4, stages)
+        stages = max(2, min(8 if m < 64 else 6, (self.shared - 1024) // ((m + n) * k * element)))
+        tiles, splits = -(-rows // n) * -(-tokens // m), 1
+        while splits < 8 and 2 * splits * tiles <= self.units and 4 * splits * k <= columns:
+            splits *= 2
+        return self._own(Product(m, n, k, 4, stages, splits))
 
+    @remembered
     def grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, element: int) -> Grouped:
         """Products with matrices of a stack. Tiles hold twice what a matrix gets of ``pairs`` if all get the same, so
         that few are read twice."""
@@ -148,8 +239,9 @@ class Tuning:
             k //= 2
         most = 3 if k > 64 or wide == 256 else 4
         stages = max(2, min(most, (self.shared - 1024) // ((m + halves * n) * k * element)))
-        return Grouped(m, n, k, 8 if m * n * halves > 8192 else 4, stages, flip)
+        return self._own(Grouped(m, n, k, 8 if m * n * halves > 8192 else 4, stages, flip))
 
+    @remembered
     def lone(self, hidden: int, inner: int, top: int) -> Lone | None:
         """One token and its ``top`` experts; None where its row does not fit into one tile."""
         k = power_of_two(hidden)
@@ -157,8 +249,10 @@ class Tuning:
             return None
         up = Product(max(1, -(-2 * self.units // top)), max(1, 8192 // k), k, 4, 1)
         wide = min(256, power_of_two(inner))
-        return Lone(up, Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1))
+        down = Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1)
+        return Lone(self.part("up")._own(up), self.part("down")._own(down))
 
+    @remembered
     def scores(self, tokens: int, experts: int, columns: int, element: int) -> tuple[Product, int]:
         """Products of a router, and the parts that columns are cut into: a power of two."""
         k = max(16, min(128 if element <= 2 else 32, power_of_two(columns)))
@@ -166,6 +260,7 @@ class Tuning:
         parts = power_of_two(max(1, self.units // (2 * -(-tokens // m) * -(-experts // n))))
         return Product(m, n, k, 4, 2), min(parts, 16, power_of_two(columns) // k)
 
+    @remembered
     def decode_tile(self, wide: int, element: int) -> tuple[int, int, int]:
         """Keys a tile, warps, stages for heads of ``wide`` elements (keys and values together: twice)."""
         n = 64 if wide <= 128 else 32 if wide <= 256 else 16
@@ -174,6 +269,7 @@ class Tuning:
         stages = max(2, min(3, self.shared // (2 * n * wide * element)))
         return n, 4, stages
 
+    @remembered
     def mixed_tile(self, wide: int, group: int, element: int) -> tuple[int, int, int, int]:
         """Query lines, keys a tile, warps, stages."""
         m = 128 if wide <= 128 and element <= 2 and self.shared >= 160 << 10 else 64 if wide <= 128 else 32
@@ -192,6 +288,7 @@ class Tuning:
         wanted = power_of_two(max(1, (4 * self.units) // max(1, programs)))
         return max(1, min(wanted, 16, power_of_two(-(-longest // (tile * LEAST)))))
 
+    @remembered
     def latent_tile(self, heads: int, element: int, programs: int) -> LatentTile:
         """Decode over latents, by ``programs`` tiles of heads.
 
@@ -204,12 +301,14 @@ class Tuning:
         m = max(16, min(64, power_of_two(heads))) if self._has(200, element) else 16
         return LatentTile(m, 32, 4 if m == 16 else 8, 3 if programs > self.units else 2)
 
+    @remembered
     def latent_mixed_tile(self, element: int) -> LatentTile:
         """Any query lengths over latents."""
         if self._has(200, element):
             return LatentTile(64, 32, 8, 2)
         return LatentTile(16, 32, 4, 2) if self._has(160, element) else LatentTile(16, 16, 4, 1)
 
+    @remembered
     def prompt_tile(self, element: int) -> Product:
         """Whole prompts over expanded keys and values: ``m`` queries, ``n`` keys."""
         if self._has(200, element):
@@ -228,11 +327,13 @@ class Tuning:
         wanted = power_of_two(max(1, (2 * self.units) // max(1, programs)) + 1) // 2
         return max(1, min(wanted, 8, power_of_two(-(-longest // (tile.n * LEAST)))))
 
+    @remembered
     def latent_product(self, tokens: int, rank: int) -> Product:
         """Queries of one head into latent space; ``n``: columns of it a program."""
         m = max(16, min(64, power_of_two(tokens)))
         return Product(m, min(128 if m == 64 and tokens > 64 else 64, max(16, power_of_two(rank))), 0, 4, 1)
 
+    @remembered
     def latent_values(self, tokens: int, value: int, rank: int, splits: int) -> Product:
         """One head's values from ``splits`` parts of latents: ``m`` tokens, ``n`` values, ``k`` of the latent."""
         wide = max(16, power_of_two(value))

@@ -19,6 +19,7 @@ from evener.config.keys import Typed, split_command_line
 from evener.config.schema import Config
 from evener.config.seeds import environment_overrides
 from evener.errors import ConfigError
+from evener.launch import join_ranks
 
 _EPILOG = (
     "Every key=value may be written --key value too; a file of keys is given with --config FILE or CONFIG_NAME=FILE. "
@@ -27,11 +28,11 @@ _EPILOG = (
 
 
 class Command:
-    """One command's own options. Anything else on its command line is a model or a key."""
+    """One command's own options. Anything else on its command line is a model or a key, or what ``words`` calls it."""
 
-    def __init__(self, name: str, summary: str, takes_model: bool = True) -> None:
+    def __init__(self, name: str, summary: str, takes_model: bool = True, words: str = "") -> None:
         self.name = name
-        usage = f"evener {name} [options]" + (" MODEL [key=value ...]" if takes_model else "")
+        usage = f"evener {name} [options] {'MODEL [key=value ...]' if takes_model else words}".rstrip()
         self._parser = _Parser(
             prog=f"evener {name}", usage=usage, description=summary, epilog=_EPILOG if takes_model else None,
             allow_abbrev=False, add_help=False,
@@ -75,6 +76,17 @@ class Command:
             own.append(f"{word}={words.pop(0)}" if takes and words and word.startswith("--") else word)
         return self._parser.parse_args(own), rest
 
+    def parse_options(self, argv: Sequence[str]) -> argparse.Namespace:
+        """``parse`` for a command that takes nothing but its own options.
+
+        Raises:
+            ConfigError: as ``parse``, or there is something else.
+        """
+        arguments, words = self.parse(argv)
+        if words:
+            raise ConfigError(f"evener {self.name}: unexpected argument {words[0]!r}")
+        return arguments
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -88,7 +100,7 @@ def read_config(
 
     Args:
         environ: where ``CONFIG_NAME`` and ``WORLD_SIZE`` are read; default ``os.environ``.
-        ranks: the command starts an engine: see ``join_ranks``.
+        ranks: the command starts an engine: see ``evener.launch.join_ranks``.
 
     Raises:
         ConfigError: an unknown key, a value that cannot be used, no model, or another number of ranks than is used.
@@ -127,19 +139,3 @@ def build_config(typed: Typed, file: str | None = None) -> Config:
     for note in built.notes:
         print(f"warning: {note}", file=sys.stderr)
     return built.config
-
-
-def join_ranks(config: Config, environ: Mapping[str, str]) -> None:
-    """Of the ranks that ``torchrun`` has started, rank 0 goes on with its command; the others become its workers, and
-    this does not return.
-
-    Raises:
-        ConfigError: there are other numbers of ranks than the configuration uses.
-    """
-    from evener.distributed.launched import Launched
-
-    launched = Launched.of(environ)
-    if launched is not None and launched.joins(config.infer.tp_size * config.infer.pp_size):
-        from evener.engine.child import run_rank
-
-        run_rank(config, launched)

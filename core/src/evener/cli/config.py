@@ -9,6 +9,7 @@ from typing import Any
 from evener.cli.command import Command, read_config
 from evener.config.schema import key_specs
 from evener.errors import ConfigError
+from evener.key_spec import shown
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     device = DeviceFacts.of(loaded.open_device(), loaded.backend.name)
     resolved = resolve_config(config, model, device)
     if config.backend is None:
-        resolved = resolved.with_value("backend", loaded.backend.name, loaded.backend.reason)
+        resolved = resolved.with_value("backend", loaded.backend.name, loaded.selection.reason)
     print(json.dumps(resolved.to_json(), indent=2) if arguments.json else resolved.text())
     return 0
 
@@ -62,12 +63,6 @@ def keys() -> list[dict[str, Any]]:
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
-        default = "required" if row["required"] else f"default {_shown(row['default'])}"
+        default = "required" if row["required"] else f"default {shown(row['default'])}"
         lines.append(f"{row['key']}\n    {row['help']}\n    It takes {row['takes']}; {default}.")
     return "\n".join(lines)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "none" if value is None or value == () else str(value)

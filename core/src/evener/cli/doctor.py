@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 
 from evener.cli.command import Command
-from evener.errors import ConfigError
 
 
 def main(argv: list[str]) -> int:
@@ -16,21 +13,22 @@ def main(argv: list[str]) -> int:
     command.option("--backend", help="ask for this one, as a run would")
     command.option("--fresh", action="store_true", help="probe again instead of reading cached answers")
     command.option("--json", action="store_true", help="for programs")
-    arguments, words = command.parse(argv)
-    if words:
-        raise ConfigError(f"evener doctor: unexpected argument {words[0]!r}")
+    arguments = command.parse_options(argv)
     from evener.plugins import report
     from evener.plugins.choose import assess, requested_backend
     from evener.plugins.discover import discover
     from evener.plugins.probe import ProbeRun
+    from evener.resolution.tuning_files import tuning_lines
 
     catalog = discover()
     name, _ = requested_backend(arguments.backend)
-    with ProbeRun.start(catalog.backends, only=name, fresh=arguments.fresh) as probes:
-        assessed = assess(catalog, arguments.backend, probes=probes)
+    probes = ProbeRun.start(catalog.backends, only=name, fresh=arguments.fresh)
+    assessed = assess(catalog, arguments.backend, probes=probes)
+    chosen = assessed.selection.all_packages if assessed.selection else ()
+    tuning = list(tuning_lines([p.descriptor.tuning for p in chosen if p.descriptor.tuning]))
     if arguments.json:
-        print(json.dumps(report.to_json(assessed.report), indent=2))
+        print(json.dumps({**report.to_json(assessed.report), "tuning": tuning}, indent=2))
     else:
-        width = shutil.get_terminal_size((120, 24)).columns
-        print(report.render(assessed.report, width=width, color=sys.stdout.isatty()), end="")
-    return report.exit_code(assessed.report)
+        print(report.render(assessed.report), end="")
+        print("".join(f"{line}\n" for line in tuning), end="")
+    return 0 if assessed.report.ok else 1

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from evener.cli.command import Command, read_config
 from evener.config.schema import Config
-from evener.engine.search import Search
+from evener.errors import CheckpointError
+from evener.search import Search
 
 if TYPE_CHECKING:
     from evener.engine.assembly import Assembly
@@ -23,7 +24,7 @@ _WEIGHTS_OF = {"auto": "read from its files", "dummy": "random numbers"}
 
 
 def main(argv: list[str]) -> int:
-    """Print the explanation. 0 if the model fits, 1 if not; no weight is read."""
+    """Print the explanation. 0 if the model fits and its weights are its own, 1 if not; of files headers are read."""
     command = Command("explain", "Show what a run of a model would use here, op by op, its memory, and why.")
     command.option("--json", action="store_true", help="for programs")
     # A look is no run: ranks that somebody started do not matter.
@@ -31,20 +32,21 @@ def main(argv: list[str]) -> int:
     found = explain(config)
     width = shutil.get_terminal_size((120, 24)).columns
     print(json.dumps(found, indent=2) + "\n" if arguments.json else render(found, width), end="")
-    return 0 if found["memory"]["problem"] is None else 1
+    return 0 if found["memory"]["problem"] is None and found["model"]["problem"] is None else 1
 
 
 def explain(config: Config) -> dict[str, Any]:
     """What a run of ``config`` would use, as plain data. A folder without weight files is explained as it is described.
 
     Raises:
-        EvenerError: as starting the engine would; that the model does not fit is part of the answer.
+        EvenerError: as starting the engine would; that the model does not fit, or that its weights have other names or
+            shapes, is part of the answer.
     """
     search = Search(config.backend)
     from evener.distributed.planned import Planned
+    from evener.distributed.world import Ranks, World
     from evener.engine.assembly import assemble, capture_offer
     from evener.engine.provision import outline
-    from evener.engine.world import Ranks, World
 
     described = config.load == "auto" and not _has_weights(Path(config.model))
     infer = config.infer
@@ -53,6 +55,7 @@ def explain(config: Config) -> dict[str, Any]:
     )
     a = assemble(dataclasses.replace(config, load="dummy") if described else config, search, ranks=ranks)
     resolved, plan = outline(a)
+    largest = resolved.step_tokens, resolved.max_seq_len
     manifest = a.resolver.manifest.to_json()
     refused = {row["provider"]: row for row in manifest["ops"] if row["op"] == "attention"}
     offer, graphs = capture_offer(a)
@@ -61,17 +64,20 @@ def explain(config: Config) -> dict[str, Any]:
         "model": {
             "path": config.model, "architecture": a.checkpoint.architecture, "dtype": resolved.dtype,
             "weights": "described by config.json alone" if described else _WEIGHTS_OF[config.load],
+            "problem": _misfit(a),
         },
         "backend": {
-            "name": backend.name, "version": backend.version, "reason": backend.reason, "device": a.device.name,
+            "name": backend.name, "version": backend.version, "reason": a.loaded.selection.reason,
+            "device": a.device.name,
         },
         "state": list(_state(a, refused)),
         "ops": [row for row in manifest["ops"] if row["op"] != "attention"],
+        "attention": [row for row in manifest["ops"] if row["op"] == "attention"],
         "packings": manifest["packings"],
         "dequantized": manifest["dequantized"],
         "communicator": _communicator(a),
         "graphs": {"package": None if offer is None else offer.package, "reason": graphs},
-        "memory": {**plan.to_json(), "lines": plan.lines()},
+        "memory": {**plan.to_json(), "lines": [*plan.lines(), *_scratch(a, *largest)]},
         "fallbacks": manifest["fallbacks"],
         "notes": manifest["notes"],
         "config": resolved.to_json(),
@@ -80,6 +86,18 @@ def explain(config: Config) -> dict[str, Any]:
 
 def _has_weights(path: Path) -> bool:
     return not path.is_dir() or any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+
+
+def _misfit(a: Assembly) -> str | None:
+    """Which tensors are missing, left over or misshapen, by the files' headers; None if none, or if none is read."""
+    from evener.loading.match import beside, check_match
+
+    try:
+        if a.headers:
+            check_match(a.build.weights, a.headers, a.scheme, where=str(a.checkpoint.path), **beside(a.build, a.others))
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _state(a: Assembly, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -93,6 +111,14 @@ def _state(a: Assembly, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "block_size": size, "layer_bytes_per_block": group.provider.bytes_per_block(group.spec, size),
             "graph": group.provider.graph, "refused": rows[provider]["refused"],
         }  # fmt: skip
+
+
+def _scratch(a: Assembly, step: int, longest: int) -> list[str]:
+    """Who asks for the largest scratch inside the workspace, where anybody does: at a step of so many tokens, of
+    sequences of at most so many."""
+    asked = [(g.provider.workspace(g.spec, g.attention, step, longest), g.provider.name) for g in a.geometry.groups]
+    nbytes, who = max((a.resolver.workspace, a.resolver.largest), *asked)
+    return [f"of the workspace {nbytes / (1 << 20):.1f} MiB are scratch of {who}"] if nbytes else []
 
 
 def _communicator(a: Assembly) -> dict[str, Any]:
@@ -116,7 +142,7 @@ def render(found: dict[str, Any], width: int) -> str:
         table.add_column(column, overflow="fold")
     for row in found["ops"]:
         reasons = "\n".join(f"{each['provider']}: {each['reason']}" for each in row["refused"])
-        provider = f"{row['provider']} {row['version']}"
+        provider = "\n".join(filter(None, (f"{row['provider']} {row['version']}", row.get("why"))))
         table.add_row(*map(Text, (row["op"], ", ".join(row["tokens"]), str(row["sites"]), provider, reasons)))
     console.print(table)
     console.print("\n".join(_tail(found)))
@@ -151,3 +177,5 @@ def _tail(found: dict[str, Any]) -> Iterator[str]:
     yield "memory:"
     yield from (f"  {line}" for line in found["memory"]["lines"])
     yield found["memory"]["problem"] or "it fits"
+    if found["model"]["problem"]:
+        yield f"but {found['model']['problem']}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
@@ -21,20 +20,19 @@ if TYPE_CHECKING:
 Main = Callable[[list[str]], int]
 
 
-@dataclass(frozen=True)
-class _Builtin:
-    module: str
-    summary: str
-
-
-_BUILTIN: Mapping[str, _Builtin] = {
-    "run": _Builtin("evener.cli.run", "answer one prompt and stop"),
-    "explain": _Builtin("evener.cli.explain", "show what a run would use, op by op, and its memory"),
-    "config": _Builtin("evener.cli.config", "show what every option resolves to, and why"),
-    "plugins": _Builtin("evener.cli.plugins", "list installed packages"),
-    "doctor": _Builtin("evener.cli.doctor", "show how the backend is chosen, step by step"),
-    "models": _Builtin("evener.cli.models", "list the architectures that can be run"),
-    "version": _Builtin("evener.cli.version", "show versions"),
+#: Commands of the core's own: module and summary.
+_BUILTIN: Mapping[str, tuple[str, str]] = {
+    "run": ("evener.cli.run", "answer one prompt and stop"),
+    "explain": ("evener.cli.explain", "show what a run would use, op by op, and its memory"),
+    "tune": ("evener.cli.tune", "time what could serve a model's call sites, into a file that runs read"),
+    "config": ("evener.cli.config", "show what every option resolves to, and why"),
+    "why-not": ("evener.cli.why_not", "say what became of a backend, package, op, kernel or scheme, and why"),
+    "plugins": ("evener.cli.plugins", "list installed packages"),
+    "doctor": ("evener.cli.doctor", "show how the backend is chosen, step by step"),
+    "models": ("evener.cli.models", "list the architectures that can be run"),
+    "new": ("evener.cli.new", "write a package to start from: new backend NAME, new model NAME"),
+    "conformance": ("evener.testing.conformance.command", "check whether a backend keeps the contracts"),
+    "version": ("evener.cli.version", "show versions"),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
 #: Commands that a package of ours brings, and what to type when it is not installed.
@@ -92,7 +90,7 @@ def find(name: str) -> Main:
         DescriptorError: the package that announces it does not deliver it.
     """
     if name in _BUILTIN:
-        return cast(Main, import_module(_BUILTIN[name].module).main)
+        return cast(Main, import_module(_BUILTIN[name][0]).main)
     found = installed_commands()
     if name in found:
         loaded = found[name].load()
@@ -137,11 +135,11 @@ def installed_commands() -> Mapping[str, Target]:
 
 def help_text() -> str:
     """What ``evener --help`` prints."""
-    rows = [(name, builtin.summary) for name, builtin in _BUILTIN.items()]
+    rows = [(name, summary) for name, (_, summary) in _BUILTIN.items()]
     found = installed_commands()
     rows += [(name, summary if name in found else f"{summary} ({how})") for name, (summary, how) in _OPTIONAL.items()]
     rows += [(name, f"from {found[name].distribution}") for name in sorted(found) if name not in _OPTIONAL]
-    lines = [f"  {name:<10} {summary}" for name, summary in rows]
+    lines = [f"  {name:<11} {summary}" for name, summary in rows]
     head = (
         "usage: evener COMMAND [options]\n\nServe and run language models on whatever hardware is here.\n\ncommands:\n"
     )

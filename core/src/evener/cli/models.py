@@ -7,7 +7,7 @@ from typing import Any
 
 from evener.cli.command import Command
 from evener.contracts.architecture import Architecture
-from evener.errors import ConfigError, EvenerError
+from evener.errors import EvenerError
 from evener.layers.builder import Builder
 from evener.plugins.target import Target
 
@@ -20,14 +20,11 @@ def main(argv: list[str]) -> int:
         "models", "List the architectures that can be run, by the name that a checkpoint asks for.", False
     )
     command.option("--json", action="store_true", help="for programs")
-    arguments, words = command.parse(argv)
-    if words:
-        raise ConfigError(f"evener models: unexpected argument {words[0]!r}")
+    arguments = command.parse_options(argv)
     from evener.plugins.catalog import targets
     from evener.plugins.discover import discover
 
-    found = sorted(targets(discover().packages, "architecture"), key=lambda target: target.name)
-    rows = [_row(target) for target in found]
+    rows = [_row(target) for _, target in sorted(targets(discover().packages, "architecture").items())]
     if arguments.json:
         print(json.dumps(rows, indent=2))
     elif not rows:

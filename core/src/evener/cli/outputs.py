@@ -19,7 +19,8 @@ class Outputs:
     """One run's folder; it is made here.
 
     ``config.yaml`` has the keys that were set, for ``--config``; ``resolved.json`` every key with its value and reason;
-    ``run.log`` what was logged, unless ``log.file`` says elsewhere; ``result.json`` the answer and its figures.
+    ``manifest.json`` who computed each op and why the others did not; ``run.log`` what was logged, unless ``log.file``
+    says elsewhere; ``result.json`` the answer and its figures.
 
     Args:
         parent: the folder of all runs.

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 
 from evener.cli.command import Command
-from evener.errors import ConfigError
 
 
 def main(argv: list[str]) -> int:
     """Print the list. 0 also when a package is broken: ``evener doctor`` judges."""
     command = Command("plugins", "List installed packages; nothing of them but their descriptors is imported.", False)
     command.option("--json", action="store_true", help="for programs")
-    arguments, words = command.parse(argv)
-    if words:
-        raise ConfigError(f"evener plugins: unexpected argument {words[0]!r}")
+    arguments = command.parse_options(argv)
     from evener.plugins import report, trace
     from evener.plugins.discover import discover
 
@@ -25,6 +20,5 @@ def main(argv: list[str]) -> int:
         table = report.to_json(listed)
         print(json.dumps({key: table[key] for key in ("candidates", "warnings")}, indent=2))
     else:
-        width = shutil.get_terminal_size((120, 24)).columns
-        print(report.render(listed, steps=False, width=width, color=sys.stdout.isatty()), end="")
+        print(report.render(listed, steps=False), end="")
     return 0

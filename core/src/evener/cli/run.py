@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
     if outputs is not None:
         log.info("%s", answer.line())
         outputs.write("resolved.json", answer.resolved)
+        outputs.write("manifest.json", answer.manifest)
         outputs.write("result.json", answer.to_json() | {"model": config.model, "sampling": dataclasses.asdict(params)})
         print(f"left in {outputs.folder}", file=sys.stderr)
     if arguments.json:
@@ -71,6 +72,7 @@ class _Answer:
     tokens: int = 0
     finish_reason: str | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
 
     def rate(self) -> float | None:
         """Tokens a second after the first; None for fewer than two tokens."""
@@ -167,6 +169,7 @@ async def _answer(config: Config, arguments: argparse.Namespace, params: Samplin
             params = dataclasses.replace(params, detokenize=False)
         answer = _Answer(str(llm.info["backend"]), str(llm.info["backend_reason"]))
         answer.resolved = cast("dict[str, Any]", llm.info.get("config", {}))
+        answer.manifest = cast("dict[str, Any]", llm.info.get("manifest", {}))
         async with await _submit(llm, config, arguments, params, chats) as stream:
             answer.prompt_tokens = len(stream.prompt_token_ids)
             await _read(stream, answer, show=not arguments.json)

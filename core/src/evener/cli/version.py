@@ -6,16 +6,13 @@ import json
 import platform
 
 from evener.cli.command import Command
-from evener.errors import ConfigError
 
 
 def main(argv: list[str]) -> int:
     """Print the versions."""
     command = Command("version", "Show versions of evener, its packages, Python and torch.", False)
     command.option("--json", action="store_true", help="for programs")
-    arguments, words = command.parse(argv)
-    if words:
-        raise ConfigError(f"evener version: unexpected argument {words[0]!r}")
+    arguments = command.parse_options(argv)
     found = versions()
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -4,7 +4,6 @@
 module                noun
 ====================  ========================================================================
 ``schema``            ``Config`` and its sections: every key with its default and help
-``spec``              what one key takes; parsing and checking values
 ``keys``              keys as they are typed; unknown keys
 ``seeds``             old spellings
 ``packages``          keys that installed packages add

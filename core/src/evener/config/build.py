@@ -11,9 +11,9 @@ from evener.config.checkpoint import read_model_facts
 from evener.config.keys import Override, flatten, spec_of
 from evener.config.packages import Packages
 from evener.config.schema import SECTIONS, Config, key_specs
-from evener.config.seeds import as_text, check_family, rewrite
-from evener.config.spec import check, parse
+from evener.config.seeds import check_family, rewrite
 from evener.errors import ConfigError
+from evener.key_spec import parse, read, shown
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def normalize(overrides: Iterable[Override], packages: Packages) -> Normalized:
     done: list[Override] = []
     notes = list(rewritten.notes)
     for override in rewritten.overrides:
-        claim = packages.alias(override.key, as_text(override.value)) if _may_be_claimed(override) else None
+        claim = packages.alias(override.key, shown(override.value)) if _may_be_claimed(override) else None
         if claim is not None:
             new_key, new_value, package = claim
             notes.append(f"{override.shown} means {new_key}={new_value} here: package {package!r} claims it")
@@ -79,18 +79,15 @@ def construct(flat: Mapping[str, Any], packages: Packages, claimed: Iterable[str
     options: dict[str, dict[str, Any]] = {}
     for given, raw in flat.items():
         key, spec = spec_of(Override(given, raw, f"{given}={raw}"), packages)
-        value = parse(key, spec, raw)
         section, _, name = key.rpartition(".")
         if not section:
-            top[name] = value
+            top[name] = parse(key, spec, raw)
         elif section in sections:
-            sections[section][name] = value
+            sections[section][name] = parse(key, spec, raw)
         elif section == "ops":
-            check(key, spec, value)
-            ops[name] = value
+            ops[name] = read(key, spec, raw)
         else:
-            check(key, spec, value)
-            options.setdefault(section, {})[name] = value
+            options.setdefault(section, {})[name] = read(key, spec, raw)
     if not top.get("model"):
         raise ConfigError(
             "no model is given: name its folder first, as in `evener serve /path/to/model`, or model=/path/to/model"

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: What files call the longest sequence; one with two of them says how far it goes beyond what it was trained on.
+_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "model_max_length")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -17,6 +20,7 @@ class ModelFacts:
         architectures: class names that it asks for.
         dtype: the type its weights were saved in, torch's name; None if the file does not say.
         max_positions: the longest sequence that it was made for; None if the file does not say.
+        trained_positions: the longest that it was trained on, if the file says that besides.
     """
 
     path: str
@@ -24,6 +28,7 @@ class ModelFacts:
     architectures: tuple[str, ...] = ()
     dtype: str | None = None
     max_positions: int | None = None
+    trained_positions: int | None = None
 
 
 def read_model_facts(model: str) -> ModelFacts:
@@ -42,13 +47,14 @@ def facts_of(model: str, table: Mapping[str, Any]) -> ModelFacts:
     inner = table.get("text_config")
     layers = [table, inner] if isinstance(inner, dict) else [table]
     dtype = _first(layers, "dtype", "torch_dtype")
-    positions = _first(layers, "max_position_embeddings")
+    lengths = sorted(n for n in (_first(layers, name) for name in _LENGTHS) if type(n) is int)
     return ModelFacts(
         path=model,
         model_type=str(_first(layers, "model_type") or ""),
         architectures=tuple(table.get("architectures") or ()),
         dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
-        max_positions=positions if isinstance(positions, int) else None,
+        max_positions=lengths[-1] if lengths else None,
+        trained_positions=lengths[0] if lengths and lengths[0] < lengths[-1] else None,
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from evener.config.packages import Packages
 from evener.config.schema import key_specs
-from evener.config.spec import KeySpec
 from evener.errors import ConfigError, UnknownNameError
+from evener.key_spec import KeySpec
 
 # No "/" in a key, so a path with "=" in it is not taken for one.
 _ASSIGNMENT = re.compile(r"(\+{0,2})(\w[\w.-]*)=(.*)", re.DOTALL)
@@ -62,16 +62,16 @@ class Typed:
     overrides: tuple[Override, ...]
 
 
-def split_command_line(argv: Sequence[str], bool_flags: Collection[str] | None = None) -> Typed:
+def split_command_line(argv: Sequence[str]) -> Typed:
     """Split ``argv`` into positionals and overrides.
 
-    A bare ``--flag`` means true where the key is a switch, and takes the next word otherwise. ``bool_flags``: keys
-    that are switches, beside the fixed ones (an option of a package needs ``--package.switch=true``).
+    A bare ``--flag`` means true where the key is a switch of the core's, and takes the next word otherwise (an option
+    of a package needs ``--package.switch=true``).
 
     Raises:
         ConfigError: a flag without its value, or a short option that does not exist.
     """
-    switches = {key for key, spec in key_specs().items() if spec.kind == "bool"} | set(bool_flags or ())
+    switches = {key for key, spec in key_specs().items() if spec.kind == "bool"}
     positionals: list[str] = []
     overrides: list[Override] = []
     rest = list(argv)
@@ -132,5 +132,8 @@ def spec_of(override: Override, packages: Packages) -> tuple[str, KeySpec]:
     spelt = {key.replace("-", "_"): key for key in packages.options}
     found = spelt.get(override.key.replace("-", "_"))
     if found is None:
+        options = [d.options for d in packages.descriptors if d.name.replace("-", "_") == section.replace("-", "_")]
+        if options and not any(options):
+            raise ConfigError(f"{override.shown} cannot be set: {section} takes no options; leave it out")
         raise UnknownKeyError(override.shown, override.key, [*fixed, *packages.options])
     return found, packages.options[found]

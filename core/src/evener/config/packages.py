@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from evener.config.spec import KeySpec, Kind
 from evener.errors import ConfigError
+from evener.key_spec import KeySpec
 
 if TYPE_CHECKING:
-    from evener.contracts.descriptor import Descriptor, Option
+    from evener.contracts.descriptor import Descriptor
 
 #: Call sites that are chosen like ops but served by state providers.
 STATE_OPS = ("attention",)
@@ -41,7 +41,7 @@ class Packages:
     def options(self) -> dict[str, KeySpec]:
         """``{"<package>.<option>": spec}``."""
         return {
-            f"{descriptor.name}.{name}": _spec(option)
+            f"{descriptor.name}.{name}": KeySpec.of_option(option)
             for descriptor in self.descriptors
             for name, option in descriptor.options.items()
         }
@@ -76,14 +76,3 @@ class Packages:
                 f"package {package!r} claims {text} for {target!r}, which is no key=value; report it to its author"
             )
         return new_key, new_value, package
-
-
-def _spec(option: Option) -> KeySpec:
-    kinds: dict[type, Kind] = {int: "int", float: "float", str: "str", bool: "bool"}
-    return KeySpec(
-        help=option.help,
-        kind=kinds[option.type],
-        default=option.default,
-        none=option.default is None,
-        choices=option.choices,
-    )

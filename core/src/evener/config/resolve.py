@@ -16,6 +16,7 @@ from evener.config.checkpoint import ModelFacts
 from evener.config.host import usable_cores
 from evener.config.schema import Auto, Config, InferConfig, key_specs, to_flat
 from evener.errors import ConfigError
+from evener.key_spec import shown
 
 if TYPE_CHECKING:
     from evener.contracts.device import Device
@@ -117,7 +118,7 @@ class ResolvedConfig:
 
     def text(self) -> str:
         """The rows as aligned lines for a person."""
-        cells = [(key, _shown(value), reason) for key, value, reason in self.rows()]
+        cells = [(key, shown(value), reason) for key, value, reason in self.rows()]
         wide = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
         return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {reason}".rstrip() for key, value, reason in cells)
 
@@ -245,14 +246,16 @@ def _max_seq_len(asked: int | Auto, model: ModelFacts, device: DeviceFacts) -> t
         if positions is not None and asked > positions:
             raise ConfigError(
                 f"infer.max_seq_len={asked} is more than the {positions} positions that the checkpoint was made for "
-                f"(max_position_embeddings in its config.json); set at most {positions}"
+                f"(max_position_embeddings or the like in its config.json); set at most {positions}"
             )
         return asked, "as asked"
     if positions is None:
         raise ConfigError(f"{model.path}/config.json has no max_position_embeddings; set infer.max_seq_len=TOKENS")
-    cap = _pick(_MAX_SEQ_LEN, device)
-    if positions > cap:
+    cap, trained = _pick(_MAX_SEQ_LEN, device), model.trained_positions or positions
+    if trained > cap:
         return cap, f"the checkpoint allows {positions}; capped for memory, infer.max_seq_len={positions} takes all"
+    if trained < positions:
+        return trained, f"what the checkpoint was trained on; it allows {positions} with infer.max_seq_len={positions}"
     return positions, "max_position_embeddings of the checkpoint"
 
 
@@ -274,11 +277,3 @@ def _kv_memory(asked: int | float | Auto, device: DeviceFacts) -> tuple[int | No
         return None, "what is left after warm-up"
     share = int(0.4 * device.free)
     return (share, f"40 % of the {free}") if share < 4 * GIB else (4 * GIB, f"4 GiB, less than 40 % of the {free}")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)

@@ -6,9 +6,6 @@ A key is a field's dotted name: ``dtype``, ``infer.max_reqs``, ``serve.port``. `
 honour is an error when the object is built.
 """
 
-# ``option`` makes a dataclass field, which the linter takes for a call whose result all objects would share.
-# ruff: noqa: RUF009
-
 from __future__ import annotations
 
 import dataclasses
@@ -16,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from evener.config.spec import KeySpec, Kind, check
+from evener.key_spec import KeySpec, Kind, check
 
 Auto = Literal["auto"]
 
@@ -92,6 +89,12 @@ class InferConfig(Section):
     )  # fmt: skip
     use_cuda_graph: bool | Auto = option(
         "auto", "bool", "Capture steps and replay them, where the device can.", auto=True
+    )  # fmt: skip
+    tuning: str = option(
+        "auto", "path",
+        "Measured choices of kernels: a file of `evener tune`; auto: what the user's cache folder and packages hold "
+            "for such a device; off: none.",
+        auto=True
     )  # fmt: skip
     cache_type: str = option("auto", "str", "How state is kept: in pages.", choices=("auto", "paged"))
     mla_absorb: str = option(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from evener.config.keys import Override
 from evener.errors import ConfigError
+from evener.key_spec import shown
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def rewrite(overrides: Iterable[Override]) -> Rewritten:
     notes: list[str] = []
     claimed: list[str] = []
     numbers = {number: switch for switch, number in _PIPELINE.items()}
-    off = {o.key for o in given if o.key in _PIPELINE and as_text(o.value).lower() in _OFF}
+    off = {o.key for o in given if o.key in _PIPELINE and shown(o.value).lower() in _OFF}
     for override in given:
         if override.key in off and _PIPELINE[override.key] in explicit:
             continue  # the number says it
@@ -184,7 +184,7 @@ def _rewrite_key(override: Override, notes: list[str]) -> Override | None:
     rule = _rule(override.key)
     if rule is None:
         return override
-    text = as_text(override.value)
+    text = shown(override.value)
     if isinstance(rule, Gone) or (isinstance(rule, Dropped) and text.lower() not in rule.harmless):
         raise ConfigError(
             f"{override.shown}: {override.key} is an old spelling without an equivalent: {rule.reason}; leave it out"
@@ -214,15 +214,8 @@ def _rewrite_value(override: Override, notes: list[str]) -> Override:
     return override.to(override.key, new)
 
 
-def as_text(value: Any) -> str:
-    """A value as somebody would type it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "none" if value is None else str(value)
-
-
-def check_family(name: str, model: str, model_type: str, served: Iterable[str] = ()) -> None:
-    """Say whether ``models=NAME`` fits the checkpoint: its folder's or served name, or its family.
+def check_family(name: str, model: str, model_type: str) -> None:
+    """Say whether ``models=NAME`` fits the checkpoint: its folder's name, or its family.
 
     A family is the leading word and number of ``model_type`` (``name2``), found in NAME with any separator
     (``Name-2-7B``).
@@ -230,9 +223,7 @@ def check_family(name: str, model: str, model_type: str, served: Iterable[str] =
     Raises:
         ConfigError: NAME is of another family.
     """
-    plain = _plain(name)
-    folder = model.rstrip("/").rpartition("/")[2]
-    if plain in {_plain(folder), *map(_plain, served)}:
+    if _plain(name) == _plain(model.rstrip("/").rpartition("/")[2]):
         return
     match = re.match(r"([a-z]+)[-_]?(\d*)", model_type.lower())
     word, number = (match[1], match[2]) if match else (model_type.lower(), "")

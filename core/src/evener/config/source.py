@@ -23,7 +23,7 @@ def with_local_model(config: Config) -> Config:
     from evener.plugins.discover import discover
 
     sources = targets(discover().packages, "model source")
-    for source in sources:
+    for source in sources.values():
         path = source.load()(name, config.load != "dummy", config.options.get(source.package, {}))
         if path is not None:
             served = config.serve.served_model_name or name

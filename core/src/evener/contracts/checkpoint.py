@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where the bytes of a stored tensor lie, one after another: a file, and the offset of the first in it."""
+
+    file: Path
+    offset: int
 
 
 class ModelFiles(ABC):
@@ -98,6 +107,12 @@ class Checkpoint(ModelFiles):
         Raises:
             CheckpointError: there is none of that name, or the file cannot be read.
         """
+
+    def extent(self, name: str) -> Extent | None:
+        """(optional) Where the file has the tensor ``name`` as ``tensor`` gives it, for readers that go to the file
+        themselves. Default: None, nowhere."""
+        del name
+        return None
 
     def close(self) -> None:
         """(optional) Let go of the files. Tensors that were handed out stay valid."""

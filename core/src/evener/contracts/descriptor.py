@@ -67,6 +67,10 @@ class Descriptor:
         probe_timeout: (backends, optional) seconds that ``probe()`` may take, with the imports it needs.
         serves: (backends) tags that kernels, graphs and collectives may need, e.g. ``{"triton", "namespace:mychip"}``.
         needs: (kernels, graphs, collectives, plugins) tags of which the chosen backend must serve all.
+        evidence: (optional) how far it is verified, on what and when: the level (``L0`` imports and installs, ``L1``
+            calls match the vendor's signatures, ``L2`` its shape inference, ``L3`` whole engine on a simulated device,
+            ``L4`` kernels compiled for the target, ``L5`` silicon), a colon, and the words that ``evener doctor``
+            prints.
         options: schema of the package's own options; checked before anything is imported.
         aliases: (optional) spellings that the package claims, ``{"infer.attn_type=mychip": "ops.attention=mychip"}``.
         ops: (optional) names of ops for which ``evener_kernels`` delivers kernels.
@@ -78,6 +82,8 @@ class Descriptor:
         commands: (optional) ``{"name": "module:function"}``: CLI commands.
         request_plugins: (optional) ``{"name": "module:Class"}``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
+        tuning: (optional) dotted path of a folder with files that ``evener tune`` has written (``*.json``), part of the
+            package; they are looked at when the package was chosen.
         model_sources: (optional) who fetches models by name, ``{"name": "module:function"}``; the function takes
             the model's name, whether weights are needed, and the package's options, and gives a path or None.
     """
@@ -90,6 +96,7 @@ class Descriptor:
     probe_timeout: float = 20.0
     serves: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
+    evidence: str = ""
     options: Mapping[str, Option] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     ops: tuple[str, ...] = ()
@@ -102,3 +109,4 @@ class Descriptor:
     request_plugins: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
+    tuning: str | None = None

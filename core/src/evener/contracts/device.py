@@ -6,7 +6,9 @@ path that the device can serve; it never asks for a vendor.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +24,14 @@ class DeviceCapabilities:
     Attributes:
         dtypes: compute types with native kernels, by torch's name ("bfloat16").
         emulated: compute types that give right results slowly.
-        alignment: bytes to which the state pool's pages are aligned.
-        int64: kernels may take int64 tensors; otherwise indices are int32.
-        host_lengths: attention wants sequence lengths on the host too.
+        alignment: bytes to which core aligns the addresses of the state pool's pages and of a step's arrays
+            (``StateStep``, positions, token ids). Views that a layer cuts out of its activations, and columns of
+            sampling parameters, begin anywhere and have strides: a kernel that cannot read those copies them.
+        int64: kernels may take int64 tensors; otherwise what core hands to kernels and state providers is int32.
+        host_lengths: attention wants sequence lengths on the host too; they are the device's, not an upper bound (the
+            engine gives them to everybody, so far).
         graphs: a step can be captured and replayed.
-        max_captures: how many captures may live at once; None is no limit.
+        max_captures: how many captures may live at once; None is no limit. A step is two.
         graph_update: replays need a parameter update (``Replay.update``) before each run.
         host_memory: tensors live in host memory (the CPU): no copies are needed to read them.
         variant: the chip or instruction set, e.g. "avx512_bf16"; kernels may match it.
@@ -87,12 +92,14 @@ class Device(ABC):
         index: its number in the backend's namespace.
         torch_device: where torch puts its tensors.
         capabilities: see ``DeviceCapabilities``.
+        simulated: (optional) it stands in for hardware that is not here; what runs on it is evidence of level L3.
     """
 
     name: str
     index: int
     torch_device: torch.device
     capabilities: DeviceCapabilities
+    simulated: bool = False
 
     @abstractmethod
     def select(self) -> None:
@@ -104,7 +111,13 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryInfo:
-        """Bytes free and total, as this process may use them (a container's limit counts)."""
+        """Bytes free and total, as this process may use them (a container's limit counts).
+
+        Asked before weights are read, and once more after a warm-up step: the state pool gets of ``free`` what is there
+        then, so ``free`` must shrink by whatever is allocated meanwhile, through torch or not. Memory that torch keeps
+        for itself and would hand out again counts as free. Where it cannot tell (a device that plays in host memory)
+        users set ``infer.kv_memory``.
+        """
 
     @abstractmethod
     def readback(self, tensor: torch.Tensor) -> Readback:
@@ -119,14 +132,23 @@ class Device(ABC):
         host = torch.from_numpy(array)
         return host.clone() if self.torch_device.type == "cpu" else host.to(self.torch_device)
 
+    def locked(self, count: int, nbytes: int) -> Sequence[torch.Tensor]:
+        """(optional) ``count`` uint8 CPU tensors [nbytes] of page-locked memory: weights are copied from them while the
+        host reads the next, with ``new_event`` behind each copy. Default: none; weights are moved one after another, or
+        stay mapped where the device is the host."""
+        del count, nbytes
+        return ()
+
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """(optional) A large uint8 tensor [nbytes] of zeros, for the state pool. Default: ``torch.zeros``; on host
-        memory pages that nobody has touched yet, so that an unused pool costs nothing."""
+        """(optional) A large uint8 tensor [nbytes] of zeros at an address that ``alignment`` divides, for the state
+        pool; kernels and packings that want aligned memory of their own may ask for it, too, and view it. Default:
+        ``torch.zeros``; on host memory pages that nobody has touched yet, so that an unused pool costs nothing."""
         import numpy as np
         import torch
 
         if self.capabilities.host_memory:
-            return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
+            raw = np.zeros(nbytes + self.capabilities.alignment, dtype=np.uint8)
+            return torch.from_numpy(raw)[-raw.ctypes.data % self.capabilities.alignment :][:nbytes]
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def limit_threads(self, count: int) -> None:
@@ -148,6 +170,28 @@ class Device(ABC):
 
         torch.manual_seed(seed)
 
+    def measure(self, work: Callable[[], None]) -> float:
+        """(optional) Seconds that the device takes for what ``work`` submits, nothing being under way. Default: by the
+        host's clock, until all of it is done."""
+        self.synchronize()
+        began = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - began
+
+    def peak_memory(self, work: Callable[[], object]) -> int | None:
+        """(optional) Bytes of the device that ``work`` takes at its peak beyond what was allocated before, nothing else
+        being under way; the conformance kit compares them with the memory plan. Default: None, and ``work`` is not
+        run: the device does not count."""
+        del work
+        return None
+
+    def conditions(self) -> Mapping[str, str]:
+        """(optional) What measured times depend on beside the device's name and variant: ``{"driver": "580.95"}``,
+        threads, a compiler. Of a version, the first two numbers count. Default: nothing."""
+        return {}
+
     def host_fallbacks(self) -> int | None:
-        """(optional) How many ops have silently run on the host so far; None when the device cannot tell."""
+        """(optional) How many ops have silently run on the host since the device was opened; None when it cannot
+        tell."""
         return None

@@ -45,22 +45,3 @@ class ExpertStore(ABC):
     @abstractmethod
     def weights(self, name: str) -> PackedWeight:
         """The stacked weights [slots, out, in] of one projection ("gate_up", "down")."""
-
-
-class ResidentStore(ExpertStore):
-    """Every logical expert has one slot on this device."""
-
-    def __init__(self, weights: dict[str, PackedWeight], experts: int, device: torch.device) -> None:
-        import torch
-
-        self._weights = weights
-        self._map = ExpertMap(
-            torch.arange(experts, dtype=torch.int32, device=device)[:, None],
-            torch.ones(experts, dtype=torch.int32, device=device),
-        )
-
-    def map(self) -> ExpertMap:
-        return self._map
-
-    def weights(self, name: str) -> PackedWeight:
-        return self._weights[name]

@@ -11,7 +11,7 @@ Ops are functional. An input that the schema marks *donated* may be overwritten 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 #: A resolved op: takes the schema's inputs in order.
 OpFunction = Callable[..., Any]
+
+#: Settings of one way to run a kernel, plain data: ``{"rows": 32, "warps": 4}``.
+Variant = Mapping[str, int | str]
 
 
 @dataclass(frozen=True, order=True)
@@ -43,11 +46,17 @@ class OpCall:
 
     Attributes:
         op: the op's name.
-        static: sizes, dtypes, formats and flags that are fixed when the model is built.
+        static: sizes, dtypes, formats and flags that are fixed when the model is built. A weight among them is its
+            declaration, a ``LinearWeight`` of ``evener.layers.declared``: ``name``, ``parts`` (``WeightPart`` without
+            tensors), ``rows``, ``columns``, ``dtype``, ``out``, ``layout``. Nothing is loaded yet; its numbers come
+            with each call, as the input of that name.
         bucket: the token counts to serve; ``supports`` must hold for all of them.
         device: the device's capabilities.
-        layouts: for each weight input by name, the ``PackedWeight.layout`` that was chosen for it.
+        layouts: for each weight in ``OpSchema.weights`` by its name as a static parameter, the layout that was chosen
+            for it: one of the kernel's own ``packings`` if it lists any. The callable gets a ``PackedWeight`` whose
+            ``data`` is what that packing made.
         state_layout: for ops that touch state, the layout of the provider that owns it.
+        variant: given to ``Kernel.build``: which of its ``variants`` was measured to be fastest; empty: its own choice.
     """
 
     op: str
@@ -56,6 +65,7 @@ class OpCall:
     device: DeviceCapabilities
     layouts: Mapping[str, str] = field(default_factory=dict)
     state_layout: str | None = None
+    variant: Variant = field(default_factory=dict)
 
 
 class Use(Protocol):
@@ -117,6 +127,7 @@ class OpCase:
 #: What the blocks of almost every model are like; see ``OpSchema.usual``.
 USUAL = {
     "norm": "rms", "qk_norm_over": "head", "gated": True, "parallel": False, "logit_scale": 1.0, "query_scale": False,
+    "pre_norm": True, "qk_norm_ranks": None,
 }  # fmt: skip
 
 
@@ -205,7 +216,23 @@ class Kernel(ABC):
     def build(self, call: OpCall) -> OpFunction:
         """The callable for this site and bucket. Called once, after ``supports`` returned None."""
 
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        """(optional) Other ways to run ``call`` than its own choice, for ``evener tune`` to time; a file of what was
+        measured may bring one of them back in ``call.variant``. Asked after ``supports`` returned None; all of them are
+        right. Default: none."""
+        del call
+        return ()
+
     def workspace(self, call: OpCall) -> int:
-        """(optional) Bytes of scratch memory it holds at the bucket's upper end. Default 0."""
+        """(optional) Bytes of the device that a call with ``call.bucket.high`` tokens takes at its peak beside its
+        inputs and results: copies of inputs, wide intermediates, partial sums. A result that a donated input has no
+        room for is counted by core. Default 0.
+
+        Asked before ``build``, with the variant that is built. The scratch is the call's: it is free again when the
+        call has returned (on a device with a queue: for whatever is submitted next). Call sites run one after another,
+        so the memory plan has room for the largest of all ``workspace`` and no more. Scratch that a kernel keeps from
+        call to call is safe only where all of the package's kernels share one buffer of the largest size; memory that
+        each built callable keeps for itself is in no plan.
+        """
         del call
         return 0

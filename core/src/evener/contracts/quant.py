@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+    from evener.contracts.checkpoint import Headers
+
 #: Bytes of one element of the dtypes that formats and state use.
 DTYPE_BYTES: dict[str, float] = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int4": 0.5,
@@ -167,12 +169,12 @@ class QuantScheme(ABC):
         """True if a checkpoint with this ``config.json`` is stored in this scheme."""
 
     @abstractmethod
-    def part(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightPart | None:
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
         """The part stored under weight ``name``, read from file headers ``{tensor: (dtype, shape)}``; None if there is
         none."""
 
     @abstractmethod
-    def tensors(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
+    def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         """``{role: checkpoint tensor name}`` of that part, e.g. ``{"weight": "….weight", "scale":
         "….weight_scale_inv"}``."""
 
@@ -187,3 +189,11 @@ class QuantScheme(ABC):
         Raises:
             CheckpointError: the cut falls inside a group; the message names the sizes that fit.
         """
+
+    def examples(self, name: str, seed: int) -> Iterable[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        """(optional) For the conformance kit: small checkpoints whose one linear weight is called ``name``, one for
+        each format that the scheme reads. Of each a ``config.json``, the headers, and the tensors by the headers'
+        names, as the checkpoint would give them; two groups or more along both axes, random by ``seed``.
+        Default: none, which the kit takes for a failure, as nobody can tell whether the scheme is right."""
+        del name, seed
+        return ()

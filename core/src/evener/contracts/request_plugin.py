@@ -26,7 +26,9 @@ class RequestPlugin(ABC):
 
         Args:
             request: ``prompt`` (text, a chat's after its template, or token ids), ``params`` (``SamplingParams``,
-                frozen: replace it) and ``kind`` ("chat" or "completion").
+                frozen: replace it), ``kind`` ("chat" or "completion") and ``media`` (a list of ``MediaItem`` that stand
+                for tokens; empty for most). Rows of your own: return token ids as ``prompt``, any ids where the rows
+                shall stand, and ``evener.contracts.media.make_item(position, rows)`` in ``media``.
 
         Raises:
             RequestError: the request is refused; the caller gets the message.

@@ -103,6 +103,8 @@ class AttentionSpec:
         parts: requests that add one token get metadata of their own (``StepParts``), because they are computed in
             another way than the rest.
         algorithm: "softmax", or the recurrence that ``advance`` computes (``gated_delta``).
+        slopes: (attention with linear biases, Press et al. 2022) for each of ``heads`` what a score loses per token by
+            which the key lies before the query, in float32 and after the soft cap; None is off.
     """
 
     heads: int
@@ -114,6 +116,7 @@ class AttentionSpec:
     top: int | None = None
     parts: bool = False
     algorithm: str = "softmax"
+    slopes: tuple[float, ...] | None = None
 
 
 class StateKind(ABC):
@@ -150,10 +153,13 @@ class StateKind(ABC):
 
 @dataclass(frozen=True)
 class StateStep:
-    """One step as a group sees it. Tensors live on the device and are valid during the step only.
+    """One step as a group sees it. Tensors live on the device, begin aligned (``DeviceCapabilities.alignment``; those
+    of a part of a step, see ``rows``, need not), and are valid during the step only. Integers are int32 where the
+    device takes no int64.
 
     Attributes:
-        tokens: tokens in the step (T); requests: rows (R). Padding rows have query length 0 … or write to block 0.
+        tokens: tokens in the step (T); requests: rows (R). A captured step is padded with requests of one token whose
+            slots lie in block 0, which is nobody's; what ``attend`` returns for them is not read.
         max_query: longest query of a request; max_kv: an upper bound of ``kv_lens``.
         query_start: int32 [R + 1], offsets into the tokens.
         kv_lens: int32 [R], tokens of state after this step's writes.
@@ -161,7 +167,8 @@ class StateStep:
         slot_mapping: int32 or int64 [T], ``block * block_size + offset`` where each token is written.
         block_table: int32 [R, C], block ids. Entries before the first live block may be stale (they name blocks of
             others) and must not be read.
-        host_query_lens, host_kv_lens: the same numbers on the host, in row order.
+        host_query_lens, host_kv_lens: the same numbers on the host, in row order. In a capture they are those of the
+            run that is captured, while sizes follow ``max_kv``; ``Replay.update`` gets those of each replay.
     """
 
     tokens: int
@@ -223,7 +230,8 @@ class StateProvider(ABC):
         layout: name of its layout; a fused kernel that writes state declares the same.
         kinds: the kinds it serves.
         priority: the highest that supports a group wins; the reference has -1000.
-        graph: how far its attention can be captured.
+        graph: how far its attention can be captured: "never"; "uniform_decode", steps in which every request adds as
+            many tokens; "any". The engine captures steps in which each request adds one.
         owns_memory: it allocates its own pool in ``bind`` and ignores ``storage``.
         batch_invariant: a request's result does not depend on its company.
     """
@@ -315,11 +323,11 @@ class StateProvider(ABC):
 
     @abstractmethod
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy blocks ``source`` to ``target`` (int64 [n] each) in one layer."""
+        """Copy blocks ``source`` to ``target`` (int32 [n] each) in one layer."""
 
     @abstractmethod
     def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Blocks (int64 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape] (or [n,
+        """Blocks (int32 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape] (or [n,
         *shape])."""
 
     @abstractmethod
@@ -327,6 +335,16 @@ class StateProvider(ABC):
         """The inverse of ``export_blocks``."""
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
-        """(optional) Bytes of scratch memory at the largest step. Default 0."""
+        """(optional) Bytes of the device that one layer's share of a step takes at its peak, its result and what it is
+        given aside: what ``prepare`` makes, and the scratch of ``write``, ``attend`` and the like. Default 0.
+
+        Asked once for each group before weights are read. The memory plan has room for the largest of the groups and of
+        all kernels (``Kernel.workspace``), because calls follow one another; what ``prepare`` makes lives until the
+        step's last layer, for all groups at once, and should be small.
+
+        Args:
+            max_tokens: tokens of the largest step (``infer.step_tokens``), over any number of requests.
+            max_kv: tokens of the longest request (``infer.max_seq_len``).
+        """
         del spec, attention, max_tokens, max_kv
         return 0

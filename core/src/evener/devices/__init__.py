@@ -1,1 +1,1 @@
-"""Ready-made parts of backends whose device has a namespace in torch; a backend brings the names."""
+"""Ready-made parts of backends: a device with a namespace in torch, and native code compiled on the machine."""

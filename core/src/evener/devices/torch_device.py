@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,11 +69,29 @@ class TorchDevice(Device):
         # Page-locked memory makes the copy asynchronous; torch keeps it until the copy is done.
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
+    def locked(self, count: int, nbytes: int) -> Sequence[torch.Tensor]:
+        return [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+
     def new_stream(self) -> Any:
         return self.module.Stream(self.index)
 
     def new_event(self) -> Any:
         return self.module.Event()
+
+    def measure(self, work: Callable[[], None]) -> float:
+        began, ended = (self.module.Event(enable_timing=True) for _ in range(2))
+        self.synchronize()
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+    def peak_memory(self, work: Callable[[], object]) -> int | None:
+        self.module.reset_peak_memory_stats(self.index)
+        before = self.module.memory_allocated(self.index)
+        work()
+        return int(self.module.max_memory_allocated(self.index)) - int(before)
 
     def seed(self, seed: int) -> None:
         self.module.manual_seed(seed)
@@ -93,21 +111,21 @@ class TorchGraphs(GraphCapture):
 
     Args:
         graph: makes an empty graph.
-        pool: the handle of a memory pool that all captures share.
+        pool: makes the handle of a memory pool, which all captures share until they are released.
     """
 
-    def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Any) -> None:
+    def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any]) -> None:
         self._device, self._graph, self._pool = device, graph, pool
-        self._stream: Any = None
+        self._stream = self._shared = None
         self._held: list[Any] = []
 
     def capture(self, segment: Callable[[], None]) -> Replay:
         module, graph = self._device.module, self._graph()
-        self._stream = self._stream or self._device.new_stream()
+        self._stream, self._shared = self._stream or self._device.new_stream(), self._shared or self._pool()
         self._device.synchronize()
         try:
             with module.stream(self._stream):
-                graph.capture_begin(pool=self._pool)
+                graph.capture_begin(pool=self._shared)
                 try:
                     segment()
                 finally:
@@ -120,4 +138,4 @@ class TorchGraphs(GraphCapture):
     def release(self) -> None:
         for graph in self._held:
             graph.reset()
-        self._held.clear()
+        self._held, self._shared = [], None  # torch takes no capture into a pool whose captures are all gone

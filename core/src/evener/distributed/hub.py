@@ -8,9 +8,8 @@ their own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import shutil
-import tempfile
 import threading
 
 import zmq
@@ -19,9 +18,13 @@ from zmq.utils.monitor import recv_monitor_message
 from evener.distributed.keys import Guard, Keys, show_keys
 from evener.distributed.pulse import Pulse, beat
 from evener.errors import EngineDeadError
+from evener.run_folder import RunFolder
 
+log = logging.getLogger("evener.engine")
 #: The message that ends a worker of another parent; one of our own ends with its pipe.
 END = b""
+#: Seconds that a process which closes its channel waits for zmq's threads.
+_PATIENCE = 10.0
 
 
 class Hub:
@@ -31,7 +34,7 @@ class Hub:
         host: the address of this machine's interface to the others; None keeps the channel on this machine.
 
     Attributes:
-        folder: for this run's own files; it goes with ``close``.
+        folder: for this run's own files.
         addresses: what a ``Link`` connects to, for messages and for beats.
         keys: what it shows there; None on one machine.
         pulse: who beats, by rank as text.
@@ -39,11 +42,11 @@ class Hub:
 
     def __init__(self, host: str | None = None) -> None:
         self._context = zmq.Context()
-        self.folder = tempfile.mkdtemp(prefix="evener-")
+        self.folder = RunFolder()
         self._guard = None if host is None else Guard(self._context)
         self.keys = None if self._guard is None else self._guard.keys
-        place = f"ipc://{self.folder}/{{}}" if host is None else f"tcp://{host}:*"
-        self._socket, beats = self._bind(place.format("ranks")), self._bind(place.format("beats"))
+        places = (self.folder.socket(name) if host is None else f"tcp://{host}:*" for name in ("ranks", "beats"))
+        self._socket, beats = map(self._bind, places)
         self.addresses = [str(socket.getsockopt_string(zmq.LAST_ENDPOINT)) for socket in (self._socket, beats)]
         self.pulse = Pulse(beats)
 
@@ -88,8 +91,21 @@ class Hub:
             self._socket.close()
             if self._guard is not None:
                 self._guard.close()
-            self._context.term()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            end_context(self._context)
+            self.folder.close()
+
+
+def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Call when its sockets are closed: waits for zmq's threads to let go of them, but not for ever, as zmq itself
+    does. A process that has said why it ends must end, whatever became of them while it was stopped or cut off."""
+    ending = threading.Thread(target=context.term, name="evener-end", daemon=True)
+    try:
+        ending.start()
+    except RuntimeError:
+        return  # the interpreter ends, takes no more threads, and takes zmq's along
+    ending.join(_PATIENCE)
+    if ending.is_alive():
+        log.warning("zmq did not let go of the control channel in %.0f s: this process ends without", _PATIENCE)
 
 
 def end_with_connection(socket: zmq.Socket[bytes], closing: threading.Event) -> None:
@@ -139,4 +155,4 @@ class Link:
         """Send what is queued and let go."""
         self._closing.set()
         self._socket.close(linger=2000)
-        self._context.term()
+        end_context(self._context)

@@ -87,8 +87,18 @@ class Launched:
         return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
 
     def publish(self, contact: Contact) -> None:
-        """On rank 0: tell the others."""
-        self._store().set(_NAME, msgspec.json.encode(contact).decode())
+        """On rank 0: tell the others.
+
+        Raises:
+            ConfigError: they were told before, and are workers of another engine or have ended with it.
+        """
+        store = self._store()
+        if store.check([_NAME]):
+            raise ConfigError(
+                "the ranks that torchrun has started work for one engine, and this process has had one: keep that, or "
+                "run a script for each"
+            )
+        store.set(_NAME, msgspec.json.encode(contact).decode())
 
     def find(self) -> Contact:
         """On the others: wait for rank 0, and learn how to reach the controller."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from typing import Any
 
@@ -22,10 +20,11 @@ import zmq
 
 from evener import errors
 from evener.config.schema import Config, to_flat
-from evener.distributed.hub import end_with_connection
+from evener.distributed.hub import end_context, end_with_connection
 from evener.distributed.pulse import Pulse, beat
 from evener.errors import EngineDeadError, EngineError
 from evener.logs import stderr_level
+from evener.run_folder import RunFolder
 
 #: Linux: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
@@ -55,7 +54,7 @@ class Process:
     Args:
         role: "worker" or "controller".
         name: what a person calls it.
-        orders: plain data for its ``read_orders``: among it ``folder``, which goes when this process is killed.
+        orders: plain data for its ``read_orders``.
         environment: variables for it, where they are not set.
     """
 
@@ -118,8 +117,8 @@ class Child:
 
     def __init__(self, role: str, config: Config, silence: float = 0) -> None:
         self.role, self._silence = role, silence
-        self._folder = tempfile.mkdtemp(prefix="evener-")
-        address = f"ipc://{self._folder}/{role}"
+        self._folder = RunFolder()
+        address = self._folder.socket(role)
         self._context = zmq.Context()
         # Two one-way sockets: sending and receiving may happen in two threads, and a zmq socket belongs to one.
         self._out, self._in = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
@@ -132,7 +131,7 @@ class Child:
         self._pulse = Pulse(beats)
         self._pulse.expect(role)
         try:
-            self._child = Process(role, role, config, {"address": address, "folder": self._folder})
+            self._child = Process(role, role, config, {"address": address})
         except BaseException:
             self._close_channel()
             raise
@@ -165,16 +164,15 @@ class Child:
             raise EngineDeadError(f"{how}; restart the server, and see its log for the reason")
 
     def send(self, data: bytes) -> None:
-        """Send one message.
+        """Send one message. What the child said before it went is still there for ``receive``.
 
         Raises:
-            EngineDeadError: the child is gone.
+            EngineDeadError: the child has not connected, or its connection is closed and it is gone or goes.
         """
         try:
             self._out.send(data, zmq.NOBLOCK)
         except zmq.Again:
-            self.check()
-            raise EngineError(f"the {self.role} process does not take messages any more") from None
+            raise EngineDeadError(f"the {self.role} process is not connected") from None
 
     def wait(self) -> None:
         """Wait until the child has ended by itself; one that falls silent is killed."""
@@ -199,15 +197,19 @@ class Child:
         self._pulse.close()
         self._in.close()
         self._out.close()
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        end_context(self._context)
+        self._folder.close()
 
 
 class Parent:
-    """A child's end of the channel."""
+    """A child's end of the channel.
 
-    def __init__(self, address: str) -> None:
-        beat(f"{address}.beats", os.path.basename(address))
+    Args:
+        limit: seconds without an answer to its beats after which this process ends; 0: never.
+    """
+
+    def __init__(self, address: str, limit: float) -> None:
+        beat(f"{address}.beats", os.path.basename(address), limit=limit)
         self._context = zmq.Context()
         self._in, self._out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         self._closing = threading.Event()
@@ -231,7 +233,7 @@ class Parent:
         self._closing.set()
         self._in.close(linger=0)
         self._out.close(linger=2000)
-        self._context.term()
+        end_context(self._context)
 
 
 def read_orders() -> dict[str, Any]:
@@ -240,7 +242,7 @@ def read_orders() -> dict[str, Any]:
     if orders["bound"]:
         # Unlike the thread below, the kernel also ends a process that is stopped.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_with_parent, args=(orders["folder"],), name="evener-watch", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="evener-watch", daemon=True).start()
     return orders
 
 
@@ -255,9 +257,7 @@ def _read_line() -> bytes:
     return line
 
 
-def _end_with_parent(folder: str) -> None:
+def _end_with_parent() -> None:
     while os.read(0, 1 << 16):
         pass
-    # A parent that was killed could not do it.
-    shutil.rmtree(folder, ignore_errors=True)
     os._exit(3)

@@ -1,13 +1,14 @@
 """Signs of life: every child beats once a second, and its parent knows who has gone quiet.
 
 A process that was stopped, swapped out for ever or cut off keeps its process id and its sockets; only its silence
-tells. Beats come from a thread of their own, so that a long step is no silence. A child on another machine has no pipe
-to its parent: it listens for the answers to its beats, and ends when there are none.
+tells. Beats come from a thread of their own, so that a long step is no silence. A parent that is stopped, or a machine
+that is gone, closes no pipe: a child listens for the answers to its beats, too, and ends when there are none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ import zmq
 
 from evener.distributed.keys import Keys, show_keys
 
+log = logging.getLogger("evener.engine")
 #: Seconds between beats, and the gap in a thread's own time after which it was itself stopped and nobody is to blame.
 _EVERY, _ASLEEP = 1.0, 3.0
 #: Seconds that a child may take to its first beat, beyond the limit of silence: it starts an interpreter.
@@ -55,9 +57,11 @@ class Pulse:
                     self._heard[name] += now - last
             last = now
             if came:
-                child, word = self._socket.recv_multipart()
-                self._heard[child.decode()] = now
-                self._socket.send_multipart([child, word])
+                # Neither may block, or ``close`` would; a child that has gone meanwhile is told by its silence.
+                with contextlib.suppress(zmq.ZMQError):
+                    child, word = self._socket.recv_multipart(zmq.NOBLOCK)
+                    self._heard[child.decode()] = now
+                    self._socket.send_multipart([child, word], zmq.NOBLOCK)
         self._socket.close(linger=0)
 
 
@@ -88,4 +92,5 @@ def _beat(address: str, name: str, keys: Keys | None, limit: float) -> None:
             heard += now - last
         last = now
         if limit and now - heard > limit:
+            log.error("signs of life of %s were not answered for %.0f s: its process ends", name, now - heard)
             os._exit(3)

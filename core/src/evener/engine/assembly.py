@@ -15,10 +15,9 @@ from evener.contracts.device import Device
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
 from evener.distributed.default import communicators
+from evener.distributed.world import Place, Ranks
 from evener.engine.geometry import Geometry, plan_geometry
 from evener.engine.sampler import Sampler
-from evener.engine.search import Search
-from evener.engine.world import Place, Ranks
 from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
@@ -29,6 +28,9 @@ from evener.plugins.load import Loaded
 from evener.resolution.buckets import token_buckets
 from evener.resolution.footprint import Sizes
 from evener.resolution.resolver import Market, Offer, Resolver
+from evener.resolution.tuning import Bench
+from evener.resolution.tuning_files import read_tuned
+from evener.search import Search
 
 if TYPE_CHECKING:
     from evener.contracts.graph import GraphCapture
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Assembly:
     """A declared and resolved model on an opened device. ``headers`` are empty for random weights; ``others`` are the
-    other pipeline stages."""
+    other pipeline stages; ``media_rows``: how many rows of media the worker keeps."""
 
     config: ResolvedConfig
     loaded: Loaded
@@ -53,6 +55,7 @@ class Assembly:
     geometry: Geometry
     kinds: Mapping[str, StateKind]
     ranks: Ranks
+    media_rows: int
     others: Sequence[Builder] = ()
 
 
@@ -104,7 +107,9 @@ def assemble(
     build, model = declared[world.pp_rank]
     others = [other for other, _ in declared if other is not build]
     sampler = Sampler(build, model.vocab_size)
-    resolver = _resolver(resolved, loaded, device)
+    encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
+    media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
+    resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
     resolver.states([slot for each in (build, *others) for slot in each.slots])
     resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
     resolver.sites(build.sites)
@@ -115,21 +120,18 @@ def assemble(
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
-        ranks, others,
+        ranks, media_rows, others,
     )  # fmt: skip
 
 
 def capture_offer(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:
     """Who captures this model's decode steps, and a word on it; None with the reason why nobody does."""
     offer = a.loaded.graph_capture(a.device)
-    if a.ranks.pp is not None:
-        return None, "steps run eagerly: pipeline stages pass on what they compute"
+    if not a.device.capabilities.graphs:
+        return None, f"steps run eagerly: {a.device.name} claims no graphs (DeviceCapabilities.graphs)"
     if not a.config.use_cuda_graph or offer is None:
-        return None, "steps run eagerly: " + (
-            f"infer.use_cuda_graph=false, {a.config.reasons['infer.use_cuda_graph']}"
-            if offer is not None or not a.device.capabilities.graphs
-            else "no package captures steps of this device"
-        )
+        asked = f"infer.use_cuda_graph=false, {a.config.reasons['infer.use_cuda_graph']}"
+        return None, f"steps run eagerly: {asked if offer else 'no package captures steps of this device'}"
     eager = [g.provider.name for g in a.geometry.groups if g.provider.graph == "never"]
     eager += sorted({c.provider for c in a.resolver.manifest.choices if not c.capturable})
     if eager:
@@ -150,27 +152,35 @@ def _architecture(loaded: Loaded, checkpoint: Checkpoint) -> type[Architecture]:
     return cls
 
 
-def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device) -> Resolver:
+def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device, encoded: int) -> Resolver:
+    import torch
+
     from evener.ops.reference.linear import PLAIN
     from evener.ops.reference.state import ReferenceState
 
     infer = config.config.infer
+    kernels, states = _offers(loaded.kernels(device)), _offers(loaded.state_providers(device))
+    bench = Bench.of(device, {o.package: o.version for o in (*kernels, *states)}, str(torch.__version__))
+    folders = [p.descriptor.tuning for p in loaded.selection.all_packages if p.descriptor.tuning]
     market = Market(
         schemas={p.value.name: p.value for p in loaded.op_schemas()},
-        kernels=_offers(loaded.kernels(device)),
-        states=_offers(loaded.state_providers(device)),
+        kernels=kernels,
+        states=states,
         reference_state=ReferenceState(),
         reference_packing=PLAIN,
         device=device.capabilities,
-        buckets=token_buckets(max(config.step_tokens, config.max_reqs)),
+        buckets=token_buckets(max(config.step_tokens, config.max_reqs, encoded)),
         reference_ops="infer.op_impl=ref" if infer.op_impl == "ref" else "",
         reference_attention="infer.attn_type=ref" if infer.attn_type == "ref" else "",
         forced=config.config.ops,
         max_fallback=config.config.max_fallback,
         version=_core_version(),
-        sizes=Sizes(config.step_tokens, config.max_reqs),
+        sizes=Sizes(max(config.step_tokens, encoded), config.max_reqs),
+        tuned=read_tuned(infer.tuning, bench, folders),
     )
-    return Resolver(market)
+    resolver = Resolver(market)
+    resolver.manifest.notes += market.tuned.notes
+    return resolver
 
 
 def _offers(provided: tuple[Provided[Any], ...]) -> list[Offer]:

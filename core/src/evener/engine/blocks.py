@@ -109,10 +109,6 @@ class BlockPool:
         """The block that holds ``key``, or None. Nothing is held by it."""
         return self._by_key.get(key)
 
-    def is_free(self, block: int) -> bool:
-        """True if nobody holds the block."""
-        return self._references[block] == 0
-
     def hold(self, block: int) -> None:
         """Hold a block once more."""
         if self._references[block] == 0:

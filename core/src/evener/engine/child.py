@@ -16,13 +16,13 @@ from evener.config.schema import Config
 from evener.distributed.hub import END, Link
 from evener.distributed.launched import Contact, Launched
 from evener.distributed.process import Failed, Parent, read_orders
+from evener.distributed.world import Place
 from evener.engine.loop import run_controller
 from evener.engine.messages import FromController, ToController
 from evener.engine.plan import Plan
-from evener.engine.search import Search
-from evener.engine.world import Place
-from evener.errors import EngineError, EvenerError
+from evener.errors import EngineError, EvenerError, PluginError
 from evener.logs import set_up_logging
+from evener.search import Search
 
 if TYPE_CHECKING:
     from evener.engine.worker import PendingStep
@@ -92,6 +92,8 @@ def attempt(end: Link | Parent, role: Callable[[], None]) -> int:
     try:
         role()
     except EvenerError as error:
+        if isinstance(error, PluginError):  # its author is told no more than a line by whoever waits
+            log.exception("the process failed")
         end.send(_ENCODER.encode(Failed(type(error).__name__, str(error))))
         return 1
     except Exception as error:  # a defect, or another rank that has gone: whoever waits is told, and the log has it all
@@ -103,9 +105,10 @@ def attempt(end: Link | Parent, role: Callable[[], None]) -> int:
     return 0
 
 
-def run_rank(config: Config, launched: Launched) -> NoReturn:
+def run_rank(config: Config, launched: Launched, level: int) -> NoReturn:
     """In a rank above zero that ``torchrun`` has started: be a worker, until the controller ends it."""
-    set_up_logging(config.log, logging.INFO)
+    sys.stdout.flush()  # of the program that it was until now
+    set_up_logging(config.log, level)
     place = Place.of(launched, config.infer.tp_size, config.infer.pp_size)
     contact = launched.find()
     link = Link(contact.addresses, launched.rank, contact.keys, config.infer.silence_limit)
@@ -123,15 +126,18 @@ def main(argv: list[str]) -> int:
     config = from_overrides(flat.pop("model"), flat)
     set_up_logging(config.log, int(level))
     if role == "controller":
-        parent = Parent(orders["address"])
+        parent = Parent(orders["address"], config.infer.silence_limit)
         return attempt(parent, lambda: run_controller_process(config, parent))
     place = msgspec.convert(orders["place"], Place)
     contact = msgspec.convert(orders["contact"], Contact)
-    launched = Launched.of(os.environ) if contact.keys is not None else None
-    if launched is not None:
-        launched.publish(contact)
     link = Link(contact.addresses, place.world.rank, contact.keys)
-    return attempt(link, lambda: run_worker(config, link, place))
+
+    def work() -> None:
+        if contact.keys is not None and (launched := Launched.of(os.environ)) is not None:
+            launched.publish(contact)
+        run_worker(config, link, place)
+
+    return attempt(link, work)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,6 @@ class DeviceTables:
         self.ints = torch.zeros(slots, 3, dtype=torch.int32, device=where)
         self._biased: set[int] = set()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(t.nbytes for t in (self.tokens, self.floats, self.ints, *self.blocks))
-
     @cached_property
     def biases(self) -> list[torch.Tensor]:
         """What is added to the logits of single ids: ids int32, values float32, and the positions int32 until which

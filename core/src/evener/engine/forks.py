@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from evener.engine.request import Request
 from evener.engine.state import StateManager
+from evener.media.items import parted
 
 #: ``(group, source block, target block)``, as in ``Plan.copies``.
 Copies = list[tuple[int, int, int]]
@@ -22,7 +23,9 @@ def attach(request: Request, parent: Request | None, least: int) -> None:
     # The last token is the request's own to compute: what it samples comes from there.
     pairs = zip(request.tokens[:-1], parent.tokens, strict=False)
     shared = next((i for i, (own, other) in enumerate(pairs) if own != other), len(request.tokens) - 1)
-    shared = min(shared, len(parent.tokens))
+    shared = parted(request.message.media, parent.message.media, min(shared, len(parent.tokens)))
+    if parent.parent is not None and parent.shared >= shared:
+        parent = parent.parent  # copies of one plan are made at once: none may read what another writes
     if shared >= least and shared > parent.planned:
         request.parent, request.shared = parent, shared
         parent.pauses.add(shared)
@@ -38,9 +41,11 @@ def open_state(state: StateManager, request: Request) -> Copies | None:
         made = state.fork(parent.table, request.shared) if parent.finish is None else None
         if made is not None:
             request.table, copies = made
+            request.table.media = request.message.media
             request.planned = request.shared
             return copies
     request.table, request.planned = state.open(
-        request.tokens, request.message.cache_salt, alone=request.alone, reuse=not request.to_score
-    )
+        request.tokens, request.message.cache_salt, alone=request.alone, reuse=not request.to_score,
+        media=request.message.media,
+    )  # fmt: skip
     return None

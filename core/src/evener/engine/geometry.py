@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from evener.contracts.device import Device
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
-from evener.errors import ConfigError
+from evener.errors import ConfigError, ResolveError
 from evener.layers.declared import StateSlot
 
 if TYPE_CHECKING:
@@ -86,15 +86,15 @@ def plan_geometry(
 
     Raises:
         ConfigError: ``block_size`` is not offered by every provider, or the providers offer no common size.
+        ResolveError: a provider offers sizes that are not multiples of its smallest.
     """
     layers: dict[tuple[StateSpec, AttentionSpec], list[StateSlot]] = {}
     for slot in slots:
         layers.setdefault((slot.spec, slot.attention), []).append(slot)
-    most: dict[tuple[StateSpec, AttentionSpec], int] = {}
+    most = Counter[tuple[StateSpec, AttentionSpec]]()
     providers: dict[tuple[StateSpec, AttentionSpec], StateProvider | None] = {}
     for stage in stages or [slots]:
-        for key, count in Counter((slot.spec, slot.attention) for slot in stage).items():
-            most[key] = max(most.get(key, 0), count)
+        most |= Counter((slot.spec, slot.attention) for slot in stage)  # the larger of each two
         providers.update({(slot.spec, slot.attention): slot.provider for slot in stage})
     layer_slots = _layer_slots(list(most.values()))
     groups: list[Group] = []
@@ -152,14 +152,16 @@ def _layer_slots(counts: Sequence[int]) -> int:
 
 def _block_size(groups: Sequence[Group], wanted: int | None) -> int:
     offers = [list(g.provider.block_sizes(g.spec)) for g in groups]
+    for group, offer in zip(groups, offers, strict=True):
+        if math.gcd(*offer) != min(offer, default=-1):
+            raise ResolveError(f"state provider {group.provider.name} offers blocks of {offer} tokens, which are no "
+                               "multiples of the smallest; set ops.attention=reference, tell its authors")  # fmt: skip
     common = [size for size in offers[0] if all(size in offer for offer in offers)] if offers else [16]
     names = ", ".join(sorted({g.provider.name for g in groups}))
-    if wanted is not None:
-        if wanted not in common:
-            raise ConfigError(f"infer.block_size={wanted} is not offered by {names}; they offer {sorted(common)}")
-        return wanted
+    if wanted not in (None, *common):
+        raise ConfigError(f"infer.block_size={wanted} is not offered by {names}; they offer {sorted(common)}")
     if not common:
         raise ConfigError(
             f"the state providers {names} offer no common block size; force one with ops.attention=<provider>"
         )
-    return common[0]
+    return common[0] if wanted is None else wanted

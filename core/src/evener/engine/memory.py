@@ -18,7 +18,7 @@ class MemoryPlan:
     Attributes:
         weights: what is held of them, second copies included; copies: those (a tied head that is packed differently).
         mapped: weights that stay pages of their files and do not count.
-        tables: position tables and the engine's rows of requests.
+        tables: position tables, the engine's rows of requests, and what encoders' rows may take.
         workspace: activations and scratch of the largest step.
         state: the state pool; blocks: its blocks, block_bytes: bytes of one.
         free: what the device had before anything was allocated.
@@ -53,9 +53,7 @@ class MemoryPlan:
             "free": self.free,
             "mapped from files": self.mapped,
         }
-        return [
-            f"{name:<24}{_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")
-        ]
+        return [f"{name:<24}{_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -73,7 +71,7 @@ class Demand:
 
     Attributes:
         weights: as estimated from headers and packings.
-        rows: bytes of the engine's device tables; workspace: bytes of the largest step's scratch.
+        rows: bytes of the engine's device tables and of encoders' rows; workspace: bytes of the largest step's scratch.
         block_bytes: bytes of one block over all layers.
         useful: blocks that all slots can hold at once; least: blocks that one request of ``max_seq_len`` needs.
     """

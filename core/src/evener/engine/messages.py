@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from evener.contracts.media import MediaItem
+
 FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
 #: Upper bounds, in seconds, of ``StatsReport.queued``; its last count has none.
 QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -52,7 +54,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
 
     ``max_tokens`` is already limited to the context. ``stop_token_ids`` ends with reason ``stop``; the token itself is
     reported. ``max_time`` seconds after the controller took it in, a request ends with reason ``timeout``.
-    ``cache_salt`` separates prefix caches (adapter, image hash, tenant). ``fork_of`` names a request that was sent
+    ``cache_salt`` separates prefix caches (adapter, tenant). ``media`` stand for some of the prompt's tokens, in their
+    order. ``fork_of`` names a request that was sent
     before and begins with the same tokens, at least a block of them: this one waits until they are computed and starts
     from that state; if that request has ended or gone on, it makes no difference.
     """
@@ -66,6 +69,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     cache_salt: str = ""
     priority: int = 0
     fork_of: str = ""
+    media: list[MediaItem] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from evener.engine.messages import Sampling, TokenLogprobs
+from evener.media.items import StepMedia
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         penalized, biased: positions in ``samples`` with a penalty, and with a bias, on.
         scores: (row, first, count): so many of the row's tokens, from the ``first`` on, score the prompt token that
             follows them; ``top_scores``: the largest number of likeliest tokens wanted there.
+        media: what stands for tokens of the step, if anything does.
     """
 
     id: int
@@ -60,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     biased: list[int] = []
     scores: list[tuple[int, int, int]] = []
     top_scores: int = 0
+    media: StepMedia | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):

@@ -12,12 +12,12 @@ from evener.config.schema import Config
 from evener.distributed.hub import END, Hub
 from evener.distributed.launched import Contact, Launched
 from evener.distributed.process import Child, Failed, Process
+from evener.distributed.world import Place, World
 from evener.engine.client import EngineClient
 from evener.engine.executor import Executor
 from evener.engine.messages import Dead, FromController, Shutdown, ToController
 from evener.engine.plan import Plan, StepResult
 from evener.engine.worker_facts import WorkerFacts, agree
-from evener.engine.world import Place, World
 from evener.errors import EngineDeadError
 
 #: Seconds between looks at whether the workers still live, and those given to find the first cause of a failure. While
@@ -52,7 +52,7 @@ class ProcessExecutor(Executor):
         self._worlds = [World.of(rank, *sizes) for rank in range(sizes[0] * sizes[1])]
         self._hub = Hub(None if launched is None else launched.interface)
         self._children: dict[int, Process] = {}
-        meet = f"file://{self._hub.folder}/meet"
+        meet = f"file://{self._hub.folder.path}/meet"
         try:
             for world in self._worlds if launched is None else self._worlds[:1]:
                 place = Place(world, world.rank, world.size, meet) if launched is None else Place.of(launched, *sizes)
@@ -65,8 +65,7 @@ class ProcessExecutor(Executor):
 
     def _start(self, config: Config, place: Place) -> None:
         world, contact = place.world, Contact(self._hub.addresses, self._hub.keys)
-        told = {"contact": contact, "place": place}
-        orders = {"folder": self._hub.folder, **{name: msgspec.to_builtins(each) for name, each in told.items()}}
+        orders = {"contact": msgspec.to_builtins(contact), "place": msgspec.to_builtins(place)}
         self._hub.pulse.expect(str(world.rank))
         # The ranks of one machine meet without leaving it.
         alone = {"GLOO_SOCKET_IFNAME": "lo"} if world.size > 1 and contact.keys is None else {}
@@ -170,7 +169,9 @@ class ProcessClient(EngineClient):
         try:
             self._child.send(_ENCODER.encode(message))
         except EngineDeadError:
-            return  # ``receive`` says so, and ends what is open
+            if not self._started:
+                raise
+            # ``receive`` says so, and ends what is open
 
     def receive(self, timeout: float | None) -> list[FromController]:
         with self._receiving:

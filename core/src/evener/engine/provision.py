@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evener.config.resolve import ResolvedConfig
+from evener.contracts.quant import DTYPE_BYTES
 from evener.engine.assembly import Assembly
 from evener.engine.memory import Demand, MemoryPlan, plan_memory
 from evener.engine.state import StateManager
@@ -51,9 +52,10 @@ def _demand(a: Assembly, config: ResolvedConfig) -> Demand:
         mappable=a.device.capabilities.host_memory,
         copied=a.checkpoint.copied if a.headers else frozenset(),
     )
+    media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     return Demand(
         weights=weights,
-        rows=(config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 36 + 4 * columns * len(groups)),
+        rows=(config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 36 + 4 * columns * len(groups)) + media,
         workspace=scratch + a.resolver.activations,
         block_bytes=max(1, a.geometry.block_bytes),
         useful=config.max_reqs * least,

@@ -28,6 +28,7 @@ from evener.engine.messages import (
 from evener.engine.plan import Admission, Plan, StepResult, TableUpdate
 from evener.engine.request import Request
 from evener.engine.state import StateManager
+from evener.media.planner import MediaPlanner
 
 #: Orders waiting requests; the smallest goes first. Ties keep the order of arrival.
 Policy = Callable[[Request], tuple[int, ...]]
@@ -103,14 +104,16 @@ class Scheduler:
         step_tokens: token budget of a step.
         policy: order of waiting requests.
         batches: how plans are filled for pipeline stages.
+        media: says what stands for tokens, and when it is encoded.
     """
 
     def __init__(
         self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = first_come,
-        batches: MicroBatches | None = None,
+        batches: MicroBatches | None = None, media: MediaPlanner | None = None,
     ) -> None:  # fmt: skip
         self.state, self.step_tokens, self.policy = state, step_tokens, policy
         self.batches = batches or MicroBatches()
+        self.media = media or MediaPlanner(step_tokens, step_tokens)
         self.stats = Stats()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -156,7 +159,7 @@ class Scheduler:
                 f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.blocks - 1}; "
                 "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory"
             )
-        return None
+        return self.media.refusal(message)
 
     def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[FromController]:
         """End a request now (abort, stop string, failure). Unknown ids are ignored: it may just have finished."""
@@ -195,21 +198,22 @@ class Scheduler:
         preempted = False
         longest = [] if self.batches.stages == 1 else sorted(self.running, key=lambda request: request.last_plan)
         for request in longest or list(self.running):
-            if request.slot < 0 or not request.to_compute:
+            # One that runs alone has one plan in flight: with more it would hold more blocks than it was found to need.
+            if request.slot < 0 or not request.to_compute or (request.alone and self._in_flight):
                 continue
             if draft.budget == 0:
                 return False
-            if not self._fits(draft, request, request.to_compute == 1, early):
+            count = self.media.allow(request, min(request.to_compute, draft.budget))
+            if not count or not self._fits(draft, request, request.to_compute == 1, early):
                 continue
-            count = min(request.to_compute, draft.budget)
             while not self._plan_row(draft, request, count):
-                # A request with an unread token is read before it is preempted: wait for the plans in flight.
-                if self._in_flight:
-                    return False
                 planned = [row[0] for row in draft.rows]
                 victim = next(r for r in reversed(self.running) if r not in planned)
+                # What is in flight is read before it is preempted; until then it gets no row, so that it soon is.
+                if self._flies(victim):
+                    return False
                 # Blocks of several sizes may lie so that a request that fits does not: it starts over in an empty pool.
-                victim.alone = victim is self.running[0]
+                victim.alone = victim is self.running[0] and not self._in_flight
                 self._preempt(victim)
                 preempted = True
                 if victim is request:
@@ -228,8 +232,11 @@ class Scheduler:
                 return  # nothing has changed since it did not fit
             copies = open_state(self.state, request)
             request.slot = self._slots.pop()
-            if not self._plan_row(draft, request, min(request.to_compute, draft.budget), admit=True):
+            count = self.media.allow(request, min(request.to_compute, draft.budget))
+            if not count or not self._plan_row(draft, request, count, admit=True):
                 self._give_back(request)
+                if not count:
+                    return  # its media come in another step
                 if not (self.running or self._in_flight or request.alone):
                     request.alone = True
                     continue
@@ -267,9 +274,14 @@ class Scheduler:
             draft.updates.append(TableUpdate(request.slot, 0, [list(b) for b in request.table.blocks]))
         elif growth.blocks:
             draft.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
+        self.media.take(request, count)
         draft.rows.append((request, request.planned, count, request.planned + count == request.length))
         draft.budget -= count
         return True
+
+    def _flies(self, request: Request) -> bool:
+        """Whether a plan in flight names it."""
+        return bool(self._in_flight) and request.last_plan >= self._in_flight[0][0].id
 
     def _preempt(self, request: Request) -> None:
         """Give everything back; the request starts over with all its tokens known."""
@@ -283,6 +295,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         assert request.table is not None
         self.state.close(request.table)
+        self.media.release(request)
         self._slots.append(request.slot)
         request.table, request.slot, request.planned = None, -1, 0
 
@@ -311,6 +324,7 @@ class Scheduler:
             penalized=[i for i, s in enumerate(wanted) if s.penalized],
             biased=[i for i, s in enumerate(wanted) if s.bias],
             scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),
+            media=self.media.hand_out(draft.rows),
         )  # fmt: skip
         self._next_plan += 1
         self._in_flight.append((plan, draft.rows))
@@ -375,7 +389,7 @@ class Scheduler:
         else:
             self.running.remove(request)
             self._leaving.append(request)
-            if not self._in_flight or request.last_plan < self._in_flight[0][0].id:
+            if not self._flies(request):
                 self._release_leaving(request.last_plan)
         # Requests only fail here when the engine goes: elsewhere they may succeed.
         return Finished(id=request.id, reason=reason, error=error, status=503)

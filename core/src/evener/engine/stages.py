@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from evener.contracts.communicator import Communicator
+from evener.distributed.world import Ranks
 from evener.engine.device_tables import DeviceTables
 from evener.engine.plan import Plan
-from evener.engine.world import Ranks
 
 
 class Stages:
@@ -36,24 +36,30 @@ class Stages:
         self._sending: deque[Callable[[], bool]] = deque()
         self._owed: deque[tuple[frozenset[int], torch.Tensor, torch.Tensor]] = deque()
 
-    def take(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What the stage before has left of a step, as a layer takes it; None on the first."""
+    def room(self, tokens: int) -> torch.Tensor | None:
+        """Where a step's stream can arrive; None on the first stage."""
         if self.world.first_stage:
             return None
-        where = self._tables.tokens.device
-        stream = torch.empty(tokens, self._hidden, dtype=torch.float32, device=where)
-        stream = self._stream.receive(stream, self.world.pp_rank - 1)
-        return torch.zeros(tokens, self._hidden, dtype=self._dtype, device=where), stream
+        return torch.zeros(tokens, self._hidden, dtype=torch.float32, device=self._tables.tokens.device)
+
+    def take(self, room: torch.Tensor) -> torch.Tensor:
+        """Let what the stage before has left of a step arrive in ``room``."""
+        return self._stream.receive(room, self.world.pp_rank - 1)
+
+    def entry(self, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What has arrived, as a layer takes it."""
+        return torch.zeros_like(stream, dtype=self._dtype), stream
 
     def pass_on(self, stream: torch.Tensor, plan: Plan, parts: Mapping[str, torch.Tensor]) -> None:
-        """Send a step's stream to the next stage. The first notes which ids will come back."""
+        """Send a step's stream, which must not change any more, to the next stage. The first notes which ids will come
+        back."""
         self._post(self._stream, stream, self.world.pp_rank + 1)
         if self.world.first_stage and plan.samples:
             slots = frozenset(plan.slots[row] for row in plan.samples)
             self._owed.append((slots, parts["sample_slots"], parts["sample_positions"]))
 
     def give_ids(self, ids: torch.Tensor) -> None:
-        """On the last stage: send what was sampled."""
+        """On the last stage: send what was sampled, which must not change any more."""
         self._post(self._ids, ids.to(torch.int32), 0)
 
     def take_ids(self, plan: Plan) -> None:

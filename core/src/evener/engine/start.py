@@ -16,9 +16,10 @@ from evener.engine.controller import Controller
 from evener.engine.executor import Executor, InlineExecutor
 from evener.engine.messages import Ready
 from evener.engine.scheduler import MicroBatches, Scheduler
-from evener.engine.search import Search
 from evener.engine.state import StateManager
 from evener.engine.worker_facts import WorkerFacts
+from evener.media.planner import MediaPlanner
+from evener.search import Search
 
 
 def start_engine(config: Config, mode: Literal["inline", "thread", "process"]) -> EngineClient:
@@ -56,7 +57,8 @@ def control(config: Config, executor: Executor, facts: WorkerFacts) -> Controlle
     infer = config.infer
     prefill, decode = (None if n == "auto" else n for n in (infer.pp_prefill_reqs, infer.pp_decode_reqs))
     batches = MicroBatches(infer.pp_size, prefill, decode)
-    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches)
+    media = MediaPlanner(facts.media_rows, facts.step_tokens)
+    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media)
     return Controller(scheduler, executor, plans_in_flight(config))
 
 

@@ -14,16 +14,19 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from evener.contracts.media import MediaItem
 from evener.contracts.state import StateKind, StateSpec
 from evener.engine.blocks import BlockPool
 from evener.errors import UnknownNameError
+from evener.media.items import touched
 
 
 @dataclass
 class BlockTable:
     """One request's blocks: for each group a list of block ids, 0 where a block is dead or was never needed.
 
-    ``alone``: its state is neither found nor reused, because the pool must stay in one piece for it.
+    ``alone``: its state is neither found nor reused, because the pool must stay in one piece for it. ``media`` stand
+    for some of its tokens.
     """
 
     salt: bytes
@@ -32,6 +35,7 @@ class BlockTable:
     digests: list[bytes] = field(default_factory=list)
     named: int = 0
     alone: bool = False
+    media: Sequence[MediaItem] = ()
 
     def columns(self) -> int:
         """Blocks that the table covers."""
@@ -95,8 +99,9 @@ class StateManager:
         return kind.held(spec, first, -(-end // self.block_size), self.block_size)
 
     def open(
-        self, tokens: Sequence[int], salt: str, alone: bool = False, reuse: bool = True
-    ) -> tuple[BlockTable, int]:
+        self, tokens: Sequence[int], salt: str, alone: bool = False, reuse: bool = True,
+        media: Sequence[MediaItem] = (),
+    ) -> tuple[BlockTable, int]:  # fmt: skip
         """A table for a request whose known tokens are ``tokens``, with the longest cached prefix held in it; none
         without ``reuse``.
 
@@ -104,6 +109,7 @@ class StateManager:
         computed. ``alone``: without a prefix, and nobody's prefix is kept; nobody else may hold a block.
         """
         table = BlockTable(hashlib.sha256(salt.encode()).digest(), [[] for _ in self.specs], [0] * len(self.specs))
+        table.media = media
         if alone:
             table.alone = True
             self.pool.forget_all()
@@ -213,8 +219,10 @@ class StateManager:
         size = self.block_size
         for column in range(len(table.digests), columns):
             parent = table.digests[-1] if table.digests else table.salt
-            ids = array("i", tokens[column * size : (column + 1) * size]).tobytes()
-            table.digests.append(hashlib.sha256(parent + ids).digest())
+            first, end = column * size, (column + 1) * size
+            keys = [item.key for item in touched(table.media, first, end)]
+            key = b"".join([parent, array("i", tokens[first:end]).tobytes(), *keys])
+            table.digests.append(hashlib.sha256(key).digest())
 
 
 def longest_prefix(kind: StateKind, spec: StateSpec, cached: Sequence[bool], block_size: int) -> int:

@@ -63,6 +63,16 @@ class StepLayout(StepShape):
         }
 
     def upload(self, device: Device) -> dict[str, torch.Tensor]:
-        """The arrays on the device, as slices of one tensor."""
-        whole = device.upload(np.concatenate(list(self.arrays.values())))
-        return dict(zip(self.arrays, whole.split([len(p) for p in self.arrays.values()]), strict=True))
+        """The arrays on the device, as slices of one tensor, each aligned as the device wants it."""
+        alignment = device.capabilities.alignment
+        pieces: list[np.ndarray[Any, Any]] = []
+        for part in self.arrays.values():
+            pieces += [part, np.zeros(aligned(len(part), alignment) - len(part), dtype=np.int32)]
+        sent = device.upload(np.concatenate(pieces)).split([len(piece) for piece in pieces])
+        return dict(zip(self.arrays, sent[::2], strict=True))
+
+
+def aligned(count: int, alignment: int) -> int:
+    """The least number of int32 from ``count`` up after which an aligned address is followed by another."""
+    step = max(1, alignment // 4)
+    return -(-count // step) * step

@@ -9,6 +9,7 @@ from typing import Any
 
 from evener.config.resolve import ResolvedConfig
 from evener.config.schema import Config
+from evener.distributed.world import Place, Ranks
 from evener.engine.assembly import Assembly, assemble, capture_offer
 from evener.engine.device_tables import DeviceTables
 from evener.engine.graphs import DecodeGraphs
@@ -17,13 +18,14 @@ from evener.engine.messages import Sampling
 from evener.engine.plan import Admission, Plan, TableUpdate
 from evener.engine.provision import provision
 from evener.engine.runner import PendingStep, Runner
-from evener.engine.search import Search
 from evener.engine.stages import Stages
 from evener.engine.worker_facts import WorkerFacts
-from evener.engine.world import Place, Ranks
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
+from evener.loading.match import beside
+from evener.media.store import MediaStore
 from evener.resolution.buckets import ladder
+from evener.search import Search
 
 __all__ = ["PendingStep", "Worker", "WorkerFacts"]
 
@@ -55,7 +57,8 @@ class Worker:
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
         stages = None if a.ranks.pp is None else Stages(a.ranks, a.model.hidden_size, resolved.dtype, tables)
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages)
+        media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages, media)
         self._graphs: DecodeGraphs | None = None
         if resolved.kv_memory is None:
             resolved, plan = self._agree(a, resolved, self._measure(a, plan))
@@ -71,6 +74,7 @@ class Worker:
             max_reqs=resolved.max_reqs,
             max_seq_len=length,
             step_tokens=resolved.step_tokens,
+            media_rows=a.media_rows,
             info=self._info(a, plan, loaded, time.monotonic() - began),
         )
 
@@ -80,9 +84,17 @@ class Worker:
         return self._assembly
 
     def execute(self, plan: Plan) -> PendingStep:
-        """Submit one step."""
-        replayed = self._graphs.execute(plan) if self._graphs is not None else None
-        return replayed or self.runner.execute(plan)
+        """Submit one step.
+
+        Raises:
+            PluginError: a package's kernel or state provider raised something.
+        """
+        try:
+            replayed = self._graphs.execute(plan) if self._graphs is not None else None
+            return replayed or self.runner.execute(plan)
+        except Exception as error:
+            self._assembly.resolver.makers.blame(error)
+            raise
 
     def _agree(self, a: Assembly, config: ResolvedConfig, plan: MemoryPlan) -> tuple[ResolvedConfig, MemoryPlan]:
         """All ranks run the same plans: the shortest longest request and the smallest pool hold for each."""
@@ -109,9 +121,7 @@ class Worker:
         else:
             loaded = load_weights(
                 a.build.weights, a.checkpoint, a.scheme, a.resolver.packings_by_layout, where,
-                ignored=[pattern for each in (a.build, *a.others) for pattern in each.ignored],
-                ties={name: twin for each in (a.build, *a.others) for name, twin in each.ties.items()},
-                elsewhere=[weight for each in a.others for weight in each.weights],
+                through=a.device, **beside(a.build, a.others),
             )  # fmt: skip
         for group in a.build.groups:
             group.bind()
@@ -130,6 +140,8 @@ class Worker:
         """One step of so many tokens, over the null block: kernels are built and first-call costs are paid before the
         first request."""
         a = self._assembly
+        if self.runner.media is not None:
+            self.runner.media.warm_up()
         columns = -(-tokens // a.geometry.block_size)
         step = Plan(
             id=-1,
@@ -162,9 +174,12 @@ class Worker:
             "max_reqs": a.config.max_reqs,
             "max_model_len": a.config.max_seq_len,
             "vocab_size": a.model.vocab_size,
+            "hidden_size": a.model.hidden_size,
+            "media_rows": a.media_rows,
+            "encoders": sorted(a.model.encoders),
             "backend": b.name,
             "backend_version": b.version,
-            "backend_reason": b.reason,
+            "backend_reason": a.loaded.selection.reason,
             "device": a.device.name,
             "dtype": a.config.dtype,
             "memory": {**plan.to_json(), "measured_weights": loaded.counted, "measured_mapped": loaded.mapped},

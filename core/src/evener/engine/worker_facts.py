@@ -19,6 +19,7 @@ class WorkerFacts:
         cuts: for each group how many of its blocks a slab of the pool holds.
         blocks: slabs in the pool, the null one included; block_size: tokens a block.
         max_reqs, max_seq_len, step_tokens: as resolved.
+        media_rows: that it keeps of media.
         info: the run's manifest in brief.
     """
 
@@ -29,6 +30,7 @@ class WorkerFacts:
     max_reqs: int
     max_seq_len: int
     step_tokens: int
+    media_rows: int
     info: dict[str, Any]
 
     @property

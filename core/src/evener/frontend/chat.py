@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
+from evener.contracts.media import MediaPrompt
 from evener.errors import CheckpointError, RequestError, TemplateError
+from evener.frontend.images import Images
 from evener.frontend.render import Renderer
 from evener.frontend.tokenizer import Tokenizer
 
@@ -26,6 +29,7 @@ class Chat:
             none.
         special_tokens: variables for the template.
         renderer: renders them.
+        images: begins the images of a conversation; None: the model takes none.
     """
 
     def __init__(
@@ -33,24 +37,37 @@ class Chat:
         templates: dict[str, str],
         special_tokens: dict[str, str | list[str]] | None = None,
         renderer: Renderer | None = None,
+        images: Callable[[], Images] | None = None,
     ) -> None:
         self._templates, self._special_tokens = templates, dict(special_tokens or {})
-        self._renderer = renderer or Renderer()
+        self._renderer, self._images = renderer or Renderer(), images
 
     @classmethod
-    def of(cls, files: ModelFiles, tokenizer: Tokenizer | None) -> Chat:
+    def of(
+        cls, files: ModelFiles, tokenizer: Tokenizer | None, images: Callable[[], Images] | None = None
+    ) -> Chat:  # fmt: skip
         """Templates of a model: ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else
         ``chat_template.json``, else ``tokenizer_config.json`` (one, or a list of named ones).
 
         Raises:
             CheckpointError: a file is malformed.
         """
-        return cls(_find_templates(files), None if tokenizer is None else tokenizer.special_tokens)
+        return cls(_find_templates(files), None if tokenizer is None else tokenizer.special_tokens, images=images)
 
     @property
     def available(self) -> bool:
         """Whether the model has a chat template."""
         return bool(self._templates)
+
+    def prompt(self, messages: list[dict[str, Any]], **options: Any) -> str | MediaPrompt:
+        """What ``render`` gives of ``messages`` and ``options``, or its ids with what stands for the images in it.
+
+        Raises:
+            RequestError, TemplateError: as ``render``; the text marks images of its own.
+        """
+        images = self._images() if self._images is not None else None
+        text = self.render(messages, images=images, **options)
+        return text if images is None or not images.found else images.prompt(text)
 
     def render(
         self,
@@ -60,6 +77,7 @@ class Chat:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        images: Images | None = None,
     ) -> str:
         """The text of a conversation, special tokens spelt out: encode it with ``add_special_tokens=False``.
 
@@ -70,13 +88,14 @@ class Chat:
             add_generation_prompt: end with the beginning of the assistant's message.
             continue_final_message: end within the last message instead, for the model to go on.
             template_kwargs: further variables for the template (``enable_thinking=False``).
+            images: takes parts of contents that are images: ``{"type": "image", "image": …}``, Pillow's.
 
         Raises:
             RequestError: a message that cannot be used; ``param`` is its place.
             TemplateError: there is no template, or it refused the messages or took too long.
         """
         template = self._choose(bool(tools))
-        plain = normalize(messages, knows_developer="developer" in template)
+        plain = normalize(messages, knows_developer="developer" in template, images=images)
         if continue_final_message:
             add_generation_prompt = False
             if not isinstance(plain[-1].get("content"), str):
@@ -117,19 +136,20 @@ class Chat:
         return self._templates[_DEFAULT]
 
 
-def normalize(messages: object, knows_developer: bool = False) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content as a string, ``developer`` as ``system`` where the template does not
-    know it, tool arguments as objects, fields that are None left out (but ``content``).
+def normalize(messages: object, knows_developer: bool = False, images: Images | None = None) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content as a string, in which ``images`` are words, ``developer`` as
+    ``system`` where the template does not know it, tool arguments as objects, fields that are None left out (but
+    ``content``).
 
     Raises:
         RequestError: something that cannot be used; ``param`` is its place (``messages[2].content[0]``).
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list with at least one message", "messages")
-    return [_message(message, f"messages[{i}]", knows_developer) for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", knows_developer, images) for i, message in enumerate(messages)]
 
 
-def _message(message: object, place: str, knows_developer: bool) -> dict[str, Any]:
+def _message(message: object, place: str, knows_developer: bool, images: Images | None) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestError(f"{place} must be an object with role and content", place)
     role = message.get("role")
@@ -142,7 +162,7 @@ def _message(message: object, place: str, knows_developer: bool) -> dict[str, An
             )
     plain = {name: message[name] for name in FIELDS if message.get(name) is not None}
     plain["role"] = "system" if role == "developer" and not knows_developer else role
-    plain["content"] = _content(message.get("content"), f"{place}.content", optional="tool_calls" in plain)
+    plain["content"] = _content(message.get("content"), f"{place}.content", "tool_calls" in plain, images)
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{place}.tool_calls")
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
@@ -150,7 +170,7 @@ def _message(message: object, place: str, knows_developer: bool) -> dict[str, An
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _content(content: object, place: str, optional: bool) -> str | None:
+def _content(content: object, place: str, optional: bool, images: Images | None) -> str | None:
     if isinstance(content, str) or (content is None and optional):
         return content
     if not isinstance(content, list):
@@ -158,9 +178,13 @@ def _content(content: object, place: str, optional: bool) -> str | None:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image" and images is not None:
+            texts.append(images.add(part["image"]))
+            continue
         if kind != "text":
             raise RequestError(
-                f"{place}[{i}] is of type {kind!r}; this model takes parts of type 'text' only", f"{place}[{i}].type"
+                f"{place}[{i}] is of type {kind!r}; this model takes parts of type 'text' only", f"{place}[{i}].type",
+                "unsupported_parameter",
             )
         if not isinstance(part.get("text"), str):
             raise RequestError(f"{place}[{i}].text must be a string", f"{place}[{i}].text")

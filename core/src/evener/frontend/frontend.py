@@ -13,6 +13,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
+from evener.contracts.media import MediaPrompt
 from evener.engine.messages import (
     Abort,
     Dead,
@@ -28,6 +29,7 @@ from evener.engine.messages import (
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.detokenize import Detokenizer
+from evener.frontend.media import checked
 from evener.frontend.outputs import Delta
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
@@ -76,6 +78,7 @@ class Frontend:
         stop_with_eos: whether an EOS token ends requests that do not say.
         plugins: see every request and what comes back of it.
         rng: draws the seeds of requests that bring none.
+        hidden_size: of rows that stand for tokens; media_rows: that the engine takes at a time.
     """
 
     def __init__(
@@ -89,8 +92,11 @@ class Frontend:
         stop_with_eos: bool = True,
         plugins: RequestPlugins | None = None,
         rng: random.Random | None = None,
+        hidden_size: int = 0,
+        media_rows: int = 1,
     ) -> None:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self._hidden_size, self._media_rows = hidden_size, media_rows
         self.tokenizer, self.defaults = tokenizer, defaults or GenerationDefaults()
         self._default_max_tokens, self._stop_with_eos = default_max_tokens, stop_with_eos
         self.plugins = plugins or RequestPlugins()
@@ -108,18 +114,21 @@ class Frontend:
         return request_id in self._requests
 
     def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str, kind: Kind = "completion"
-    ) -> list[NewRequest]:
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, request_id: str,
+        kind: Kind = "completion",
+    ) -> list[NewRequest]:  # fmt: skip
         """Check a request and turn it into messages, one for each of its ``n`` samples, to be sent in order.
 
         A chat's prompt is the rendered template, whose special tokens are not added again. With ``n`` > 1 sample i
         has the id ``<request_id>-<i>`` and a seed of its own.
 
         Raises:
-            RequestError: empty prompt, an id outside the vocabulary, text without a tokenizer, an id that is in use.
+            RequestError: empty prompt, an id outside the vocabulary, text without a tokenizer, an id that is in use,
+                media that do not fit the prompt or the model.
             ContextLengthError: the prompt, or prompt + ``max_tokens``, does not fit.
         """
         ids = self.encode(prompt, params, kind)
+        media = checked(prompt, self._hidden_size, self._media_rows)
         max_tokens = self._max_tokens(len(ids), params, kind)
         names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._samples for name in names):
@@ -144,23 +153,27 @@ class Frontend:
                 NewRequest(
                     id=name, prompt=ids, max_tokens=max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
-                    fork_of=names[0] if index else "",
+                    fork_of=names[0] if index else "", media=media,
                 )
             )  # fmt: skip
         self._requests[request_id] = set(names)
         return messages
 
-    def encode(self, prompt: str | list[int], params: SamplingParams, kind: Kind = "completion") -> list[int]:
+    def encode(
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: Kind = "completion"
+    ) -> list[int]:
         """The prompt's ids, checked against vocabulary and context; nothing is submitted. Safe in another thread.
 
         Raises:
             RequestError, ContextLengthError: as ``submit``.
         """
         param = "messages" if kind == "chat" else "prompt"
+        prompt = prompt.ids if isinstance(prompt, MediaPrompt) else prompt
         if self.tokenizer is None and (isinstance(prompt, str) or params.detokenize):
             what = "the prompt is text" if isinstance(prompt, str) else "text was asked for"
             raise RequestError(
-                f"{what}, but the model folder has no tokenizer: give token ids and SamplingParams(detokenize=False)",
+                f"{what}, but the model folder has no tokenizer: give token ids (over HTTP as the prompt, in "
+                "Python with SamplingParams(detokenize=False)), or a folder that has one: tokenizer=FOLDER",
                 param if isinstance(prompt, str) else "detokenize",
             )
         if isinstance(prompt, str):
@@ -313,9 +326,7 @@ class Frontend:
             )
         return params.max_tokens
 
-    def _sampling(
-        self, params: SamplingParams, seed: int, bias: list[tuple[int, float, int]], index: int
-    ) -> Sampling:
+    def _sampling(self, params: SamplingParams, seed: int, bias: list[tuple[int, float, int]], index: int) -> Sampling:
         defaults = self.defaults
         repetition = params.repetition_penalty
         top_k = defaults.top_k if params.top_k is None else params.top_k

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from evener.contracts.media import MediaPrompt
 from evener.contracts.request_plugin import RequestPlugin
 from evener.errors import RequestError, RequestPluginError, UnknownNameError
 from evener.frontend.outputs import Delta, RequestOutput
@@ -24,9 +25,7 @@ class RequestPlugins:
         self._plugins = tuple(plugins)
 
     @classmethod
-    def load(
-        cls, names: Sequence[str], model_dir: Path, options: Mapping[str, Mapping[str, Any]]
-    ) -> RequestPlugins:
+    def load(cls, names: Sequence[str], model_dir: Path, options: Mapping[str, Mapping[str, Any]]) -> RequestPlugins:
         """Import and prepare the named plugins, in this order.
 
         Raises:
@@ -39,7 +38,7 @@ class RequestPlugins:
         from evener.plugins.catalog import targets
         from evener.plugins.discover import discover
 
-        known = {target.name: target for target in targets(discover().packages, "request plugin")}
+        known = targets(discover().packages, "request plugin")
         plugins = []
         for name in names:
             if name not in known:
@@ -53,18 +52,21 @@ class RequestPlugins:
         return bool(self._plugins)
 
     def before(
-        self, prompt: str | list[int], params: SamplingParams, kind: str
-    ) -> tuple[str | list[int], SamplingParams]:
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: str
+    ) -> tuple[str | list[int] | MediaPrompt, SamplingParams]:
         """The request as the plugins want it run.
 
         Raises:
             RequestError: a plugin refuses the request.
             RequestPluginError: a plugin failed.
         """
-        request: dict[str, Any] = {"prompt": prompt, "params": params, "kind": kind}
+        ids, media = (prompt.ids, list(prompt.media)) if isinstance(prompt, MediaPrompt) else (prompt, [])
+        request: dict[str, Any] = {"prompt": ids, "params": params, "kind": kind, "media": media}
         for name, plugin in self._plugins:
             request = _call(name, "preprocess", plugin.preprocess, request)
-        return request["prompt"], request["params"]
+        if not request.get("media"):
+            return request["prompt"], request["params"]
+        return MediaPrompt(request["prompt"], request["media"]), request["params"]
 
     def chunk(self, delta: Delta) -> Delta:
         """One streamed piece as the plugins want it shown.

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.frontend.chat import Chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
+from evener.frontend.images import Images
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_files
 
 if TYPE_CHECKING:
     from evener.config import Config
+    from evener.contracts.architecture import Architecture
+    from evener.contracts.checkpoint import ModelFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +64,9 @@ class FrontendSettings:
             CheckpointError: a tokenizer, template or generation file cannot be used.
         """
         model_dir = self.model_dir or Path(str(info["model"]))
-        files = open_files(model_dir)
-        tokenizer_files = files if self.tokenizer_dir is None else open_files(self.tokenizer_dir)
+        family = partial(_architecture, str(info.get("architecture")))
+        files = _texts(model_dir, family)
+        tokenizer_files = files if self.tokenizer_dir is None else _texts(self.tokenizer_dir, family)
         tokenizer = Tokenizer.of(tokenizer_files)
         frontend = Frontend(
             max_model_len=int(info["max_model_len"]),  # type: ignore[call-overload]
@@ -72,5 +77,25 @@ class FrontendSettings:
             stop_with_eos=self.stop_with_eos,
             plugins=RequestPlugins.load(self.plugins, model_dir, self.options),
             rng=None if self.seed is None else random.Random(self.seed),
+            hidden_size=int(info.get("hidden_size", 0)),  # type: ignore[call-overload]
+            media_rows=int(info.get("media_rows", 1)),  # type: ignore[call-overload]
         )
-        return frontend, Chat.of(tokenizer_files, tokenizer)
+        how = family().images(files.json("config.json")) if info.get("encoders") else None
+        images = None if how is None or tokenizer is None else partial(Images, how, tokenizer)
+        return frontend, Chat.of(tokenizer_files, tokenizer, images)
+
+
+def _texts(path: Path, family: Callable[[], type[Architecture]]) -> ModelFiles:
+    """A model's text files, with what its family's published code would add to files that ``Tokenizer`` cannot use."""
+    files = open_files(path)
+    left = files.text("tokenizer.json") is None and any(map(files.names, ("*.tiktoken", "tokenizer.model")))
+    return family().text_files(files) if left else files
+
+
+def _architecture(name: str) -> type[Architecture]:
+    """An architecture's class, for what it says of text and images; its model is not made."""
+    from evener.plugins.catalog import targets
+    from evener.plugins.discover import discover
+
+    architecture: type[Architecture] = targets(discover().packages, "architecture")[name].load()
+    return architecture

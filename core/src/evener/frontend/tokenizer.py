@@ -129,7 +129,6 @@ class Tokenizer:
         self._special_ids = vocabulary.special_ids()
         self._rule = vocabulary.byte_rule()
         self._bytes: dict[int, bytes] = {}
-        self._shown_bytes: dict[int, bytes] = {}
 
     @classmethod
     def of(cls, files: ModelFiles) -> Tokenizer | None:
@@ -165,11 +164,6 @@ class Tokenizer:
         token = self.special_tokens.get("eos_token")
         return self._vocabulary.id(token) if isinstance(token, str) else None
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that ``skip_special_tokens`` leaves out."""
-        return self._special_ids
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; ``add_special_tokens`` adds BOS and the like as ``tokenizer.json`` says. Special tokens
         that are spelt out in ``text`` become their ids either way."""
@@ -203,16 +197,8 @@ class Tokenizer:
             self._bytes[token_id] = found
         return found
 
-    def token_text(self, token_id: int) -> str:
-        """``token_bytes`` as text, U+FFFD where they are part of a character."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
     def _text_bytes(self, token_id: int) -> bytes:
-        found = self._shown_bytes.get(token_id)
-        if found is None:
-            found = b"" if token_id in self._special_ids else self.token_bytes(token_id)
-            self._shown_bytes[token_id] = found
-        return found
+        return b"" if token_id in self._special_ids else self.token_bytes(token_id)
 
 
 def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str | list[str]]:
@@ -267,6 +253,7 @@ def _through_transformers(model_dir: Path) -> Vocabulary:
     try:
         library = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # it raises whatever its converters raise
-        raise CheckpointError(f"{asked}, which cannot read them: {error}") from error
+        what = "save the tokenizer as tokenizer.json with its own code, and put that into the folder"
+        raise CheckpointError(f"{asked}, which cannot read them: {error}; {what}") from error
     backend = getattr(library, "backend_tokenizer", None)
     return SlowVocabulary(library) if backend is None else FastVocabulary(backend)

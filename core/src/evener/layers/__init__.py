@@ -4,15 +4,16 @@ Layers *declare*: weights by the checkpoint's names, call sites by op, state by 
 nothing themselves; a forward pass calls the plain functions that resolution put into their call sites.
 """
 
+from evener.layers.alibi import alibi_slopes
 from evener.layers.builder import Builder
 from evener.layers.causal_lm import CausalLM
 from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MLPConfig
 from evener.layers.embedding import Embedding, LMHead
 from evener.layers.experts import MoEConfig
 from evener.layers.latent import LatentConfig
-from evener.layers.rotary import RotaryConfig, TemperatureConfig
+from evener.layers.rotary import LogNConfig, RotaryConfig, TemperatureConfig
 
 __all__ = [
     "AttentionConfig", "Builder", "CausalLM", "DecoderLayer", "DecoderStack", "Embedding", "LMHead", "LatentConfig",
-    "MLPConfig", "MoEConfig", "RotaryConfig", "TemperatureConfig",
+    "LogNConfig", "MLPConfig", "MoEConfig", "RotaryConfig", "TemperatureConfig", "alibi_slopes",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from evener.layers.declared import (
     WeightGroup,
     held,
 )
+from evener.layers.settings import known_activation
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +114,12 @@ class Builder:
             )
         return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
+    def alone(self) -> Builder:
+        """The same, for layers that every rank holds whole."""
+        twin = copy(self)
+        twin.communicator = None
+        return twin
+
     @property
     def ranks(self) -> int:
         """How many ranks share each layer."""
@@ -185,13 +193,13 @@ class Builder:
         return weight
 
     def product(
-        self, name: str, rows: int, columns: int, sources: Mapping[str, tuple[Size, Size]],
+        self, name: str, rows: int, columns: int, sources: Mapping[str, tuple[Size, ...]],
         make: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     ) -> Weight:  # fmt: skip
         """A matrix [rows, columns] that ``make`` computes once from checkpoint tensors of these shapes, or from this
         rank's part of them."""
         slices = tuple(_slice(*sizes) for sizes in sources.values())
-        shapes = tuple((_whole(a), _whole(b)) for a, b in sources.values())
+        shapes = tuple(tuple(map(_whole, sizes)) for sizes in sources.values())
         weight = Weight(name, (rows, columns), self.dtype, tuple(sources), make=make, shapes=shapes, slices=slices)
         self.weights.append(weight)
         return weight
@@ -282,7 +290,13 @@ class Builder:
         return self._tables[key]
 
     def op(self, op: str, path: str, **static: Any) -> CallSite:
-        """A call site of ``op`` with these static parameters."""
+        """A call site of ``op`` with these static parameters.
+
+        Raises:
+            ArchitectureError: the activation is unknown; other parameters are the op's to judge.
+        """
+        if op in ("activate", "act_and_mul"):
+            known_activation(static["activation"], *(() if op == "activate" else ("clamped_swiglu",)))
         site = CallSite(path, op, static)
         self.sites.append(site)
         return site

@@ -113,3 +113,7 @@ class CausalLM(Architecture):
     def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         assert self.head is not None, "the last stage has the head"
         return self.head(hidden, step)
+
+    def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
+        assert self.head is not None, "the last stage has the head"
+        return self.head.greedy(hidden, step)

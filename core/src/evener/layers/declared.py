@@ -183,6 +183,10 @@ class CallSite:
     static: Mapping[str, Any]
     table: tuple[OpFunction, ...] = ()
 
+    def at(self, rows: int) -> OpFunction:
+        """The callable for so many rows, where they are not the step's; buckets end at powers of two."""
+        return self.table[min(max(0, rows - 1).bit_length(), len(self.table) - 1)]
+
 
 @dataclass(eq=False)
 class WeightGroup:

@@ -14,7 +14,8 @@ from evener.layers.builder import Builder
 from evener.layers.declared import CallSite, Size, Span, Table, Weight, WeightGroup, joined
 from evener.layers.experts import MoEConfig
 from evener.layers.norms import declare_norm, norm_common, norm_weight, unit_norm
-from evener.layers.rotary import RotaryConfig, TemperatureConfig
+from evener.layers.rotary import LogNConfig, RotaryConfig, TemperatureConfig
+from evener.layers.settings import known_activation
 from evener.ops.composites import AttentionWeights, MLPWeights
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ class AttentionConfig:
             None if they have no weights. Turning whole heads changes no root mean square, so they may come after.
         softcap: soft cap on scores, or None.
         sinks: whether each head has a logit that joins its softmax (``sinks``).
+        slopes: what a score of each head loses per token of distance (``alibi_slopes``), or None.
         temperature: factors on queries by position, or None.
         at: prefix of its tensors; qkv: names of its projections, one if they are stored as one; o: of the output's.
         post_norm: name of a norm after the output projection, or None.
-        norm: name of the norm before.
+        norm: name of the norm before, or None.
     """
 
     heads: int
@@ -57,12 +59,13 @@ class AttentionConfig:
     qk_norms: tuple[str, str] | None = ("q_norm", "k_norm")
     softcap: float | None = None
     sinks: bool = False
-    temperature: TemperatureConfig | None = None
+    slopes: tuple[float, ...] | None = None
+    temperature: TemperatureConfig | LogNConfig | None = None
     at: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     o: str = "o_proj"
     post_norm: str | None = None
-    norm: str = "input_layernorm"
+    norm: str | None = "input_layernorm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ class MLPConfig:
         at: prefix of its tensors; rise: names of gate and up, one if they are stored as one or there is no gate; fall:
             of the projection down.
         parallel: it reads the stream that attention reads, instead of the one that attention has added to.
-        post_norm: name of a norm after it, or None; norm: of the one before.
+        post_norm: name of a norm after it, or None; norm: of the one before, or None.
     """
 
     inner: int
@@ -89,7 +92,7 @@ class MLPConfig:
     fall: str = "down_proj"
     parallel: bool = False
     post_norm: str | None = None
-    norm: str = "post_attention_layernorm"
+    norm: str | None = "post_attention_layernorm"
 
     def declare(self, build: Builder, prefix: str, common: Mapping[str, Any]) -> tuple[WeightGroup, dict[str, Any]]:
         """The MLP of layer ``prefix``; ``common``: hidden, dtype and norms."""
@@ -106,8 +109,9 @@ class MLPConfig:
             post_norm=norm_weight(build, prefix, self.post_norm, hidden, common),
         )  # fmt: skip
         static = {
-            **common, "inner": inner.size, "activation": self.activation, "gate_up": gate_up, "down": down,
-            "post_norm": self.post_norm is not None, "gated": self.gated, "communicator": build.communicator,
+            **common, "inner": inner.size, "activation": known_activation(self.activation), "gated": self.gated,
+            "gate_up": gate_up, "down": down, "communicator": build.communicator, "pre_norm": self.norm is not None,
+            "post_norm": self.post_norm is not None,
         }  # fmt: skip
         return weights, static
 
@@ -174,7 +178,10 @@ class DecoderLayer:
         tensors = tuple(StateTensor(name, (kv_heads.size, a.head_dim), build.dtype) for name in ("key", "value"))
         kind = "chunk" if a.chunk else "window" if a.window else "full"
         scale = a.head_dim**-0.5 if a.scale is None else a.scale
-        reads = AttentionSpec(heads.size, a.head_dim, scale, a.softcap, a.sinks, build.dtype)
+        if a.slopes is not None and len(a.slopes) != a.heads:
+            raise ArchitectureError(f"{at}: {len(a.slopes)} slopes for {a.heads} heads; give one for each")
+        slopes = a.slopes and a.slopes[heads.start : heads.stop]
+        reads = AttentionSpec(heads.size, a.head_dim, scale, a.softcap, a.sinks, build.dtype, slopes=slopes)
         self.slot = build.state(at, StateSpec(kind, tensors, window=a.chunk or a.window), reads)
         weights = build.group(
             AttentionWeights, norm=self._norm_weight(a.norm, self._hidden), qkv=qkv, o=o,
@@ -191,8 +198,9 @@ class DecoderLayer:
             **self._common, "heads": heads.size, "kv_heads": kv_heads.size, "head_dim": a.head_dim,
             "value_dim": a.head_dim, "rotary_dim": a.rotary.dim, "interleaved": a.rotary.interleaved,
             "qk_norm": a.qk_norm, "qk_norm_over": a.qk_norm_over, "state": self.slot, "qkv": qkv, "o": o,
+            "qk_norm_ranks": build.communicator if a.qk_norm and a.qk_norm_over == "all" else None,
             "post_norm": a.post_norm is not None, "query_scale": a.temperature is not None,
-            "communicator": build.communicator,
+            "communicator": build.communicator, "pre_norm": a.norm is not None,
         }  # fmt: skip
         return weights, static
 
@@ -203,10 +211,12 @@ class DecoderLayer:
         name = f"{self._prefix}.{a.at}.{a.qk_norms[index]}"
         if a.qk_norm_over == "head":
             return declare_norm(build, name, a.head_dim, self._common)
+        if a.qk_norm_over not in ("all", "each"):
+            raise ArchitectureError(f'{name}: qk_norm_over is {a.qk_norm_over!r}; it is "head", "each" or "all"')
         if a.qk_norm_over == "all":
-            if heads.size != heads.whole:
-                raise build.misfit(f"{name} normalises all heads together, which one rank must have", [1])
-            return declare_norm(build, name, a.head_dim * heads.whole, self._common)
+            if build.ranks > 1 and self._common["norm"] != "rms":
+                raise build.misfit(f"{name} is a layer norm of all heads together, which one rank must have", [1])
+            return declare_norm(build, name, heads * a.head_dim, self._common)
         if "{}" not in name:
             return build.weight(f"{name}.weight", heads, a.head_dim, dummy="ones")
         every = [f"{name.format(head)}.weight" for head in range(heads.whole)]

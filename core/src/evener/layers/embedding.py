@@ -33,8 +33,10 @@ class Embedding:
             self.site = build.op("vocab_embedding", name, **place, **static)
 
     def __call__(self, step: Step) -> torch.Tensor:
-        """[T, hidden] for ``step.token_ids``."""
-        return self.site.table[step.bucket](step.token_ids, self.weight.value)  # type: ignore[no-any-return]
+        """[T, hidden] for ``step.token_ids``, and for what stands in place of some."""
+        rows: torch.Tensor = self.site.table[step.bucket](step.token_ids, self.weight.value)
+        # As the engine's tables are written: every device's torch copies rows. Captured steps have none of these.
+        return rows if step.overlay is None else rows.index_copy(0, *step.overlay)
 
 
 class LMHead:
@@ -60,12 +62,19 @@ class LMHead:
         self.weight = build.linear(name, {name: rows}, common["hidden"], out="float32", unit_rows=unit_rows)
         self.bias = build.weight(bias, rows, dummy="zeros") if bias else None
         static = {k: common[k] for k in ("hidden", "dtype", "eps", "offset", "norm")}
-        self.site = build.op(
-            "head", name, **static, vocab=vocab, weight=self.weight, logit_scale=scale, cap=cap,
-            communicator=build.communicator,
-        )  # fmt: skip
+        static |= {"vocab": vocab, "weight": self.weight, "logit_scale": scale, "cap": cap}
+        self.site = build.op("head", name, **static, communicator=build.communicator)
+        shared = build.communicator is not None
+        self.best = build.op("vocab_greedy", name, **static, communicator=build.communicator) if shared else None
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """Logits float32 [R, vocab] of the stream's rows, float32 [R, hidden]."""
         norm, bias = (None if w is None else w.value for w in (self.norm, self.bias))
         return self.site.table[step.bucket](hidden, norm, self.weight.value, bias)  # type: ignore[no-any-return]
+
+    def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """Ids int32 [R] of the largest logits, which ranks find in their own rows; None on one rank."""
+        if self.best is None:
+            return None
+        norm, bias = (None if w is None else w.value for w in (self.norm, self.bias))
+        return self.best.table[step.bucket](hidden, norm, self.weight.value, bias)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight, Table, WeightGroup, joined
 from evener.layers.norms import norm_weight
+from evener.layers.settings import known_activation
 from evener.ops.expert_composites import MoEWeights
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class MoEConfig:
         )  # fmt: skip
         names = ("experts", "top", "scoring", "groups", "top_groups", "group_best", "renormalize", "scale",
                  "activation", "alpha", "limit", "weigh_input")  # fmt: skip
+        known_activation(self.activation, "clamped_swiglu")
         static = {**common, **{name: getattr(self, name) for name in names}, **linears, "inner": inner.size}
         shared = linears["shared_down"]
         static["shared_inner"] = 0 if shared is None else shared.columns

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.quant import DTYPE_BYTES
 from evener.layers.builder import Builder
-from evener.layers.declared import Table, Weight
+from evener.layers.declared import Size, Table, Weight, held
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +24,15 @@ def norm_weight(build: Builder, prefix: str, name: str | None, size: int, common
 
 
 def declare_norm(
-    build: Builder, name: str, size: int, common: Mapping[str, Any], dtype: str | None = None
+    build: Builder, name: str, size: Size, common: Mapping[str, Any], dtype: str | None = None
 ) -> Weight | None:
-    """The weight of norm ``name``, for a biased layer norm with the bias behind it; None for a bare one."""
+    """The weight of norm ``name``, for a biased layer norm with the bias behind it; None for a bare one. Of a Span this
+    rank holds its part."""
     kind, sources = common["norm"], [f"{name}.weight"]
     if kind == "bare_layer":
         return None
     if kind == "biased_layer":
-        sources, size = [*sources, f"{name}.bias"], 2 * size
+        sources, size = [*sources, f"{name}.bias"], 2 * held(size)
     dummy, dtype = "zeros" if common["offset"] else "ones", dtype or (None if kind == "rms" else "float32")
     return build.weight(sources[0], size, dummy=dummy, sources=sources, dtype=dtype)
 

@@ -59,15 +59,41 @@ class TemperatureConfig:
 
     def table(self, build: Builder) -> Table:
         """float32 [max_positions]."""
-        length = build.max_positions
+        return _factors(build, self)
 
-        def make(device: torch.device) -> torch.Tensor:
-            import torch
+    def of(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Factors of the last tokens of contexts of these lengths."""
+        import torch
 
-            steps = torch.div(torch.arange(1, length + 1), self.every, rounding_mode="floor").float()
-            return (1 + self.weight * torch.log1p(steps)).to(device)
+        steps = torch.div(lengths, self.every, rounding_mode="floor").float()
+        return 1 + self.weight * torch.log1p(steps)
 
-        return build.table(("temperature", self, length), length * 4, make)
+
+@dataclass(frozen=True)
+class LogNConfig:
+    """The same for contexts longer than the ``trained`` one (Su 2021): the query at position p times log(p + 1) /
+    log(trained), or 1 where that is less."""
+
+    trained: int
+
+    def table(self, build: Builder) -> Table:
+        """float32 [max_positions]."""
+        return _factors(build, self)
+
+    def of(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Factors of the last tokens of contexts of these lengths."""
+        return (lengths.float().log() / math.log(self.trained)).clamp(min=1)
+
+
+def _factors(build: Builder, config: TemperatureConfig | LogNConfig) -> Table:
+    length = build.max_positions
+
+    def make(device: torch.device) -> torch.Tensor:
+        import torch
+
+        return config.of(torch.arange(1, length + 1)).to(device)
+
+    return build.table(("factors on queries", config, length), length * 4, make)
 
 
 @dataclass(frozen=True)

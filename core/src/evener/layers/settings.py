@@ -100,6 +100,19 @@ def activation(config: Mapping[str, Any], key: str = "hidden_act") -> str:
     return ACTIVATIONS[config[key]]
 
 
+def known_activation(name: str, *more: str) -> str:
+    """``name``, if it is an activation that the ops compute, or one of ``more``.
+
+    Raises:
+        ArchitectureError: it is not.
+    """
+    known = (*dict.fromkeys(ACTIVATIONS.values()), *more)
+    if name not in known:
+        raise ArchitectureError(f"activation={name!r} is none of those that there are: {', '.join(known)}; another one "
+                                "takes an op of your own (docs/model-author.md, A layer of your own)")  # fmt: skip
+    return name
+
+
 def layer_windows(config: Mapping[str, Any], default: str) -> list[int | None]:
     """The sliding window of each layer (None: full attention), from ``layer_types`` and ``sliding_window``.
 

@@ -29,7 +29,7 @@ def _open_file(path: Path) -> Checkpoint:
     from evener.plugins.catalog import targets
     from evener.plugins.discover import discover
 
-    readers = {target.name: target for target in targets(discover().packages, "checkpoint reader")}
+    readers = targets(discover().packages, "checkpoint reader")
     if path.suffix not in readers:
         known = f"installed packages read files ending in {', '.join(sorted(readers))}" if readers else (
             "no installed package reads single files (pip install evener-models)"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from evener.contracts.quant import Packing, WeightPart
 from evener.errors import CheckpointError
 from evener.layers.declared import Declared, LinearWeight, Slice, Weight
-from evener.loading.loader import Ledger, WeightBytes, fill_table, pack
+from evener.loading.loader import Ledger, WeightBytes, fill
 from evener.loading.match import shared_names
 
 STD = 0.02
@@ -30,17 +31,9 @@ def load_dummy(
     Raises:
         CheckpointError: a declared part is quantized.
     """
-    noise, ledger = _Noise(seed, shared_names(declared)), Ledger()
-    for item in declared:
-        if isinstance(item, Weight):
-            item.value = noise.weight(item, device)
-            ledger.add(item.value, item.value.nbytes)
-        elif isinstance(item, LinearWeight):
-            item.value = pack(item, _matrices(item, noise, device), packings, device)
-            ledger.add(item.value.data, item.value.nbytes)
-        else:
-            fill_table(item, device, ledger)
-    return ledger.bytes
+    noise = _Noise(seed, shared_names(declared))
+    tensor, matrices = partial(noise.weight, device=device), partial(_matrices, noise=noise, device=device)
+    return fill(declared, tensor, matrices, packings, device, Ledger())
 
 
 def _matrices(item: LinearWeight, noise: _Noise, device: torch.device) -> Iterator[list[WeightPart]]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from evener.contracts.checkpoint import Checkpoint, Headers, ModelFiles
+from evener.contracts.checkpoint import Checkpoint, Extent, Headers, ModelFiles
 from evener.errors import CheckpointError, did_you_mean
 from evener.loading.header import MAX_HEADER
 from evener.loading.safetensors_files import SafetensorsFile
@@ -88,6 +88,10 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
         if name not in self._files:
             raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self._files)}")
         return self._files[name].tensor(name)
+
+    def extent(self, name: str) -> Extent | None:
+        file = self._files[name]
+        return file.extent(name) if isinstance(file, SafetensorsFile) else None
 
     def close(self) -> None:
         for file in self.__dict__.get("_files", {}).values():

@@ -7,6 +7,7 @@ is believed before it was checked against the file's size, so a hostile file cos
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,10 +97,7 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _bad(path, f"{_show(name)} has the impossible data_offsets {_show(offsets)}")
     dtype, bits = DTYPES[code]
-    elements = 1
-    for extent in shape:
-        elements *= extent
-    if elements * bits != (offsets[1] - offsets[0]) * 8:
+    if math.prod(shape) * bits != (offsets[1] - offsets[0]) * 8:
         raise _bad(
             path,
             f"{_show(name)} is {code} {_show(shape)}, which is not the {offsets[1] - offsets[0]:,} bytes that it names",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from evener.contracts.checkpoint import Checkpoint
+from evener.contracts.device import Device
 from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, Slice, StackedWeight, Table, Weight
+from evener.layers.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
 from evener.loading.match import check_match, shared_names
+from evener.loading.uploader import BUFFER, BUFFERS, Uploader
 
 
 @dataclass
@@ -26,7 +29,7 @@ class WeightBytes:
 def load_weights(
     declared: Sequence[Declared], checkpoint: Checkpoint, scheme: QuantScheme, packings: Mapping[str, Packing],
     device: torch.device, *, ignored: Sequence[str] = (), ties: Mapping[str, str] | None = None,
-    elsewhere: Sequence[Declared] = (),
+    elsewhere: Sequence[Declared] = (), through: Device | None = None,
 ) -> WeightBytes:  # fmt: skip
     """Fill ``value`` of every declared weight and table. Call ``WeightGroup.bind`` afterwards.
 
@@ -38,13 +41,16 @@ def load_weights(
         device: where the weights go.
         ignored, ties: of the builder.
         elsewhere: what other stages of the model read.
+        through: whose page-locked memory weights go through on their way; None moves them one after another.
 
     Raises:
         CheckpointError: tensors are missing, left over or of other shapes, or tied tensors differ; nothing was loaded.
     """
     check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.path), elsewhere)
     _check_ties(checkpoint, ties or {})
-    return _Loader(checkpoint, scheme, packings, device, shared_names(declared)).load(declared)
+    buffers = through.locked(BUFFERS, BUFFER) if through else ()
+    with closing(Uploader(through, buffers)) if through and buffers else nullcontext() as uploader:
+        return _Loader(checkpoint, scheme, packings, device, shared_names(declared), uploader).load(declared)
 
 
 def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
@@ -95,24 +101,15 @@ def _places(value: Any) -> Iterator[tuple[str, int]]:
 class _Loader:
     def __init__(
         self, checkpoint: Checkpoint, scheme: QuantScheme, packings: Mapping[str, Packing], device: torch.device,
-        shared: frozenset[str],
+        shared: frozenset[str], uploader: Uploader | None,
     ) -> None:  # fmt: skip
         self._checkpoint, self._scheme, self._packings, self._device = checkpoint, scheme, packings, device
-        self._shared = shared
+        self._shared, self._uploader = shared, uploader
         self._converted: dict[tuple[str, str, Slice | None], torch.Tensor] = {}
         self._ledger = Ledger()
 
     def load(self, declared: Sequence[Declared]) -> WeightBytes:
-        for item in declared:
-            if isinstance(item, Weight):
-                item.value = self._tensor(item)
-                self._ledger.add(item.value, item.value.nbytes)
-            elif isinstance(item, LinearWeight):
-                item.value = pack(item, self._matrices(item), self._packings, self._device)
-                self._ledger.add(item.value.data, item.value.nbytes)
-            else:
-                fill_table(item, self._device, self._ledger)
-        return self._ledger.bytes
+        return fill(declared, self._tensor, self._matrices, self._packings, self._device, self._ledger)
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name)
@@ -126,14 +123,24 @@ class _Loader:
             return self._converted[key]
         stored = self._scheme.part(name, self._checkpoint.headers)
         if stored is None or stored.format.plain:
-            tensor = self._read(name)
-            tensor = tensor if cut is None else tensor.narrow(cut.axis, cut.span.start, cut.span.size).contiguous()
+            whole = self._read(name)
+            part = whole if cut is None else whole.narrow(cut.axis, cut.span.start, cut.span.size)
+            tensor = self._moved(name, whole, part)
         else:
             tensor = self._scheme.dequantize(self._cut(self._filled(stored), cut), dtype)
         tensor = tensor.to(device=self._device, dtype=getattr(torch, dtype))
         if name in self._shared:
             self._converted[key] = tensor
         return tensor
+
+    def _moved(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """``part`` of the stored tensor ``name``, without gaps; on the device if there is a way to it."""
+        if self._uploader is None:
+            return part.contiguous()
+        extent = self._checkpoint.extent(name) if part.is_contiguous() else None
+        if extent is not None:
+            extent = replace(extent, offset=extent.offset + part.data_ptr() - whole.data_ptr())
+        return self._uploader.move(name, part.contiguous(), extent)
 
     def _tensor(self, item: Weight) -> torch.Tensor:
         pieces = [self._convert(name, item.dtype, cut) for name, cut in item.pieces()]
@@ -173,11 +180,14 @@ class _Loader:
         name, whole = part.name.format(expert), "{}" not in part.name
         stored = self._scheme.part(name, self._checkpoint.headers)
         assert stored is not None, "check_match found it"
-        read = {role: t[expert] if whole else t for role, t in self._filled(stored).tensors.items()}
+        filled = self._filled(stored).tensors
+        read = {role: t[expert] if whole else t for role, t in filled.items()}
         if stored.format.plain and whole and item.transposed:
             read["weight"] = read["weight"].T
             stored = replace(stored, rows=stored.columns, columns=stored.rows)
         found = self._cut(replace(stored, tensors=read), cut)
+        if self._uploader is not None and stored.format.plain:
+            found = replace(found, tensors={"weight": self._moved(name, filled["weight"], found.tensors["weight"])})
         if part.format.plain and not stored.format.plain:
             found = replace(found, tensors={"weight": self._scheme.dequantize(found, item.dtype)})
         return replace(part, name=name, tensors=found.tensors)
@@ -188,7 +198,28 @@ def _unit(part: WeightPart) -> WeightPart:
     return replace(part, tensors={"weight": rows.to(part.tensors["weight"].dtype)})
 
 
-def pack(
+def fill(
+    declared: Sequence[Declared], tensor: Callable[[Weight], torch.Tensor],
+    matrices: Callable[[LinearWeight], Iterator[Sequence[WeightPart]]], packings: Mapping[str, Packing],
+    device: torch.device, ledger: Ledger,
+) -> WeightBytes:  # fmt: skip
+    """Fill ``value`` of every declared weight and table, in their order; ``ledger``'s bytes.
+
+    Args:
+        tensor: the value of a weight.
+        matrices: the parts of one matrix of a linear weight after another, packed as they come.
+    """
+    for item in declared:
+        if isinstance(item, LinearWeight):
+            item.value = _pack(item, matrices(item), packings, device)
+            ledger.add(item.value.data, item.value.nbytes)
+        else:
+            item.value = tensor(item) if isinstance(item, Weight) else item.make(device)
+            ledger.add(item.value, item.value.nbytes)
+    return ledger.bytes
+
+
+def _pack(
     item: LinearWeight, matrices: Iterable[Sequence[WeightPart]], packings: Mapping[str, Packing], device: torch.device
 ) -> PackedWeight:
     """Pack the parts of a linear weight, or of each matrix of a stack, in the layout that resolution chose."""
@@ -202,9 +233,3 @@ def pack(
         packed = packing.pack(next(iter(matrices)), item.dtype, device)
     assert packed.shape == shape, f"packing {item.layout!r} made {packed.shape} of {item.name}"
     return packed
-
-
-def fill_table(item: Table, device: torch.device, ledger: Ledger) -> None:
-    """Compute one table."""
-    item.value = item.make(device)
-    ledger.add(item.value, item.value.nbytes)

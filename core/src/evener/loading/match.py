@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
+from evener.layers.builder import Builder
 from evener.layers.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
 
 #: Buffers that old transformers versions saved although they follow from the config.
@@ -63,8 +65,18 @@ def check_match(
         raise CheckpointError(
             f"the weights in {where} are not those of the model in its config.json: "
             f"{'; '.join(f for f in findings if f)}. "
-            "Check that config.json belongs to these weights"
+            "Check that config.json belongs to these weights; if the architecture is yours, check the names it declares"
         )
+
+
+def beside(build: Builder, others: Sequence[Builder] = ()) -> dict[str, Any]:
+    """What a checkpoint may hold beside a stage's weights, as ``check_match`` takes it, from what all declared."""
+    builds = (build, *others)
+    return {
+        "ignored": [pattern for each in builds for pattern in each.ignored],
+        "ties": {name: twin for each in builds for name, twin in each.ties.items()},
+        "elsewhere": [weight for each in others for weight in each.weights],
+    }
 
 
 def _finding(what: str, names: Sequence[str], limit: int = 10) -> str:
@@ -78,8 +90,9 @@ def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterato
     if isinstance(item, Weight):
         shapes = [_shape(name, headers, scheme) for name in item.sources if name in headers]
         wanted = item.shapes or tuple(cut.stored(item.shape) for cut in item.slices if cut is not None)
-        fits = tuple(shapes) == wanted if wanted else _joined(shapes) == item.shape
-        if len(shapes) == len(item.sources) and not fits:
+        if len(shapes) < len(item.sources):
+            return  # named as missing
+        if not (tuple(shapes) == wanted if wanted else _joined(shapes) == item.shape):
             stored = " + ".join(str(list(shape)) for shape in shapes)
             yield f"{' + '.join(item.sources)} is {stored}, not {list(wanted or item.shape)}"
     elif isinstance(item, StackedWeight):

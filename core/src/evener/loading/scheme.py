@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import QuantScheme, WeightPart, plain
 from evener.errors import CheckpointError, UnknownNameError
 
@@ -23,7 +24,7 @@ class Unquantized(QuantScheme):
     def detect(self, config: Mapping[str, Any]) -> bool:
         return not any(config.get(key) for key in _METHODS)
 
-    def part(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightPart | None:
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
         if name not in headers:
             return None
         dtype, shape = headers[name]
@@ -37,7 +38,7 @@ class Unquantized(QuantScheme):
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
         return WeightPart(name, rows, columns, form)
 
-    def tensors(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
+    def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         return {"weight": name}
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
@@ -49,12 +50,17 @@ class Unquantized(QuantScheme):
         extent = part.rows if axis == "out" else part.columns
         if not 0 <= start < stop <= extent:
             raise CheckpointError(f"cannot cut {start}..{stop} out of the {extent} {axis}-features of {part.name}")
-        dim = 0 if axis == "out" else 1
-        tensors = {role: tensor.narrow(dim, start, stop - start) for role, tensor in part.tensors.items()}
         count = stop - start
-        if axis == "out":
-            return replace(part, rows=count, tensors=tensors)
-        return replace(part, columns=count, tensors=tensors)
+        tensors = {role: t.narrow(int(axis == "in"), start, count) for role, t in part.tensors.items()}
+        rows, columns = (count, part.columns) if axis == "out" else (part.rows, count)
+        return replace(part, rows=rows, columns=columns, tensors=tensors)
+
+    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        import torch
+
+        for dtype in ("float32", "float16", "bfloat16"):
+            numbers = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
+            yield {}, {name: (dtype, (6, 10))}, {name: numbers}
 
 
 def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant: str = "auto") -> QuantScheme:

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.contracts.checkpoint import Checkpoint, Headers
+from evener.contracts.checkpoint import Checkpoint, Extent, Headers
 from evener.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class _Renamed(Checkpoint):
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._inner.tensor(self._names.get(name, name))
+
+    def extent(self, name: str) -> Extent | None:
+        return self._inner.extent(self._names.get(name, name))
 
     def text(self, name: str) -> str | None:
         return self._inner.text(name)

@@ -6,11 +6,10 @@ kernel for the composite replaces all of them, without an edit in any model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
-from evener.ops.norms import add_norm, any_norm, first_norm, head_norm
+from evener.ops.norms import Static, add_norm, any_norm, first_norm, head_norm
 from evener.ops.ranks import summed, vocab_head
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
     from evener.contracts.quant import PackedWeight
     from evener.layers.declared import LinearWeight
-
-Static = Mapping[str, Any]
 
 
 class AttentionWeights(NamedTuple):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
 from evener.ops.composites import linear_static
-from evener.ops.norms import first_norm, norm_static
+from evener.ops.norms import Static, first_norm, norm_static
 from evener.ops.ranks import summed
 
 if TYPE_CHECKING:
     import torch
 
     from evener.contracts.quant import PackedWeight
-
-Static = Mapping[str, Any]
 
 
 class DeltaWeights(NamedTuple):

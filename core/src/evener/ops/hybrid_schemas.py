@@ -7,7 +7,7 @@ from evener.ops.latent_schemas import BLOCK_NORM
 
 _REF = "evener.ops.reference.recurrence"
 _COMP = "evener.ops.hybrid"
-_CASES = "evener.testing.hybrid_cases"
+_CASES = "evener.testing.conformance.cases.hybrid"
 _STREAM = "x T,hidden donated; residual T,hidden float32 donated optional; "
 _STATE = "; views - state; meta - state"
 _OUT = "x T,hidden; residual T,hidden float32"

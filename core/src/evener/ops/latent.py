@@ -7,13 +7,13 @@ bytes a query, right for one. Both give the same numbers but for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evener.contracts.ops import OpFunction, Use
 from evener.contracts.state import StepParts
 from evener.ops.composites import linear_static
-from evener.ops.norms import first_norm
+from evener.ops.norms import Static, first_norm
 from evener.ops.ranks import summed
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from evener.contracts.quant import PackedWeight
 
-Static = Mapping[str, Any]
 #: Tokens of a context whose keys and values are expanded at a time.
 _PIECE = 512
 #: Of the norms inside, whatever the other norms have.

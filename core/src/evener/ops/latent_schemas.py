@@ -8,7 +8,7 @@ from evener.contracts.ops import OpSchema, tensors
 BLOCK_NORM = "rms, layer, biased_layer (weight and bias are one tensor) or bare_layer (neither)"
 _REF = "evener.ops.reference.latent"
 _COMP = "evener.ops.latent"
-_CASES = "evener.testing.latent_cases"
+_CASES = "evener.testing.conformance.cases.latent"
 _LATENT = {
     "heads": "query heads", "nope_dim": "part of a head's query and key that is not rotated",
     "value_dim": "width of a head's value", "rank": "width of the latent", "dtype": "compute type",
@@ -27,6 +27,7 @@ LATENT_PRIMITIVES: tuple[OpSchema, ...] = (
         inputs=tensors("x T,heads,columns; weight heads,rows,columns"), outputs=tensors("y T,heads,rows"),
     ),
     OpSchema(
+        scratch=32.0,  # scores of all heads in float32, and their softmax
         name="partial_attention", reference=f"{_REF}:partial_attention", cases=f"{_CASES}:partial_attention",
         doc="Causal attention over a piece of one request's context, in float32, and the log of the sum of its "
             "weights; pieces are merged by the latter. Query t reads keys up to t + offset; where there are none, 0 "

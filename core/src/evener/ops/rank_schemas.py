@@ -7,7 +7,7 @@ from evener.ops.latent_schemas import BLOCK_NORM
 
 _REF = "evener.ops.reference.ranks"
 _COMP = "evener.ops.ranks"
-_CASES = "evener.testing.rank_cases"
+_CASES = "evener.testing.conformance.cases.ranks"
 _SUM = {
     "communicator": "the ranks that share the layer", "hidden": "H, width of the rows", "dtype": "compute type"
 }  # fmt: skip
@@ -41,5 +41,17 @@ RANK_COMPOSITES: tuple[OpSchema, ...] = (
         static={**_SUM, "start": "id of the first row that this rank holds", "rows": "how many it holds",
                 "scale": "factor on the rows"},
         inputs=tensors("ids T int32; table rows,hidden"), outputs=tensors("y T,hidden"),
+    ),
+    OpSchema(
+        name="vocab_greedy", reference=f"{_COMP}:vocab_greedy", composite=True, weights=("weight",),
+        doc="The ids of the largest logits: head over this rank's rows of the vocabulary, greedy, all_gather of each "
+            "rank's best, the best of these.",
+        static={"communicator": _SUM["communicator"], "hidden": _SUM["hidden"], "dtype": _SUM["dtype"],
+                "eps": "added to the mean square", "offset": "added to the weight", "norm": BLOCK_NORM,
+                "vocab": "V", "weight": "the declared LinearWeight of the head",
+                "logit_scale": "factor on the logits", "cap": "soft cap or None"},
+        inputs=tensors("x R,hidden float32 donated; norm hidden float32 optional; weight vocab,hidden packed; bias "
+                       "vocab optional"),
+        outputs=tensors("ids R int32"),
     ),
 )  # fmt: skip

@@ -6,16 +6,14 @@ fuses a block serves between two sums, and knows nothing of ranks. The float32 s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.ops import OpFunction, Use
-from evener.ops.norms import any_norm
+from evener.ops.norms import Static, any_norm
 
 if TYPE_CHECKING:
     import torch
 
-Static = Mapping[str, Any]
 _SUM = ("communicator", "hidden", "dtype")
 
 
@@ -78,5 +76,27 @@ def vocab_head(static: Static, use: Use) -> OpFunction:
 
     def run(*inputs: Any) -> torch.Tensor:
         return gather(inner(*inputs))  # type: ignore[no-any-return]
+
+    return run
+
+
+def vocab_greedy(static: Static, use: Use) -> OpFunction:
+    """Each rank's best row and its logit, then the best of them; ranks are in the order of their rows."""
+    vocab, rows, communicator = static["vocab"], static["weight"].rows, static["communicator"]
+    size = communicator.size
+    start = communicator.rank * -(-vocab // size)
+    inner = use("head", **{**static, "communicator": None, "vocab": rows})
+    best = use("greedy", vocab=rows)
+    gather = use("all_gather", communicator=communicator, columns=2, total=2 * size, dtype="float32")
+
+    def run(*inputs: Any) -> torch.Tensor:
+        import torch
+
+        logits = inner(*inputs)
+        ids = best(logits).long()[:, None]
+        # float32 holds every id exactly: vocabularies are far below 2 ** 24.
+        mine = torch.cat((logits.gather(1, ids), (ids + start).float()), dim=1)
+        values, named = gather(mine).view(-1, size, 2).unbind(-1)
+        return named.gather(1, values.argmax(1, keepdim=True))[:, 0].to(torch.int32)  # type: ignore[no-any-return]
 
     return run

@@ -14,17 +14,18 @@ from evener.ops.rank_schemas import RANK_COMPOSITES, RANK_PRIMITIVES
 
 _REF = "evener.ops.reference"
 _COMP = "evener.ops.composites"
-_CASES = "evener.testing.op_cases"
+_CASES = "evener.testing.conformance.cases.basic"
 _RANKS = {"communicator": "of the ranks that share the layer, whose results are summed, or None"}
 _HIDDEN = {"hidden": "H, width of the rows", "dtype": "compute type"}
 _NORM = {**_HIDDEN, "eps": "added to the mean square", "offset": "added to the weight (often 1.0)"}
-_BLOCK = {**_NORM, "norm": BLOCK_NORM}
+_BLOCK = {**_NORM, "norm": BLOCK_NORM, "pre_norm": "False: no norm before the block"}
 _ATTENTION_IN = {
     **_BLOCK, "heads": "query heads", "kv_heads": "key and value heads", "head_dim": "D of queries and keys",
     "value_dim": "D of values", "rotary_dim": "leading part of each head that is rotated; 0 = none",
     "interleaved": "rotate pairs (2i, 2i+1) instead of halves",
     "qk_norm": "normalise queries and keys before rotating",
     "qk_norm_over": "head: each head; each: each head, with weights of its own (layer norm); all: all heads together",
+    "qk_norm_ranks": "the ranks that share all these heads, or None",
     "state": "the layer's StateSlot",
     "qkv": "the declared LinearWeight of q, k, v",
 }  # fmt: skip
@@ -54,6 +55,8 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         static=_NORM, inputs=tensors("x …,hidden; weight hidden"), outputs=tensors("y …,hidden"),
     ),
     OpSchema(
+        # The sum, its wide norm and the weight's product, beside each other.
+        scratch=12.0,
         name="add_rms_norm", reference=f"{_REF}.norm:add_rms_norm", cases=f"{_CASES}:add_rms_norm",
         doc="s = x + residual, kept in float32; (rms_norm(s), s).",
         static=_NORM, inputs=tensors("x T,hidden donated; residual T,hidden float32 donated; weight hidden"),
@@ -125,7 +128,8 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         doc="The ``top`` experts of each row with the highest score + bias, and their scores as weights. With groups "
             "only the ``top_groups`` groups whose ``group_best`` best add up to most take part. The lowest id wins "
             "ties.",
-        static=_ROUTE, inputs=tensors("logits T,experts float32; bias experts float32 optional"),
+        # Scores, biased ones, their order and its ids of 8 bytes.
+        static=_ROUTE, inputs=tensors("logits T,experts float32; bias experts float32 optional"), scratch=24.0,
         outputs=tensors("ids T,top int32; weights T,top float32"),
     ),
     OpSchema(
@@ -139,6 +143,15 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         name="mix_experts", reference=f"{_REF}.experts:mix_experts", cases=f"{_CASES}:mix_experts",
         doc="y[t] = Σ_k weights[t, k] · x[t, k], in float32.",
         static=_HIDDEN, inputs=tensors("x T,K,hidden; weights T,K float32"), outputs=tensors("y T,hidden"), scratch=4.0,
+    ),
+    OpSchema(
+        name="encode_attention", reference=f"{_REF}.basic:encode_attention", cases=f"{_CASES}:encode_attention",
+        doc="softmax(scale * query @ keyᵀ) @ value for each head, all of S seen by every row: attention of an encoder, "
+            "without state.",
+        static={"heads": "heads", "head_dim": "D", "scale": "factor on the scores", "dtype": "compute type"},
+        inputs=tensors("query T,heads,head_dim; key S,heads,head_dim; value S,heads,head_dim"),
+        outputs=tensors("y T,heads,head_dim"),
+        tolerance={"float32": (1e-4, 1e-4), "bfloat16": (1.6e-2, 1e-2), "float16": (2e-3, 2e-3)},
     ),
     OpSchema(
         name="greedy", reference=f"{_REF}.sampling:greedy", cases=f"{_CASES}:greedy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from evener.contracts.descriptor import Descriptor
@@ -16,6 +16,14 @@ NOUNS: Mapping[str, str] = {
     "evener.graphs": "graph package",
     "evener.collectives": "collective package",
     "evener.plugins": "plugin",
+}
+#: What a name of each field that lists lazy targets is called.
+LAZY: Mapping[str, str] = {
+    "architectures": "architecture",
+    "commands": "command",
+    "request_plugins": "request plugin",
+    "checkpoints": "checkpoint reader",
+    "model_sources": "model source",
 }
 
 
@@ -91,28 +99,16 @@ class Catalog:
         return self.in_group("evener.backends")
 
     def commands(self) -> dict[str, Target]:
-        """CLI commands of every usable package; nothing is imported until one is loaded."""
-        return {target.name: target for target in targets(self.packages, "command")}
-
-    def alias_owners(self, spelling: str) -> tuple[Package, ...]:
-        """Who claims an alias such as ``infer.attn_type=x``, chosen or not; empty if no installed package serves it."""
-        return tuple(package for package in self.packages if spelling in package.descriptor.aliases)
+        """CLI commands of every usable package."""
+        return targets(self.packages, "command")
 
 
-def targets(packages: tuple[Package, ...], kind: str) -> tuple[Target, ...]:
-    """The lazy targets of one kind (``architecture``, ``command``, ``request plugin``, ``checkpoint reader``) that
-    ``packages`` announce."""
-    found: list[Target] = []
-    for package in packages:
-        table = {
-            "architecture": package.descriptor.architectures,
-            "command": package.descriptor.commands,
-            "request plugin": package.descriptor.request_plugins,
-            "checkpoint reader": package.descriptor.checkpoints,
-            "model source": package.descriptor.model_sources,
-        }[kind]
-        found += [
-            Target(kind=kind, name=name, path=path, package=package.name, distribution=package.distribution)
-            for name, path in table.items()
-        ]
-    return tuple(found)
+def targets(packages: Iterable[Package], kind: str) -> dict[str, Target]:
+    """The lazy targets of one kind (``architecture``, ``command``, ``request plugin``, ``checkpoint reader``, ``model
+    source``) that ``packages`` announce, by name; nothing is imported until one is loaded."""
+    field = next(field for field, called in LAZY.items() if called == kind)
+    return {
+        name: Target(kind=kind, name=name, path=path, package=package.name, distribution=package.distribution)
+        for package in packages
+        for name, path in getattr(package.descriptor, field).items()
+    }

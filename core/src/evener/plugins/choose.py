@@ -15,6 +15,9 @@ from evener.plugins.probe import Probed, ProbeRun
 from evener.plugins.trace import Candidate, Report, Step, candidate, error_text, read_steps, unusable
 from evener.plugins.validate import NAME
 
+#: Said of a package that the start goes on without.
+_LEFT_OUT = " (it was left out)"
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -38,10 +41,6 @@ class Selection:
     def all_packages(self) -> tuple[Package, ...]:
         """The backend, then ``packages``."""
         return (self.backend, *self.packages)
-
-    def aliases(self) -> dict[str, str]:
-        """The spellings that the chosen packages claim (``load`` refuses two that claim one)."""
-        return {old: new for package in self.all_packages for old, new in package.descriptor.aliases.items()}
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,8 @@ def choose(
         PluginError: the named backend's descriptor cannot be used; as recorded, with its cause.
     """
     assessment = assess(catalog, requested, probes=probes, environ=environ, pci_root=pci_root)
+    if isinstance(assessment.error, ProbeError):  # whoever assesses, shows the steps
+        raise ProbeError(f"{assessment.error}; `evener doctor --fresh` shows its steps") from assessment.error.__cause__
     if assessment.selection is None:
         assert assessment.error is not None, "an assessment has a selection or an error"
         raise assessment.error
@@ -110,6 +111,8 @@ def assess(
         chosen, result, reason = _named(catalog, probed, name, source) if name else _highest(catalog, probed)
     except EvenerError as error:
         records = _records(catalog, probed, None, "")
+        # What the error says already is no warning, too.
+        warnings = tuple(line for line in warnings if line.removesuffix(_LEFT_OUT) not in str(error))
         return Assessment(Report(records, warnings=warnings, error=error_text(error)), error=error)
     records = _records(catalog, probed, chosen, reason)
     report = Report(records, chosen.name, reason, warnings)
@@ -123,7 +126,7 @@ def _named(catalog: Catalog, probed: Mapping[str, Probed], name: str, source: st
         raise _not_usable(catalog, name, source)
     probe = probed[name]
     if probe.error is not None:
-        raise _named_failed(probe, source)
+        raise ProbeError(f"{source}: {probe.error}; {_what_to_type(probe)}") from probe.error.__cause__
     if probe.marks is None or not probe.marks.fit:
         raise NoBackendError(
             f"{source}: {package} does not find its hardware here: {_reasons(probe)}; "
@@ -152,20 +155,12 @@ def _not_usable(catalog: Catalog, name: str, source: str) -> EvenerError:
     return NoBackendError(f"{source}: no backend {name!r} is installed{near}{install}")
 
 
-def _named_failed(probe: Probed, source: str) -> ProbeError:
-    error = ProbeError(f"{source}: {probe.error}; {_what_to_type(probe, named=True)}")
-    error.__cause__ = probe.error.__cause__ if probe.error is not None else None
-    return error
-
-
 def _highest(catalog: Catalog, probed: Mapping[str, Probed]) -> tuple[Package, ProbeResult, str]:
-    failed = [probe for probe in probed.values() if probe.hardware_seen and probe.error is not None]
+    failed = [(probe, probe.error) for probe in probed.values() if probe.hardware_seen and probe.error is not None]
     if failed:
-        first = failed[0]
-        also = "".join(f"; also {probe.error}" for probe in failed[1:])
-        error = ProbeError(f"{first.error}, but its hardware is here{also}; {_what_to_type(first, named=False)}")
-        error.__cause__ = first.error.__cause__ if first.error is not None else None
-        raise error
+        first, error = failed[0]
+        also = "".join(f"; also {other}" for _, other in failed[1:])
+        raise ProbeError(f"{error}, but its hardware is here{also}; {_what_to_type(first)}") from error.__cause__
     able = [
         (package, result)
         for package in catalog.backends
@@ -201,9 +196,8 @@ def _none_able(catalog: Catalog, probed: Mapping[str, Probed]) -> NoBackendError
     return error
 
 
-def _what_to_type(probe: Probed, *, named: bool) -> str:
-    other = "" if named else "name another backend with --backend, "
-    return f"type `evener doctor --fresh` for its steps, {other}or uninstall {probe.package.distribution}"
+def _what_to_type(probe: Probed) -> str:
+    return f"name another backend with --backend, or uninstall {probe.package.distribution}"
 
 
 def _reasons(probe: Probed) -> str:
@@ -216,10 +210,10 @@ def _reasons(probe: Probed) -> str:
 
 def _warnings(catalog: Catalog, probed: Mapping[str, Probed], pci_root: Path) -> tuple[str, ...]:
     lines = list(catalog.warnings)
-    lines += [f"{problem.error} (it was left out)" for problem in catalog.problems]
+    lines += [f"{problem.error}{_LEFT_OUT}" for problem in catalog.problems]
     for probe in probed.values():
         if probe.error is not None:
-            lines.append(f"{probe.error} (it was left out)")
+            lines.append(f"{probe.error}{_LEFT_OUT}")
         elif probe.result is not None and probe.result.score == 0:
             lines.append(f"{probe.package}: its marks fit, but it cannot run here: {_reasons(probe)}")
     claims = [claim for probe in probed.values() if probe.marks is not None for claim in probe.marks.bus]

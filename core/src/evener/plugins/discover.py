@@ -11,21 +11,12 @@ import importlib_metadata
 
 from evener.contracts.descriptor import CORE_CONTRACTS, GROUPS, Descriptor
 from evener.errors import DescriptorError, DuplicateNameError, PluginError, UnknownNameError
-from evener.plugins.catalog import Catalog, Disabled, Origin, Package, Problem
+from evener.plugins.catalog import LAZY, Catalog, Disabled, Origin, Package, Problem
 from evener.plugins.guard import torch_free
 from evener.plugins.validate import check_contracts, check_descriptor
 
 #: Announcements that must be unique among everything installed, and what one is called.
-_UNIQUE: Mapping[str, str] = {
-    "architectures": "architecture",
-    "commands": "command",
-    "request_plugins": "request plugin",
-    "checkpoints": "checkpoint reader",
-    "model_sources": "model source",
-    "op_schemas": "op",
-    "state_kinds": "state kind",
-    "formats": "quantization scheme",
-}
+_UNIQUE = {**LAZY, "op_schemas": "op", "state_kinds": "state kind", "formats": "quantization scheme"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,8 @@ def discover(
             usable.append(item)
         else:
             disabled.append(Disabled(**vars(item.origin), reason=reason))
-    _check_unique_names([item.origin for item in usable])
+    # Before descriptors are imported, for a broken one still claims its name; and again with core's own.
+    _check_unique((item.origin.noun, item.origin.name, item.origin) for item in usable)
     packages = list(_builtin_packages(builtins))
     for item in usable:
         read = _read(item, core_contracts)
@@ -86,8 +78,13 @@ def discover(
         else:
             problems.append(read)
     packages.sort(key=lambda package: (GROUPS.index(package.group), not package.builtin, package.name))
-    _check_unique_names(packages)
-    _check_unique_announcements(packages)
+    _check_unique((package.noun, package.name, package) for package in packages)
+    _check_unique(
+        (what, name, package)
+        for package in packages
+        for field, what in _UNIQUE.items()
+        for name in getattr(package.descriptor, field)
+    )
     warnings = tuple(_unused_switches(found, environ))
     return Catalog(tuple(packages), tuple(problems), tuple(disabled), warnings)
 
@@ -195,20 +192,10 @@ def _builtin_packages(builtins: Sequence[Builtin]) -> Iterator[Package]:
         yield Package(**vars(origin), descriptor=builtin.descriptor, builtin=True)
 
 
-def _check_unique_names(origins: Iterable[Origin]) -> None:
-    """Before descriptors are imported (a broken one still claims its name), and again with core's own."""
-    owners: dict[str, Origin] = {}
-    for origin in origins:
-        first = owners.setdefault(origin.key, origin)
+def _check_unique(claims: Iterable[tuple[str, str, Origin]]) -> None:
+    """Each claim: what is named, its name, and by whom."""
+    owners: dict[tuple[str, str], Origin] = {}
+    for what, name, origin in claims:
+        first = owners.setdefault((what, name), origin)
         if first is not origin:
-            raise DuplicateNameError(origin.noun, origin.name, first.distribution, origin.distribution)
-
-
-def _check_unique_announcements(packages: Iterable[Package]) -> None:
-    owners: dict[tuple[str, str], Package] = {}
-    for package in packages:
-        for field, what in _UNIQUE.items():
-            for name in getattr(package.descriptor, field):
-                first = owners.setdefault((field, name), package)
-                if first is not package:
-                    raise DuplicateNameError(what, name, first.distribution, package.distribution)
+            raise DuplicateNameError(what, name, first.distribution, origin.distribution)

@@ -21,13 +21,14 @@ _SPEC = f"{hooks.PROJECT}_spec"
 #: Settings of the marker that change order or wrap other packages' results; hooks here are asked one package at a time.
 _REFUSED = ("hookwrapper", "wrapper", "optionalhook", "tryfirst", "trylast")
 
-#: The field of the descriptor that announces what a hook delivers.
-ANNOUNCED_BY: Mapping[str, str] = {
-    "evener_kernels": "ops",
-    "evener_op_schemas": "op_schemas",
-    "evener_state_providers": "states",
-    "evener_state_kinds": "state_kinds",
-    "evener_quant_schemes": "formats",
+#: The field of the descriptor that announces what a hook delivers, what one of it is called, and which of its
+#: attributes is announced.
+ANNOUNCED: Mapping[str, tuple[str, str, str]] = {
+    "evener_kernels": ("ops", "op with kernels", "op"),
+    "evener_op_schemas": ("op_schemas", "op", "name"),
+    "evener_state_providers": ("states", "state provider", "name"),
+    "evener_state_kinds": ("state_kinds", "state kind", "name"),
+    "evener_quant_schemes": ("formats", "quantization scheme", "name"),
 }
 #: Hooks that only packages of some groups may implement.
 _GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -122,7 +123,7 @@ def _check_arguments(
 
 
 def _check_announced(package: Package, implemented: set[str]) -> None:
-    for hook, field in ANNOUNCED_BY.items():
+    for hook, (field, _, _) in ANNOUNCED.items():
         announced = getattr(package.descriptor, field)
         if announced and hook not in implemented:
             raise DescriptorError(f"{package} announces {field} {announced!r} but does not implement {hook}")

@@ -10,20 +10,13 @@ from typing import Any, Generic, TypeVar
 import pluggy
 
 from evener.contracts import hooks
-from evener.errors import DescriptorError, DuplicateNameError, EvenerError, HookError
+from evener.errors import DescriptorError, DuplicateNameError, EvenerError, HookError, did_you_mean
 from evener.plugins.catalog import Package
-from evener.plugins.hook_check import ANNOUNCED_BY, check_hooks
+from evener.plugins.delivered import check_delivered, told
+from evener.plugins.hook_check import ANNOUNCED, check_hooks
 
 T = TypeVar("T")
 
-#: What one delivered object of a hook is called, and the attribute that holds its name.
-_DELIVERED: Mapping[str, tuple[str, str]] = {
-    "evener_kernels": ("op with kernels", "op"),
-    "evener_op_schemas": ("op", "name"),
-    "evener_state_providers": ("state provider", "name"),
-    "evener_state_kinds": ("state kind", "name"),
-    "evener_quant_schemes": ("quantization scheme", "name"),
-}
 #: Hooks without arguments: asked once, when the package is registered.
 _AT_REGISTRATION = ("evener_op_schemas", "evener_state_kinds", "evener_quant_schemes")
 
@@ -127,7 +120,7 @@ class Hub:
         except EvenerError:
             raise
         except Exception as cause:  # a stranger's function; the cause is kept
-            raise HookError(f"{package}: {hook} raised {type(cause).__name__}: {cause}") from cause
+            raise HookError(f"{package}: {hook} raised {told(package, cause)}") from cause
         if caller.spec is not None and caller.spec.opts["firstresult"]:
             return result
         return result[0] if result else None
@@ -137,33 +130,38 @@ class Hub:
         values = self._call(hook, package, arguments)
         if not isinstance(values, (list, tuple)):
             raise HookError(f"{package}: {hook} returned {values!r}; it returns a list or a tuple")
-        what, attribute = _DELIVERED[hook]
-        field = ANNOUNCED_BY[hook]
-        names = [getattr(value, attribute, None) for value in values]
-        unnamed = [value for value, name in zip(values, names, strict=True) if not isinstance(name, str)]
-        if unnamed:
-            raise HookError(f"{package}: {hook} returned {unnamed[0]!r}, which has no .{attribute}")
-        announced = set(getattr(package.descriptor, field))
-        for name in sorted(set(map(str, names)) ^ announced):
-            did, did_not = ("announces", "deliver") if name in announced else ("delivers", "announce")
-            raise DescriptorError(
-                f"{package} {did} {what} {name!r} but does not {did_not} it; "
-                f"make `{field}` of its descriptor and {hook} agree"
-            )
+        _, what, attribute = ANNOUNCED[hook]
+        for value in values:
+            check_delivered(package, hook, value)
+        names = [getattr(value, attribute) for value in values]
+        self._check_agreement(hook, package, set(names))
         if hook != "evener_kernels" and len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise DuplicateNameError(what, str(twice), package.distribution, package.distribution)
+            raise DuplicateNameError(what, twice, package.distribution, package.distribution)
         return tuple(Provided(value, package.name, package.distribution, package.version) for value in values)
 
+    def _check_agreement(self, hook: str, package: Package, delivered: set[str]) -> None:
+        """Everything that one package announces and does not deliver, or the other way round, is an error."""
+        field, what, _ = ANNOUNCED[hook]
+        announced = set(getattr(package.descriptor, field))
+        faults = [f"announces {what} {name!r} but does not deliver it" for name in sorted(announced - delivered)]
+        faults += [f"delivers {what} {name!r} but does not announce it" for name in sorted(delivered - announced)]
+        if not faults:
+            return
+        known = {each.value.name for each in self._delivered["evener_op_schemas"]} if field == "ops" else set()
+        near = ((name, did_you_mean(name, known)) for name in sorted((announced ^ delivered) - known))
+        misspelt = "".join(f"; {name!r} is no op{hint}" for name, hint in near if hint.endswith("?"))
+        raise DescriptorError(
+            f"{package} {', and '.join(faults)}; make `{field}` of its descriptor and {hook} agree{misspelt}"
+        )
+
     def _claims(self, package: Package, new: Mapping[str, tuple[Provided[Any], ...]]) -> dict[tuple[str, str], Package]:
-        """The names that ``package`` would own, unless somebody does already."""
+        """The names that ``package`` would own, unless somebody does already: those that may stand twice in a catalog,
+        for ``discover`` sees to the others."""
         descriptor = package.descriptor
-        names = [(_DELIVERED[hook][0], provided.value.name) for hook, values in new.items() for provided in values]
+        names = [(ANNOUNCED[hook][1], provided.value.name) for hook, values in new.items() for provided in values]
         names += [("state provider", name) for name in descriptor.states]
         names += [("alias", name) for name in descriptor.aliases]
-        names += [("architecture", name) for name in descriptor.architectures]
-        names += [("command", name) for name in descriptor.commands]
-        names += [("request plugin", name) for name in descriptor.request_plugins]
         for name in names:
             if name in self._owners:
                 raise DuplicateNameError(*name, self._owners[name].distribution, package.distribution)

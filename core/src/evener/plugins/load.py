@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from evener.errors import BackendError, DescriptorError, EvenerError, PluginError
 from evener.plugins.catalog import Package, targets
 from evener.plugins.choose import Selection
+from evener.plugins.delivered import check_delivered
 from evener.plugins.hub import Hub, Provided
 from evener.plugins.options import options_by_package
-from evener.plugins.target import Target, prepare_torch_import
+from evener.plugins.target import prepare_torch_import
 
 if TYPE_CHECKING:
     from evener.contracts.communicator import CommunicatorFactory
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from evener.contracts.ops import Kernel, OpSchema
     from evener.contracts.quant import QuantScheme
     from evener.contracts.state import StateKind, StateProvider
-
-
-@dataclass(frozen=True)
-class LoadedBackend:
-    """The backend of a run, and why it was chosen."""
-
-    name: str
-    distribution: str
-    version: str
-    reason: str
 
 
 def load(selection: Selection, options: Mapping[str, Mapping[str, Any]] | None = None) -> Loaded:
@@ -59,19 +49,15 @@ class Loaded:
     """What the chosen packages deliver. Made by ``load``.
 
     Attributes:
-        backend: the primary backend and why it was chosen.
-        selection: what was chosen, with the report.
-        architectures, commands, request_plugins: lazy targets by name; nothing is imported until ``Target.load``.
+        backend: the primary backend.
+        selection: what was chosen, and why, with the report.
+        architectures: lazy targets by name; nothing is imported until ``Target.load``.
     """
 
     def __init__(self, selection: Selection, hub: Hub) -> None:
-        origin = selection.backend
-        self.backend = LoadedBackend(origin.name, origin.distribution, origin.version, selection.reason)
-        self.selection = selection
+        self.backend, self.selection = selection.backend, selection
         self._hub = hub
-        self.architectures = self._targets("architecture")
-        self.commands = self._targets("command")
-        self.request_plugins = self._targets("request plugin")
+        self.architectures = targets(hub.packages, "architecture")
 
     def open_device(self, index: int = 0) -> Device:
         """Open one of the backend's devices.
@@ -82,8 +68,11 @@ class Loaded:
         package = self.selection.backend
         try:
             device = self._hub.first("evener_device", package, index=index)
+            if device is not None:
+                check_delivered(package, "evener_device", device)
         except PluginError as error:
-            raise BackendError(f"{package} cannot open device {index}: {error}") from (error.__cause__ or error)
+            said = str(error).removeprefix(f"{package}: ")
+            raise BackendError(f"{package} cannot open device {index}: {said}") from (error.__cause__ or error)
         if device is None:
             raise BackendError(f"{package} has no device {index}; it found {self._devices()}")
         return cast("Device", device)
@@ -141,9 +130,6 @@ class Loaded:
             for package, value in offers:
                 return Provided(value, package.name, package.distribution, package.version)
         return None
-
-    def _targets(self, kind: str) -> Mapping[str, Target]:
-        return {target.name: target for target in targets(self._hub.packages, kind)}
 
     def _devices(self) -> str:
         found = self.selection.probe.devices

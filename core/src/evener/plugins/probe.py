@@ -7,14 +7,15 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import ModuleType
 
+from evener.cache_folder import cache_folder
 from evener.contracts.probe import Marks, ProbeResult
 from evener.errors import ConfigError, DescriptorError, PluginError, ProbeError
 from evener.plugins import probe_wire
 from evener.plugins.catalog import Package
 from evener.plugins.guard import torch_free
-from evener.plugins.probe_cache import ProbeCache, default_folder
+from evener.plugins.probe_cache import ProbeCache
 from evener.plugins.probe_process import ProbeProcess
 
 #: Seconds between two looks at the children. Only the very first start on a boot waits for them.
@@ -52,7 +53,7 @@ class Probed:
 class ProbeRun:
     """Probes under way. ``start`` returns as soon as marks are read; do other work, then ask for ``result``.
 
-    Children end with this process, and at the latest in ``result`` or ``close``. Usable as a context manager.
+    Children end with this process, and at the latest in ``result`` or ``close``.
     """
 
     def __init__(self, cache: ProbeCache) -> None:
@@ -86,7 +87,7 @@ class ProbeRun:
         """
         environ = os.environ if environ is None else environ
         limit = _limit(environ) if timeout is None else timeout
-        run = cls(ProbeCache(default_folder(environ)) if cache is None else cache)
+        run = cls(ProbeCache(cache_folder("probes", environ)) if cache is None else cache)
         try:
             for package in backends:
                 run._begin(package, asked=only is None or only == package.name, fresh=fresh, limit=limit)
@@ -114,14 +115,6 @@ class ProbeRun:
         for child, _ in self._running.values():
             child.close()
         self._running.clear()
-
-    def __enter__(self) -> ProbeRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _begin(self, package: Package, *, asked: bool, fresh: bool, limit: float | None) -> None:
         self._done[package.name] = Probed(package)  # keeps the order; replaced below

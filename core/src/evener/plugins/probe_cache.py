@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from evener.plugins import probe_wire, torch_marks
 from evener.plugins.catalog import Package
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def default_folder(environ: Mapping[str, str]) -> Path:
-    """``$XDG_CACHE_HOME/evener/probes``, or below ``~/.cache``."""
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "evener" / "probes"
 
 
 class ProbeCache:

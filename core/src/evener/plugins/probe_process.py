@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from evener.contracts.probe import ProbeResult
 from evener.errors import ProbeError
 from evener.plugins import probe_wire
 from evener.plugins.catalog import Package
+from evener.run_folder import RunFolder
 
 
 class ProbeProcess:
@@ -31,13 +31,13 @@ class ProbeProcess:
         self.package = package
         self.seconds = seconds
         self.started = time.monotonic()
-        self._scratch = tempfile.TemporaryDirectory(prefix="evener-probe-")
-        self._result = Path(self._scratch.name, "result.json")
-        self._output = Path(self._scratch.name, "output.txt")
+        self._scratch = RunFolder()
+        self._result = Path(self._scratch.path, "result.json")
+        self._output = Path(self._scratch.path, "output.txt")
         try:
             self._process = self._spawn()
         except BaseException:
-            self._scratch.cleanup()
+            self._scratch.close()
             raise
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -50,7 +50,7 @@ class ProbeProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=self._scratch.name,
+                cwd=self._scratch.path,
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,
             )
@@ -73,17 +73,18 @@ class ProbeProcess:
         try:
             self._kill()
             if self._process.returncode == -signal.SIGALRM or hung:
-                return self._error(f"did not answer within {self.seconds:g} seconds")
+                limit = "probe_timeout of its descriptor, or EVENER_PROBE_TIMEOUT"
+                return self._error(f"did not answer within {self.seconds:g} seconds ({limit})")
             if not self._result.exists():
                 return self._error(f"ended without an answer ({_exit_text(self._process.returncode)})")
             return self._answer(json.loads(self._result.read_text()))
         finally:
-            self._scratch.cleanup()
+            self._scratch.close()
 
     def close(self) -> None:
         """End it and everything it started, whatever state it is in."""
         self._kill()
-        self._scratch.cleanup()
+        self._scratch.close()
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # already reaped, and nothing of its group is left

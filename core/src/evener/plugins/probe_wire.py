@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.contracts.probe import ProbedDevice, ProbeResult
+import msgspec
+
+from evener.contracts.probe import ProbeResult
 
 
 def encode(result: object) -> dict[str, Any]:
@@ -15,11 +17,7 @@ def encode(result: object) -> dict[str, Any]:
     """
     if not isinstance(result, ProbeResult):
         raise TypeError(f"probe() returned {result!r}, not a ProbeResult")
-    data = {
-        "score": result.score,
-        "devices": [{"index": each.index, "name": each.name, "memory": each.memory} for each in result.devices],
-        "reasons": list(result.reasons),
-    }
+    data: dict[str, Any] = msgspec.to_builtins(result)
     decode(data)
     return data
 
@@ -31,14 +29,9 @@ def decode(data: Any) -> ProbeResult:
         TypeError: ``data`` was not written by ``encode``.
     """
     try:
-        score, devices, reasons = data["score"], data["devices"], data["reasons"]
-        fields = [(each["index"], each["name"], each["memory"]) for each in devices]
-    except (KeyError, TypeError) as cause:
-        raise TypeError(f"not a probe's result: {data!r}") from cause
-    if type(score) is not int or score < 0:
-        raise TypeError(f"a probe's score is a whole number, 0 or more, not {score!r}")
-    if not all(type(index) is int and isinstance(name, str) and type(memory) is int for index, name, memory in fields):
-        raise TypeError(f"a probed device has an int index, a text name and int bytes of memory, not {devices!r}")
-    if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
-        raise TypeError(f"a probe's reasons are a tuple of text, not {reasons!r}")
-    return ProbeResult(score, tuple(ProbedDevice(*each) for each in fields), tuple(reasons))
+        result = msgspec.convert(data, ProbeResult)
+    except msgspec.ValidationError as cause:
+        raise TypeError(f"no ProbeResult with fields of the right types: {cause}") from cause
+    if result.score < 0:
+        raise TypeError(f"a probe's score is a whole number, 0 or more, not {result.score}")
+    return result

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +21,22 @@ def to_json(report: Report) -> dict[str, Any]:
     return {"ok": report.ok, **asdict(report)}
 
 
-def exit_code(report: Report) -> int:
-    """0 if a backend was chosen and nothing that was asked for has a problem, else 1."""
-    return 0 if report.ok else 1
-
-
-def render(report: Report, *, steps: bool = True, width: int = 120, color: bool = False) -> str:
+def render(report: Report, *, steps: bool = True, width: int | None = None, color: bool | None = None) -> str:
     """Tables, then warnings, then what was chosen or why nothing was.
 
     Args:
         report: from ``assess``, ``Selection.report`` or ``catalog_report``.
         steps: show every step of every candidate (``evener doctor``), not only its verdict (``evener plugins``).
-        width: columns of the terminal.
-        color: with the terminal's colour codes.
+        width: columns; default: the terminal's.
+        color: with the terminal's colour codes; default: if standard output is a terminal.
     """
     from rich.console import Console
 
+    width = width or shutil.get_terminal_size((120, 24)).columns
+    color = sys.stdout.isatty() if color is None else color
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=color, no_color=not color, highlight=False)
-    console.print(_summary_table(report.candidates))
+    console.print(_summary_table(report.candidates, steps))
     if steps:
         console.print(_step_table(report.candidates))
     for warning in report.warnings:
@@ -59,15 +58,25 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _summary_table(candidates: tuple[Candidate, ...]) -> Table:
+def _summary_table(candidates: tuple[Candidate, ...], steps: bool) -> Table:
     from rich.text import Text
 
     table = _table("group", "name", "package", "verdict", "what, why, devices")
     for each in candidates:
-        what = "\n".join(part for part in (each.summary, each.reason, *each.devices) if part)
+        # A fault is told once: by the steps, where they are shown.
+        why = "see its steps" if steps and any(each.reason in step.detail for step in each.steps) else each.reason
+        what = "\n".join(part for part in (each.summary, why, *each.devices, *_evidence(each)) if part)
         cells = (each.group.removeprefix("evener."), each.name, f"{each.distribution} {each.version}")
         table.add_row(*map(Text, cells), Text(each.verdict, style=_STYLES[each.verdict]), Text(what))
     return table
+
+
+def _evidence(found: Candidate) -> list[str]:
+    """How far a package that computes is verified; of the others nobody asks."""
+    if found.evidence:
+        return [f"verified to {found.evidence}"]
+    reads = found.verdict not in ("broken", "disabled") and found.group in ("evener.backends", "evener.kernels")
+    return ["verified: its author says nothing"] if reads else []
 
 
 def _step_table(candidates: tuple[Candidate, ...]) -> Table:

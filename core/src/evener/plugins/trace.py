@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from evener.plugins.catalog import Catalog, Disabled, Origin, Package, Problem
 
@@ -16,25 +16,23 @@ class Step:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class Candidate:
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Origin):
     """One entry point's way through start-up.
 
     Attributes:
         verdict: ``chosen``, ``refused``, ``broken``, ``disabled``, or ``installed`` when nothing was chosen yet.
         reason: why, in words.
         devices: what its probe found, one text a device.
+        evidence: how far it is verified, in its author's words; empty if the author says nothing.
     """
 
-    group: str
-    name: str
-    distribution: str
-    version: str
     summary: str
     verdict: str
     reason: str
     steps: tuple[Step, ...]
     devices: tuple[str, ...] = ()
+    evidence: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,23 +60,17 @@ class Report:
 
 
 def candidate(
-    origin: Origin,
-    verdict: str,
-    reason: str,
-    steps: tuple[Step, ...],
-    devices: tuple[str, ...] = (),
+    origin: Origin, verdict: str, reason: str, steps: tuple[Step, ...], devices: tuple[str, ...] = ()
 ) -> Candidate:
     """The record of ``origin``; its summary comes from the descriptor where one was read."""
     return Candidate(
-        group=origin.group,
-        name=origin.name,
-        distribution=origin.distribution,
-        version=origin.version,
+        **{each.name: getattr(origin, each.name) for each in fields(Origin)},
         summary=origin.descriptor.summary if isinstance(origin, Package) else "",
         verdict=verdict,
         reason=reason,
         steps=steps,
         devices=devices,
+        evidence=origin.descriptor.evidence if isinstance(origin, Package) else "",
     )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from evener.contracts.descriptor import Descriptor, Option
 from evener.errors import ContractVersionError, DescriptorError, did_you_mean
-from evener.plugins.catalog import Origin
+from evener.plugins.catalog import LAZY, Origin
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_EVIDENCE = re.compile(r"L[0-5]: .+")
 _TUPLES = ("ops", "op_schemas", "states", "state_kinds", "formats")
-_TARGETS = ("architectures", "commands", "request_plugins", "checkpoints", "model_sources")
 
 #: The contract that each announcement, or membership of a group, implements.
 _IMPLIED: Mapping[str, str] = {
@@ -51,6 +51,7 @@ def check_descriptor(origin: Origin, value: object) -> Descriptor:
         or _names_fault(value)
         or _option_fault(value)
         or _module_fault(origin, value)
+        or _evidence_fault(value)
     )
     if fault:
         raise DescriptorError(f"{origin}: {fault}")
@@ -78,6 +79,7 @@ def check_contracts(origin: Origin, descriptor: Descriptor, core: Mapping[str, t
             raise ContractVersionError(
                 f"{origin}: core speaks {contract} {spoken}, this {who} speaks {version}; "
                 f"upgrade the older one: pip install -U {older}"
+                + ("" if version <= newest else f", or, if it is yours, implement {contract} {newest}")
             )
     implied = set(_IMPLIED_BY_GROUP.get(origin.group, ()))
     implied |= {contract for field, contract in _IMPLIED.items() if getattr(descriptor, field)}
@@ -122,7 +124,7 @@ def _names_fault(descriptor: Descriptor) -> str | None:
             return f"{field} must be a tuple of names, not {names!r}"
         if len(set(names)) < len(names):
             return f"{field} names something twice: {names!r}"
-    for field in (*_TARGETS, "aliases"):
+    for field in (*LAZY, "aliases"):
         table: Any = getattr(descriptor, field)
         if not isinstance(table, Mapping):
             return f"{field} must be a mapping, not {table!r}"
@@ -155,7 +157,7 @@ def _option_fault(descriptor: Descriptor) -> str | None:
 
 def _module_fault(origin: Origin, descriptor: Descriptor) -> str | None:
     backend = origin.group == "evener.backends"
-    for field in ("module", "probe"):
+    for field in ("module", "probe", "tuning"):
         path: Any = getattr(descriptor, field)
         if path is not None and not (isinstance(path, str) and _DOTTED.fullmatch(path)):
             return f"{field} must be a dotted module path, not {path!r}"
@@ -172,3 +174,9 @@ def _module_fault(origin: Origin, descriptor: Descriptor) -> str | None:
     if descriptor.module is None and (delivers or origin.group != "evener.plugins"):
         return f"it must name the module that delivers its {' and '.join(delivers) or 'hooks'}"
     return None
+
+
+def _evidence_fault(value: Descriptor) -> str:
+    if not value.evidence or (isinstance(value.evidence, str) and _EVIDENCE.fullmatch(value.evidence)):
+        return ""
+    return f"its evidence is {value.evidence!r}; write the level first, L0 to L5, then what ran where: 'L3: …'"

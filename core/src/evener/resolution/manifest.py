@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evener.contracts.ops import Bucket
+from evener.contracts.ops import Bucket, Variant
 from evener.contracts.quant import WeightPart, plain
 from evener.resolution.buckets import joined
+from evener.resolution.tuning import label
 
 REFERENCE = "reference"
 EXPANDED = "expanded"
@@ -17,7 +18,8 @@ EXPANDED = "expanded"
 
 @dataclass(frozen=True)
 class Choice:
-    """What one call site got at one bucket. ``provider`` is "package/kernel", "reference" or "expanded"."""
+    """What one call site got at one bucket. ``provider`` is "package/kernel", "reference" or "expanded"; ``variant`` of
+    it was measured to be fastest; ``why``: on whose word, where it is not by priority."""
 
     op: str
     path: str
@@ -26,6 +28,8 @@ class Choice:
     version: str
     refused: tuple[tuple[str, str], ...] = ()
     capturable: bool = True
+    why: str = ""
+    variant: Variant = field(default_factory=dict, hash=False)
 
     @property
     def fallback(self) -> bool:
@@ -88,17 +92,18 @@ class Manifest:
         sites: Counter[tuple[Any, ...]] = Counter()
         buckets: dict[tuple[Any, ...], list[Bucket]] = {}
         for c in self.choices:
-            key = (c.op, c.provider, c.version, c.refused)
+            key = (c.op, label(c.provider, c.variant), c.version, c.refused, c.why)
             sites[key] += 1
             if c.bucket is not None and c.bucket not in buckets.setdefault(key, []):
                 buckets[key].append(c.bucket)
         for key, count in sites.items():
-            op, provider, version, refused = key
+            op, provider, version, refused, why = key
             span = buckets.get(key, [])
             yield {
                 "op": op, "provider": provider, "version": version, "buckets": [str(b) for b in sorted(span)],
                 "tokens": [str(b) for b in joined(span)], "sites": count // max(1, len(span)),
                 "refused": [{"provider": name, "reason": reason} for name, reason in refused],
+                **({"why": why} if why else {}),
             }  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:

@@ -6,19 +6,22 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from evener.contracts.communicator import Communicator
 from evener.contracts.device import DeviceCapabilities
-from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction, OpSchema
+from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction, OpSchema, Variant
 from evener.contracts.quant import Packing, WeightPart, plain
-from evener.contracts.state import StateProvider
+from evener.contracts.state import GraphReach, StateProvider
 from evener.errors import ResolveError, UnknownNameError
 from evener.layers.declared import CallSite, LinearWeight, StateSlot
 from evener.ops.composites import linear_static
+from evener.plugins.delivered import judged
+from evener.resolution.blame import Makers, blamed
 from evener.resolution.buckets import bucket_index
 from evener.resolution.footprint import Sizes, activations, scratch, stream
 from evener.resolution.manifest import EXPANDED, REFERENCE, Choice, Manifest
+from evener.resolution.tuning import Measured, Tuned, label
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +39,11 @@ class Offer:
     def label(self) -> str:
         """``package/name``, as the manifest shows it."""
         return f"{self.package}/{self.value.name}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a user may call it."""
+        return self.value.name, self.package, self.label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,7 @@ class Market:
         max_fallback: "none" refuses primitives that only the reference serves.
         version: core's own, for the manifest.
         sizes: of the largest step.
+        tuned: what was measured offline; the fastest that may serve goes before priorities.
     """
 
     schemas: Mapping[str, OpSchema]
@@ -70,19 +79,21 @@ class Market:
     max_fallback: str = "any"
     version: str = ""
     sizes: Sizes = field(default_factory=lambda: Sizes(1, 1))
+    tuned: Tuned = field(default_factory=Tuned)
 
 
 class Resolver:
     """Resolves one model. Call ``states``, then ``packings``, then ``sites``.
 
     Attributes:
-        manifest: what was decided, and why.
+        manifest: what was decided, and why; makers: who made what is called.
         workspace: bytes of the largest scratch that a chosen kernel holds; call sites run one after another.
+        largest: which kernel that is, and at how many tokens.
     """
 
     def __init__(self, market: Market) -> None:
         self.market = market
-        self.manifest = Manifest()
+        self.manifest, self.makers, self.largest = Manifest(), Makers(market.states), ""
         self.workspace = self._held = self._peak = self._stream = 0
         self._sizes: Sizes | None = None
         self._by_op: dict[str, list[Offer]] = {}
@@ -95,6 +106,11 @@ class Resolver:
         self._packings = {market.reference_packing.layout: market.reference_packing}
         self._packings.update({p.layout: p for o in market.kernels for p in o.value.packings})
         self._check_forced()
+        reaches = get_args(GraphReach)
+        for offer in market.states:
+            if offer.value.graph not in reaches:
+                who = f"state provider {offer.label} {offer.version}"
+                raise ResolveError(f"{who}: graph={offer.value.graph!r} is none of {', '.join(reaches)}")
 
     @property
     def packings_by_layout(self) -> Mapping[str, Packing]:
@@ -110,18 +126,22 @@ class Resolver:
         for op, wanted in self.market.forced.items():
             if op != "attention" and op not in self.market.schemas:
                 raise UnknownNameError("op", op, [*self.market.schemas, "attention"], "Set ops.<op>=<provider>.")
-            offers = self.market.states if op == "attention" else self._by_op.get(op, [])
-            known = {REFERENCE} | {n for o in offers for n in (o.value.name, o.package, o.label)}
+            offers = self.market.states if op == "attention" else self.offers(op)
+            known = {REFERENCE} | {n for o in offers for n in o.names}
             if wanted not in known:
                 raise UnknownNameError(
                     f"provider of {op}", wanted, known, f"Set ops.{op}=reference to use the reference."
                 )
 
+    def offers(self, op: str) -> Sequence[Offer]:
+        """Kernels for an op, best first."""
+        return self._by_op.get(op, [])
+
     def _forbidden(self, op: str, offer: Offer) -> str | None:
         """The option that keeps a provider from an op; None if it may serve."""
         wanted = self.market.forced.get(op)
         if wanted is not None:
-            return None if wanted in (offer.value.name, offer.package, offer.label) else f"ops.{op}={wanted}"
+            return None if wanted in offer.names else f"ops.{op}={wanted}"
         return (self.market.reference_attention if op == "attention" else self.market.reference_ops) or None
 
     def _overruled(self, schema: OpSchema, static: Mapping[str, Any], offer: Offer) -> str | None:
@@ -157,15 +177,20 @@ class Resolver:
 
     def _state_provider(self, slot: StateSlot) -> StateProvider:
         refused: list[tuple[str, str]] = []
-        for offer in sorted(self.market.states, key=lambda o: (-o.value.priority, o.value.name)):
+        wanted = self.market.forced.get("attention", REFERENCE)
+        for offer in sorted(self.market.states, key=lambda o: (wanted not in o.names, -o.value.priority, o.value.name)):
             provider: StateProvider = offer.value
-            reason = self._forbidden("attention", offer)
+            # Who was named comes first. If it serves another kind of state, the word is not about this one.
+            reason = self._forbidden("attention", offer) if wanted == REFERENCE else None
             if reason is None and slot.spec.kind not in provider.kinds:
                 reason = f"does not serve state of kind {slot.spec.kind!r}"
-            reason = reason or provider.supports(slot.spec, slot.attention, self.market.device)
+            reason = reason or judged(provider, provider.supports(slot.spec, slot.attention, self.market.device))
             if reason is None:
-                self._record("attention", slot.name, None, offer.label, offer.version, refused)
+                self._record(slot, offer.label, offer.version, refused)
                 return provider
+            if wanted in offer.names and slot.spec.kind in provider.kinds:
+                raise ResolveError(f"{slot.name}: ops.attention={wanted} was asked for; {offer.label}: {reason}; or "
+                                   "set infer.attn_type=auto for the best that fits")  # fmt: skip
             refused.append((offer.label, reason))
         reference = self.market.reference_state
         if slot.spec.kind not in reference.kinds:
@@ -174,8 +199,11 @@ class Resolver:
                 f"{slot.name}: no installed package serves state of kind {slot.spec.kind!r}"
                 + (f" ({detail})" if detail else "")
             )
-        self._record("attention", slot.name, None, REFERENCE, self.market.version, refused)
+        self._record(slot, REFERENCE, self.market.version, refused)
         return reference
+
+    def _record(self, slot: StateSlot, provider: str, version: str, refused: Sequence[tuple[str, str]]) -> None:
+        self.manifest.choices.append(Choice("attention", slot.name, None, provider, version, tuple(refused)))
 
     def packings(self, weights: Sequence[LinearWeight]) -> None:
         """Give every linear weight a layout that some kernel accepts in each bucket; the best kernel's first choice
@@ -194,13 +222,14 @@ class Resolver:
     def _layout(self, weight: LinearWeight) -> tuple[str, str]:
         """The layout and, if the parts must be dequantized for it, why nobody packs them as they are stored."""
         refused: list[str] = []
-        offers = [o for o in self._by_op.get(weight.op, []) if self._forbidden(weight.op, o) is None]
+        offers = [o for o in self.offers(weight.op) if self._forbidden(weight.op, o) is None]
         layouts: list[str] = [p.layout for o in offers for p in o.value.packings]
         for parts in dict.fromkeys([weight.parts, plain_parts(weight)]):
             candidate = replace(weight, parts=parts)
             why = "; ".join(refused)
             for layout in dict.fromkeys([*layouts, self.market.reference_packing.layout]):
-                reason = self._packings[layout].supports(parts, weight.dtype)
+                packing = self._packings[layout]
+                reason = judged(packing, packing.supports(parts, weight.dtype))
                 if reason is None and layout != self.market.reference_packing.layout:
                     reason = self._unserved(candidate, layout, offers)
                 if reason is None:
@@ -258,26 +287,59 @@ class Resolver:
     def _choose(
         self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket, sizes: Sizes
     ) -> OpFunction:
-        op, call = schema.name, self._call(schema, static, bucket)
-        refused: list[tuple[str, str]] = []
-        for offer in self._by_op.get(op, []):
-            kernel: Kernel = offer.value
-            reason = self._forbidden(op, offer) or self._overruled(schema, static, offer)
-            reason = reason or self._refusal(kernel, call)
-            if reason is None:
-                fixed = kernel.capturable and _capturable(static)
-                self._record(op, path, bucket, offer.label, offer.version, refused, fixed)
-                self.workspace = max(self.workspace, kernel.workspace(call))
-                return kernel.build(call)
-            refused.append((offer.label, reason))
-        provider = EXPANDED if schema.composite else REFERENCE
-        fixed = schema.capturable and _capturable(static)
-        self._record(op, path, bucket, provider, self.market.version, refused, fixed)
+        call, refused = self.call(schema, static, bucket), []
+        for offer, variant, why in self._ranking(schema, call):
+            provider = offer.label if offer else own_provider(schema)
+            reason = None if offer is None else self.refusal(schema, offer, replace(call, variant=variant))
+            if reason is not None:
+                refused.append((provider, reason))
+                continue
+            maker = offer.value if offer else schema
+            version, fixed = offer.version if offer else self.market.version, maker.capturable and _capturable(static)
+            self.manifest.choices.append(
+                Choice(schema.name, path, bucket, provider, version, tuple(dict.fromkeys(refused)), fixed, why, variant)
+            )
+            break
+        if offer is not None:
+            return self.build(offer, replace(call, variant=variant))
         if not schema.composite:
             self._peak = max(self._peak, self._held + scratch(schema, static, sizes))
-        return self._reference(schema, path, static, bucket)
+        return self.reference(schema, path, static, bucket)
 
-    def _reference(self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
+    def _ranking(self, schema: OpSchema, call: OpCall) -> Iterator[tuple[Offer | None, Variant, str]]:
+        """Who may serve, best first, in which variant, and on whose word; None is the reference, which may always."""
+        market, op, offers = self.market, schema.name, self.offers(schema.name)
+        file, measured = market.tuned.find(call) or ("", ())
+        by_label: dict[str, Offer | None] = {offer.label: offer for offer in offers}
+        if not (op in market.forced or market.reference_ops or market.max_fallback == "none"):
+            by_label[own_provider(schema)] = None
+        for index, each in enumerate(measured):
+            if each.provider in by_label:
+                yield by_label[each.provider], each.variant, _beaten(file, each, measured[index + 1 :])
+        yield from ((offer, {}, "") for offer in offers)
+        yield None, {}, ""
+
+    def refusal(self, schema: OpSchema, offer: Offer, call: OpCall) -> str | None:
+        """Why ``offer`` may not serve ``call``; None if it may."""
+        reason = self._forbidden(schema.name, offer) or self._overruled(schema, call.static, offer)
+        with blamed(offer):
+            reason = reason or self._refusal(offer.value, call)
+        if reason is None and call.variant and call.variant not in offer.value.variants(call):
+            return f"has no variant {label('', call.variant)} any more"
+        return reason
+
+    def build(self, offer: Offer, call: OpCall) -> OpFunction:
+        """What ``offer`` makes for ``call``."""
+        with blamed(offer):
+            if (nbytes := offer.value.workspace(call)) > self.workspace:
+                self.workspace, self.largest = nbytes, f"{offer.label} at {call.bucket} tokens"
+            built: OpFunction = offer.value.build(call)
+        self.makers.note(offer, built)
+        return built
+
+    def reference(self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
+        """The op's reference, made of whatever serves its parts."""
+
         def use(
             op: str, /, *, any_rows: bool = False, sizes: Mapping[str, int] | None = None, **inner: Any
         ) -> OpFunction:
@@ -292,11 +354,10 @@ class Resolver:
             self._tables[key] = by_rows(table, self.market.buckets[-1].high)
         return self._tables[key]
 
-    def _call(self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket) -> OpCall:
-        layouts = {
-            name: w.layout for name, w in _walk(static) if isinstance(w, LinearWeight) and name in schema.weights
-        }
-        slots = (value for _, value in _walk(static) if isinstance(value, StateSlot))
+    def call(self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket) -> OpCall:
+        """What a kernel judges."""
+        layouts = {name: w.layout for name, w in walk(static) if isinstance(w, LinearWeight) and name in schema.weights}
+        slots = (value for _, value in walk(static) if isinstance(value, StateSlot))
         slot = next(slots, None) if schema.state else None
         layout = slot.provider.layout if slot is not None and slot.provider is not None else None
         return OpCall(schema.name, static, bucket, self.market.device, layouts, layout)
@@ -311,17 +372,10 @@ class Resolver:
             if accepted and layout not in accepted:
                 return f"does not read {name} in layout {layout!r}"
         usual = self.market.schemas[call.op].usual
-        for name, value in _walk(call.static):
+        for name, value in walk(call.static):
             if name not in kernel.unusual and value != usual.get(name, value):
                 return f"does not know {name}={value}"
-        return kernel.supports(call)
-
-    def _record(
-        self, op: str, path: str, bucket: Bucket | None, provider: str, version: str,
-        refused: Sequence[tuple[str, str]],
-        capturable: bool = True,
-    ) -> None:  # fmt: skip
-        self.manifest.choices.append(Choice(op, path, bucket, provider, version, tuple(refused), capturable))
+        return judged(kernel, kernel.supports(call))
 
 
 def by_rows(table: Sequence[OpFunction], largest: int) -> OpFunction:
@@ -337,6 +391,17 @@ def by_rows(table: Sequence[OpFunction], largest: int) -> OpFunction:
     return run
 
 
+def own_provider(schema: OpSchema) -> str:
+    """What the manifest calls the reference of an op."""
+    return EXPANDED if schema.composite else REFERENCE
+
+
+def _beaten(file: str, best: Measured, others: Sequence[Measured]) -> str:
+    """The word of a tuning file: against the best of another provider, or of its own where it is alone."""
+    second = next((m for m in others if m.provider != best.provider), others[0] if others else None)
+    return f"chosen by tuning file {file}: {best.us:.1f} µs" + (f", beats {second}" if second else "")
+
+
 def load_reference(schema: OpSchema) -> Any:
     """The function that ``schema.reference`` names."""
     module, _, name = schema.reference.partition(":")
@@ -348,17 +413,17 @@ def plain_parts(weight: LinearWeight) -> tuple[WeightPart, ...]:
     return tuple(p if p.format.plain else replace(p, format=plain(weight.dtype)) for p in weight.parts)
 
 
-def _walk(static: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def walk(static: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Static parameters, and those inside of them."""
     for name, value in static.items():
         if isinstance(value, Mapping):
-            yield from _walk(value)
+            yield from walk(value)
         else:
             yield name, value
 
 
 def _communicators(static: Mapping[str, Any]) -> Iterator[Communicator]:
-    return (value for _, value in _walk(static) if isinstance(value, Communicator))
+    return (value for _, value in walk(static) if isinstance(value, Communicator))
 
 
 def _capturable(static: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ class _Room:
     """Where the threads of one group meet. ``posts``: what each rank has brought."""
 
     size: int
-    timeout: float
+    timeout: float | None
     mail: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,8 +98,8 @@ class ThreadCommunicator(Communicator):
         self._room.barrier.abort()
 
 
-def thread_group(name: str, size: int, timeout: float = 60.0) -> list[ThreadCommunicator]:
-    """The ends of a group of ``size`` threads."""
+def thread_group(name: str, size: int, timeout: float | None = 60.0) -> list[ThreadCommunicator]:
+    """The ends of a group of ``size`` threads, which wait ``timeout`` seconds for one another; None: for ever."""
     room = _Room(size, timeout)
     return [ThreadCommunicator(name, rank, room) for rank in range(size)]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +16,13 @@ from evener.testing.reference_device import ForbidHostReads
 
 #: What a capture leaves in integers that it made; floats become NaN.
 _POISON = 99
+
+
+class Baked(Protocol):
+    """Numbers of the host that a call has taken in and a replay must be told again."""
+
+    def refresh(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
+        """The lengths of the step that is replayed next."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class _Outside:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             raise EngineError(f"a replay reads memory that was freed since capture: {self._dtype} {self._view[1]}")
-        found = torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
+        found = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
         if found.data_ptr() != self._address:
             raise EngineError("a replay reads a buffer that has moved since capture")
         return found
@@ -60,11 +67,16 @@ class _Call:
 
 
 class Recorder(TorchDispatchMode):
-    """While active, every call is recorded. Nothing may read a value on the host."""
+    """While active, every call is recorded. Nothing may read a value on the host.
+
+    Attributes:
+        baked: what calls that were recorded have taken from the host; they add it themselves.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
+        self.baked: list[Baked] = []
         self._index: dict[int, int] = {}
         self._alive: list[Any] = []
 
@@ -74,7 +86,10 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.record(func, args, kwargs or {})
+
+    def record(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``func``, which may be anything, and record it as one call. The mode must not be active."""
         result = func(*args, **kwargs)
         storages = {t.untyped_storage()._cdata for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
         call = _Call(func, tree_map(self._reference, args), tree_map(self._reference, kwargs), len(self._alive))
@@ -112,11 +127,13 @@ class RecordedReplay(Replay):
         EngineError: (when called) an update was due, or memory of the capture is gone.
     """
 
-    def __init__(self, calls: list[_Call], needs_update: bool) -> None:
-        self._calls, self._needs_update, self._updated = calls, needs_update, False
+    def __init__(self, calls: list[_Call], needs_update: bool, baked: Sequence[Baked] = ()) -> None:
+        self._calls, self._needs_update, self._updated, self._baked = calls, needs_update, False, baked
         self.updates = self.runs = 0
 
-    def update(self) -> None:
+    def update(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
+        for each in self._baked:
+            each.refresh(query_lens, kv_lens)
         self.updates += 1
         self._updated = True
 
@@ -161,7 +178,7 @@ class RecordingCapture(GraphCapture):
         with torch.inference_mode(), ForbidHostReads(), recorder:  # type: ignore[no-untyped-call]
             segment()
         with torch.inference_mode():
-            replay = RecordedReplay(recorder.finish(), self._needs_update)
+            replay = RecordedReplay(recorder.finish(), self._needs_update, recorder.baked)
         self.replays.append(replay)
         return replay
 

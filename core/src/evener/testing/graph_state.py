@@ -43,7 +43,7 @@ class MaskedState(ReferenceState):
     batch_invariant = False
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
-        return "has no sinks" if attention.sinks else None
+        return "has neither sinks nor slopes" if attention.sinks or attention.slopes else None
 
     def block_sizes(self, spec: StateSpec) -> Sequence[int]:
         return (8, 16, 32)

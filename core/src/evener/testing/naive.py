@@ -1,7 +1,8 @@
 """The naive engine: one sequence, reference ops, keys and values in plain lists. An oracle small enough to trust.
 
-It shares the models, the loader and the reference ops with the engine, and nothing else: no scheduler, blocks, state
-provider, resolver or buckets. State is in ``naive_state``.
+It shares the models, the loader and the reference ops with the engine, and nothing else: no scheduler, resolver or
+buckets, and for the built-in kinds of state, which are in ``naive_state``, no blocks and no state provider. Ops and
+kinds of state that packages add are the packages' own (``naive_packages``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint
 from evener.contracts.ops import OpFunction, OpSchema
 from evener.contracts.quant import QuantScheme
+from evener.contracts.state import StateProvider
 from evener.errors import UnknownNameError
 from evener.layers.builder import Builder
 from evener.layers.declared import LinearWeight
@@ -29,7 +31,10 @@ from evener.loading.scheme import pick_scheme
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
 from evener.resolution.resolver import plain_parts
-from evener.testing.naive_state import memory_of
+from evener.testing.naive_packages import find_architecture, find_provider, find_schema
+from evener.testing.naive_state import LISTED, Pages, memory_of
+
+__all__ = ["NaiveModel", "NaiveStep", "find_architecture"]
 
 CPU = torch.device("cpu")
 
@@ -43,6 +48,7 @@ class NaiveStep:
     bucket: int = 0
     metas: tuple[Any, ...] = (None,)
     stream: None = None
+    overlay: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class NaiveModel:
@@ -53,19 +59,22 @@ class NaiveModel:
         dtype: of weights and activations.
         architecture: its class; default: what an installed package registered under the config's name.
         max_positions: longest sequence; default: the config's ``max_position_embeddings``.
-        schemas, schemes: of added ops and checkpoints, beside the built-in ones.
+        schemas, schemes, providers: of added ops, checkpoints and kinds of state, beside the built-in ones; ops and
+            kinds of installed packages are found by themselves.
         seed: of dummy weights.
         choices: further arguments of the ``Builder`` (``absorb``, ``index_top``, ``state_dtype``).
 
     Attributes:
         config, build, model: as read, declared and made.
+        given: (position, rows [n, hidden]) that stand for tokens of the next sequences.
         bytes: what the weights hold.
     """
 
     def __init__(
         self, source: str | Path | Mapping[str, Any], dtype: str = "float32",
         architecture: type[Architecture] | None = None, *, max_positions: int | None = None,
-        schemas: Sequence[OpSchema] = (), schemes: Sequence[QuantScheme] = (), seed: int = 0, **choices: Any,
+        schemas: Sequence[OpSchema] = (), schemes: Sequence[QuantScheme] = (),
+        providers: Sequence[StateProvider] = (), seed: int = 0, **choices: Any,
     ) -> None:  # fmt: skip
         checkpoint: Checkpoint | None = None
         if isinstance(source, Mapping):
@@ -81,6 +90,7 @@ class NaiveModel:
             dtype, length, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint else None, **choices
         )
         self.model = made(self.config, self.build)
+        self.given: list[tuple[int, torch.Tensor]] = []
         self._schemas = {schema.name: schema for schema in (*BUILTIN, *schemas)}
         for weight in self.build.weights:
             if isinstance(weight, LinearWeight):
@@ -88,10 +98,13 @@ class NaiveModel:
         self.bytes = self._load(checkpoint, scheme, seed)
         for group in self.build.groups:
             group.bind()
+        self._length = length
+        for number, slot in enumerate(self.build.slots):
+            own = memory_of(slot.spec, slot.attention) is not None
+            slot.provider = LISTED if own else find_provider(slot.spec, slot.attention, tuple(providers))
+            slot.group = number
         for site in self.build.sites:
             site.table = (self._resolve(site.op, site.static),)
-        for slot in self.build.slots:
-            slot.group = 0
         self.reset()
 
     def _load(self, checkpoint: Checkpoint | None, scheme: Any, seed: int) -> WeightBytes:
@@ -104,10 +117,13 @@ class NaiveModel:
 
     def _resolve(self, op: str, static: Mapping[str, Any]) -> OpFunction:
         if op.startswith("state."):
-            method = op.removeprefix("state.")
-            return lambda views, meta, *values: getattr(views, method)(*values)
+            return getattr(static["state"].provider, op.removeprefix("state."))  # type: ignore[no-any-return]
         if op not in self._schemas:
-            raise UnknownNameError("op", op, self._schemas)
+            found = find_schema(op)
+            if found is None:
+                hint = "Install the package that announces it in op_schemas, or give NaiveModel(…, schemas=[…])."
+                raise UnknownNameError("op", op, self._schemas, hint)
+            self._schemas[op] = found
         module, _, name = self._schemas[op].reference.partition(":")
         reference = getattr(importlib.import_module(module), name)
 
@@ -119,16 +135,29 @@ class NaiveModel:
     def reset(self) -> None:
         """Forget the sequence."""
         self.length = 0
+        self._pages: list[Pages | None] = []
         for slot in self.build.slots:
-            slot.views = memory_of(slot.spec, slot.attention)
+            slot.views, pages = memory_of(slot.spec, slot.attention), None
+            if slot.views is None:
+                assert slot.provider is not None, "found above"
+                pages = Pages(slot.spec, slot.attention, slot.provider, self._length)
+                slot.views = pages.views
+            self._pages.append(pages)
 
     @torch.inference_mode()
     def feed(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Append tokens to the sequence; returns their logits, [tokens, vocab] in ``dtype``."""
         ids = torch.tensor(list(token_ids), dtype=torch.int32)
-        step = NaiveStep(ids, torch.arange(self.length, self.length + len(ids)))
+        positions = torch.arange(self.length, self.length + len(ids))
+        metas = tuple(None if pages is None else pages.metadata(positions) for pages in self._pages)
+        step = NaiveStep(ids, positions, metas=metas, overlay=self._overlay(len(ids)))
         self.length += len(ids)
         return self.model.logits(self.model.forward(step), step)
+
+    def _overlay(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        places = [(start + i - self.length, row) for start, rows in self.given for i, row in enumerate(rows)]
+        here = [(at, row) for at, row in places if 0 <= at < count]
+        return (torch.tensor([at for at, _ in here]), torch.stack([row for _, row in here])) if here else None
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> torch.Tensor:
         """Logits [tokens, vocab] of a new sequence, fed at once or ``chunk`` tokens at a time."""
@@ -155,20 +184,3 @@ class NaiveModel:
         """For each token of ``answer``, how far the likeliest logit is above its own; 0 is greedy."""
         rows = self.logits([*prompt, *answer])[len(prompt) - 1 : -1].float()
         return (rows.max(-1).values - rows.gather(1, torch.tensor(list(answer))[:, None]).squeeze(1)).tolist()
-
-
-def find_architecture(name: str) -> type[Architecture]:
-    """The class that an installed package registered under ``name``, read from entry points without the plugin manager.
-
-    Raises:
-        UnknownNameError: nobody registered it.
-    """
-    from importlib_metadata import entry_points
-
-    known: dict[str, str] = {}
-    for entry in entry_points(group="evener.plugins"):
-        known.update(entry.load().architectures)
-    if name not in known:
-        raise UnknownNameError("architecture", name, known)
-    module, _, attribute = known[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]

@@ -3,14 +3,14 @@ each kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from evener.contracts.state import AttentionSpec, Piece, StateSpec
-from evener.errors import ArchitectureError
+from evener.contracts.state import AttentionSpec, Piece, StateProvider, StateSpec, StateStep
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Memory:
         tokens, count = keys.shape[1], query.shape[0]
         at, to = torch.arange(tokens - count, tokens)[:, None], torch.arange(tokens)
         distance, width = at - to, self.spec.window or tokens
+        if self.attention.slopes is not None:
+            scores = scores - torch.tensor(self.attention.slopes).view(-1, 1, 1) * distance
         near = at // width == to // width if self.spec.kind == "chunk" else distance < width
         seen = (distance >= 0) & near
         if chosen is not None:
@@ -113,11 +115,54 @@ class Recurrence:
         return out
 
 
-def memory_of(spec: StateSpec, attention: AttentionSpec) -> Memory | Recurrence:
-    """An empty state of a layer."""
+class _Listed:
+    """The provider of every slot whose state is here: what it is asked for, the sequence's own memory does."""
+
+    name = layout = "naive"
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda views, meta, *values: getattr(views, method)(*values)
+
+
+LISTED: Any = _Listed()
+
+
+class Pages:
+    """State of a kind that a package adds: one sequence in blocks of the package's own provider, in order.
+
+    Attributes:
+        views: of its blocks.
+    """
+
+    def __init__(self, spec: StateSpec, attention: AttentionSpec, provider: StateProvider, tokens: int) -> None:
+        self._spec, self._attention, self._provider = spec, attention, provider
+        self._size = provider.block_sizes(spec)[0]
+        columns = -(-tokens // self._size)
+        # Block 0 is nobody's.
+        self._table = torch.arange(1, columns + 1, dtype=torch.int32)[None]
+        page = provider.bytes_per_block(spec, self._size)
+        self.views = provider.bind(torch.zeros(columns + 1, page, dtype=torch.uint8), spec, self._size)
+
+    def metadata(self, positions: torch.Tensor) -> Any:
+        """Of a step with the tokens at these positions, one after another."""
+        count, length = len(positions), int(positions[-1]) + 1
+        blocks = self._table[0, torch.div(positions, self._size, rounding_mode="floor")]
+        step = StateStep(
+            tokens=count, requests=1, max_query=count, max_kv=length,
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            kv_lens=torch.tensor([length], dtype=torch.int32),
+            positions=positions, slot_mapping=blocks * self._size + positions % self._size,
+            block_table=self._table, host_query_lens=[count], host_kv_lens=[length],
+        )  # fmt: skip
+        return self._provider.metadata(step, self._spec, self._attention, self._size)
+
+
+def memory_of(spec: StateSpec, attention: AttentionSpec) -> Memory | Recurrence | None:
+    """An empty state of a layer; None for kinds and algorithms that have no definition here."""
     if attention.algorithm == "gated_delta":
         conv, delta = (torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in spec.tensors)
         return Recurrence(spec, attention, conv, delta)
-    if spec.kind not in ("full", "window", "chunk", "latent", "index"):
-        raise ArchitectureError(f"the naive engine has no state of kind {spec.kind!r}; use the engine")
-    return Memory(spec, attention)
+    known = spec.kind in ("full", "window", "chunk", "latent", "index") and attention.algorithm == "softmax"
+    return Memory(spec, attention) if known else None

@@ -87,15 +87,16 @@ def teacher_forced(worker: Worker, ids: Sequence[int]) -> torch.Tensor:
 
 def compare_greedy(
     oracle: Oracle, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]],
-    resume: Callable[[Sequence[int], int], Sequence[int]], result: Comparison,
+    resume: Callable[[Sequence[int], int], Sequence[int]], result: Comparison, tie: float = TIE,
 ) -> None:  # fmt: skip
     """Check every answer against the oracle.
 
     Args:
         resume: greedy answer of the engine to a prompt, of so many tokens; used after a tie.
+        tie: how far apart two logits may be that rounding could order otherwise.
 
     Raises:
-        AssertionError: a token differs and the oracle's two largest logits are further apart than ``TIE``.
+        AssertionError: a token differs whose logit is further than ``tie`` below the oracle's largest.
     """
     for index, (prompt, whole) in enumerate(zip(prompts, answers, strict=True)):
         tokens, answer = list(prompt), list(whole)
@@ -108,7 +109,7 @@ def compare_greedy(
             at = wrong[0]
             best = logits[at].topk(2)
             gap = float(best.values[0] - best.values[1])
-            assert gap < TIE, (
+            assert gap < tie, (
                 f"prompt {index}, token {len(tokens) + at}: {answer[at]} instead of {int(best.indices[0])}, "
                 f"which the oracle prefers by {gap:.3g} over {int(best.indices[1])}"
             )

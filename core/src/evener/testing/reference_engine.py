@@ -79,7 +79,7 @@ def play(
     how: type[Abort] | type[Finish] = Abort,
     steps: int = 5000,
 ) -> Played:
-    """Run until every request has ended.
+    """Run until every request has ended or the engine is dead.
 
     Args:
         aborts: requests that are ended by ``how`` once that many of their tokens were seen.
@@ -89,7 +89,7 @@ def play(
     later = [(arrivals or {}).get(m.id, 0) if isinstance(m, NewRequest) else 0 for m in messages]
     for step in range(steps):
         played.see(controller.handle([m for m, at in zip(messages, later, strict=True) if at == step]))
-        if controller.idle and step >= max(later):
+        if played.dead or (controller.idle and step >= max(later)):
             return played
         played.see(controller.step())
         for name, count in list(waiting.items()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,3 +67,15 @@ class GgufScheme(QuantScheme):
             )
         cut = {} if weight is None else {"weight": weight[:, start // elements * nbytes : stop // elements * nbytes]}
         return replace(part, columns=stop - start, tensors=cut)
+
+    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        import torch
+
+        random, config = torch.Generator().manual_seed(seed), {"quantization_config": {"quant_method": self.name}}
+        for storage, (elements, nbytes) in BLOCKS.items():
+            blocks = torch.randint(256, (6, 3 * nbytes), generator=random, dtype=torch.uint8)
+            blocks[:, 1::2] &= 0xBF  # every float16, wherever it lies, is below 2
+            yield config, {name: (storage, (6, 3 * elements))}, {name: blocks}
+        for dtype in ("float32", "float16", "bfloat16"):
+            numbers = torch.randn(6, 10, generator=random).to(getattr(torch, dtype))
+            yield config, {name: (dtype, (6, 10))}, {name: numbers}

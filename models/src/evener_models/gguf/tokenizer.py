@@ -7,9 +7,12 @@ whose merges follow from its scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from evener.errors import CheckpointError, did_you_mean
+from evener_models.sentencepiece_bpe import CONTROL, NORMAL, UNKNOWN, USER, Pieces, decoder, spaces
+from evener_models.tokenizer_json import added_token, assemble, bpe, surround
 
 Metadata = Mapping[str, Any]
 Files = Mapping[str, Callable[[], dict[str, Any]]]
@@ -48,7 +51,6 @@ _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
     "<｜end▁of▁sentence｜>",
 })  # fmt: skip
-_UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6
 #: Our names of special tokens by GGUF's.
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
@@ -81,11 +83,11 @@ class _Source:
 
     def __init__(self, metadata: Metadata, where: str) -> None:
         self._metadata, self.where = metadata, where
-        self.tokens: list[str] = self.get("tokens", list)
-        types = self.get("token_type", Sequence, [1] * len(self.tokens))
-        if len(types) != len(self.tokens) or not all(isinstance(token, str) for token in self.tokens):
+        tokens: list[str] = self.get("tokens", list)
+        types = self.get("token_type", Sequence, [NORMAL] * len(tokens))
+        if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
             raise CheckpointError(f"{where}: the lists of its tokenizer differ in length or type; fetch the file again")
-        self.types = types
+        self.pieces = Pieces(tokens, (), types)
         self.kind = str(metadata.get("tokenizer.ggml.pre", "default"))
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
@@ -102,50 +104,30 @@ class _Source:
     def id(self, name: str) -> int | None:
         """The id of a special token, as ``bos``."""
         value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return value if type(value) is int and 0 <= value < len(self.tokens) else None
-
-    def vocabulary(self) -> dict[str, int]:
-        """Ids by token; of equal tokens the first has the name."""
-        found: dict[str, int] = {}
-        for number, token in enumerate(self.tokens):
-            found.setdefault(token, number)
-        return found
+        return value if type(value) is int and 0 <= value < len(self.pieces.texts) else None
 
     def added(self) -> list[dict[str, Any]]:
         """Tokens that text is searched for before it is split."""
         named = {self.id(name) for name in ("bos", "eos", "eot", "eom")}
         return [
-            {
-                "id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-                "normalized": False, "special": self.types[number] != _USER,
-            }
-            for number, token in enumerate(self.tokens)
-            if token and (self.types[number] in (_CONTROL, _USER, _UNKNOWN) or number in named)
-        ]  # fmt: skip
+            added_token(number, text, special=self.pieces.types[number] != USER)
+            for number, text in enumerate(self.pieces.texts)
+            if text and (self.pieces.types[number] in (CONTROL, USER, UNKNOWN) or number in named)
+        ]
 
     def around(self, add_bos: bool) -> dict[str, Any] | None:
         """What is put around a text: BOS and EOS, where the file wants them."""
-        ends = [("bos", self.get("add_bos_token", bool, add_bos)), ("eos", self.get("add_eos_token", bool, False))]
-        wanted = {name: number for name, add in ends if add and (number := self.id(name)) is not None}
-        if not wanted:
-            return None
-        single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
-        for name, number in wanted.items():
-            token = {"SpecialToken": {"id": self.tokens[number], "type_id": 0}}
-            single = [token, *single] if name == "bos" else [*single, token]
-        return {
-            "type": "TemplateProcessing", "single": single,
-            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                self.tokens[number]: {"id": self.tokens[number], "ids": [number], "tokens": [self.tokens[number]]}
-                for number in wanted.values()
-            },
-        }  # fmt: skip
+        return surround(self._end("bos", add_bos), self._end("eos", False))
+
+    def _end(self, name: str, default: bool) -> dict[str, int]:
+        number = self.id(name)
+        wanted = self.get(f"add_{name}_token", bool, default) and number is not None
+        return {self.pieces.texts[number]: number} if wanted and number is not None else {}
 
     def config(self) -> dict[str, Any]:
         """``tokenizer_config.json``: special tokens and chat templates."""
         config: dict[str, Any] = {
-            name: self.tokens[number] for key, name in _SPECIAL.items() if (number := self.id(key)) is not None
+            name: self.pieces.texts[number] for key, name in _SPECIAL.items() if (number := self.id(key)) is not None
         }
         template = self._metadata.get("tokenizer.chat_template")
         more = {
@@ -161,7 +143,7 @@ class _Source:
     def generation(self) -> dict[str, Any]:
         """``generation_config.json``: what starts and ends a text, and the sampling that the file recommends."""
         ends = [number for name in ("eos", "eot", "eom") if (number := self.id(name)) is not None]
-        ends += [n for n, token in enumerate(self.tokens) if self.types[n] == _CONTROL and token in _ENDS]
+        ends += [n for n in self.pieces.of_type(CONTROL) if self.pieces.texts[n] in _ENDS]
         generation: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
         if (bos := self.id("bos")) is not None:
             generation["bos_token_id"] = bos
@@ -179,73 +161,39 @@ def _byte_level(source: _Source) -> dict[str, Any]:
             "(or give the folder of the model's own tokenizer: tokenizer=FOLDER)"
         )
     merges = [merge.split(" ", 1) for merge in source.get("merges", list)]
-    vocabulary = source.vocabulary()
     if any(len(pair) != 2 for pair in merges):
         raise CheckpointError(f"{source.where}: a merge of its tokenizer is not two tokens; fetch the file again")
+    known = source.pieces.ids
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
         for regex in SPLITS[source.kind]
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return _assemble(
-        source,
+    return assemble(
+        source.added(),
         normalizer={"type": "NFC"} if source.kind in _COMPOSES else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, level]},
         post_processor=source.around(source.kind in _WHOLE_WORDS) or level,
         decoder=level,
-        model=_bpe(vocabulary, merges) | {"ignore_merges": source.kind in _WHOLE_WORDS},
-    )
+        model=bpe(
+            known, [[a, b] for a, b in merges if a in known and b in known and a + b in known],
+            ignore_merges=source.kind in _WHOLE_WORDS,
+        ),
+    )  # fmt: skip
 
 
 def _sentencepiece(source: _Source) -> dict[str, Any]:
-    scores = source.get("scores", Sequence)
-    if len(scores) != len(source.tokens):
+    scores, count = source.get("scores", Sequence), len(source.pieces.texts)
+    if len(scores) != count:
         raise CheckpointError(
-            f"{source.where}: its tokenizer has {len(source.tokens)} tokens and {len(scores)} scores; "
-            "fetch the file again"
+            f"{source.where}: its tokenizer has {count} tokens and {len(scores)} scores; fetch the file again"
         )
-    vocabulary, prefix = source.vocabulary(), source.get("add_space_prefix", bool, True)
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    begin = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    unknown = source.id("unknown")
-    return _assemble(
-        source,
-        normalizer={"type": "Sequence", "normalizers": [*begin, space]},
+    prefix, unknown = source.get("add_space_prefix", bool, True), source.id("unknown")
+    return assemble(
+        source.added(),
+        normalizer={"type": "Sequence", "normalizers": spaces(prefix)},
         pre_tokenizer=None,
         post_processor=source.around(True),
-        decoder={"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        model=_bpe(vocabulary, _merges(source, vocabulary, scores))
-        | {
-            "byte_fallback": any(kind == _BYTE for kind in source.types),
-            "fuse_unk": True,
-            "unk_token": None if unknown is None else source.tokens[unknown],
-        },
+        decoder=decoder(prefix),
+        model=replace(source.pieces, scores=scores).model(None if unknown is None else source.pieces.texts[unknown]),
     )
-
-
-def _merges(source: _Source, vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
-    """Every way to make a token of two, best scores first: what SentencePiece does, said as BPE says it."""
-    found = []
-    for token, number in vocabulary.items():
-        if source.types[number] not in (_CONTROL, _UNKNOWN, _BYTE):
-            for at in range(1, len(token)):
-                left, right = vocabulary.get(token[:at]), vocabulary.get(token[at:])
-                if left is not None and right is not None:
-                    found.append((-scores[number], left, right))
-    found.sort()
-    return [[source.tokens[left], source.tokens[right]] for _, left, right in found]
-
-
-def _bpe(vocabulary: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:
-    known = [[a, b] for a, b in merges if a in vocabulary and b in vocabulary and a + b in vocabulary]
-    return {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-        "vocab": vocabulary, "merges": known,
-    }  # fmt: skip
-
-
-def _assemble(source: _Source, **parts: Any) -> dict[str, Any]:
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": source.added(), **parts}

@@ -12,6 +12,7 @@ struct Geometry {
   int64_t heads, kv_heads, d, dv, block, page_bytes, window, chunked;  // window 0: none; chunked: its tokens are a chunk
   float scale, softcap;                                       // softcap 0: none
   char* pages;
+  const float* slopes;  // of each head, what a score loses per token of distance; null: nothing
 };
 
 struct Step {
@@ -155,14 +156,17 @@ INLINE void merge(const Partial& to, const Partial& from, long rows, long dv) {
   }
 }
 
-// Softmax of one chunk of one row: writes the weights to p, returns the factor for what was summed before.
+// Softmax of one chunk of one row, that of the query at ``high``: writes the weights to p, returns the factor for what was summed
+// before.
 template <class T>
-INLINE float soften(const Geometry& g, float* s, T* p, long first, long low, long high, bool edge, float* top, float* sum) {
+INLINE float soften(const Geometry& g, float slope, float* s, T* p, long first, long low, long high, bool edge, float* top,
+                    float* sum) {
   v16 v[4];
   v16 best = splat(-INFINITY);
   for (int i = 0; i < 4; i++) {
     v[i] = load(s + i * 16) * g.scale;
     if (g.softcap != 0.f) v[i] = vtanh(v[i] / g.softcap) * g.softcap;
+    if (slope != 0.f) v[i] += (lanes() + (float)(first + i * 16 - high)) * slope;
     if (edge) {
       v16 at = lanes() + (float)(first + i * 16 - low);  // small integers: exact
       v[i] = pick((at >= 0.f) & (at <= (float)(high - low)), v[i], splat(-INFINITY));
@@ -230,7 +234,8 @@ template <class T> struct Tile {
       float scale[4];
       for (long i = 0; i < left; i++) {
         long at = position(r + i);
-        scale[i] = soften<T>(g, s + i * CHUNK, p + i * CHUNK, c, low(at), at, edge, to.top + r + i, to.sum + r + i);
+        float slope = g.slopes ? g.slopes[head * group + (r + i) % group] : 0.f;
+        scale[i] = soften<T>(g, slope, s + i * CHUNK, p + i * CHUNK, c, low(at), at, edge, to.top + r + i, to.sum + r + i);
       }
       float* out = to.out + r * g.dv;
       if (left == 4) weigh_all<T, 4>(p, v, g.dv, skip, n, scale, out);

@@ -2,20 +2,23 @@
 
 A page of one layer holds ``[kv_heads, PAGE, D]`` keys and ``[kv_heads, PAGE, DV]`` values. The heads that share a key
 head are rows of one matrix product. The softmax runs online in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022);
-splits are merged by a second kernel (Dao et al. 2023).
+splits are merged by the last of them (Dao et al. 2023).
 """
 
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.arrival import last_to_come
+
 
 @triton.jit
 def _tile(
-    q, m, mass, acc, at, valid, row_table, keys, values, key_page, value_page, head, scale, cap, mask,
+    q, m, mass, acc, at, valid, row_table, keys, values, key_page, value_page, head, scale, cap, slope, position, mask,
     PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, CAP: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    SLOPES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys at positions ``at`` [N]: the running maximum, sum and product after it."""
+    """One tile of keys at positions ``at`` [N]: the running maximum, sum and product after it. ``slope`` and
+    ``position``: of the queries, [M, 1] or one for all."""
     page = tl.load(row_table + at // PAGE, mask=valid, other=0).to(tl.int64)
     line = head * PAGE + at % PAGE
     d = tl.arange(0, DP)
@@ -28,6 +31,8 @@ def _tile(
     if CAP:
         # Scores and cap are both in units of base 2, so the tangent's argument has none.
         s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)
+    if SLOPES:
+        s -= slope * (position - at[None, :])
     if MASKED:
         s = tl.where(mask, s, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
@@ -51,6 +56,15 @@ def _first(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
 
 
 @triton.jit
+def _slope(slopes, heads, real, SLOPES: tl.constexpr):
+    """What a score of each head loses per token of distance, [M, 1], in base 2."""
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slopes + heads, mask=real, other=0.0)[:, None] * 1.4426950408889634
+    return slope
+
+
+@triton.jit
 def _span(keys, splits, N: tl.constexpr, LEAST: tl.constexpr):
     """Keys of a split: whole tiles, at least LEAST of them."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys, N), splits), LEAST) * N
@@ -58,15 +72,16 @@ def _span(keys, splits, N: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    query, keys, values, table, kv_lens, sinks, out, parts, stats,
-    q_row, q_head, table_row, key_page, value_page, splits, scale, cap,
+    query, keys, values, table, kv_lens, sinks, slopes, out, parts, stats, arrived,
+    q_row, q_head, table_row, key_page, value_page, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
-    DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (request, tile of the heads of one key head, split). A split has LEAST tiles or more, so short requests
-    are not cut: then the first program has the result, and nothing is left to merge."""
+    are not cut: then the first program has the result, and nothing is left to merge. Otherwise each leaves its sums in
+    ``parts`` and ``stats``, and the last to come weights them by their maxima."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -78,7 +93,7 @@ def decode_kernel(
     length = tl.load(kv_lens + row)
     first = _first(length - 1, WINDOW, CHUNKED)
     start = first // N * N
-    span = _span(length - start, splits, N, LEAST)
+    span = _span(length - start, SPLITS, N, LEAST)
     low = start + split * span
     high = tl.minimum(low + span, length)
     d = tl.arange(0, DP)
@@ -88,6 +103,7 @@ def decode_kernel(
     q = tl.load(
         query + row * q_row + heads[:, None] * q_head + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
     )
+    slope = _slope(slopes, heads, real, SLOPES)
     m = tl.full([M], -1e30, tl.float32)
     mass = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
@@ -98,18 +114,27 @@ def decode_kernel(
             valid = valid & (at >= first)
         m, mass, acc = _tile(
             q, m, mass, acc, at, valid, table + row * table_row, keys, values, key_page, value_page, head, scale, cap,
-            valid[None, :], PAGE, D, DV, DP, DVP, CAP, True, PRECISION,
+            slope, length - 1, valid[None, :], PAGE, D, DV, DP, DVP, CAP, SLOPES, True, PRECISION,
         )  # fmt: skip
-    # Merging programs that came earlier would take the place of those that still read.
+    # Dependents that came earlier would take the place of programs that still read.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    if SPLIT and span < length - start:
-        if low < length:
-            cell = (row * HEADS + heads) * splits + split
-            tl.store(parts + cell[:, None] * DV + dv[None, :], acc, mask=real[:, None] & (dv < DV)[None, :])
-            tl.store(stats + cell * 2, m, mask=real)
-            tl.store(stats + cell * 2 + 1, mass, mask=real)
-    elif split == 0:
+    finish = split == 0
+    if SPLITS > 1:
+        used = tl.cdiv(length - start, span)
+        if used > 1:
+            finish = low < length
+            cell = (row * HEADS + heads) * SPLITS
+            if finish:
+                tl.store(
+                    parts + (cell + split)[:, None] * DV + dv[None, :], acc, mask=real[:, None] & (dv < DV)[None, :]
+                )
+                tl.store(stats + (cell + split) * 2, m, mask=real)
+                tl.store(stats + (cell + split) * 2 + 1, mass, mask=real)
+                finish = last_to_come(arrived, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used)
+            if finish:
+                m, mass, acc = _merged(parts, stats, cell, used, real, dv, SPLITS, DV, DVP, M)
+    if finish:
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new = tl.maximum(m, sink)
@@ -120,51 +145,35 @@ def decode_kernel(
 
 
 @triton.jit
-def merge_kernel(
-    parts, stats, kv_lens, sinks, out, splits,
-    HEADS: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, S: tl.constexpr, OVERLAP: tl.constexpr,
+def _merged(
+    parts, stats, cell, used, real, dv,
+    SPLITS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, head): the splits' sums, weighted by their maxima. S >= splits."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    length = tl.load(kv_lens + row)
-    first = _first(length - 1, WINDOW, CHUNKED)
-    start = first // N * N
-    span = _span(length - start, splits, N, LEAST)
-    used = tl.cdiv(length - start, span)
-    if used > 1:
-        s = tl.arange(0, S)
-        dv = tl.arange(0, DVP)
-        live = s < used
-        cell = (row * HEADS + head) * splits + s
-        m = tl.load(stats + cell * 2, mask=live, other=-1e30)
-        mass = tl.load(stats + cell * 2 + 1, mask=live, other=0.0)
-        best = tl.max(m, 0)
-        if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-            best = tl.maximum(best, sink)
-        weight = tl.exp2(m - best)
-        total = tl.sum(mass * weight, 0)
-        if SINKS:
-            total += tl.exp2(sink - best)
-        acc = tl.load(
-            parts + cell[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0
-        )
-        y = tl.sum(acc * weight[:, None], 0) / total
-        tl.store(out + (row * HEADS + head) * DV + dv, y.to(out.dtype.element_ty), mask=dv < DV)
+    """Maximum, sum and product of the splits together. Stores of other programs are read past the nearest cache."""
+    best = tl.full([M], -1e30, tl.float32)
+    for s in tl.static_range(SPLITS):
+        live = real & (tl.full([M], s, tl.int32) < used)
+        best = tl.maximum(best, tl.load(stats + (cell + s) * 2, mask=live, other=-1e30, cache_modifier=".cg"))
+    mass = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    for s in tl.static_range(SPLITS):
+        live = real & (tl.full([M], s, tl.int32) < used)
+        weight = tl.exp2(tl.load(stats + (cell + s) * 2, mask=live, other=-1e30, cache_modifier=".cg") - best)
+        mass += weight * tl.load(stats + (cell + s) * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+        acc += weight[:, None] * tl.load(
+            parts + (cell + s)[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+    return best, mass, acc
 
 
 @triton.jit
 def mixed_kernel(
-    query, keys, values, table, query_start, kv_lens, sinks, out,
+    query, keys, values, table, query_start, kv_lens, sinks, slopes, out,
     q_row, q_head, table_row, key_page, value_page, requests, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
+    DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, key head). Tiles are numbered through all requests: request ``r`` has those from
     ``query_start[r] // TOKENS + r`` on, at least as many as it needs, so that the grid follows from the token count and
@@ -203,6 +212,7 @@ def mixed_kernel(
         front = length - count + q_first
         end = length - count + tl.minimum(q_first + TOKENS, count)
         start = _first(front, WINDOW, CHUNKED) // N * N
+        slope = _slope(slopes, heads, real, SLOPES)
         m = tl.full([M], -1e30, tl.float32)
         mass = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
@@ -213,7 +223,7 @@ def mixed_kernel(
             at = n + tl.arange(0, N)
             m, mass, acc = _tile(
                 q, m, mass, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
-                real[:, None], PAGE, D, DV, DP, DVP, CAP, False, PRECISION,
+                slope, position[:, None], real[:, None], PAGE, D, DV, DP, DVP, CAP, SLOPES, False, PRECISION,
             )  # fmt: skip
         for n in range(whole, end, N):
             at = n + tl.arange(0, N)
@@ -222,7 +232,7 @@ def mixed_kernel(
                 seen = seen & (at[None, :] >= _first(position, WINDOW, CHUNKED)[:, None])
             m, mass, acc = _tile(
                 q, m, mass, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
-                seen, PAGE, D, DV, DP, DVP, CAP, True, PRECISION,
+                slope, position[:, None], seen, PAGE, D, DV, DP, DVP, CAP, SLOPES, True, PRECISION,
             )  # fmt: skip
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.arrival import last_to_come
 from evener_kernels_triton.jit.rows import activate
 
 
@@ -132,12 +133,16 @@ def gemv_kernel(
 
 @triton.jit
 def skinny_kernel(
-    x, w, bias, y, tokens, rows, columns, x_row, y_row,
-    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    x, w, bias, y, parts, arrived, tokens, rows, columns, x_row, y_row, each,
+    BIAS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Up to BM tokens: yᵀ = w @ xᵀ, BN rows of w a program. The weights are the left side of the product: matrix units
-    take 64 rows on the left, and on the right as few as there are."""
+    take 64 rows on the left, and on the right as few as there are.
+
+    Few rows make fewer programs than a device has units, so columns are cut into SPLITS spans of ``each``. A program
+    leaves its sums in ``parts``; the last to come adds them up in the order of the columns, whoever was faster.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -146,8 +151,9 @@ def skinny_kernel(
     there = m < tokens
     m_wide = m.to(tl.int64)
     n_wide = n.to(tl.int64)
+    part = tl.program_id(2)
     acc = tl.zeros([BN, BM], tl.float32)
-    for k in range(0, columns, BK):
+    for k in range(part * each, tl.minimum(part * each + each, columns), BK):
         c = k + tl.arange(0, BK)
         if EVEN:
             b = tl.load(x + m_wide[None, :] * x_row + c[:, None], mask=there[None, :], other=0.0)
@@ -159,8 +165,19 @@ def skinny_kernel(
     # Dependents that came earlier would take the place of programs that still read.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    if BIAS:
-        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-    at = m_wide[None, :] * y_row + n[:, None]
-    mask = there[None, :] & inside[:, None]
-    tl.store(y + at, acc.to(y.dtype.element_ty), mask=mask)
+    finish = True
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        cells = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        own = parts + tile.to(tl.int64) * (SPLITS * BN * BM) + cells
+        tl.store(own + part * (BN * BM), acc)
+        finish = last_to_come(arrived, tile, SPLITS)
+        if finish:
+            acc = tl.zeros([BN, BM], tl.float32)
+            for other in tl.static_range(SPLITS):
+                acc += tl.load(own + other * (BN * BM), cache_modifier=".cg")
+    if finish:
+        if BIAS:
+            acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+        at = m_wide[None, :] * y_row + n[:, None]
+        tl.store(y + at, acc.to(y.dtype.element_ty), mask=there[None, :] & inside[:, None])

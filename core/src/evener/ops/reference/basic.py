@@ -1,4 +1,4 @@
-"""Embedding, activations and row picking."""
+"""Embedding, activations, row picking, and attention without state."""
 
 from __future__ import annotations
 
@@ -64,5 +64,13 @@ def softcap(static: Mapping[str, Any], use: Use) -> OpFunction:
     def run(x: torch.Tensor) -> torch.Tensor:
         capped: torch.Tensor = torch.tanh(x.float() / cap) * cap
         return capped.to(x.dtype)
+
+    return run
+
+
+def encode_attention(static: Mapping[str, Any], use: Use) -> OpFunction:
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, scale=static["scale"])[0].transpose(0, 1)
 
     return run

@@ -113,7 +113,8 @@ class ReferenceState(PlainPages):
             hidden = (to > at) | (to < spec.first_seen(at))
             if chosen is not None:
                 hidden = _not_chosen(chosen[start : start + count], length)
-            out[start : start + count] = _softmax(query[start : start + count], keys, values, hidden, meta, sinks)
+            part = query[start : start + count]
+            out[start : start + count] = _softmax(part, keys, values, at - to, hidden, meta.attention, sinks)
         return out
 
     def pieces(self, views: Any, meta: _Meta, limit: int) -> Iterator[Piece]:
@@ -181,14 +182,17 @@ def _not_chosen(chosen: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _softmax(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, meta: _Meta,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, behind: torch.Tensor, hidden: torch.Tensor,
+    attention: AttentionSpec, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
+    """``behind`` [T, tokens]: by how much a key lies before a query; ``hidden`` bool [T, tokens]: those not seen."""
     group = query.shape[1] // k.shape[1]
     q = query.float().unflatten(1, (k.shape[1], group))
-    scores = torch.einsum("qhgd,khd->hgqk", q, k) * meta.attention.scale
-    if meta.attention.softcap:
-        scores = torch.tanh(scores / meta.attention.softcap) * meta.attention.softcap
+    scores = torch.einsum("qhgd,khd->hgqk", q, k) * attention.scale
+    if attention.softcap:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    if attention.slopes:
+        scores = scores - torch.tensor(attention.slopes, device=k.device).view(k.shape[1], group, 1, 1) * behind
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         extra = sinks.float().view(k.shape[1], group, 1, 1).expand(-1, -1, query.shape[0], 1)

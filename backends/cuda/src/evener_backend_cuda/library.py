@@ -1,0 +1,95 @@
+"""Kernel libraries that a user may have beside us: whether they are here, and what to type if not. Torch-free.
+
+Nothing of a library is imported until a model's state or weights could go to it, which only happens where the user
+asked for it: our own kernels come first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+_HERE = "evener-backend-cuda"
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library.
+
+    Attributes:
+        module: what is imported.
+        distributions: names under which it is installed; the first is the one to install.
+        least: the oldest version whose interface we call.
+        extra: our extra that installs it; "" where no package index has a build that works.
+        source: what to give pip where there is no extra.
+        architectures: the compute capabilities it has kernels for, as variants ("sm_90"); empty: from ``sm_80`` on.
+    """
+
+    module: str
+    distributions: tuple[str, ...]
+    least: str
+    extra: str
+    source: str = ""
+    architectures: tuple[str, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """What to type."""
+        return f"pip install '{_HERE}[{self.extra}]'" if self.extra else f"pip install {self.source}"
+
+    def refusal(self, variant: str) -> str | None:
+        """Why nothing of it can run on a device of this variant; None once it is imported.
+
+        A library that is installed and does not import is a reason too, with its own words: it was built for another
+        torch or toolkit.
+        """
+        name, found = self.distributions[0], self.installed()
+        if found is None:
+            return f"{name} {self.least} or later is not installed; {self.advice}"
+        if not self._has_kernels(variant):
+            wanted = ", ".join(self.architectures) or "sm_80 and later"
+            return f"{name} has kernels for {wanted}, not for {variant or 'this device'}"
+        if _numbers(found) < _numbers(self.least):
+            return f"{name} {found} is installed, {self.least} is the oldest that fits; {self.advice} --upgrade"
+        try:
+            self.load()
+        except (ImportError, OSError) as error:
+            return f"{name} {found} is installed and does not import ({error}); reinstall it for this torch"
+        return None
+
+    def installed(self) -> str | None:
+        """Its version."""
+        for name in self.distributions:
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                continue
+        return None
+
+    def load(self) -> ModuleType:
+        """The module."""
+        return import_module(self.module)
+
+    def _has_kernels(self, variant: str) -> bool:
+        if self.architectures:
+            return variant in self.architectures
+        found = re.fullmatch(r"sm_(\d+)", variant)
+        return found is not None and int(found[1]) >= 80
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 8, 3) of "2.8.3.post2"."""
+    found = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+FLASH_ATTENTION = Library("flash_attn", ("flash-attn",), "2.6", "flash-attn")
+FLASHINFER = Library("flashinfer", ("flashinfer-python",), "0.6", "flashinfer")
+FLASH_MLA = Library(
+    "flash_mla", ("flash-mla",), "1.0", "", "git+https://github.com/deepseek-ai/FlashMLA.git", ("sm_90",)
+)
+#: SGLang's build, the only one with wheels.
+DEEP_GEMM = Library("deep_gemm", ("sgl-deep-gemm",), "0.2.5", "deep-gemm", architectures=("sm_90",))

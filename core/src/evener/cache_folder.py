@@ -1,0 +1,17 @@
+"""Where things are kept that can be made again: answers of probes, measured times, compiled code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def cache_folder(part: str, environ: Mapping[str, str] | None = None) -> Path:
+    """``$XDG_CACHE_HOME/evener/<part>``, or below ``~/.cache``; nobody has made it yet.
+
+    Args:
+        environ: where ``XDG_CACHE_HOME`` is read; default ``os.environ``.
+    """
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "evener" / part

@@ -1,0 +1,205 @@
+"""``evener why-not NAME``: everything that has this name here, what became of it, and why.
+
+A name is that of a backend, another package or its distribution, an op, a kernel, a state provider, a packing, a
+quantization scheme, an architecture, a command, a request plugin, a file ending, a source of models, or a value of an
+option that a package claims. With a model the answer says at which of its call sites, and at how many tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from evener.cli.command import Command, read_config
+from evener.errors import ConfigError, EvenerError, UnknownNameError, did_you_mean
+
+if TYPE_CHECKING:
+    from evener.plugins.catalog import Catalog
+    from evener.plugins.choose import Assessment, Selection
+    from evener.plugins.trace import Candidate
+
+#: What descriptors announce, and what one of it is called.
+_ANNOUNCED: Mapping[str, str] = {
+    "ops": "kernels for op", "op_schemas": "op", "states": "state provider", "state_kinds": "kind of state",
+    "formats": "quantization scheme", "architectures": "architecture", "commands": "command",
+    "request_plugins": "request plugin", "checkpoints": "checkpoint reader", "model_sources": "source of models",
+    "options": "option",
+}  # fmt: skip
+#: Providers of the core's own.
+_OWN = ("reference", "expanded")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One thing of that name. ``verdict``: as ``evener doctor`` says of its package (``chosen``, ``refused``,
+    ``broken``, ``disabled``), or ``offered``, and with a model ``used`` or ``passed over``."""
+
+    what: str
+    name: str
+    package: str
+    verdict: str
+    reasons: tuple[str, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"{self.what} {self.name} ({self.package}): {self.verdict}"
+        yield from (f"  {line}" for reason in self.reasons for line in reason.splitlines())
+
+
+def main(argv: list[str]) -> int:
+    """Print the answers. 0 if anything has the name."""
+    command = Command("why-not", "Say what became of a backend, package, op, kernel, scheme … here, and why.", False,
+                      "NAME [MODEL [key=value ...]]")  # fmt: skip
+    command.option("--backend", help="ask for this one, as a run would")
+    command.option("--json", action="store_true", help="for programs")
+    arguments, words = command.parse(argv)
+    if not words:
+        raise ConfigError("evener why-not needs a name: evener why-not NAME [MODEL] [key=value ...]; "
+                          "`evener plugins` lists packages, `evener explain MODEL` ops")  # fmt: skip
+    name, rest = words[0], words[1:]
+    backend = [] if arguments.backend is None else [f"backend={arguments.backend}"]
+    answers, known, assessed = _installed(name, arguments.backend)
+    # Only what descriptors do not say costs an import of torch and of the chosen packages.
+    if rest:
+        answers = [*_in_model(name, [*rest, *backend], known), *answers]
+    elif not answers and assessed.selection is not None:
+        answers += _loaded(name, assessed.selection, known)
+    if not answers:
+        near = did_you_mean(name, known).endswith("?")
+        install = "" if near else f"If it is a backend that you lack, type: pip install evener-backend-{name.lower()}"
+        unread = [f"\n  {each.distribution} may have it, but is {each.verdict}: {each.reason}"
+                  for each in assessed.report.candidates if each.verdict in ("broken", "disabled")]  # fmt: skip
+        raise UnknownNameError("name", name, known, install + "".join(unread))
+    if arguments.json:
+        print(json.dumps({"name": name, "answers": [asdict(answer) for answer in answers]}, indent=2))
+    else:
+        print("\n".join(line for answer in answers for line in answer.lines()))
+    return 0
+
+
+def _installed(name: str, backend: str | None) -> tuple[list[Answer], set[str], Assessment]:
+    """Answers of the packages and their descriptors, every name that they have, and what would be chosen."""
+    from evener.builtin import BUILTINS
+    from evener.plugins.choose import assess, requested_backend
+    from evener.plugins.discover import discover
+    from evener.plugins.probe import ProbeRun
+
+    catalog = discover(builtins=BUILTINS)
+    named, _ = requested_backend(backend)
+    assessed = assess(catalog, backend, probes=ProbeRun.start(catalog.backends, only=named))
+    known = {each.name for each in assessed.report.candidates}
+    known |= {each.distribution for each in assessed.report.candidates}
+    descriptors = [package.descriptor for package in catalog.packages]
+    known |= {word for each in descriptors for field in _ANNOUNCED for word in getattr(each, field)}
+    return [*_packages(name, assessed), *_announced(name, catalog, assessed)], known, assessed
+
+
+def _packages(name: str, assessed: Assessment) -> Iterator[Answer]:
+    from evener.plugins.catalog import NOUNS
+    from evener.plugins.discover import normalized
+
+    for each in assessed.report.candidates:
+        if name == each.name or normalized(name) == normalized(each.distribution):
+            yield Answer(NOUNS[each.group], each.name, _package(each), each.verdict, tuple(_why(each, assessed)))
+
+
+def _why(found: Candidate, assessed: Assessment) -> Iterator[str]:
+    """The verdict's reason, then the steps that led to it, each once."""
+    steps = [f"{step.name}: {'yes' if step.ok else 'no'}" + f"; {step.detail}" * bool(step.detail)
+             for step in found.steps]  # fmt: skip
+    error = assessed.report.error if found.verdict not in ("chosen", "installed") else None
+    yield from dict.fromkeys(filter(None, (found.reason, *steps, error)))
+
+
+def _announced(name: str, catalog: Catalog, assessed: Assessment) -> Iterator[Answer]:
+    candidates = {(each.group, each.name): each for each in assessed.report.candidates}
+    for package in catalog.packages:
+        of = candidates[package.group, package.name]
+        reason = f"{package}: {of.reason}" if of.reason else str(package)
+        for field, what in _ANNOUNCED.items():
+            if name in getattr(package.descriptor, field):
+                yield Answer(what, name, _package(of), of.verdict, (reason,))
+        for spelling, meaning in package.descriptor.aliases.items():
+            if name in (spelling, spelling.partition("=")[2]):
+                yield Answer("spelling", spelling, _package(of), of.verdict, (f"means {meaning}", reason))
+
+
+def _package(found: Candidate) -> str:
+    return f"{found.distribution} {found.version}"
+
+
+def _loaded(name: str, selection: Selection, known: set[str]) -> Iterator[Answer]:
+    """Answers of the chosen packages' kernels and state providers; at which sizes they serve only a model can say."""
+    from evener.plugins.load import load
+
+    loaded = load(selection)
+    device = loaded.open_device()
+    ask = f"for a model's sizes: evener why-not {name} MODEL"
+    for kernel in loaded.kernels(device):
+        known.add(kernel.value.name)
+        layouts = [packing.layout for packing in kernel.value.packings]
+        known.update(layouts)
+        package = f"{kernel.distribution} {kernel.version}"
+        if _is(name, f"{kernel.package}/{kernel.value.name}"):
+            priority = f"priority {kernel.value.priority}"
+            yield Answer(f"kernel for {kernel.value.op}", kernel.value.name, package, "offered", (priority, ask))
+        if name in layouts:
+            reader = f"read by {kernel.value.name}"
+            yield Answer(f"packing for {kernel.value.op}", name, package, "offered", (reader, ask))
+    for state in loaded.state_providers(device):
+        known.add(state.value.name)
+        if _is(name, f"{state.package}/{state.value.name}"):
+            serves = f"state of kinds {', '.join(sorted(state.value.kinds))}, priority {state.value.priority}"
+            package = f"{state.distribution} {state.version}"
+            yield Answer("state provider", state.value.name, package, "offered", (serves, ask))
+
+
+def _in_model(name: str, words: list[str], known: set[str]) -> list[Answer]:
+    """Answers of one model's manifest; that it cannot run at all is one, too."""
+    _, config = read_config(Command("why-not", ""), words, ranks=False)
+    from evener.cli.explain import explain
+
+    try:
+        found = explain(config)
+    except EvenerError as error:
+        return [Answer("model", config.model, "this run", "refused", (str(error),))]
+    rows = [*found["ops"], *found["attention"]]
+    known |= {row["op"] for row in rows}
+    known |= {word for row in rows for each in _providers(row) for word in each.split("/")}
+    answers = list(_from_rows(name, rows))
+    for layout, weights in found["packings"].items():
+        if name == layout:
+            answers.append(Answer("packing", name, config.model, "used", (f"for {weights} weights",)))
+    for line in found["dequantized"]:
+        if name in line:
+            answers.append(Answer("storage", name, config.model, "dequantized", (line,)))
+    return answers
+
+
+def _providers(row: Mapping[str, Any]) -> list[str]:
+    return [row["provider"], *(each["provider"] for each in row["refused"])]
+
+
+def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Answer]:
+    """What became of an op's providers, or of a provider, at each run of token counts."""
+    for row in rows:
+        where = f"at {', '.join(row['tokens'])} tokens, " if row["tokens"] else ""
+        where += f"{row['sites']} site" + "s" * (row["sites"] != 1)
+        if name == row["op"]:
+            lost = tuple(f"not {each['provider']}: {each['reason']}" for each in row["refused"])
+            nobody = ("no chosen package brings a kernel for it",) if not lost and row["provider"] in _OWN else ()
+            yield Answer(f"{row['op']} {where}:", row["provider"], row["version"], "used", lost or nobody)
+            continue
+        if _is(name, row["provider"]):
+            yield Answer(f"{row['op']} {where}:", row["provider"], row["version"], "used")
+        for each in row["refused"]:
+            if _is(name, each["provider"]):
+                served = f"{row['provider']} serves"
+                yield Answer(f"{row['op']} {where}:", each["provider"], served, "passed over", (each["reason"],))
+
+
+def _is(name: str, provider: str) -> bool:
+    """Whether ``name`` is a provider's label, its package or its own name."""
+    return name == provider or name in provider.split("/")

@@ -1,0 +1,238 @@
+"""What one key takes, the core's own or a package's: its kind, limits and help; parsing text and checking values.
+
+``parse`` turns what a person typed (text from a command line, typed values from YAML or Python) into a typed value;
+``check`` says whether a typed value may be used. The dataclasses of ``config.schema`` call ``check`` when they are
+built, so there is no way around it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from evener.contracts.descriptor import Option
+from evener.errors import ConfigError, did_you_mean
+
+Kind = Literal["str", "path", "int", "float", "bool", "size", "names"]
+
+_YES = frozenset({"true", "yes", "on", "1"})
+_NO = frozenset({"false", "no", "off", "0"})
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_NOUNS = {
+    "str": "text",
+    "path": "a path",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "size": "bytes ('4GiB'), or a fraction of the free memory ('0.4' or '40%')",
+    "names": "a list of names",
+}
+#: Bytes under which a size is surely a mistake (``kv_memory=4`` for 4 GiB).
+_SMALLEST_SIZE = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySpec:
+    """What one key takes.
+
+    Attributes:
+        help: one sentence.
+        kind: the type of its values, beside ``auto`` and ``none``.
+        default: the value when nobody sets it; ``dataclasses.MISSING`` where one must be given.
+        auto: ``"auto"`` is allowed.
+        none: ``None`` (typed ``none`` or ``null``) is allowed.
+        choices: the only values allowed; empty means any of ``kind``.
+        claimable: values beyond ``choices`` may be claimed by an installed package's aliases.
+        minimum: the smallest number allowed.
+        maximum: the largest number allowed.
+        supported: the values that this version honours; empty means all.
+        missing: what is not built yet, as a noun phrase; said when a value is outside ``supported``.
+        words: other spellings of values, ``{"bf16": "bfloat16"}``.
+    """
+
+    help: str
+    kind: Kind
+    default: Any = None
+    auto: bool = False
+    none: bool = False
+    choices: tuple[Any, ...] = ()
+    claimable: bool = False
+    minimum: int | None = None
+    maximum: int | None = None
+    supported: tuple[Any, ...] = ()
+    missing: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_option(cls, option: Option) -> KeySpec:
+        """What a package's option takes."""
+        kinds: dict[type, Kind] = {int: "int", float: "float", str: "str", bool: "bool"}
+        kind, default = kinds[option.type], option.default
+        return cls(help=option.help, kind=kind, default=default, none=default is None, choices=option.choices)
+
+    def takes(self) -> str:
+        """What may be typed, in words: ``"an integer of at least 1, or auto"``."""
+        words = [] if self.choices else [_NOUNS[self.kind] + self._limits()]
+        words += [shown(choice) for choice in self.choices]
+        if self.auto and "auto" not in self.choices:
+            words.append("auto")
+        if self.none:
+            words.append("none")
+        return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+    def _limits(self) -> str:
+        if self.minimum is None:
+            return ""
+        return f" of at least {self.minimum}" if self.maximum is None else f" from {self.minimum} to {self.maximum}"
+
+
+def parse(key: str, spec: KeySpec, raw: object) -> Any:
+    """The typed value of ``raw``; text is read as ``spec.kind`` says, anything else is taken as it is.
+
+    Raises:
+        ConfigError: the text cannot be read as a value of this key.
+    """
+    if isinstance(raw, (list, tuple)) and spec.kind == "names":
+        return tuple(raw)
+    if isinstance(raw, os.PathLike) and spec.kind == "path":
+        raw = os.fspath(raw)
+    if not isinstance(raw, str):
+        return _integral(raw) if spec.kind == "float" else raw
+    text = raw.strip() if spec.kind not in ("str", "path") else raw
+    word = spec.words.get(text.lower(), text)
+    if spec.none and word.lower() in ("none", "null", "~"):
+        return None
+    if spec.auto and word.lower() == "auto":
+        return "auto"
+    if spec.kind in ("str", "path"):
+        return os.path.expanduser(word) if spec.kind == "path" else word
+    if spec.kind == "names":
+        return tuple(name.strip() for name in word.split(",") if name.strip())
+    value = _read(spec, word)
+    if value is None:
+        raise ConfigError(f"{key}={raw!r} cannot be read; it takes {spec.takes()}" + _nearest(spec, word))
+    return value
+
+
+def _read(spec: KeySpec, text: str) -> Any:
+    """Text as a bool, number or size; None when it is not one."""
+    if spec.kind == "bool":
+        return True if text.lower() in _YES else False if text.lower() in _NO else None
+    if spec.kind == "size":
+        return _size(text)
+    try:
+        return int(text) if spec.kind == "int" else float(text)
+    except ValueError:
+        return None
+
+
+def _size(text: str) -> int | float | None:
+    if re.fullmatch(r"0?\.\d+", text):
+        return float(text)
+    if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+        return float(share[1]) / 100
+    match = _SIZE.fullmatch(text)
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else None
+
+
+def _integral(raw: object) -> object:
+    return float(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
+
+
+def read(key: str, spec: KeySpec, raw: object) -> Any:
+    """``parse`` and ``check``: the value that may be used.
+
+    Raises:
+        ConfigError: of either.
+    """
+    value = parse(key, spec, raw)
+    check(key, spec, value)
+    return value
+
+
+def check(key: str, spec: KeySpec, value: object) -> None:
+    """Say whether ``value`` may be used for ``key``.
+
+    Raises:
+        ConfigError: it is of the wrong type, outside its limits, not among the choices, or not in this version.
+    """
+    is_kind = isinstance(value, tuple) if spec.kind == "names" else _is_kind(spec, value)
+    if spec.supported and not _is_among(value, spec.supported) and is_kind:
+        may = " or ".join(shown(choice) for choice in spec.supported if choice != ())
+        # A list may hold secrets: it is not repeated.
+        asked = key if spec.kind == "names" else f"{key}={shown(value)}"
+        raise ConfigError(
+            f"{asked} is not in this version: {spec.missing} not built yet; leave {key} out"
+            + (f", or set {key}={may}" if may else "")
+        )
+    if (spec.none and value is None) or (spec.auto and value == "auto"):
+        return
+    if spec.choices:
+        _check_choice(key, spec, value)
+    elif not _is_kind(spec, value):
+        raise ConfigError(f"{key}={value!r} is not {_NOUNS[spec.kind]}; it takes {spec.takes()}")
+    _check_limits(key, spec, value)
+
+
+def _check_choice(key: str, spec: KeySpec, value: object) -> None:
+    if _is_among(value, spec.choices):
+        return
+    if spec.claimable:
+        choices = [shown(choice) for choice in spec.choices]
+        near = did_you_mean(str(value), choices) if _nearest(spec, str(value)) else ""
+        raise ConfigError(
+            f"no installed package serves {key}={value}{near}; it takes {spec.takes()}, or what an installed "
+            f"package claims (`evener plugins` lists packages). Leave {key} out and the fastest that fits is taken"
+        )
+    raise ConfigError(
+        f"{key}={shown(value)} is not a value of {key}; it takes {spec.takes()}" + _nearest(spec, str(value))
+    )
+
+
+def _check_limits(key: str, spec: KeySpec, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if spec.kind == "size":
+        if isinstance(value, int) and value < _SMALLEST_SIZE:
+            raise ConfigError(f"{key}={value} is {value} bytes, which is too small; for GiB write {key}={value}GiB")
+        if isinstance(value, float) and not 0 < value < 1:
+            raise ConfigError(f"{key}={value} is not between 0 and 1; it takes {spec.takes()}")
+    below = spec.minimum is not None and value < spec.minimum
+    if below or (spec.maximum is not None and value > spec.maximum):
+        raise ConfigError(f"{key}={value} is out of range; it takes {spec.takes()}")
+
+
+def _is_kind(spec: KeySpec, value: object) -> bool:
+    if spec.kind == "names":
+        return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+    if spec.kind == "bool":
+        return isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    if spec.kind in ("str", "path"):
+        return isinstance(value, str) and value != ""
+    return isinstance(value, int if spec.kind == "int" else float if spec.kind == "float" else (int, float))
+
+
+def _is_among(value: object, choices: tuple[Any, ...]) -> bool:
+    """Membership that keeps 1 and True apart."""
+    return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def _nearest(spec: KeySpec, text: str) -> str:
+    words = [shown(choice) for choice in spec.choices] + (["auto"] if spec.auto else [])
+    hint = did_you_mean(text, words) if words else ""
+    return hint if "did you mean" in hint else ""
+
+
+def shown(value: object) -> str:
+    """A value as somebody would type it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,1 @@
+"""Generators of test cases, by family of ops. What ``OpSchema.cases`` names."""

@@ -1,0 +1,375 @@
+"""Checking a kernel for a primitive op against the op's reference, over the op's own cases.
+
+    for result in check_kernel(kernel, schema, device):
+        print(result)
+
+A kernel may refuse a case with a reason. What it accepts must agree with the reference computed in float32, leave every
+input alone that is not donated, hand out memory of its own, take rows that are slices of wider ones, and keep the
+claims that it makes. Memory that it does not write holds NaN.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from evener.contracts.device import Device
+from evener.contracts.ops import Bucket, CaseGenerator, Kernel, OpCall, OpCase, OpFunction, OpSchema, Tensor
+from evener.contracts.quant import PackedWeight, Packing, WeightPart, plain
+from evener.errors import DescriptorError
+from evener.ops.reference.linear import PLAIN
+from evener.plugins.delivered import judged
+from evener.resolution.buckets import bucket_index
+from evener.resolution.resolver import load_reference
+from evener.testing.conformance.cases.blocks import TOLERANCE, numbers
+from evener.testing.conformance.compare import difference, joined, overlaps, same
+from evener.testing.conformance.outcome import CaseResult, Outcome, raised
+from evener.testing.conformance.witness import HostWatch, spoil
+
+DTYPES = ("float32", "bfloat16")
+_CPU = torch.device("cpu")
+#: Numbers of rows around those at which kernels change what they do; a few of them, and all.
+FEW, MANY = (33, 129, 17), (2, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 257)
+
+
+def load_cases(schema: OpSchema) -> CaseGenerator:
+    """The function that ``schema.cases`` names.
+
+    Raises:
+        DescriptorError: the op has no cases, so nobody can say whether a kernel for it is right.
+    """
+    if not schema.cases:
+        raise DescriptorError(
+            f"op {schema.name!r} has no test cases; add cases='module:function' to it (see "
+            "evener.testing.conformance.cases)"
+        )
+    module, _, name = schema.cases.partition(":")
+    generator: CaseGenerator = getattr(importlib.import_module(module), name)
+    return generator
+
+
+def _one(value: Sequence[Any]) -> Sequence[WeightPart]:
+    """The parts of a packed input, or those of the first matrix of a stack."""
+    return value if isinstance(value[0], WeightPart) else value[0]
+
+
+#: What a part holds, in float32.
+Numbers = Callable[[WeightPart], torch.Tensor]
+
+
+def _packed(
+    packing: Packing, value: Sequence[Any], dtype: str, where: torch.device,
+    change: Callable[[WeightPart], WeightPart] = lambda part: part,
+) -> PackedWeight:  # fmt: skip
+    """A case's packed input: parts, or a stack of parts."""
+    if isinstance(value[0], WeightPart):
+        return packing.pack([change(p) for p in value], dtype, where)
+    return packing.pack_stack([[change(p) for p in parts] for parts in value], len(value), dtype, where)
+
+
+def no_other_op(op: str, /, **static: Any) -> OpFunction:
+    """The ``use`` of a primitive, which has none."""
+    raise DescriptorError(f"a primitive's reference asked for op {op!r}")
+
+
+def expected(schema: OpSchema, case: OpCase, held: Numbers = numbers) -> tuple[Any, ...]:
+    """The reference's outputs for a case, computed in float32 on the CPU."""
+
+    def widened(part: WeightPart) -> WeightPart:
+        return replace(part, format=plain("float32"), tensors={"weight": held(part)})
+
+    static = {k: "float32" if k in ("dtype", "out") else v for k, v in case.static.items()}
+    inputs = []
+    for declared, value in zip(schema.inputs, case.inputs, strict=True):
+        if declared.dtype == "packed":
+            value = _packed(PLAIN, value, "float32", _CPU, widened)
+        elif isinstance(value, torch.Tensor):
+            value = value.to(torch.float32, copy=True) if value.is_floating_point() else value.clone()
+        inputs.append(value)
+    return outputs_of(load_reference(schema)(static, no_other_op)(*inputs))
+
+
+def outputs_of(result: Any) -> tuple[Any, ...]:
+    """One output is returned bare."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def check_kernel(
+    kernel: Kernel, schema: OpSchema, device: Device, dtypes: Iterable[str] = DTYPES, seed: int = 0, *,
+    sizes: Sequence[int] = FEW, watch: HostWatch | None = None, nearest: bool = True,
+) -> list[CaseResult]:  # fmt: skip
+    """Check a kernel for a primitive over all cases of its op; one result a case and dtype. Weights are plain here;
+    ``evener.testing.conformance.formats`` has the others.
+
+    Args:
+        sizes: further numbers of rows: each case gets one in turn, or all of ``MANY``.
+        watch: notes fallbacks to the host.
+        nearest: results must be rounded to nearest (an interpreter of kernels may cut off what their compiler rounds).
+
+    Raises:
+        DescriptorError: the op has no cases.
+    """
+    make, watch = load_cases(schema), watch or HostWatch(device)
+    results = []
+    for dtype in dtypes:
+        cases = list(make(dtype, torch.Generator().manual_seed(seed)))
+        for case in [*cases, *_taller(schema, cases, seed, sizes)]:
+            results.append(_Checked(kernel, schema, device, dtype, case, watch, nearest=nearest).result())
+    return results
+
+
+def check_case(
+    kernel: Kernel, schema: OpSchema, device: Device, dtype: str, case: OpCase, packing: Packing, held: Numbers,
+    watch: HostWatch,
+) -> CaseResult:  # fmt: skip
+    """Check a kernel at one case whose weights are packed by ``packing`` and hold what ``held`` says."""
+    return _Checked(kernel, schema, device, dtype, case, watch, packing, held).result()
+
+
+def _batched(declared: Sequence[Tensor], values: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Tensors whose first axis is the batch: rows of output where an op picks some, else tokens."""
+    firsts = [t.shape[0] if t.shape else "" for t in declared]
+    batch = {"R"} if "R" in firsts else {"T", "…"}
+    for index, (first, value) in enumerate(zip(firsts, values, strict=True)):
+        if first in batch and isinstance(value, torch.Tensor):
+            yield index, value
+
+
+def _with_rows(schema: OpSchema, case: OpCase, pick: Callable[[torch.Tensor], torch.Tensor]) -> OpCase:
+    """The case with other rows."""
+    inputs = list(case.inputs)
+    for index, value in _batched(schema.inputs, case.inputs):
+        inputs[index] = pick(value)
+    return OpCase(case.static, tuple(inputs))
+
+
+def _rows(schema: OpSchema, case: OpCase) -> int:
+    return max((len(v) for _, v in _batched(schema.inputs, case.inputs)), default=0)
+
+
+def _taller(schema: OpSchema, cases: Sequence[OpCase], seed: int, sizes: Sequence[int]) -> Iterator[OpCase]:
+    """Cases of more rows than the op's own have, made of theirs."""
+    order = torch.Generator().manual_seed(seed)
+    number = 0
+    for case in cases:
+        rows = _rows(schema, case)
+        if rows < 1:
+            continue
+        for size in sizes if sizes == MANY else (sizes[number % len(sizes)],):
+            picked = torch.randint(rows, (size,), generator=order)
+            yield _with_rows(schema, case, lambda value, at=picked: value[at])  # type: ignore[misc]
+        number += 1
+
+
+def wide_rows(value: torch.Tensor) -> torch.Tensor:
+    """The same values as a slice of wider rows, which is not contiguous and starts at an odd address."""
+    wide = value.new_zeros(*value.shape[:-1], value.shape[-1] + 5) if value.dim() == 2 else None
+    if wide is not None:
+        part = wide[:, 3 : 3 + value.shape[1]]
+    else:
+        size = math.prod(value.shape[1:])
+        flat = value.new_zeros(value.shape[0], size + 5)
+        part = flat[:, 3 : 3 + size].unflatten(1, value.shape[1:])
+    part.copy_(value)
+    return part
+
+
+def bucket_of(rows: int) -> Bucket:
+    """The bucket that the engine asks a kernel for where a step has so many rows."""
+    high = 1 << bucket_index(max(1, rows))
+    return Bucket(high // 2 + 1 if high > 1 else 1, high)
+
+
+class _Checked:
+    """One kernel at one case."""
+
+    def __init__(
+        self, kernel: Kernel, schema: OpSchema, device: Device, dtype: str, case: OpCase, watch: HostWatch,
+        packing: Packing | None = None, held: Numbers = numbers, nearest: bool = True,
+    ) -> None:  # fmt: skip
+        self._kernel, self._schema, self._device, self._dtype, self._case = kernel, schema, device, dtype, case
+        self._nearest, self._watch, self._rows = nearest, watch, _rows(schema, case)
+        self._packing, self._held = packing or self._plain(), held
+        self._tolerance = TOLERANCE if packing else schema.tolerance
+
+    def _plain(self) -> Packing:
+        """The first packing that takes the case's weights; of those that take none the first, for its reason."""
+        weights = [
+            _one(value) for declared, value in zip(self._schema.inputs, self._case.inputs, strict=True)
+            if declared.dtype == "packed"
+        ]  # fmt: skip
+        offered = self._kernel.packings or (PLAIN,)
+        able = (p for p in offered if all(p.supports(parts, self._dtype) is None for parts in weights))
+        return next(able, offered[0])
+
+    def result(self) -> CaseResult:
+        reason, problems = None, []
+        try:
+            reason = self._refusal()
+            if reason is None:
+                problems = self._problems()
+        except Exception as error:  # the backend's; it is the finding
+            problems = [raised(error)]
+        outcome: Outcome = "not applicable" if reason else "failed" if problems else "passed"
+        sizes = ", ".join(f"{k}={v}" for k, v in self._case.static.items() if isinstance(v, (int, float, str)))
+        sizes += f", in {self._packing.layout}" if self._kernel.packings else ""
+        return CaseResult(
+            "primitives", self._schema.name, self._kernel.name, self._dtype, f"{self._rows} rows, {sizes}", outcome,
+            reason or joined(problems),
+        )  # fmt: skip
+
+    def _call(self, rows: int) -> OpCall:
+        layouts = dict.fromkeys(self._schema.weights, self._packing.layout)
+        static = self._case.static
+        return OpCall(self._schema.name, static, bucket_of(rows), self._device.capabilities, layouts)
+
+    def _refusal(self) -> str | None:
+        for declared, value in zip(self._schema.inputs, self._case.inputs, strict=True):
+            if declared.dtype == "packed" and (reason := self._packing.supports(_one(value), self._dtype)):
+                return f"packing {self._packing.layout}: {reason}"
+        return judged(self._kernel, self._kernel.supports(self._call(self._rows)))
+
+    def _problems(self) -> list[str]:
+        run = self._kernel.build(self._call(self._rows))
+        want = expected(self._schema, self._case, self._held)
+        spoil(self._device, want)
+        inputs = self._inputs(self._case)
+        before = [_snapshot(v) for v in inputs]
+        made = self._run(run, inputs)
+        got = self._read(made)
+        problems = self._compare(got, want) + self._shared(made, inputs)
+        problems += [
+            f"input {declared.name} is not donated and was changed"
+            for declared, was, value in zip(self._schema.inputs, before, inputs, strict=True)
+            if not declared.donated and not same(was, _snapshot(value))
+        ]
+        problems += self._second_call(run)
+        if not all(map(same, self._read(made), got)):
+            problems.append("its results are changed by the next call: they need memory of their own")
+        with self._watch.profiled():
+            again = self._outputs(run, self._inputs(self._case))
+        if self._kernel.deterministic and not all(map(same, got, again)):
+            problems.append("it claims to be deterministic, but another run has other bits")
+        if self._kernel.batch_invariant:
+            problems += self._company(got)
+        return problems
+
+    def _second_call(self, run: OpFunction) -> list[str]:
+        """The rows in another order, cut from wider ones."""
+        other = _with_rows(self._schema, self._case, lambda value: value.roll(1, 0))
+        want = expected(self._schema, other, self._held)
+        if not (problems := self._compare(self._outputs(run, self._inputs(other, sliced=True)), want)):
+            return []
+        whole = self._compare(self._outputs(run, self._inputs(other)), want)
+        return [f"a second call with other rows: {p}" for p in whole] or [
+            f"rows cut from wider ones: {p}" for p in problems
+        ]
+
+    def _shared(self, made: Sequence[Any], inputs: Sequence[Any]) -> list[str]:
+        """Outputs in the memory of inputs that are not donated."""
+        return [
+            f"{output.name} lies in the memory of input {declared.name}, which is not donated"
+            for output, value in zip(self._schema.outputs, made, strict=False)
+            for declared, given in zip(self._schema.inputs, inputs, strict=True)
+            if not declared.donated and overlaps(value, given.data if isinstance(given, PackedWeight) else given)
+        ]
+
+    def _company(self, whole: Sequence[torch.Tensor]) -> list[str]:
+        """A row's bits when fewer rows come along."""
+        for rows in {1, self._rows // 2, self._rows - 1} & set(range(1, self._rows)):
+            few = _with_rows(self._schema, self._case, lambda value, n=rows: value[:n])  # type: ignore[misc]
+            call = self._call(rows)
+            if self._kernel.supports(call) is not None:
+                continue
+            got = self._outputs(self._kernel.build(call), self._inputs(few))
+            if not all(same(a, b[:rows]) for a, b in zip(got, whole, strict=True)):
+                return [f"it claims batch invariance, but {rows} of {self._rows} rows alone have other bits"]
+        return []
+
+    def _inputs(self, case: OpCase, sliced: bool = False) -> list[Any]:
+        """Fresh inputs on the device."""
+        where = self._device.torch_device
+        inputs: list[Any] = []
+        for declared, value in zip(self._schema.inputs, case.inputs, strict=True):
+            if declared.dtype == "packed":
+                value = _packed(self._packing, value, self._dtype, where)
+            elif isinstance(value, torch.Tensor):
+                value = value.to(where, copy=True)
+            inputs.append(value)
+        if sliced:
+            for index, value in list(_batched(self._schema.inputs, inputs)):
+                inputs[index] = wide_rows(value) if value.dim() > 1 else value
+        return inputs
+
+    def _run(self, run: OpFunction, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        with torch.inference_mode(), self._watch():
+            return outputs_of(run(*inputs))
+
+    def _read(self, made: Iterable[Any]) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [self._device.readback(value).wait().clone() for value in made]
+
+    def _outputs(self, run: OpFunction, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        return self._read(self._run(run, inputs))
+
+    def _compare(self, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> list[str]:
+        if len(got) != len(want):
+            return [f"{len(got)} outputs instead of {len(want)}"]
+        problems = []
+        for declared, have, right in zip(self._schema.outputs, got, want, strict=True):
+            wanted = declared.dtype if declared.dtype != "*" else self._dtype
+            if wanted == "out":
+                wanted = self._case.static["out"]
+            if have.dtype != getattr(torch, wanted):
+                problems.append(f"{declared.name} is {have.dtype}, not {wanted}")
+            elif problem := difference(have, right, self._tolerance, self._dtype, self._nearest):
+                problems.append(f"{declared.name}: {problem}")
+        return problems
+
+
+class Prepared:
+    """A kernel at one case, of so many rows and in that packing if these are said, ready to be called again and again.
+
+    Attributes:
+        case, rows: what it is called with.
+        reason: why the kernel refuses it; None if it does not.
+        call: what the kernel is asked for; run: its callable, unless it refuses.
+    """
+
+    def __init__(
+        self, kernel: Kernel, schema: OpSchema, device: Device, dtype: str, case: OpCase, rows: int = 0,
+        packing: Packing | None = None,
+    ) -> None:  # fmt: skip
+        own = _rows(schema, case)
+        picked = torch.arange(rows or own) % max(1, own)
+        self.case = _with_rows(schema, case, lambda value: value[picked]) if own else case
+        self.rows = _rows(schema, self.case)
+        self._checked = _Checked(kernel, schema, device, dtype, self.case, HostWatch(device), packing)
+        self._schema, self.reason = schema, self._checked._refusal()
+        self.call = self._checked._call(self.rows)
+        if self.reason is None:
+            self.run: OpFunction = kernel.build(self.call)
+
+    def inputs(self, case: OpCase, sliced: bool = False) -> list[Any]:
+        """Fresh ones, on the device; ``sliced``: rows that are cut from wider ones."""
+        return self._checked._inputs(case, sliced)
+
+    def turned(self, by: int) -> OpCase:
+        """The case with its rows in another order."""
+        return _with_rows(self._schema, self.case, lambda value: value.roll(by, 0))
+
+    def problems(self, made: Sequence[torch.Tensor], case: OpCase) -> list[str]:
+        """What is wrong with results."""
+        return self._checked._compare(self._checked._read(made), expected(self._schema, case))
+
+
+def _snapshot(value: Any) -> Any:
+    data = value.data if isinstance(value, PackedWeight) else value
+    if isinstance(data, (tuple, list)):
+        return tuple(map(_snapshot, data))
+    return data.clone() if isinstance(data, torch.Tensor) else data

@@ -1,0 +1,63 @@
+"""How long kernels take, beside the reference on the same device in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+import torch
+
+from evener.contracts.ops import Kernel, OpCase, OpSchema
+from evener.testing.conformance.ops import Prepared, load_cases, outputs_of
+from evener.testing.conformance.outcome import CaseResult, raised
+from evener.testing.conformance.plan import ReferenceKernel, Request
+from evener.testing.conformance.subject import Subject
+
+_RUNS = 9
+_ROWS = (1, 16, 129)
+
+
+def timings(subject: Subject, dtypes: Sequence[str], request: Request) -> Iterator[CaseResult]:
+    """One result for each kernel of a primitive, compute type and number of rows."""
+    for provided in subject.kernels:
+        kernel, schema = provided.value, subject.schemas[provided.value.op]
+        label = f"{provided.package}/{kernel.name}"
+        if schema.composite or (request.ops and not set(request.ops) & {schema.name, label, kernel.name, "primitives"}):
+            continue
+        for dtype in dtypes:
+            for rows in _ROWS:
+                yield _timed(subject, kernel, schema, label, dtype, rows, request.seed)
+
+
+def _timed(
+    subject: Subject, kernel: Kernel, schema: OpSchema, label: str, dtype: str, rows: int, seed: int
+) -> CaseResult:
+    # The case with the most numbers in it.
+    cases = list(load_cases(schema)(dtype, torch.Generator().manual_seed(seed)))
+    case = max(cases, key=_size)
+    try:
+        mine, theirs = (
+            Prepared(k, schema, subject.device, dtype, case, rows) for k in (kernel, ReferenceKernel(schema))
+        )
+        if mine.reason is not None:
+            return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows", "not applicable", mine.reason)
+        own, reference = (_median(subject, each) for each in (mine, theirs))
+    except Exception as error:  # the backend's; it is the finding
+        return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows", "failed", raised(error))
+    text = f"{own * 1e6:.1f} us, the reference {reference * 1e6:.1f} us: {reference / own:.2f} times as fast"
+    return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows of {_size(case)} numbers", "passed", text)
+
+
+def _size(case: OpCase) -> int:
+    return sum(value.numel() for value in outputs_of(case.inputs) if isinstance(value, torch.Tensor))
+
+
+def _median(subject: Subject, ready: Prepared) -> float:
+    given = ready.inputs(ready.case)
+
+    def call() -> None:
+        with torch.inference_mode():
+            ready.run(*given)
+
+    call()
+    return median(subject.device.measure(call) for _ in range(_RUNS))

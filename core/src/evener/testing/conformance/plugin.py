@@ -1,0 +1,134 @@
+"""The kit as a pytest plugin: ``pytest --evener-backend NAME``. Without that option it does nothing. Torch-free.
+
+Every check is one test, ``area/subject[provider]``; ``-k`` picks some. One that has nothing to check is skipped with
+the reason, and one whose outcome is unknown fails where it is required.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from evener.testing.conformance.outcome import CaseResult, Check
+
+if TYPE_CHECKING:
+    from evener.testing.conformance.plan import Request
+    from evener.testing.conformance.subject import Subject
+
+
+class Failed(Exception):
+    """A check found something; the message says what."""
+
+
+class Kit(pytest.Collector):
+    """All checks of one backend.
+
+    Attributes:
+        found: results so far.
+    """
+
+    def __init__(self, *, subject: Subject, request: Request, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.subject, self.request, self.found = subject, request, list[CaseResult]()
+
+    def collect(self) -> list[pytest.Item]:
+        from evener.testing.conformance.plan import Plan
+
+        return [KitItem.from_parent(self, name=c.name, check=c) for c in Plan(self.subject, self.request).checks]
+
+
+class KitItem(pytest.Item):
+    """One check."""
+
+    parent: Kit
+
+    def __init__(self, *, check: Check, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._check = check
+
+    def runtest(self) -> None:
+        from evener.testing.conformance.result import Result
+
+        results = list(self._check.run())
+        self.parent.found += results
+        if causes := Result(results, {}).causes:
+            raise Failed("\n".join(_alike(cases) for cases in causes[:20]))
+        if all(case.outcome == "not applicable" for case in results):
+            pytest.skip(results[0].detail if results else "nothing to check")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, Failed):
+            return f"{excinfo.value}\nagain: --evener-seed {self.parent.request.seed}"
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, self.name
+
+
+def _alike(cases: Sequence[CaseResult]) -> str:
+    return str(cases[0]) + (f"; and {len(cases) - 1} more alike" if len(cases) > 1 else "")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The plugin's options."""
+    add = parser.getgroup("evener", "conformance of an evener backend").addoption
+    add("--evener-backend", metavar="NAME", help="check this backend with evener's conformance kit")
+    add("--evener-pretend", action="store_true", help="without its hardware, over host memory if need be")
+    add("--evener-seed", type=int, metavar="N", help="of random inputs; default: another one each time")
+    add("--evener-thorough", action="store_true", help="many more sizes")
+    add("--evener-json", metavar="FILE", help="write the kit's result there")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """The seed, without which a failure cannot be seen again."""
+    if config.getoption("--evener-backend") is None:
+        return None
+    return f"evener: backend {config.getoption('--evener-backend')}, seed {_seed(config)}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the checks behind the tests that were found."""
+    backend = config.getoption("--evener-backend")
+    if backend is None:
+        return
+    from evener.errors import EvenerError
+    from evener.testing.conformance.plan import Request
+    from evener.testing.conformance.subject import open_subject
+
+    try:
+        subject = open_subject(backend, config.getoption("--evener-pretend"))
+    except EvenerError as error:
+        raise pytest.UsageError(str(error)) from error
+    request = Request(_seed(config), thorough=config.getoption("--evener-thorough"))
+    kit = Kit.from_parent(session, name="evener", nodeid="evener", subject=subject, request=request)
+    config.stash[_KIT] = kit
+    items += kit.collect()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the result file."""
+    config = session.config
+    path, kit = config.getoption("--evener-json"), config.stash.get(_KIT, None)
+    if path is None or kit is None:
+        return
+    from evener.testing.conformance.result import Result, facts_of
+
+    result = Result(kit.found, facts_of(kit.subject, "test", kit.request.seed), whole=not config.getoption("keyword"))
+    Path(path).write_text(json.dumps(result.to_json(), indent=1) + "\n", "utf-8")
+
+
+_KIT = pytest.StashKey[Kit]()
+_SEED = pytest.StashKey[int]()
+
+
+def _seed(config: pytest.Config) -> int:
+    if _SEED not in config.stash:
+        given = config.getoption("--evener-seed")
+        config.stash[_SEED] = secrets.randbelow(2**31) if given is None else given
+    return config.stash[_SEED]

@@ -1,0 +1,32 @@
+"""The simulated probe. It takes no options, as no probe does: ``EVENER_SIMULATED_PROBE`` says how it behaves.
+
+``absent``: no marks; ``slow:2``: it answers after two seconds; ``hang``: never; ``crash``: it raises. Otherwise it
+answers at once. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
+
+BEHAVIOUR = "EVENER_SIMULATED_PROBE"
+
+
+def marks() -> Marks:
+    """Every machine can simulate; what the variable says is part of the answer's key."""
+    asked = os.environ.get(BEHAVIOUR, "")
+    if asked == "absent":
+        return Marks(False, (f"{BEHAVIOUR}=absent",))
+    return Marks(True, ("it is simulated",), cache_key={BEHAVIOUR: asked})
+
+
+def probe() -> ProbeResult:
+    """A score below every real backend's: it runs when it is named, or alone."""
+    asked, _, seconds = os.environ.get(BEHAVIOUR, "").partition(":")
+    if asked == "crash":
+        raise RuntimeError(f"{BEHAVIOUR}=crash")
+    if asked in ("slow", "hang"):
+        time.sleep(float(seconds) if seconds else 3600.0)
+    return ProbeResult(1, (ProbedDevice(0, "simulated chip"),), ("simulation runs anywhere",))

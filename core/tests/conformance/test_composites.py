@@ -1,0 +1,117 @@
+"""The composite check passes an expansion that calls itself a kernel, and finds a kernel that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from evener.contracts.ops import USUAL, Kernel, OpCall, OpFunction
+from evener.layers.declared import LinearWeight
+from evener.ops.reference.linear import PLAIN
+from evener.ops.reference.state import ReferenceState
+from evener.ops.schemas import BUILTIN, COMPOSITES
+from evener.resolution.resolver import load_reference
+from evener.testing.conformance.composites import TinyModel, check_composite, families
+from evener.testing.reference_device import HostDevice
+
+SCHEMAS = {schema.name: schema for schema in BUILTIN}
+
+
+class Expansion(Kernel):
+    """The op's own expansion, with something done to its outputs."""
+
+    packings = (PLAIN,)
+    unusual = frozenset(USUAL)
+
+    def __init__(self, op: str, factor: float = 1.0, refuse: str | None = None) -> None:
+        self.op, self.name, self._factor, self._refuse = op, f"own_{op}", factor, refuse
+
+    def supports(self, call: OpCall) -> str | None:
+        return self._refuse
+
+    def build(self, call: OpCall) -> OpFunction:
+        run = self._reference(call.op, call.static)
+
+        def go(*inputs: Any) -> Any:
+            result = run(*inputs)
+            if isinstance(result, torch.Tensor):
+                return result * self._factor
+            return (result[0] * self._factor, *result[1:])
+
+        return go
+
+    def _reference(self, op: str, static: Any) -> OpFunction:
+        def use(inner: str, /, **params: Any) -> OpFunction:
+            if inner.startswith("state."):
+                provider = params["state"].provider
+                return provider.write if inner == "state.write" else provider.attend  # type: ignore[no-any-return]
+            return self._reference(inner, params)
+
+        return load_reference(SCHEMAS[op])(static, use)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
+def test_the_expansion_of_every_composite_passes(op: str) -> None:
+    results = check_composite(Expansion(op), BUILTIN, HostDevice(0), [ReferenceState()])
+    count = 4 if op == "moe_block" else 14
+    assert len(results) == count and all(r.outcome == "passed" for r in results), "\n".join(map(str, results))
+
+
+@pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
+def test_a_composite_that_is_two_percent_off_is_found(op: str) -> None:
+    results = check_composite(Expansion(op, 1.02), BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    assert all(r.outcome == "failed" and "of the largest value" in r.detail for r in results)
+
+
+@pytest.mark.parametrize("op", ["attention_block", "mlp_block", "decoder_layer", "head"])
+def test_a_kernel_that_does_not_know_a_variant_is_not_asked_for_it(op: str) -> None:
+    kernel = Expansion(op)
+    kernel.unusual = frozenset()
+    checked = check_composite(kernel, BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    results = {result.case.split(" layers")[0]: result for result in checked}
+    for name, result in results.items():
+        rare = name in ("layer-normed", "parallel")
+        rare |= name == "unturned" and op in ("attention_block", "decoder_layer")
+        wanted = "not applicable" if rare else "passed"
+        assert (result.outcome, "does not know" in result.detail) == (wanted, rare), str(result)
+    assert results.keys() & {"layer-normed", "parallel"}
+    if op == "mlp_block":
+        assert results["layer-normed"].detail == "does not know norm=biased_layer"
+
+
+class Careless(Expansion):
+    """Right, but it leaves its norm's weight changed."""
+
+    def build(self, call: OpCall) -> OpFunction:
+        run, calls = super().build(call), iter(range(1000))
+
+        def go(x: torch.Tensor, residual: torch.Tensor, weights: Any) -> Any:
+            result = run(x, residual, weights)
+            weights.norm.mul_(1 + 1e-6 * (next(calls) == 0))
+            return result
+
+        return go
+
+
+def test_a_composite_that_writes_to_a_weight_is_found() -> None:
+    kinds = ("grouped", "windowed", "biased")
+    results = check_composite(Careless("mlp_block"), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)
+    assert all("weight layers.0.post_attention_layernorm.weight was changed" in r.detail for r in results)
+
+
+def test_a_refusal_is_recorded_with_its_reason() -> None:
+    results = check_composite(Expansion("mlp_block", refuse="odd"), BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    assert {(r.outcome, r.detail) for r in results} == {("not applicable", "odd")}
+
+
+def test_a_composite_that_no_layer_calls_needs_a_check_of_its_own() -> None:
+    results = check_composite(Expansion("sample"), BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    assert {r.outcome for r in results} == {"failed"}
+    assert "no layer calls op 'sample'" in results[0].detail
+
+
+def test_the_weights_of_the_checked_model_are_declared_like_those_of_real_ones() -> None:
+    model = TinyModel(HostDevice(0), "float32", families()[0], (), ReferenceState(), BUILTIN)
+    assert {len(w.parts) for w in model.build.weights if isinstance(w, LinearWeight)} == {1, 2, 3}

@@ -1,0 +1,93 @@
+"""The simulated backend, installed into a temporary folder for this process and its children, and engines on it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.builtin.kinds import BUILTIN_KINDS
+from evener.engine.controller import Controller
+from evener.engine.executor import InlineExecutor
+from evener.engine.messages import NewRequest
+from evener.engine.scheduler import Scheduler
+from evener.engine.start import build_controller
+from evener.engine.state import StateManager
+from evener.testing.installed import install_reference_backend
+from evener.testing.reference_engine import Played, play, small_config
+from evener.testing.simulated import install_simulated_backend
+
+#: One chip's blocks hold 128 tokens, so that requests of several blocks need room.
+SIMULATED = {"backend": "simulated", "infer.max_seq_len": 400, "infer.kv_memory": 2**24}
+
+
+class Run:
+    """A controller over an inline worker."""
+
+    def __init__(self, controller: Controller) -> None:
+        assert isinstance(controller.executor, InlineExecutor)
+        self.controller, self.worker = controller, controller.executor.worker
+
+    @property
+    def device(self) -> Any:
+        return self.worker.assembly.device
+
+    @property
+    def notes(self) -> list[str]:
+        """What the manifest says."""
+        return self.worker.assembly.resolver.manifest.notes
+
+    def shrink(self, blocks: int) -> None:
+        """Leave the scheduler so many blocks of the pool."""
+        old, kinds = self.controller.scheduler, {kind.name: kind for kind in BUILTIN_KINDS}
+        was = old.state
+        state = StateManager(was.specs, kinds, was.block_size, blocks + 1, was.prefix_cache, was.cuts)
+        assert blocks < was.blocks and self.controller.idle
+        self.controller.scheduler = Scheduler(state, len(old._slots), old.step_tokens, batches=old.batches)
+
+    def play(self, messages: Sequence[NewRequest], **how: Any) -> Played:
+        return play(self.controller, messages, **how)
+
+
+@pytest.fixture(autouse=True)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread."""
+
+
+@pytest.fixture(scope="session")
+def installed_simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("simulated")
+    install_simulated_backend(folder)
+    install_reference_backend(folder)
+    return folder
+
+
+@pytest.fixture
+def simulated(installed_simulated: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The simulated and the reference backend on ``sys.path`` and, for child processes, in PYTHONPATH."""
+    monkeypatch.syspath_prepend(str(installed_simulated))
+    paths = [str(installed_simulated), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return installed_simulated
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(simulated: Path, tmp_path: Path) -> Start:
+    """``start("Llama", {"num_hidden_layers": 1}, **{"simulated.chip": "older"})``, or with ``backend``
+    "reference", whose tokens are the right ones."""
+    numbers = itertools.count()
+
+    def make(family: str = "Llama", changes: Mapping[str, Any] | None = None, **overrides: Any) -> Run:
+        folder = tmp_path / f"model{next(numbers)}"
+        shape = {"max_position_embeddings": 512, **(changes or {})}
+        alike = {"infer.block_size": 128} if overrides.get("backend") == "reference" else {}
+        return Run(build_controller(small_config(folder, family, shape, **{**SIMULATED, **alike, **overrides}))[0])
+
+    return make

@@ -1,0 +1,145 @@
+"""The conformance kit on the simulated device: it passes with every constraint on, and fails one that breaks one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener.testing.conformance.graphs import graph_results
+from evener.testing.conformance.outcome import AREAS, Check
+from evener.testing.conformance.plan import Plan, Request
+from evener.testing.conformance.run import run
+from evener.testing.conformance.state import Shape, check_provider
+from evener.testing.conformance.subject import open_subject
+from evener.testing.graph_record import RecordedReplay
+from evener.testing.simulated import kernels
+from evener.testing.simulated.constraints import Constraints
+from evener.testing.simulated.device import ChipCapture, SimulatedDevice
+from evener.testing.simulated.state import SimulatedPaged
+
+NORM, PAGED = Request(1, ("rms_norm",), ("float32",)), Request(1, ("simulated.paged",), ("float32",))
+
+
+def wide_slots(self: SimulatedPaged, step: Any) -> torch.Tensor:
+    return step.slot_mapping.long()  # type: ignore[no-any-return]
+
+
+def reading(self: SimulatedPaged, step: Any) -> torch.Tensor:
+    step.slot_mapping[:1].tolist()
+    return step.slot_mapping  # type: ignore[no-any-return]
+
+
+def sorting(value: Any, alignment: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        torch.sort(value)
+    return FITTING(value, alignment)
+
+
+def stale(self: RecordedReplay, queries: Any, keys: Any) -> None:
+    self._updated = True
+
+
+FITTING = kernels.fitting
+MODEL, GRAPHS = Request(1, ("model",), ("float32",)), Request(1, ("graphs",), ("float32",))
+BROKEN = [
+    (kernels, "fitting", lambda value, alignment: value, NORM, "simulated.alignment=32"),
+    (SimulatedPaged, "block_sizes", lambda self, spec: (64,), PAGED, "simulated.block_128=true"),
+    (SimulatedPaged, "_slots", wide_slots, PAGED, "simulated.int64=false"),
+    (SimulatedPaged, "_slots", reading, MODEL, "simulated.host_reads=false"),
+    (RecordedReplay, "update", stale, GRAPHS, "simulated.graph_update=true"),
+    (kernels, "fitting", sorting, NORM, "ops that the device counted in host_fallbacks()"),
+]
+
+
+@pytest.mark.slow
+def test_the_whole_kit_passes_with_every_constraint_on(simulated: Path) -> None:
+    result = run("simulated", Request(1, dtypes=("float32",)))
+    odd = [str(c) for c in result.cases if c.outcome not in ("passed", "not applicable")]
+    assert not odd and result.passed and result.to_json()["level"] == "L3"
+    seen = {c.area for c in result.cases if c.outcome == "passed"}
+    assert seen == set(AREAS) - {"composites"}, "everything but what the chip has no kernel for"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "name", "broken", "request_", "switch"), BROKEN, ids=[b[4] for b in BROKEN])
+def test_the_kit_fails_who_breaks_a_constraint_and_names_the_switch(
+    simulated: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, broken: Any, request_: Request, switch: str
+) -> None:
+    monkeypatch.setattr(where, name, broken)
+    result = run("simulated", request_)
+    assert not result.passed and any(switch in c.detail for c in result.cases if c.outcome == "failed"), [
+        str(c) for c in result.wrong
+    ][:3]
+
+
+class Unturned(SimulatedPaged):
+    """Exports values as if they lay like keys."""
+
+    def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        keys, values = super().export_blocks(views, blocks)
+        return keys, values.permute(0, 2, 3, 1).contiguous().view(values.shape)
+
+
+class Longest(SimulatedPaged):
+    """Takes the length of a step's longest request for everybody's."""
+
+    def prepare(self, step: Any, *rest: Any) -> Any:
+        return super().prepare(replace(step, host_kv_lens=[step.max_kv for _ in step.host_kv_lens]), *rest)
+
+
+@pytest.mark.parametrize(
+    ("provider", "options", "finding"),
+    [
+        (Unturned, {"transposed_values": True}, "export_blocks: value of request 0 is not what was written"),
+        (Longest, {"host_lengths": True}, "simulated.host_lengths=true: attention has the lengths"),
+    ],
+    ids=["transposed_values", "host_lengths"],
+)
+def test_the_kit_fails_a_provider_that_forgets_how_the_chip_wants_state(
+    simulated: Path, provider: type[SimulatedPaged], options: dict[str, Any], finding: str
+) -> None:
+    def problems(made: type[SimulatedPaged], **switches: Any) -> list[str]:
+        device = SimulatedDevice(0, Constraints.hard(**switches))
+        return check_provider(made(device), device, "float32", [Shape(4, 2, 32, 16)]).problems
+
+    assert not problems(SimulatedPaged, **options), "who does not forget it passes"
+    (first, *_) = problems(provider, **options)
+    assert finding in first
+
+
+def test_the_kit_fails_a_kernel_that_never_gives_its_scratch_back(
+    simulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    def hoarding(value: Any, alignment: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            held.append(value.new_empty(1 << 18))
+        return FITTING(value, alignment)
+
+    check, *_ = Plan(open_subject("simulated", options={"simulated": {"memory": 1 << 24}}), NORM).checks
+    assert not [r for r in check.run() if r.outcome == "failed"]
+    monkeypatch.setattr(kernels, "fitting", hoarding)
+    lost = [r.detail for r in check.run() if r.outcome == "failed"]
+    held.clear()
+    assert lost and "simulated.memory=16777216: the simulated device 0 is out of memory" in lost[0]
+
+
+def test_the_kit_fails_a_graph_method_that_never_gives_its_captures_back(
+    simulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = open_subject("simulated", options={"simulated": {"max_captures": 2}})
+
+    def first_failure(wanted: int) -> str | None:
+        """Among the first kernels: each is captured once, and a chip holds two captures."""
+        found = graph_results(Check("graphs", "simulated", "", lambda: []), subject, ("float32",), 1)
+        return next((r.detail for _, r in zip(range(wanted), found, strict=False) if r.outcome == "failed"), None)
+
+    assert first_failure(4) is None
+    monkeypatch.setattr(ChipCapture, "release", lambda self: None)
+    lost = first_failure(4)
+    assert lost is not None and "simulated.max_captures=2: this device holds 2 captures at once" in lost

@@ -1,0 +1,71 @@
+"""Folders of runs: nobody else can read them, they go when closed, and those of killed runs go when the next starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from evener.errors import ConfigError
+from evener.run_folder import RunFolder
+
+OWNER = (
+    "import sys; from evener.run_folder import RunFolder; mine = RunFolder()\n"
+    "print(mine.path, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture(autouse=True)
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_is_its_users_own_and_goes_when_it_is_closed(where: Path) -> None:
+    folder = RunFolder()
+    Path(folder.path, "file").touch()
+    assert Path(folder.path).stat().st_mode & 0o777 == 0o700
+    folder.close()
+    folder.close()
+    assert not list(where.iterdir())
+
+
+def test_a_folder_too_deep_for_sockets_is_refused_with_what_to_set(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = where / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = RunFolder()
+    with pytest.raises(ConfigError, match="too long a path for sockets: set TMPDIR to a shorter one"):
+        folder.socket("controller")
+    folder.close()
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    short = RunFolder()
+    assert short.socket("controller") == f"ipc://{short.path}/controller"
+    short.close()
+
+
+def test_a_killed_runs_folder_goes_when_the_next_starts_and_one_of_a_run_that_lives_stays(where: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(where)}
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as owner:
+        assert owner.stdout is not None
+        theirs = Path(owner.stdout.readline().strip())
+        other = where / "evener-models"
+        other.mkdir()
+        (theirs / "file").touch()
+        first = RunFolder()
+        assert (theirs / "file").exists(), "its owner lives"
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        second = RunFolder()
+        assert set(where.iterdir()) == {Path(first.path), Path(second.path), other}
+        first.close()
+        second.close()

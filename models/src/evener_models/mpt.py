@@ -1,0 +1,59 @@
+"""MPT: ALiBi, layer norms without biases, one fused projection, a plain MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evener.layers import Builder, RotaryConfig, alibi_slopes
+from evener.layers.settings import count, refuse
+from evener_models.llama import LlamaForCausalLM
+
+#: What the family's code can do otherwise, and transformers' does not.
+_ONLY = {"no_bias": True, "logit_scale": None}
+_ONLY_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "qk_ln": False, "prefix_lm": False,
+                   "attn_type": "multihead_attention"}  # fmt: skip
+
+
+class MptForCausalLM(LlamaForCausalLM):
+    """``d_model``, ``n_heads``, ``n_layers``, ``max_seq_len``, ``expansion_ratio``, ``attn_config`` (its
+    ``softmax_scale``); the head is tied if the config does not say."""
+
+    names = ("transformer.wte", "transformer.blocks", "transformer.norm_f", "lm_head")
+    tied = True
+    norm = "layer"
+    eps_key = "layer_norm_epsilon"
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        inner = {"model_type": "mpt", **(config.get("attn_config") or {})}
+        for settings, fixed in ((config, _ONLY), (inner, _ONLY_ATTENTION)):
+            for key, only in fixed.items():
+                if settings.get(key, only) != only:
+                    raise refuse(settings, key, f"it must be {only!r}")
+        shared = {
+            "hidden_size": count(config, "d_model"), "num_attention_heads": count(config, "n_heads"),
+            "num_hidden_layers": count(config, "n_layers"), "max_position_embeddings": count(config, "max_seq_len"),
+            "intermediate_size": config["d_model"] * count({"expansion_ratio": 4, **config}, "expansion_ratio"),
+            "hidden_act": "gelu",
+        }  # fmt: skip
+        super().__init__({"layer_norm_epsilon": 1e-5, **config, **shared, "attn_config": inner}, build)
+
+    def angles(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
+        return RotaryConfig(0)
+
+    def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        slopes, scale = alibi_slopes(config["num_attention_heads"]), config["attn_config"].get("softmax_scale")
+        named = {"at": "attn", "qkv": ("Wqkv",), "o": "out_proj", "norm": "norm_1"}
+        return {"slopes": slopes, "scale": scale, **named}
+
+    def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"gated": False, "at": "ffn", "rise": ("up_proj",), "fall": "down_proj", "norm": "norm_2"}
+
+    @classmethod
+    def tiny_config(cls) -> dict[str, Any]:
+        return {
+            "architectures": ["MptForCausalLM"], "model_type": "mpt", "vocab_size": 203, "d_model": 72, "n_heads": 6,
+            "n_layers": 3, "expansion_ratio": 4, "max_seq_len": 256, "layer_norm_epsilon": 1e-5, "no_bias": True,
+            "attn_config": {"alibi": True, "alibi_bias_max": 8, "softmax_scale": None}, "tie_word_embeddings": True,
+            "bos_token_id": 1, "eos_token_id": 2,
+        }  # fmt: skip

@@ -1,0 +1,17 @@
+"""A vendor's package as it was published in November 2026, for contracts of version 1. Frozen: see
+tests/test_contract_versions.py."""
+
+from evener.contracts.descriptor import Descriptor, Option
+
+descriptor = Descriptor(
+    name="frozen",
+    summary="A chip whose vendor has moved on.",
+    contracts={"descriptor": 1, "probe": 1, "device": 1, "ops": 1},
+    module="evener_backend_frozen.plugin",
+    probe="evener_backend_frozen.probe",
+    probe_timeout=5.0,
+    serves=frozenset({"namespace:cpu"}),
+    options={"rods": Option(type=int, default=64, help="Tokens that a kernel takes.", choices=(16, 64))},
+    aliases={"infer.op_impl=frozen": "ops.rms_norm=ice_norm"},
+    ops=("rms_norm",),
+)

@@ -1,0 +1,15 @@
+"""A backend that is right, until ``PLANTED_DEFECT`` names one of the faults that vendors ship: what the conformance kit
+is measured with. The faults were written without sight of the kit."""
+
+from evener.contracts.descriptor import Descriptor
+
+descriptor = Descriptor(
+    name="planted",
+    summary="Host memory, with a fault of your choice.",
+    contracts={"probe": 1, "device": 1, "ops": 1, "state": 1, "graph": 1, "communicator": 1},
+    module="evener_backend_planted.plugin",
+    probe="evener_backend_planted.probe",
+    serves=frozenset({"namespace:cpu"}),
+    ops=("rms_norm", "add_rms_norm", "act_and_mul", "rotary", "linear", "greedy", "mlp_block"),
+    states=("planted.pages",),
+)

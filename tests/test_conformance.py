@@ -1,0 +1,53 @@
+"""Every host backend that is installed, against the kit; accelerators answer to it on their own machines."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from evener.builtin import BUILTINS
+from evener.plugins.discover import discover
+from evener.testing.conformance.outcome import Check
+from evener.testing.conformance.plan import Plan, Request
+from evener.testing.conformance.subject import Subject, open_subject
+
+HOSTS = sorted(p.name for p in discover(builtins=BUILTINS).backends if "host" in p.descriptor.serves)
+SEED = 11
+
+
+@cache
+def subject(backend: str) -> Subject:
+    return open_subject(backend)
+
+
+@pytest.fixture(autouse=True)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread."""
+
+
+def checks(backend: str, area: str, thorough: bool = False) -> list[Check]:
+    return Plan(subject(backend), Request(SEED, (area,), thorough=thorough)).checks
+
+
+def wrong(backend: str, area: str, thorough: bool = False) -> list[str]:
+    results = [r for check in checks(backend, area, thorough) for r in check.run()]
+    assert any(r.outcome == "passed" for r in results)
+    return [str(r) for r in results if r.outcome in ("failed", "unknown")]
+
+
+def test_some_backend_runs_on_the_host() -> None:
+    assert HOSTS
+
+
+@pytest.mark.parametrize("area", ["device", "primitives", "attention", "composites", "formats", "model"])
+@pytest.mark.parametrize("backend", HOSTS)
+def test_a_host_backend_passes_the_kit(backend: str, area: str) -> None:
+    assert wrong(backend, area) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("area", ["primitives", "attention", "formats"])
+@pytest.mark.parametrize("backend", HOSTS)
+def test_a_host_backend_passes_the_kit_at_many_sizes(backend: str, area: str) -> None:
+    assert wrong(backend, area, thorough=True) == []

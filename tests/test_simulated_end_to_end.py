@@ -1,0 +1,77 @@
+"""The simulated device behind the commands that people type, and beside the CPU backend. Level L3: plumbing, not a
+chip's numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Served, tiny_model
+from source_tree import ROOT
+
+from evener.engine.messages import NewRequest, Sampling
+from evener.engine.start import build_controller
+from evener.testing.reference_engine import Played, play, small_config
+from evener.testing.simulated import descriptor, install_simulated_backend
+
+LIMITS = {"infer.max_seq_len": 256, "infer.kv_memory": 2**24}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Path:
+    """The simulated backend for this process and those that it starts."""
+    folder = tmp_path / "installed"
+    install_simulated_backend(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return folder
+
+
+def answers(folder: Path, **options: Any) -> Played:
+    """Chunks, company, a prefix that comes again, greedy and sampled."""
+    config = small_config(folder, "Llama", HEADS, **{**LIMITS, **options})
+    ids = [5 + 7 * i % 190 for i in range(150)]
+    warm = Sampling(temperature=0.8, seed=3)
+    asked = {"long": (ids, Sampling(temperature=0.0)), "short": (ids[3:9], Sampling(temperature=0.0)), "warm":
+             (ids[:40], warm), "again": (ids, Sampling(temperature=0.0))}  # fmt: skip
+    messages = [NewRequest(id=k, prompt=prompt, max_tokens=12, sampling=s) for k, (prompt, s) in asked.items()]
+    controller, _ = build_controller(config)
+    try:
+        return play(controller, messages, arrivals={"again": 40})
+    finally:
+        controller.executor.close()
+
+
+def test_its_tokens_are_those_of_the_cpu_backend(tmp_path: Path) -> None:
+    want = answers(tmp_path / "a", backend="cpu", **{"infer.block_size": 128})
+    got = answers(tmp_path / "b", backend="simulated")
+    assert not got.dead and got.tokens == want.tokens and got.cached == want.cached
+    assert got.cached["again"] == 128
+
+
+def test_the_page_lists_every_switch() -> None:
+    page = (ROOT / "docs" / "simulated-devices.md").read_text("utf-8")
+    assert re.findall(r"^\| `simulated\.(\w+)` \|", page, re.MULTILINE) == list(descriptor.options)
+
+
+@pytest.mark.slow
+def test_two_ranks_over_gloo_give_the_tokens_of_one(tmp_path: Path) -> None:
+    one = answers(tmp_path / "a", backend="simulated")
+    two = answers(tmp_path / "b", backend="simulated", **{"infer.tp_size": 2})
+    assert not two.dead and two.tokens == one.tokens and two.reasons() == one.reasons()
+
+
+@pytest.mark.slow
+def test_evener_serve_answers_from_the_backend_that_was_named(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "tiny")
+    settings = ("--backend", "simulated", "load=dummy", "infer.max_seq_len=512", "infer.kv_memory=16777216")
+    with Served.model(folder, *settings) as served:
+        prompt = {"model": served.name, "prompt": "hello", "max_tokens": 8, "temperature": 0}
+        first, again = (served.http.post("/v1/completions", json=prompt).json() for _ in range(2))
+        assert first["usage"]["completion_tokens"] == 8 and first["choices"][0]["text"] == again["choices"][0]["text"]
+        assert served.get("/version").json()["backend"] == "simulated"
+        assert served.stop() == 0
