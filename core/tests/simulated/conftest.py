@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from evener.engine.state import StateManager
 from evener.testing.installed import install_reference_backend
 from evener.testing.reference_engine import Played, play, small_config
 from evener.testing.simulated import install_simulated_backend
+from evener.testing.simulated.constraints import Constraints
+from evener.testing.simulated.device import SimulatedDevice
 
 #: One chip's blocks hold 128 tokens, so that requests of several blocks need room.
 SIMULATED = {"backend": "simulated", "infer.max_seq_len": 400, "infer.kv_memory": 2**24}
@@ -73,6 +76,14 @@ def simulated(installed_simulated: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     paths = [str(installed_simulated), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     return installed_simulated
+
+
+@pytest.fixture
+def used() -> int:
+    """Bytes of the chip that this process holds, from earlier tests too; what only the collector frees is gone."""
+    gc.collect()
+    memory = SimulatedDevice(0, Constraints.hard(memory=1 << 40)).memory()
+    return memory.total - memory.free
 
 
 Start = Callable[..., Run]

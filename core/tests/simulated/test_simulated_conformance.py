@@ -112,21 +112,21 @@ def test_the_kit_fails_a_provider_that_forgets_how_the_chip_wants_state(
 
 
 def test_the_kit_fails_a_kernel_that_never_gives_its_scratch_back(
-    simulated: Path, monkeypatch: pytest.MonkeyPatch
+    simulated: Path, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = []
+    held, memory = [], used + (1 << 24)
 
     def hoarding(value: Any, alignment: int) -> Any:
         if isinstance(value, torch.Tensor):
             held.append(value.new_empty(1 << 18))
         return FITTING(value, alignment)
 
-    check, *_ = Plan(open_subject("simulated", options={"simulated": {"memory": 1 << 24}}), NORM).checks
+    check, *_ = Plan(open_subject("simulated", options={"simulated": {"memory": memory}}), NORM).checks
     assert not [r for r in check.run() if r.outcome == "failed"]
     monkeypatch.setattr(kernels, "fitting", hoarding)
     lost = [r.detail for r in check.run() if r.outcome == "failed"]
     held.clear()
-    assert lost and "simulated.memory=16777216: the simulated device 0 is out of memory" in lost[0]
+    assert lost and f"simulated.memory={memory}: the simulated device 0 is out of memory" in lost[0]
 
 
 def test_the_kit_fails_a_graph_method_that_never_gives_its_captures_back(

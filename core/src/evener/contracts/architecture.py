@@ -94,8 +94,8 @@ class Architecture(ABC):
 
     @classmethod
     def text_files(cls, files: ModelFiles) -> ModelFiles:
-        """(optional) The text files of a model whose folder has ``*.tiktoken`` or ``tokenizer.model`` and no
-        ``tokenizer.json``: what families publish with code of their own that splits text. Default: ``files``."""
+        """(optional) The text files of a model whose folder has no ``tokenizer.json``, with what the family's
+        published code makes of the files that it has instead. Default: ``files``."""
         return files
 
     @classmethod

@@ -64,7 +64,7 @@ class FrontendSettings:
             CheckpointError: a tokenizer, template or generation file cannot be used.
         """
         model_dir = self.model_dir or Path(str(info["model"]))
-        family = partial(_architecture, str(info.get("architecture")))
+        family = partial(_architecture, info.get("architecture"))
         files = _texts(model_dir, family)
         tokenizer_files = files if self.tokenizer_dir is None else _texts(self.tokenizer_dir, family)
         tokenizer = Tokenizer.of(tokenizer_files)
@@ -86,16 +86,18 @@ class FrontendSettings:
 
 
 def _texts(path: Path, family: Callable[[], type[Architecture]]) -> ModelFiles:
-    """A model's text files, with what its family's published code would add to files that ``Tokenizer`` cannot use."""
+    """A model's text files; without ``tokenizer.json``, what its family's published code makes of those it has."""
     files = open_files(path)
-    left = files.text("tokenizer.json") is None and any(map(files.names, ("*.tiktoken", "tokenizer.model")))
-    return family().text_files(files) if left else files
+    return files if files.text("tokenizer.json") is not None else family().text_files(files)
 
 
-def _architecture(name: str) -> type[Architecture]:
-    """An architecture's class, for what it says of text and images; its model is not made."""
+def _architecture(name: object) -> type[Architecture]:
+    """An architecture's class, for what it says of text and images; its model is not made. None: what all inherit."""
+    from evener.contracts.architecture import Architecture
     from evener.plugins.catalog import targets
     from evener.plugins.discover import discover
 
-    architecture: type[Architecture] = targets(discover().packages, "architecture")[name].load()
+    if name is None:
+        return Architecture
+    architecture: type[Architecture] = targets(discover().packages, "architecture")[str(name)].load()
     return architecture
