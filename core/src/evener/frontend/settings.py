@@ -97,7 +97,4 @@ def _architecture(name: object) -> type[Architecture]:
     from evener.plugins.catalog import targets
     from evener.plugins.discover import discover
 
-    if name is None:
-        return Architecture
-    architecture: type[Architecture] = targets(discover().packages, "architecture")[str(name)].load()
-    return architecture
+    return Architecture if name is None else targets(discover().packages, "architecture")[str(name)].load()
