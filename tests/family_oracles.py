@@ -35,14 +35,18 @@ NORMS = tuple(f"{name}.weight" for name in ("norm", "ln_1", "ln_2", "ln_f", "nor
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
     """Weights large enough that norms, biases, windows and caps all show in the logits. Norms stay around what they
-    start as: 1, or 0 where a family adds 1."""
+    start as: 1, or 0 where a family adds 1. A text's sums over hundreds of features get smaller ones: with attention
+    scores of hundreds, rounding alone moves logits by 1e-3."""
     noise = torch.Generator().manual_seed(7)
     for name, tensor in model.named_parameters():
         random = torch.randn(tensor.shape, generator=noise)
         if name.endswith(NORMS):
             tensor.add_(0.2 * random)
+        elif tensor.dim() == 1:
+            tensor.copy_(0.1 * random)
         else:
-            tensor.copy_((0.1 if tensor.dim() == 1 else 0.25) * random)
+            wide = tensor.shape[-1] >= 256 and "visual" not in name
+            tensor.copy_((2 * tensor.shape[-1] ** -0.5 if wide else 0.25) * random)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=noise))
