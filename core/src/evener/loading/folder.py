@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from evener.contracts.checkpoint import Checkpoint, Extent, Headers, ModelFiles
 from evener.errors import CheckpointError, did_you_mean
-from evener.loading.header import MAX_HEADER
 from evener.loading.safetensors_files import SafetensorsFile
 from evener.loading.torch_files import TorchFile
 
 if TYPE_CHECKING:
     import torch
+
+
+#: Bytes of the longest text file that is read; the largest tokenizers have a third.
+MAX_TEXT = 100_000_000
 
 
 class WeightFile(Protocol):
@@ -50,7 +53,7 @@ class FolderFiles(ModelFiles):
     def text(self, name: str) -> str | None:
         path = self.path / name
         try:
-            if path.stat().st_size > MAX_HEADER:
+            if path.stat().st_size > MAX_TEXT:
                 raise CheckpointError(
                     f"{path} has {path.stat().st_size:,} bytes, which is no configuration; fetch the file again"
                 )

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Extent
 from evener.errors import CheckpointError
-from evener.loading.header import read_header
 
 if TYPE_CHECKING:
     import torch
+
+#: safetensors' dtype codes and our names.
+DTYPES: Mapping[str, str] = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+    "F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
+}  # fmt: skip
+#: More axes than any weight has; a shape of thousands is only there to make messages long.
+MAX_RANK = 16
 
 
 class SafetensorsFile:
@@ -24,10 +36,8 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._entries = read_header(path)
-        # The data is what the file ends with, without a hole: its header was checked for it.
-        self._data = path.stat().st_size - max((entry.end for entry in self._entries.values()), default=0)
-        self.headers = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
+        self._data, self._entries = _read_header(path)
+        self.headers = {n: (DTYPES[each["dtype"]], tuple(each["shape"])) for n, each in self._entries.items()}
         self._open: Any = None
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -43,8 +53,34 @@ class SafetensorsFile:
 
     def extent(self, name: str) -> Extent:
         """Where the bytes of ``name`` lie."""
-        return Extent(self.path, self._data + self._entries[name].begin)
+        return Extent(self.path, self._data + self._entries[name]["data_offsets"][0])
 
     def close(self) -> None:
         """Let go of the file."""
         self._open = None
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data begins in the file, and the header's entry of each tensor.
+
+    Nothing of it is believed before the library has judged it: types that exist, and ranges that fit the shapes and
+    cover the rest of the file without gap or overlap. So a hostile file costs at most the reading of its header.
+
+    Raises:
+        CheckpointError: the file cannot be read, is cut short, or its header lies about types, shapes or offsets.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot load {path}: {str(error)[:500]}; fetch the file again") from error
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if len(entry["shape"]) > MAX_RANK:
+            raise CheckpointError(
+                f"cannot load {path}: {name[:100]!r} has {len(entry['shape']):,} axes; fetch the file again"
+            )
+    return 8 + length, header
