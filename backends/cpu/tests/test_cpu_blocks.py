@@ -193,6 +193,7 @@ def test_refusals_name_the_reason(device: CpuDevice) -> None:
         ([part("q8_0", 8, 64)], "float16", "not float16"),
         ([WeightPart("x", 8, 320, block_format("q4_k"))], "float32", "320 columns"),
         ([WeightPart("x", 8, 320, replace(MXFP4, group=16))], "float32", "block format float4_e2m1"),
+        ([WeightPart("x", 8, 256, replace(block_format("q8_0"), zero="float16"))], "float32", "block format q8_0"),
     )
     for parts, dtype, reason in cases:
         refusal = blocks.supports(parts, dtype)

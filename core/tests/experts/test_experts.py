@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from evener.contracts.experts import ExpertMap, ExpertStore
+from evener.contracts.experts import ExpertMap
 from evener.contracts.quant import PackedWeight, WeightPart, plain
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
@@ -65,26 +65,11 @@ def step() -> tuple[torch.Tensor, torch.Tensor]:
     return noise(TOKENS, HIDDEN, seed=3), noise(TOKENS, EXPERTS, seed=4)
 
 
-class ResidentStore(ExpertStore):
-    """Every logical expert has one slot on this device."""
-
-    def __init__(self, weights: dict[str, PackedWeight], experts: int) -> None:
-        self._weights = weights
-        slots = torch.arange(experts, dtype=torch.int32)[:, None]
-        self._map = ExpertMap(slots, torch.ones(experts, dtype=torch.int32))
-
-    def map(self) -> ExpertMap:
-        return self._map
-
-    def weights(self, name: str) -> PackedWeight:
-        return self._weights[name]
-
-
-def test_a_resident_store_has_one_slot_for_each_expert(step: tuple[torch.Tensor, torch.Tensor]) -> None:
-    weights = {"up": stack(UP, range(EXPERTS)), "down": stack(DOWN, range(EXPERTS))}
-    store = ResidentStore(weights, EXPERTS)
-    assert store.weights("up") is weights["up"] and store.map() is store.map()
-    torch.testing.assert_close(through(store.map(), range(EXPERTS), *step), dense(*step, range(EXPERTS)))
+def test_a_map_of_one_slot_for_each_expert_gives_what_the_experts_give(
+    step: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    one = ExpertMap(torch.arange(EXPERTS, dtype=torch.int32)[:, None], torch.ones(EXPERTS, dtype=torch.int32))
+    torch.testing.assert_close(through(one, range(EXPERTS), *step), dense(*step, range(EXPERTS)))
 
 
 def test_spare_copies_change_where_a_token_goes_and_not_what_it_gets(step: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -22,12 +22,10 @@ class CommunicatorCapabilities:
     Attributes:
         dtypes: element types that it reduces; others are sent as bytes.
         capturable: its calls may be part of a graph.
-        host_splits: all-to-all wants split sizes on the host.
     """
 
     dtypes: frozenset[str] = frozenset({"float32"})
     capturable: bool = False
-    host_splits: bool = True
 
 
 class Communicator(ABC):

@@ -1,19 +1,15 @@
 """The experts contract: routing gives logical ids, a device-side map gives physical slots.
 
-Expert parallelism, spare copies, CPU residence and an LRU of resident experts change the map and the store, never the
-model.
+Expert parallelism, spare copies and experts that are held elsewhere change the map, never the model.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-    from evener.contracts.quant import PackedWeight
 
 
 @dataclass(frozen=True)
@@ -33,15 +29,3 @@ class ExpertMap:
         counts = self.copies[logical]
         pick = (salt[:, None] % counts.clamp(min=1)).to(logical.dtype)
         return self.slots[logical, pick]
-
-
-class ExpertStore(ABC):
-    """Holds the weights of physical slots."""
-
-    @abstractmethod
-    def map(self) -> ExpertMap:
-        """The map as of now; a new object when it changes, at the same addresses while a graph is in use."""
-
-    @abstractmethod
-    def weights(self, name: str) -> PackedWeight:
-        """The stacked weights [slots, out, in] of one projection ("gate_up", "down")."""

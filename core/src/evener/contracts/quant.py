@@ -42,7 +42,8 @@ class QuantFormat:
         group: elements along the in-features that share a scale; 0 = the whole row, -1 = the whole tensor.
         group_out: rows that share a scale (128 for block-scaled FP8).
         scale: element type of the scales; None = no scales.
-        zero: "none", "symmetric" or the element type of zero points.
+        zero: element type of the zero points that are stored beside the scales; None = there are none, or they lie in
+            the blocks. A packing that reads none refuses a format that has them.
         order: "row" or the name of a permutation along in-features (act-order).
         activation: element type that activations are quantized to; None = computed in the activations' own type.
         bits: stored bits an element, scales and zeros included.
@@ -52,7 +53,7 @@ class QuantFormat:
     group: int = 0
     group_out: int = 1
     scale: str | None = None
-    zero: str = "none"
+    zero: str | None = None
     order: str = "row"
     activation: str | None = None
     bits: float = 0.0
