@@ -25,19 +25,11 @@ class Renamed:
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """An old switch: ``harmless`` values asked for what happens anyway; any other has no equivalent, for the reason
-    given."""
-
-    harmless: frozenset[str]
-    reason: str
-
-
-@dataclass(frozen=True)
 class Gone:
-    """An old key without an equivalent, and why."""
+    """An old key without an equivalent, and why; ``harmless`` values of it asked for what happens anyway."""
 
     reason: str
+    harmless: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ _PIPELINE = {
 }
 
 #: Old keys of the command line and of whole files.
-OLD_KEYS: Mapping[str, Renamed | Dropped | Gone] = {
+OLD_KEYS: Mapping[str, Renamed | Gone] = {
     "models.ckpt_dir": Renamed("model"),
     "models.tokenizer_path": Renamed("tokenizer"),
     "infer.do_load": Renamed("load", _switch("auto", "dummy")),
@@ -95,7 +87,7 @@ OLD_KEYS: Mapping[str, Renamed | Dropped | Gone] = {
     ),
     "keep_dtype_in_checkpoint": Renamed("dtype", _only("true", "name the type, as in dtype=bfloat16")),
     "float_16bit_dtype": Renamed("dtype"),
-    "infer.soft_fp8": Dropped(_OFF, _FORMATS),
+    "infer.soft_fp8": Gone(_FORMATS, _OFF),
     "infer.raise_lower_bit_float_to": Gone(_FORMATS),
     "infer.memory_utilization": Gone(
         "it counted weights too; infer.kv_memory is the state's own memory, in bytes or as a fraction"
@@ -105,14 +97,14 @@ OLD_KEYS: Mapping[str, Renamed | Dropped | Gone] = {
     "scheduler.prefill_first.num_tasks": Gone(_NO_PHASES),
     "scheduler.pp_config.prefill_num_tasks": Renamed("infer.pp_prefill_reqs"),
     "scheduler.pp_config.decode_num_tasks": Renamed("infer.pp_decode_reqs"),
-    **dict.fromkeys(_PIPELINE, Dropped(_ON, "without it, set the number: prefill_num_tasks or decode_num_tasks")),
+    **dict.fromkeys(_PIPELINE, Gone("without it, set the number: prefill_num_tasks or decode_num_tasks", _ON)),
     "scheduler.*": Gone(_NO_PHASES),
-    "quant_on_load": Dropped(_OFF, _CONVERT),
+    "quant_on_load": Gone(_CONVERT, _OFF),
     "quant_ckpt_dir": Gone("give the folder of the quantized checkpoint as the model"),
-    "skip_preprocess": Dropped(_OFF, _CONVERT),
+    "skip_preprocess": Gone(_CONVERT, _OFF),
     "cpu_layer_num": Gone("experts on the host are not in this version"),
     "request.frequency_penalty": Gone("penalties are not in this version"),
-    "serve.validate_api_key": Dropped(_OFF, "API keys are not in this version"),
+    "serve.validate_api_key": Gone("API keys are not in this version", _OFF),
     "models.*": Gone(_SHAPES),
     "boot.*": Gone(_LAUNCH),
     "hydra.*": Gone("Hydra only reads options here; it runs nothing and writes no folder"),
@@ -172,7 +164,7 @@ def rewrite(overrides: Iterable[Override]) -> Rewritten:
     return Rewritten(tuple(done), tuple(notes), tuple(claimed))
 
 
-def _rule(key: str) -> Renamed | Dropped | Gone | None:
+def _rule(key: str) -> Renamed | Gone | None:
     if key in OLD_KEYS:
         return OLD_KEYS[key]
     parts = key.split(".")
@@ -185,11 +177,11 @@ def _rewrite_key(override: Override, notes: list[str]) -> Override | None:
     if rule is None:
         return override
     text = shown(override.value)
-    if isinstance(rule, Gone) or (isinstance(rule, Dropped) and text.lower() not in rule.harmless):
+    if isinstance(rule, Gone) and text.lower() not in rule.harmless:
         raise ConfigError(
             f"{override.shown}: {override.key} is an old spelling without an equivalent: {rule.reason}; leave it out"
         )
-    if isinstance(rule, Dropped):
+    if isinstance(rule, Gone):
         notes.append(
             f"{override.shown}: {override.key} is an old spelling; leave it out, it asks for what happens anyway"
         )
