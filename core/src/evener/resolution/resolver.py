@@ -89,6 +89,7 @@ class Resolver:
         manifest: what was decided, and why; makers: who made what is called.
         workspace: bytes of the largest scratch that a chosen kernel holds; call sites run one after another.
         largest: which kernel that is, and at how many tokens.
+        packings_by_layout: every packing on offer.
     """
 
     def __init__(self, market: Market) -> None:
@@ -103,19 +104,14 @@ class Resolver:
         for offers in self._by_op.values():
             offers.sort(key=lambda o: (-o.value.priority, o.value.name))
         # A package may have a packing of the reference's layout: the same content at a place of its own.
-        self._packings = {market.reference_packing.layout: market.reference_packing}
-        self._packings.update({p.layout: p for o in market.kernels for p in o.value.packings})
+        self.packings_by_layout = {market.reference_packing.layout: market.reference_packing}
+        self.packings_by_layout.update({p.layout: p for o in market.kernels for p in o.value.packings})
         self._check_forced()
         reaches = get_args(GraphReach)
         for offer in market.states:
             if offer.value.graph not in reaches:
                 who = f"state provider {offer.label} {offer.version}"
                 raise ResolveError(f"{who}: graph={offer.value.graph!r} is none of {', '.join(reaches)}")
-
-    @property
-    def packings_by_layout(self) -> Mapping[str, Packing]:
-        """Every packing on offer."""
-        return self._packings
 
     @property
     def activations(self) -> int:
@@ -228,7 +224,7 @@ class Resolver:
             candidate = replace(weight, parts=parts)
             why = "; ".join(refused)
             for layout in dict.fromkeys([*layouts, self.market.reference_packing.layout]):
-                packing = self._packings[layout]
+                packing = self.packings_by_layout[layout]
                 reason = judged(packing, packing.supports(parts, weight.dtype))
                 if reason is None and layout != self.market.reference_packing.layout:
                     reason = self._unserved(candidate, layout, offers)
