@@ -9,7 +9,7 @@ import pytest
 
 from evener.contracts.descriptor import Descriptor
 from evener.errors import ContractVersionError, DescriptorError, DuplicateNameError, UnknownNameError
-from evener.plugins.discover import Builtin, discover
+from evener.plugins.discover import discover
 
 from .conftest import Site
 
@@ -215,12 +215,12 @@ def test_an_allow_list_with_a_distribution_that_is_not_installed_is_an_error(sit
 def test_core_registers_its_own_packages_the_same_way_and_they_cannot_be_disabled(site: Site) -> None:
     site.add("plugin", "other", 'op_schemas=("x",), module="m"', contracts='"ops": 1')
     own = Descriptor(name="reference", summary="s", contracts={"ops": 1}, module="m", op_schemas=("y",))
-    builtins = [Builtin("evener.plugins", own)]
+    builtins = [own]
     catalog = discover(path=[str(site.folder)], environ={"EVENER_PLUGINS": ""}, builtins=builtins)
     assert [(package.name, package.builtin) for package in catalog.packages] == [("reference", True)]
     clashing = Descriptor(name="reference", summary="s", contracts={"ops": 1}, module="m", op_schemas=("x",))
     with pytest.raises(DuplicateNameError, match="'evener' and 'dist-other'"):
-        discover(path=[str(site.folder)], environ={}, builtins=[Builtin("evener.plugins", clashing)])
+        discover(path=[str(site.folder)], environ={}, builtins=[clashing])
 
 
 def test_commands_are_known_before_anything_is_chosen(site: Site) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.descriptor import Descriptor
 from evener.ops.schemas import BUILTIN
-from evener.plugins.discover import Builtin
 
 descriptor = Descriptor(
     name="core",
@@ -19,4 +18,4 @@ descriptor = Descriptor(
 )
 
 #: For ``discover``.
-BUILTINS = (Builtin("evener.plugins", descriptor),)
+BUILTINS = (descriptor,)

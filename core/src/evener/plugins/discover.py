@@ -20,14 +20,6 @@ _UNIQUE = {**LAZY, "op_schemas": "op", "state_kinds": "state kind", "formats": "
 
 
 @dataclass(frozen=True)
-class Builtin:
-    """A package of core's own, registered through the same hooks; it cannot be disabled."""
-
-    group: str
-    descriptor: Descriptor
-
-
-@dataclass(frozen=True)
 class _Found:
     origin: Origin
     entry: importlib_metadata.EntryPoint
@@ -37,7 +29,7 @@ def discover(
     *,
     path: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
-    builtins: Sequence[Builtin] = (),
+    builtins: Sequence[Descriptor] = (),
     core_contracts: Mapping[str, tuple[int, int]] = CORE_CONTRACTS,
 ) -> Catalog:
     """Read every descriptor.
@@ -49,7 +41,7 @@ def discover(
         environ: where ``EVENER_DISABLE_PLUGINS`` and ``EVENER_PLUGINS`` are read; default ``os.environ``. Both are
             comma-separated. The first switches off packages by their own name or their distribution's; the second
             allows only the distributions it lists (the empty string: none).
-        builtins: core's own packages.
+        builtins: core's own plugins, registered through the same hooks as others'; they cannot be disabled.
         core_contracts: the contract versions that core speaks.
 
     Raises:
@@ -184,12 +176,12 @@ def _load(item: _Found) -> object:
         ) from cause
 
 
-def _builtin_packages(builtins: Sequence[Builtin]) -> Iterator[Package]:
+def _builtin_packages(builtins: Sequence[Descriptor]) -> Iterator[Package]:
     version = importlib_metadata.version("evener") if builtins else ""
     for builtin in builtins:
-        origin = Origin(group=builtin.group, name=builtin.descriptor.name, distribution="evener", version=version)
-        check_contracts(origin, check_descriptor(origin, builtin.descriptor), CORE_CONTRACTS)
-        yield Package(**vars(origin), descriptor=builtin.descriptor, builtin=True)
+        origin = Origin(group="evener.plugins", name=builtin.name, distribution="evener", version=version)
+        check_contracts(origin, check_descriptor(origin, builtin), CORE_CONTRACTS)
+        yield Package(**vars(origin), descriptor=builtin, builtin=True)
 
 
 def _check_unique(claims: Iterable[tuple[str, str, Origin]]) -> None:
