@@ -24,6 +24,7 @@ from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import PRIMITIVES
 from evener.plugins.hub import Provided
 from evener.testing.communicators import ThreadCommunicator, on_threads
+from evener.testing.conformance import graphs
 from evener.testing.conformance.collectives import findings
 from evener.testing.conformance.graphs import _replayed
 from evener.testing.conformance.model import differences
@@ -237,6 +238,21 @@ def test_a_replay_is_run_with_other_inputs(subject: Subject, capture: GraphCaptu
     kernel = ReferenceKernel(SCHEMAS["rms_norm"])
     problems = _replayed(subject, capture, kernel, SCHEMAS["rms_norm"], "float32", 1)
     assert (problems == []) == right, problems
+
+
+def test_captured_steps_are_compared_in_a_type_that_the_device_has(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, asked = HostDevice(0), list[str]()
+    device.capabilities = replace(device.capabilities, dtypes=frozenset({"bfloat16"}), emulated=frozenset())
+
+    def engine(of: Subject, folder: Path, dtype: str, **keys: Any) -> Any:
+        asked.append(dtype)
+        raise RuntimeError("seen enough")
+
+    monkeypatch.setattr(graphs, "engine", engine)
+    (found,) = graphs._steps(Check("graphs", "x", "", lambda: []), replace(subject, device=device), 1)
+    assert "seen enough" in found.detail and asked == ["bfloat16"]
 
 
 def test_other_tokens_are_shown_where_they_begin_with_both_answers() -> None:

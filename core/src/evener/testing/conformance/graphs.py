@@ -92,7 +92,7 @@ def _replayed(
 
 def _steps(check: Check, subject: Subject, seed: int) -> Iterator[CaseResult]:
     """Tokens of captured decode steps, while requests of different lengths come and go."""
-    case = "tokens of captured steps equal eager ones"
+    case, dtype = "tokens of captured steps equal eager ones", subject.dtypes[0]
     if FAMILY not in subject.loaded.architectures:
         yield check.result(case, "unknown", f"no package brings {FAMILY}; type: pip install evener-models")
         return
@@ -103,7 +103,7 @@ def _steps(check: Check, subject: Subject, seed: int) -> Iterator[CaseResult]:
         with tempfile.TemporaryDirectory() as name:
             tiny_folder(subject, Path(name))
             try:
-                client = engine(subject, Path(name), "float32", **{"infer.use_cuda_graph": captured})
+                client = engine(subject, Path(name), dtype, **{"infer.use_cuda_graph": captured})
                 info = client.receive(1)[0].info  # type: ignore[union-attr]
                 said.append(generate(client, asked, 24, every=9))
                 client.close()

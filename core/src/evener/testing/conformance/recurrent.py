@@ -105,7 +105,7 @@ class _Rows:
         with torch.inference_mode(), Witness(self._device):
             meta = self._provider.prepare(step, self._spec, self._how, self._size)
         inputs = [t.to(where, copy=True) for t in (mixed, self._filter, decay, beta)]
-        with torch.inference_mode(), self._watch():
+        with torch.inference_mode(), self._watch.profiled(), self._watch():
             made = self._provider.advance(self._views, meta, *inputs)
         got = self._device.readback(made).wait().float()
         relative, absolute = _CLOSE[self._how.dtype]

@@ -52,9 +52,8 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Nothing is wrong, and something of everything required was done."""
-        done = {c.area for c in self.cases if c.outcome == "passed"}
-        return not self.wrong and bool(done)
+        """Nothing is wrong, and something was seen to be right."""
+        return not self.wrong and any(c.outcome == "passed" for c in self.cases)
 
     def summary(self) -> dict[str, dict[str, int]]:
         """Cases by area and outcome."""

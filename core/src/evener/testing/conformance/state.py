@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ from evener.testing.conformance.outcome import raised
 from evener.testing.conformance.recurrent import recurrent_problems
 from evener.testing.conformance.witness import HostWatch, Witness
 
+#: Steps of the script, a mixed one and one of single tokens, that are watched for fallbacks in the slow way too.
+_CLOSELY = (2, 3)
 _CLOSE = {"float32": (2e-5, 2e-5), "bfloat16": (2e-2, 2e-2), "float16": (4e-3, 4e-3)}
 
 
@@ -193,7 +196,7 @@ class _Checked:
         watch: HostWatch,
     ) -> None:  # fmt: skip
         self.provider, self.device, self.spec, self.attention, self.size = provider, device, spec, how, size
-        self.where, self._watch, self._script = device.torch_device, watch, script(size)
+        self.where, self._watch, self._script, self._closely = device.torch_device, watch, script(size), False
         self.dtype: torch.dtype = getattr(torch, how.dtype)
         self._ids = torch.int64 if device.capabilities.int64 else torch.int32
         self.noise = torch.Generator().manual_seed(seed + 7)
@@ -221,7 +224,9 @@ class _Checked:
         self.views = self.pool.views
         with torch.inference_mode():
             for number, counts in enumerate(self._script):
+                self._closely = number in _CLOSELY
                 yield from (f"step {number}: {p}" for p in self._step(counts, 30.0 if number == 2 else 1.0))
+            self._closely = False
             yield from self._exported(self.table, "export_blocks")
             yield from self._round_trip()
             yield from self._copied()
@@ -255,6 +260,12 @@ class _Checked:
             query_start=put(starts), kv_lens=put(lengths), positions=put(positions), slot_mapping=put(slots),
             block_table=put(table), host_query_lens=counts, host_kv_lens=lengths,
         )  # fmt: skip
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Around one call of the provider."""
+        with self._watch.profiled() if self._closely else nullcontext(), self._watch():
+            yield
 
     def _prepare(self, step: StateStep) -> Any:
         with Witness(self.device):
@@ -295,7 +306,7 @@ class _Checked:
         wide = [
             torch.cat((v.flatten(1), v.flatten(1)), dim=1)[:, : v[0].numel()].unflatten(1, v.shape[1:]) for v in values
         ]
-        with self._watch():
+        with self._watching():
             self.provider.write(self.views, meta, *wide)
         if not all(map(same, wide, values)):
             yield "write changed its inputs"
@@ -375,7 +386,7 @@ class _Checked:
         new = [torch.cat((n, n[:1])).to(self.where) for n in new]
         query = self._random(step.tokens, self.attention.heads, self.attention.head_dim)
         meta = self._prepare(step)
-        with self._watch():
+        with self._watching():
             self.provider.write(pool.views, meta, *new)
         got = self.device.readback(self._attend(pool.views, meta, query, None)).wait()
         found = list(self._right(range(len(before)), counts, tokens, query, got, None))
@@ -406,7 +417,7 @@ class _Checked:
         return run
 
     def _attend(self, views: Any, meta: Any, query: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
-        with self._watch():
+        with self._watching():
             if chosen is None:
                 return self.provider.attend(views, meta, query, self.sinks)
             return self.provider.attend_chosen(views, meta, query, chosen.to(self.where))
@@ -445,7 +456,7 @@ class _Checked:
     def _selected(self, meta: Any, query: torch.Tensor, rows: Sequence[int], counts: Sequence[int]) -> Iterator[str]:
         """The named tokens have the highest scores; scores that rounding could order otherwise may be exchanged."""
         weights = torch.randn(query.shape[:2], generator=self.noise)
-        with self._watch():
+        with self._watching():
             made = self.provider.select(self.views, meta, query, weights.to(self.where))
         got, at = self.device.readback(made).wait(), 0
         top = self.attention.top or 0
