@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,8 @@ CHECK = Check("memory", "act_and_mul", "chip/twice", lambda: [])
 
 @pytest.fixture
 def device() -> SimulatedDevice:
-    """A chip that lets a kernel be made of torch's ops."""
+    """A chip that lets a kernel be made of torch's ops; no engine of an earlier test gives memory back later."""
+    gc.collect()
     return SimulatedDevice(0, Constraints.hard(host_reads=True, missing="none"))
 
 
@@ -76,6 +78,27 @@ def test_a_kernel_that_takes_ten_times_what_it_names_fails_and_is_told_what_to_n
     named = 4 * 1024 * 64
     assert f"and {named} that Kernel.workspace names; let that name {10 * named}, or take less" in found.detail
     assert f"takes {11 * named} bytes at its peak beside its inputs, and the plan has {2 * named}" in found.detail
+
+
+class Ring(Doubling):
+    """Leaves its scratch to the collector, which comes in the middle of the next call unless it rests."""
+
+    def build(self, call: OpCall) -> OpFunction:
+        inner, nbytes = super().build(call), self._factor * self.workspace(call)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if gc.isenabled():
+                gc.collect()
+            made: torch.Tensor = inner(x)
+            ring: list[Any] = [torch.empty(nbytes, dtype=torch.uint8, device=x.device)]
+            ring.append(ring)
+            return made
+
+        return run
+
+
+def test_what_the_collector_gives_back_meanwhile_is_not_taken_off(device: SimulatedDevice) -> None:
+    assert measured(Ring(10, device.torch_device), device).outcome == "failed"
 
 
 class Widening(Kernel):

@@ -7,6 +7,7 @@ counted: it may compile, and fill caches that stay.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -88,12 +89,25 @@ def _called(ready: Prepared, kernel: Kernel, schema: OpSchema, device: Device, s
     with torch.inference_mode():
         ready.run(*ready.inputs(ready.case, sliced))
         inputs = ready.inputs(ready.case, sliced)
-        taken = device.peak_memory(lambda: made.append(ready.run(*inputs)))
-    assert taken is not None, "the device counted before"
+        taken = _peak(device, lambda: made.append(ready.run(*inputs)))
     planned = _results(made[0], inputs, schema) + kernel.workspace(ready.call)
     if not _told(schema, ready):
         planned += _UNTOLD * (_bytes(inputs) + _bytes(outputs_of(made[0])))
     return taken, planned
+
+
+def _peak(device: Device, call: Callable[[], object]) -> int:
+    """Bytes that a call takes. The collector rests meanwhile: what it gave back of others, such as an engine that was
+    closed before, would be taken off."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        taken = device.peak_memory(call)
+    finally:
+        if enabled:
+            gc.enable()
+    assert taken is not None, "the device counted before"
+    return taken
 
 
 def _bytes(values: Iterable[Any]) -> int:
@@ -150,8 +164,7 @@ def _attended(
         made: list[torch.Tensor] = []
         with torch.inference_mode():
             run()
-            taken = device.peak_memory(lambda run=run, made=made: made.append(run()))  # type: ignore[misc]
-        assert taken is not None, "the device counted before"
+            taken = _peak(device, lambda run=run, made=made: made.append(run()))  # type: ignore[misc]
         tokens = requests * count + 1
         named = provider.workspace(shape.spec(dtype), shape.attention(dtype), tokens, before + count)
         planned = sum(value.nbytes for value in made) + named
@@ -184,8 +197,7 @@ def _counted(
     def counted(*inputs: Any) -> Any:
         nonlocal warm
         made: list[Any] = []
-        taken = device.peak_memory(lambda: made.append(run(*inputs)))
-        assert taken is not None, "the device counted before"
+        taken = _peak(device, lambda: made.append(run(*inputs)))
         planned = _results(made[0], inputs, schema) + named
         if warm:
             calls.append((taken, _excess(taken, planned, named, "Kernel") if taken > planned + _SLACK else ""))
