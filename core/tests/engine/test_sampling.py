@@ -12,8 +12,7 @@ from evener.contracts.ops import OpFunction
 from evener.ops.reference import sampling
 
 DRAWS, VOCABULARY = 100_000, 12
-GENERATOR = torch.Generator().manual_seed(11)
-LOGITS = torch.randn(VOCABULARY, generator=GENERATOR) * 1.5
+LOGITS = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(11)) * 1.5
 
 
 def op(name: str, vocabulary: int = VOCABULARY) -> OpFunction:
@@ -172,18 +171,20 @@ def test_neighbouring_positions_are_independent() -> None:
 
 
 def test_a_row_s_draw_does_not_depend_on_its_company_or_its_place() -> None:
-    rows = torch.randn(9, 300, generator=GENERATOR)
+    noise = torch.Generator().manual_seed(11)
+    rows = torch.randn(9, 300, generator=noise)
     seeds = torch.arange(9, dtype=torch.int32) * 1001 - 4000
     positions = torch.arange(9, dtype=torch.int32) * 7
     together = draw(rows, 1.3, 50, 0.95, 0.001, seeds, positions)
-    order = torch.randperm(9, generator=GENERATOR)
+    order = torch.randperm(9, generator=noise)
     assert torch.equal(draw(rows[order], 1.3, 50, 0.95, 0.001, seeds[order], positions[order]), together[order])
     for i in range(9):
         assert draw(rows[i : i + 1], 1.3, 50, 0.95, 0.001, seeds[i : i + 1], positions[i : i + 1]).item() == together[i]
 
 
 def test_a_cold_row_takes_the_likeliest_whatever_its_filters_and_neighbours() -> None:
-    rows = torch.randn(6, 40, generator=GENERATOR)
+    noise = torch.Generator().manual_seed(11)
+    rows = torch.randn(6, 40, generator=noise)
     temperature = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 1.0])
     ones, none = torch.ones(6), torch.zeros(6, dtype=torch.int32)
     ids = op("sample", 40)(rows, temperature, none, ones * 0.9, ones * 0, none, none)
@@ -224,7 +225,8 @@ def test_noise_is_finite_for_every_hash() -> None:
 
 
 def test_log_probabilities_are_those_of_the_raw_logits() -> None:
-    rows = torch.randn(5, 30, generator=GENERATOR) * 3
+    noise = torch.Generator().manual_seed(11)
+    rows = torch.randn(5, 30, generator=noise) * 3
     ids = torch.tensor([0, 3, 7, 29, 11], dtype=torch.int32)
     chosen, values, top = op("logprobs", 30)(rows, ids, 4)
     expected = rows.log_softmax(-1)
@@ -235,12 +237,13 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
 
 
 def test_a_packed_mask_removes_exactly_the_ids_whose_bit_is_zero() -> None:
-    allowed = torch.rand(3, 70, generator=GENERATOR) < 0.5
+    noise = torch.Generator().manual_seed(11)
+    allowed = torch.rand(3, 70, generator=noise) < 0.5
     mask = torch.zeros(3, 3, dtype=torch.int64)
     for i in range(70):
         mask[:, i // 32] |= allowed[:, i].long() << (i % 32)
     packed = torch.where(mask >= 1 << 31, mask - (1 << 32), mask).to(torch.int32)
-    rows = torch.randn(3, 70, generator=GENERATOR)
+    rows = torch.randn(3, 70, generator=noise)
     masked = op("apply_mask", 70)(rows.clone(), packed)
     assert torch.equal(masked.isfinite(), allowed) and torch.equal(masked[allowed], rows[allowed])
 

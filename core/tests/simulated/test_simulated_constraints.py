@@ -68,9 +68,10 @@ def test_a_block_size_other_than_128_is_refused(opened: Any, start_one: Any) -> 
 
 
 def test_pages_that_are_not_aligned_are_refused(opened: Any) -> None:
+    provider = SimulatedPaged(opened())
     pool = torch.zeros(3, 16400, dtype=torch.uint8, device="simulated")
     with pytest.raises(ConstraintError, match=r"^simulated\.alignment=32: pages begin at"):
-        SimulatedPaged(opened()).bind(pool, SPEC, 128)
+        provider.bind(pool, SPEC, 128)
 
 
 @pytest.mark.parametrize(
