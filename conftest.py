@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from model_sources import SOURCES, models_root, problem
 
 # Last, not first as pytest's ``pythonpath`` would: ``profile.py`` there must not hide the standard library's.
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
 # No test asserts how long something takes; a machine with other work is slow.
-settings.register_profile("evener", deadline=None)
+settings.register_profile("evener", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("evener")
 
 

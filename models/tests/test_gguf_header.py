@@ -102,7 +102,7 @@ def whole(write_gguf: Write) -> bytes:
     return write_gguf("llama", keys, {"token_embd.weight": torch.zeros(259, 4)}).read_bytes()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_damaged_file_opens_or_is_refused_and_nothing_else(data: st.DataObject, whole: bytes, tmp_path: Path) -> None:
     damaged = bytearray(whole)
@@ -139,7 +139,7 @@ def test_a_damaged_file_opens_or_is_refused_and_nothing_else(data: st.DataObject
     assert peak < 20_000_000
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(tail=st.binary(max_size=400))
 def test_bytes_after_the_magic_number_are_refused_or_read(tail: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"

@@ -89,7 +89,7 @@ def test_metadata_and_empty_tensors_are_fine(tmp_path: Path) -> None:
 GOOD = save({"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.bfloat16)}, {"format": "pt"})
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(at=st.integers(0, len(GOOD) - 1), byte=st.integers(0, 255), end=st.integers(0, len(GOOD)))
 def test_any_damaged_file_either_reads_within_its_bytes_or_is_refused(
     at: int, byte: int, end: int, tmp_path: Path

@@ -46,7 +46,7 @@ def damaged(data: st.DataObject, whole: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_damaged_file_opens_or_is_refused_and_takes_no_more_memory_than_a_few_files(
     name: str, data: st.DataObject, tmp_path: Path, config: dict[str, Any]
