@@ -15,7 +15,7 @@ from evener_server.app import create_app
 from evener_server.body import BodyLimits
 
 T = TypeVar("T")
-PATIENCE = 60.0
+PATIENCE = 120.0
 JSON = (b"content-type", b"application/json")
 
 

@@ -22,7 +22,7 @@ from evener.testing.naive import find_architecture
 from evener.testing.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
-PATIENCE = 60.0
+PATIENCE = 120.0
 EVENER = Path(sys.executable).with_name("evener")
 
 

@@ -90,7 +90,7 @@ def served(request: pytest.FixtureRequest, smollm2_dir: Path, packages: Path, tm
             yield port
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0, (tmp_path / "log").read_text()
+            assert process.wait(120) == 0, (tmp_path / "log").read_text()
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

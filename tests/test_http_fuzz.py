@@ -275,7 +275,7 @@ async def raw_answer(port: int, pieces: list[bytes], reset: bool) -> bytes:
             await writer.drain()
             await asyncio.sleep(0)
         if not reset:
-            while part := await asyncio.wait_for(reader.read(1 << 16), 0.2):
+            while part := await asyncio.wait_for(reader.read(1 << 16), 3.0):
                 found += part
     except (asyncio.TimeoutError, ConnectionError):
         pass  # waits for more of the request, or has closed it: both are answers

@@ -85,12 +85,14 @@ def test_a_client_that_closes_only_its_sending_half_is_taken_for_gone(make_serve
     client.close()
 
 
-def test_a_client_that_leaves_before_its_body_ends_leaves_nothing(make_server: Any, eventually: Any) -> None:
+def test_a_client_that_leaves_before_its_body_ends_leaves_nothing(
+    make_server: Any, eventually: Any, http: httpx.Client
+) -> None:
     server = make_server()
     client = socket.create_connection(("127.0.0.1", server.port))
     client.sendall(_request(server.port, {})[:-10])
     client.close()
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert http.get(f"{server.url}/health").status_code == 200
     eventually(server.idle, "an idle server")
     assert not any(isinstance(message, NewRequest) for message in server.engine.sent)
 
@@ -102,16 +104,18 @@ def test_a_body_that_never_ends_is_a_408(make_server: Any) -> None:
         assert b" 408 " in client.recv(65536).split(b"\r\n", 1)[0]
 
 
-def test_a_large_body_is_a_413_that_the_client_can_read(make_server: Any) -> None:
+def test_a_large_body_is_a_413_that_the_client_can_read(make_server: Any, http: httpx.Client) -> None:
     server = make_server(limits=BodyLimits(max_bytes=1 << 20))
-    response = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a" * (3 << 20)})
+    response = http.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a" * (3 << 20)})
     assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
 
 
-def test_a_failure_after_the_first_token_ends_the_stream_with_an_error_event(make_server: Any, eventually: Any) -> None:
+def test_a_failure_after_the_first_token_ends_the_stream_with_an_error_event(
+    make_server: Any, eventually: Any, http: httpx.Client
+) -> None:
     engine = PausesAfter(3)
     server = make_server(engine)
-    with httpx.stream(
+    with http.stream(
         "POST",
         f"{server.url}/v1/completions",
         json={"model": "fake", "prompt": "hello", "max_tokens": 9, "stream": True},
@@ -134,7 +138,7 @@ def test_a_dead_engine_ends_running_requests_with_its_reason(make_server: Any, e
 
     async def clients() -> list[httpx.Response]:
         body = {"model": "fake", "prompt": "hello", "max_tokens": LONG}
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as client:
             posts = [
                 asyncio.ensure_future(client.post("/v1/completions", json={**body, "stream": i % 2 == 0}))
                 for i in range(4)
@@ -202,7 +206,9 @@ async def _client(port: int, dice: random.Random) -> str | None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_64_clients_with_random_disconnects_leave_no_open_request(make_server: Any, eventually: Any, seed: int) -> None:
+def test_64_clients_with_random_disconnects_leave_no_open_request(
+    make_server: Any, eventually: Any, http: httpx.Client, seed: int
+) -> None:
     engine = Paced(info_overrides={"max_model_len": 2 * LONG})
     server = make_server(engine)
     dice = random.Random(seed)
@@ -214,4 +220,4 @@ def test_64_clients_with_random_disconnects_leave_no_open_request(make_server: A
     assert any(answers) and not all(answers)
     assert all("length" in answer for answer in answers if answer)
     eventually(server.idle, "an idle server")
-    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert http.get(f"{server.url}/ready").status_code == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -62,15 +63,16 @@ def test_every_metric_is_labelled_with_the_models_name(make_api: Any) -> None:
     assert labelled and all(sample.labels["model_name"] == 'a "name"\n' for sample in labelled)
 
 
-def test_a_failed_and_an_aborted_request_are_counted_as_such(make_api: Any, make_server: Any, eventually: Any) -> None:
+def test_a_failed_and_an_aborted_request_are_counted_as_such(
+    make_server: Any, eventually: Any, http: httpx.Client
+) -> None:
     server = make_server(FakeEngine(hold_after=2))
-    import httpx
-
     body = {"model": "fake", "prompt": "hello", "max_tokens": 9, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+    with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
         next(response.iter_lines())
+        eventually(lambda: server.engine.steps_left == 0, "two tokens")
     eventually(server.idle)
-    found = values(httpx.get(f"{server.url}/metrics").text)
+    found = values(http.get(f"{server.url}/metrics").text)
     assert found["evener:request_success_total{finished_reason=abort}"] == 1
     assert found["evener:request_success_total{finished_reason=length}"] == 0
     assert found["evener:generation_tokens_total"] == 2
@@ -126,4 +128,4 @@ def test_the_log_line_comes_by_itself(make_api: Any, caplog: pytest.LogCaptureFi
         await asyncio.gather(task, return_exceptions=True)
 
     with caplog.at_level("INFO", "evener_server.activity"):
-        api.run(asyncio.wait_for(wait(), 30))
+        api.run(asyncio.wait_for(wait(), 120))

@@ -172,7 +172,7 @@ def test_lines_from_a_pipe_are_messages_and_plain_text_comes_back(make_server: A
     server = make_server(FakeEngine(lambda request: [*b"**Hello.**", EOS]))
     done = subprocess.run(
         [sys.executable, "-m", "evener", "chat", "--url", server.url, "--max-tokens", "30"],
-        input="one\ntwo\n", capture_output=True, text=True, timeout=60, check=False,
+        input="one\ntwo\n", capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "**Hello.**\n**Hello.**\n", "")
 
@@ -210,10 +210,10 @@ class Terminal:
 
     def wait_for(self, part: str, times: int = 1) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.text.count(part) >= times, 60), self.text
+            assert self._changed.wait_for(lambda: self.text.count(part) >= times, 120), self.text
 
     def close(self) -> int:
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         self._reader.join()
         os.close(self._side)
         return code

@@ -19,6 +19,9 @@ from evener.distributed.keys import Keys, show_keys
 from evener.distributed.launched import Contact, Launched
 from evener.errors import ConfigError, EngineDeadError
 
+#: Seconds for whatever must happen some time; a machine with other work is slow.
+PATIENCE = 120.0
+
 
 @pytest.fixture(params=[None, "127.0.0.1"])
 def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
@@ -32,9 +35,9 @@ def test_messages_go_to_a_rank_and_come_with_its_number(hub: Hub) -> None:
     links = [Link(hub.addresses, rank, hub.keys) for rank in (0, 3)]
     for rank, link in zip((0, 3), links, strict=True):
         link.send(b"from %d" % rank)
-    assert sorted(filter(None, (hub.receive(10) for _ in links))) == [(0, b"from 0"), (3, b"from 3")]
+    assert sorted(filter(None, (hub.receive(PATIENCE) for _ in links))) == [(0, b"from 0"), (3, b"from 3")]
     hub.send(3, b"to 3")
-    assert links[1].receive(10) == b"to 3" and links[0].receive(0) is None
+    assert links[1].receive(PATIENCE) == b"to 3" and links[0].receive(0) is None
     with pytest.raises(EngineDeadError, match="its control connection is closed"):
         hub.send(1, b"nobody is there")
     for link in links:
@@ -45,10 +48,10 @@ def test_a_rank_beats_and_its_silence_is_counted(hub: Hub) -> None:
     assert hub.pulse.silence("0") == 0
     hub.pulse.expect("1")
     link = Link(hub.addresses, 0, hub.keys)
-    until = time.monotonic() + 10
-    while not hub.pulse.silence("0") and time.monotonic() < until:
-        pass
-    assert 0 < hub.pulse.silence("0") < 5 and hub.pulse.silence("1") == 0
+    until = time.monotonic() + PATIENCE
+    while not (silence := hub.pulse.silence("0")) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert silence > 0 and hub.pulse.silence("1") == 0
     link.close()
 
 
@@ -70,7 +73,7 @@ def test_a_stranger_is_turned_away(shown: str) -> None:
         socket.send(b"let me in")
         link = Link(hub.addresses, 1, hub.keys)
         link.send(b"one of us")
-        assert hub.receive(10) == (1, b"one of us") and hub.receive(0.3) is None
+        assert hub.receive(PATIENCE) == (1, b"one of us") and hub.receive(0.3) is None
         link.close()
     hub.close()
 
@@ -79,12 +82,13 @@ def test_a_channel_whose_threads_do_not_let_go_is_closed_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hub_module, "_PATIENCE", 0.05)
+    before = set(threading.enumerate())
     context = zmq.Context()
     held = context.socket(zmq.PULL)
     end_context(context)
     assert "zmq did not let go of the control channel" in caplog.text
     held.close()
-    (ending,) = (each for each in threading.enumerate() if each.name == "evener-end")
+    (ending,) = (each for each in set(threading.enumerate()) - before if each.name == "evener-end")
     ending.join()
 
 
@@ -117,10 +121,10 @@ def test_a_worker_that_hears_nothing_of_its_controller_ends(address: str, limit:
     if address == "beats":
         command[4] += ".nobody"
     with subprocess.Popen(command) as worker:
-        assert hub.receive(30) == (0, b"here")
+        assert hub.receive(PATIENCE) == (0, b"here")
         if address == "ranks":
             hub.close()
-        assert worker.wait(30) == code
+        assert worker.wait(PATIENCE) == code
     hub.close()
 
 

@@ -45,7 +45,7 @@ def _processes(size: int, folder: Path) -> list[dict[str, Any]]:
         for r in range(size)
     ]
     try:
-        errors = [process.communicate(timeout=60)[1] for process in started]
+        errors = [process.communicate(timeout=240)[1] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -105,8 +105,8 @@ def drive() -> Callable[..., Played]:
         for message in messages:
             client.send(message)
         while open_ids and not played.dead:
-            events = client.receive(20)
-            assert events, "nothing came for 20 seconds"
+            events = client.receive(120)
+            assert events, "nothing came for 120 seconds"
             assert not any(isinstance(e, Ready) for e in events) or not played.tokens, "Ready comes first"
             open_ids -= set(played.see(events))
         return played

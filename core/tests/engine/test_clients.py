@@ -43,7 +43,7 @@ def ends(events: list[Any]) -> list[tuple[str, str]]:
 def everything(client: Any) -> list[Any]:
     events: list[Any] = []
     while not any(isinstance(e, Dead) for e in events):
-        new = client.receive(20)
+        new = client.receive(120)
         assert new
         events += new
     return events

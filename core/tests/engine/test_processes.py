@@ -25,7 +25,8 @@ from evener.engine.process_client import ProcessExecutor
 from evener.engine.start import build_controller, start_engine
 from evener.errors import ArchitectureError, ConfigError, EngineDeadError, EngineError, MemoryPlanError, NoBackendError
 
-PATIENCE = 30.0
+#: Seconds for whatever must happen some time; a machine with other work is slow.
+PATIENCE = 120.0
 
 
 def requests(prefix: str = "r", max_tokens: int = 12) -> list[NewRequest]:
@@ -181,7 +182,7 @@ def test_what_is_sent_to_a_controller_that_has_gone_is_dropped_though_its_last_e
 
 @pytest.mark.parametrize("deed", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_no_process_outlives_a_parent_that_is_killed_or_stopped(deed: signal.Signals, make_config: Any) -> None:
-    flat = to_flat(make_config(**{"infer.silence_limit": 2.0 if deed == signal.SIGSTOP else 20.0}))
+    flat = to_flat(make_config(**{"infer.silence_limit": 6.0 if deed == signal.SIGSTOP else 60.0}))
     code = (
         "import json, sys\n"
         "from evener.config import from_overrides\n"

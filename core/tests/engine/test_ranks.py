@@ -16,7 +16,8 @@ from evener.engine.worker_facts import WorkerFacts, agree
 from evener.errors import ArchitectureError, ConfigError, EngineDeadError, EngineError
 from evener.testing.reference_engine import Played
 
-PATIENCE = 30.0
+#: Seconds for whatever must happen some time; a machine with other work is slow.
+PATIENCE = 120.0
 
 
 def requests(max_tokens: int = 10) -> list[NewRequest]:
@@ -55,7 +56,8 @@ def test_two_ranks_give_the_tokens_of_one_and_the_death_of_either_is_told_by_nam
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_taken_for_dead_and_nothing_is_left(rank: int, make_config: Any) -> None:
-    controller, ready = build_controller(make_config(**{"infer.pp_size": 2, "infer.silence_limit": 2.0}))
+    # A rank of a busy machine is silent for seconds by itself, while it imports torch.
+    controller, ready = build_controller(make_config(**{"infer.pp_size": 2, "infer.silence_limit": 6.0}))
     executor = controller.executor
     assert isinstance(executor, ProcessExecutor)
     client, played = InlineClient(controller, ready), Played()
@@ -64,6 +66,7 @@ def test_a_rank_that_is_stopped_is_taken_for_dead_and_nothing_is_left(rank: int,
             client.send(message)
         while not played.tokens:
             played.see(client.receive(PATIENCE))
+            assert not played.dead, played.dead
         os.kill(executor.pids[rank], signal.SIGSTOP)
         while not played.dead:
             played.see(client.receive(PATIENCE))
