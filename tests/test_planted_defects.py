@@ -4,14 +4,9 @@
 from __future__ import annotations
 
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
-from source_tree import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
 from planted_defects import PACKAGE, install, judge
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,10 +26,8 @@ quick."""
 def test_a_recut_model_has_the_dense_model_s_perplexity_and_uneven_loads(
     smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoTokenizer
-
-    sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
     from recut_experts import recut
+    from transformers import AutoTokenizer
 
     recut(smollm2_dir, tmp_path)
     ids = AutoTokenizer.from_pretrained(smollm2_dir)(TEXT)["input_ids"]
