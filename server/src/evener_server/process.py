@@ -173,6 +173,11 @@ class _Serving:
 
     async def run(self) -> int | None:
         loop = asyncio.get_running_loop()
+        try:
+            # Before it is announced: whoever waits for that line connects at once.
+            self._listener.listen(_BACKLOG)
+        except OSError as error:
+            self._raise(error)
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
