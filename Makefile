@@ -49,10 +49,13 @@ models: install  ## put the three real models into $EVENER_MODELS (ONLY=smollm2:
 model: install
 	@$(PY) scripts/fetch_models.py --only smollm2
 
-# Its binding comes as source only, so it is compiled once, for this machine.
+# Its binding comes as source only, so it is compiled once, for this machine. Not for AMX: gcc takes the tile configuration
+# for unused and drops it, and the first product is an illegal instruction (ggml-org/llama.cpp#26954). pip's cache may
+# hold a wheel that was built with it.
+NO_AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 llamacpp:  ## build llama.cpp in an environment of its own, for the tests and benchmarks that compare with it
 	@test -x $(LLAMACPP)/bin/python || { echo "building llama.cpp, once: some minutes"; $(PYTHON) -m venv $(LLAMACPP); }
-	@$(LLAMACPP)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-binary llama-cpp-python "llama-cpp-python[server]==0.3.36"
+	@CFLAGS="$(NO_AMX)" CXXFLAGS="$(NO_AMX)" $(LLAMACPP)/bin/python -m pip install --no-cache-dir --disable-pip-version-check $(QUIET) --no-binary llama-cpp-python "llama-cpp-python[server]==0.3.36"
 
 run: model  ## ask a real model one question over HTTP (PROMPT="...")
 	@$(PY) scripts/demo.py --prompt $(call quoted,$(value PROMPT)) -- $(ARGS)
