@@ -39,11 +39,11 @@ def test_ranks_that_share_layers_and_reach_each_other_add_up_small_sums_themselv
     assert opened["connected"] == ([end] if name == "pp" else []), "stages meet before the first of them sends"
 
 
-def test_every_pair_of_stages_meets_once_in_an_order_in_which_nobody_waits_for_ever() -> None:
+def test_every_pair_of_stages_meets_in_both_directions_in_an_order_in_which_nobody_waits_for_ever() -> None:
     sent: list[tuple[int, int]] = []
 
     class Meeting(ThreadCommunicator):
-        """Who sends waits until it is received, as NCCL does for the first message of a pair."""
+        """Who sends waits until it is received, as NCCL does for the first message from one rank to another."""
 
         def send(self, tensor: torch.Tensor, target: int) -> None:
             super().send(tensor, target)
@@ -60,4 +60,4 @@ def test_every_pair_of_stages_meets_once_in_an_order_in_which_nobody_waits_for_e
         connect_pairs(end, torch.device("cpu"))
 
     on_threads(4, work)
-    assert sorted(sent) == list(itertools.combinations(range(4), 2))
+    assert sorted(sent) == list(itertools.permutations(range(4), 2)), "streams go up and ids come down"

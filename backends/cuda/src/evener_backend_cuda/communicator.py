@@ -81,14 +81,16 @@ def open_communicator(
 
 
 def connect_pairs(base: Communicator, where: torch.device) -> None:
-    """Let every pair meet now. NCCL connects a pair at its first message and makes who sends it wait until the other
-    receives; a stage that sends ids would wait for a step that never comes before it is ready."""
+    """Let every pair meet now, in both directions. NCCL connects each direction of a pair at its first message and
+    holds up the host that sends it until the other's receives; a stage that sends ids would wait for a step that never
+    comes before it is ready."""
     word = torch.zeros(1, device=where)
-    for low, high in itertools.combinations(range(base.size), 2):
-        if base.rank == low:
-            base.send(word, high)
-        elif base.rank == high:
-            base.receive(word, low)
+    for pair in itertools.combinations(range(base.size), 2):
+        for sender, receiver in (pair, pair[::-1]):
+            if base.rank == sender:
+                base.send(word, receiver)
+            elif base.rank == receiver:
+                base.receive(word, sender)
 
 
 def _reachable(base: TorchCommunicator) -> bool:
