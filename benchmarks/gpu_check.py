@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_check.py [PART ...] [--out FOLDER]
 
-Parts, in this order: ``doctor``; ``kernels:DTYPE`` (ops and states against references); ``models`` (captured against
-eager, greedy tokens against transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random
-weights); ``profile:MODEL`` (kernels of a decode step); ``experts:MODEL`` (how many experts a layer a step reads). MODEL
-is a name of ``shapes.py``; ``--weights uniform`` draws its weights as vLLM does (``peer_weights.py``). A part that
-fails or takes too long is reported, and the next one runs. Full logs go to FOLDER (or $OUT), a summary to standard
-output.
+Parts, in this order: ``doctor``; ``kit:AREA[:DTYPE]`` (an area of the conformance kit, in one compute type or in all;
+``kit:collectives`` takes two devices); ``models`` (captured against eager, greedy tokens against transformers);
+``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights); ``profile:MODEL`` (kernels of a decode
+step); ``experts:MODEL`` (how many experts a layer a step reads). MODEL is a name of ``shapes.py``; ``--weights
+uniform`` draws its weights as vLLM does (``peer_weights.py``). A part that fails or takes too long is reported, and the
+next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 PARTS = (
-    "doctor", "kernels:float32", "kernels:float16", "kernels:bfloat16", "models", "speed:qwen3-0.6b", "speed:qwen3-8b",
+    "doctor", "kit:device", "kit:primitives:bfloat16", "kit:attention:bfloat16", "kit:composites:bfloat16",
+    "kit:graphs:bfloat16", "kit:memory:bfloat16", "kit:model:bfloat16", "models", "speed:qwen3-0.6b", "speed:qwen3-8b",
     "eager:qwen3-8b", "profile:qwen3-8b", "profile:qwen3-0.6b",
 )  # fmt: skip
 #: (requests, tokens of each prompt): the cases of the table in docs/performance.md.
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("parts", nargs="*", default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_check")))
     parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds a part may take")
+    parser.add_argument("--backend", default="cuda", help="whose kit is run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
     parser.add_argument("--cases", default="", help="such as 1x128,16x128 (default: all)")
     parser.add_argument("--weights", choices=("normal", "uniform"), default="normal", help="how they are drawn")
@@ -58,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     parts = list(args.parts or PARTS)
     # Compiling is most of these, so they share the machine; what is timed has it alone.
-    tests = [part for part in parts if part.startswith("kernels")]
+    tests = [part for part in parts if part.startswith("kit:")]
     with ThreadPoolExecutor(max_workers=4) as pool:
         running = {part: pool.submit(run, part, args) for part in tests}
         results = [report(part, *future.result()) for part, future in running.items()]
@@ -73,24 +75,31 @@ def report(part: str, code: int, lines: Sequence[str]) -> int:
     return code
 
 
-def run(part: str, args: argparse.Namespace) -> tuple[int, list[str]]:
-    """One part; its exit status, and what of its log belongs into the summary."""
-    log = args.out / f"{part.replace(':', '-')}.log"
+def command_of(part: str, args: argparse.Namespace) -> list[str]:
+    """What is run for one part."""
     kind, _, name = part.partition(":")
     if part == "doctor":
-        command = [sys.executable, "-m", "evener", "doctor", "--fresh"]
-    elif kind in ("kernels", "models"):
-        name = f"{name} and not b{name}" if name == "float16" else name
-        words = f"(kernel or state) and {name}" if name else "tokens" if kind == "models" else "kernel or state"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-k", words, "-s", "--tb=short",
-                   "-p", "no:cacheprovider", "-o", "filterwarnings=default", "tests/test_accelerator.py"]  # fmt: skip
-    else:
-        extra = [word for pair in args.set for word in ("--set", pair)]
-        command = [sys.executable, __file__, "--here", part, "--out", str(args.out), "--cases", args.cases,
-                   "--weights", args.weights, *extra]  # fmt: skip
+        return [sys.executable, "-m", "evener", "doctor", "--fresh"]
+    if kind == "kit":
+        area, _, dtype = name.partition(":")
+        words = ["--op", area, *(("--dtype", dtype) if dtype else ())]
+        return [sys.executable, "-m", "evener", "conformance", "--backend", args.backend, "--seed", "5", *words]
+    if kind == "models":
+        return [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-k", "tokens", "-s", "--tb=short",
+                "-p", "no:cacheprovider", "-o", "filterwarnings=default", "tests/test_accelerator.py"]  # fmt: skip
+    extra = [word for pair in args.set for word in ("--set", pair)]
+    return [sys.executable, __file__, "--here", part, "--out", str(args.out), "--cases", args.cases,
+            "--weights", args.weights, *extra]  # fmt: skip
+
+
+def run(part: str, args: argparse.Namespace) -> tuple[int, list[str]]:
+    """One part; its exit status, and what of its log belongs into the summary."""
+    log, command = args.out / f"{part.replace(':', '-')}.log", command_of(part, args)
     began = time.perf_counter()
     with log.open("w") as file:
-        child = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        # Where a process dies, its log ends with the line of Python that it died in.
+        environ = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+        child = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environ)
         try:
             code = child.wait(args.limit)
         except subprocess.TimeoutExpired:

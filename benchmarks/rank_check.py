@@ -1,22 +1,27 @@
 """Ranks on several accelerators of one machine: sums over them, timed inside captures, and tokens against one rank's.
 
-    python benchmarks/rank_check.py [sums] [tokens] [--ranks 2] [--stages 1]
+    python benchmarks/rank_check.py [sums] [pipe] [tokens] [--ranks 2] [--stages 1]
 
 ``sums``: the backend's communicator and the library's alone, for sizes from a decode step's to a prefill's: right
-numbers, equal bits on all ranks, microseconds a sum in a captured row of them. ``tokens``: random small models of
-several families, one rank against all of them, which share every layer and, with ``--stages``, are stages too;
-captured where the device can (with --eager: both).
+numbers, equal bits on all ranks, microseconds a sum in a captured row of them. ``pipe``: what pipeline stages rely on,
+between two devices: who posts does not wait, ids that nobody has taken yet hold up no device, and the time of a round.
+``tokens``: random small models of several families, one rank against all of them, which share every layer and, with
+``--stages``, are stages too; captured where the device can (with --eager: both). What takes longer than ``--limit``
+seconds is ended, after each of its processes has shown where it stands.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
+import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +47,124 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for each model and for each other part")
     args = parser.parse_args(argv)
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a process that is told to abort shows its stacks
     wrong = 0
     for part in args.parts:
-        wrong += {"sums": sums, "tokens": tokens}[part](args)
+        wrong += {"sums": sums, "pipe": pipe, "tokens": tokens}[part](args)
     return 1 if wrong else 0
 
 
 def sums(args: argparse.Namespace) -> int:
     """One process a rank."""
-    ranks = args.ranks
+    return _on_ranks(_rank, args.ranks, args)
+
+
+def pipe(args: argparse.Namespace) -> int:
+    """Two stages without a model."""
+    return _on_ranks(_stage, 2, args)
+
+
+def _on_ranks(work: Callable[..., None], ranks: int, args: argparse.Namespace) -> int:
+    """``work`` in a process for each rank; how many did not end well."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        started = [context.Process(target=_rank, args=(r, ranks, f"file://{folder}/meet")) for r in range(ranks)]
+        meet = f"file://{folder}/meet"
+        started = [context.Process(target=work, args=(r, ranks, meet)) for r in range(ranks)]
+        until = time.monotonic() + args.limit
         for process in started:
             process.start()
         for process in started:
-            process.join(120)
-            process.kill()
+            process.join(max(0.0, until - time.monotonic()))
+        for process in started:
+            _end(process)
     return sum(process.exitcode != 0 for process in started)
+
+
+def _end(process: Any) -> None:
+    """End what still runs of a process and its children; those that hang show where."""
+    if process.exitcode is not None:
+        return
+    print(f"process {process.pid} hangs; the stacks of what it runs follow", file=sys.stderr, flush=True)
+    family = _family(process.pid)
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                time.sleep(0.5)  # one after another, so that their stacks do not mix
+    process.join()
+
+
+def _family(pid: int) -> list[int]:
+    """Children before their parents, and the process itself."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            child, _, rest = path.read_text().partition(" (")
+            children.setdefault(int(rest.rpartition(") ")[2].split()[1]), []).append(int(child))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found[::-1]
+
+
+def _stage(rank: int, ranks: int, meet: str) -> None:
+    import torch
+
+    from evener.distributed.default import communicators
+    from evener.search import Search
+
+    loaded = Search(None).load({})
+    device = loaded.open_device(rank)
+    device.select()
+    factory, where, row = communicators(loaded.communicator(), device), device.torch_device, dict[str, Any]()
+    queued = not device.capabilities.host_memory
+    began = time.perf_counter()
+    stream, ids = (factory(name, range(ranks), rank, ranks, meet) for name in ("pp", "ids"))
+    stream.barrier()
+    row["open_s"] = round(time.perf_counter() - began, 2)
+    sampled = [torch.full((256,), n, dtype=torch.int32, device=where) for n in range(6)]
+    if rank == 1:
+        posted = [ids.post(each, 0) for each in sampled]
+        until = time.monotonic() + 3
+        while queued and not all(done() for done in posted) and time.monotonic() < until:
+            time.sleep(0.01)
+        row["ids_gone_before_they_are_taken"] = sum(done() for done in posted)
+        if row["ids_gone_before_they_are_taken"] == len(posted):
+            device.synchronize()  # as each capture does; were they not gone, this would wait for who waits for it
+    stream.barrier()
+    if rank == 0:
+        for right in sampled:
+            assert torch.equal(ids.receive(torch.empty_like(right), 1), right), "ids came in another order"
+    hidden = [torch.full((1 << 12, 1 << 12), float(n), device=where) for n in range(3)]
+    began = time.perf_counter()
+    if rank == 0:
+        kept = [stream.post(each, 1) for each in hidden]
+        row["post_s"] = round(time.perf_counter() - began, 3)
+        assert row["post_s"] < 1 or len(kept) != 3, "who posts waits until the other receives"
+    else:
+        time.sleep(2)
+        for right in hidden:
+            assert torch.equal(stream.receive(torch.empty_like(right), 0), right), "streams came in another order"
+    few, count = hidden[0][:8], 200
+    for turn in range(2 * count):
+        if turn == count:
+            device.synchronize()
+            stream.barrier()
+            began = time.perf_counter()
+        if rank == 0:
+            stream.post(few, 1)
+            ids.receive(sampled[0], 1)
+        else:
+            stream.receive(few, 0)
+            ids.post(sampled[0], 0)
+    device.synchronize()
+    row["round_us"] = round((time.perf_counter() - began) / count * 1e6, 1)
+    stream.barrier()
+    print(json.dumps({"part": "pipe", "rank": rank, **row}), flush=True)
+    if rank == 1 and queued:
+        assert row["ids_gone_before_they_are_taken"] == len(sampled), "stages rely on it: see Stages.give_ids"
 
 
 def _rank(rank: int, ranks: int, meet: str) -> None:
@@ -121,20 +225,43 @@ def _captured(end: Any, tensor: Any, device: Any, graphs: Any) -> float:
 
 
 def tokens(args: argparse.Namespace) -> int:
-    """Random prompts through one rank and through all; for how many models answers differ."""
+    """Random prompts through one rank and through all; for how many models answers differ, or do not come."""
     wrong = 0
     for family in args.families:
         for captured in (False, True) if args.eager else (True,):
-            with tempfile.TemporaryDirectory() as folder:
-                one, more = (
-                    _answers(Path(folder) / f"{ranks}-{stages}", family, ranks, stages, captured)
-                    for ranks, stages in ((1, 1), (args.ranks, args.stages))
-                )
-            same = sum(a == b for a, b in zip(one, more, strict=True))
-            wrong += same < len(one)
             row = {"family": family, "ranks": args.ranks, "stages": args.stages, "captured": captured}
-            print(json.dumps({**row, "answers": len(one), "same": same}), flush=True)
+            found = _within(args.limit, family, args.ranks, args.stages, captured)
+            wrong += found is None or found["same"] < found["answers"]
+            print(json.dumps({**row, **(found or {"answers": None})}), flush=True)
     return wrong
+
+
+def _within(limit: float, *words: Any) -> dict[str, Any] | None:
+    """What ``_compared`` finds, in a process of its own; None if it fails or takes longer."""
+    context = multiprocessing.get_context("spawn")
+    found, tell = context.Pipe(duplex=False)
+    process = context.Process(target=_compared, args=(tell, *words))
+    process.start()
+    tell.close()
+    answered = found.poll(limit)
+    try:
+        return found.recv() if answered else None  # type: ignore[no-any-return]
+    except EOFError:  # it has died, and said why
+        return None
+    finally:
+        process.join(20 if answered else 0)
+        _end(process)
+
+
+def _compared(tell: Any, family: str, ranks: int, stages: int, captured: bool) -> None:
+    answers, seconds = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for tp, pp in ((1, 1), (ranks, stages)):
+            began = time.perf_counter()
+            answers.append(_answers(Path(folder) / f"{tp}-{pp}", family, tp, pp, captured))
+            seconds.append(round(time.perf_counter() - began, 1))
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    tell.send({"answers": len(answers[0]), "same": same, "seconds": seconds})
 
 
 def _answers(folder: Path, family: str, ranks: int, stages: int, captured: bool) -> list[list[int]]:

@@ -6,11 +6,14 @@ import csv
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import offline
 import pytest
 import sanitize
@@ -22,8 +25,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from served import tiny_model
 from serving_options import NOT_HERE, fields_of, parse
+from shapes import CONFIGS
 from source_tree import ROOT
 from stream import Sample, read
+
+from evener.testing.conformance.command import parser
+from evener.testing.conformance.outcome import AREAS
 
 BENCHMARKS = ROOT / "benchmarks"
 SMALL = ["load=dummy", "infer.kv_memory=8MiB", "infer.max_seq_len=256", "infer.max_reqs=8"]
@@ -350,6 +357,43 @@ def test_a_failed_request_fails_the_run(capsys: pytest.CaptureFixture[str]) -> N
     options = ["--base-url", "http://127.0.0.1:9", "--served-model-name", "m", "--warmup", "0"]
     assert serving.main(options) == 1
     assert "1 requests failed, the first with: ConnectionRefusedError" in capsys.readouterr().err
+
+
+# What has to be seen on accelerators
+
+
+def test_every_part_of_the_accelerator_check_names_something_that_there_is() -> None:
+    words = Namespace(backend="cuda", set=[], out="out", cases="", weights="normal")
+    tests = re.findall(r"def (test_\w+)", (ROOT / "tests" / "test_accelerator.py").read_text())
+    for part in (*gpu_check.PARTS, "kit:collectives", "models"):
+        command, (kind, _, name) = gpu_check.command_of(part, words), part.partition(":")
+        if kind == "kit":
+            asked = parser().parse_args(command[command.index("conformance") + 1 :])
+            assert asked.op[0] in AREAS and set(asked.dtype) <= {"float32", "float16", "bfloat16"}
+        elif kind == "models":
+            assert any(command[command.index("-k") + 1] in test for test in tests)
+        else:
+            assert part == "doctor" or (kind in ("speed", "eager", "profile", "experts") and name in CONFIGS), part
+
+
+def test_what_stages_rely_on_is_checked_between_two_ranks() -> None:
+    rows = {row["rank"]: row for row in map(json.loads, program("rank_check.py", "pipe").splitlines())}
+    assert rows[0]["post_s"] < 1 and rows[0]["round_us"] > 0 and "ids_gone_before_they_are_taken" in rows[1]
+
+
+def test_ranks_that_hang_show_where_and_are_ended() -> None:
+    words = ["tokens", "--families", "Llama", "--ranks", "1", "--stages", "2", "--limit", "2"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "rank_check.py"), *words], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1 and json.loads(done.stdout)["answers"] is None
+    assert "Fatal Python error: Aborted" in done.stderr and "most recent call first" in done.stderr
+
+
+@pytest.mark.slow
+def test_tokens_of_stages_are_compared_with_those_of_one_rank() -> None:
+    row = json.loads(program("rank_check.py", "tokens", "--families", "Llama", "--ranks", "1", "--stages", "2"))
+    assert row["answers"] == row["same"] == 8
 
 
 # The memory checker

@@ -66,6 +66,17 @@ def test_what_cannot_be_captured_is_an_engine_error_with_the_cause() -> None:
         graphs([], fails=True).capture(lambda: None)
 
 
+def test_a_capture_that_fails_spoils_its_pool_for_no_later_one() -> None:
+    made: list[Graph] = []
+    capture = graphs(made)
+    capture.capture(lambda: None)
+    with pytest.raises(EngineError, match="stream is capturing"):
+        capture.capture(lambda: setattr(made[-1], "fails", True))
+    for _ in range(2):
+        capture.capture(lambda: None)
+    assert [graph.said[0][1] for graph in made] == ["pool 1", "pool 1", "pool 2", "pool 2"]
+
+
 def test_an_error_in_the_segment_ends_the_capture() -> None:
     made: list[Graph] = []
 

@@ -13,7 +13,7 @@ from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.linear import few, gemv, many, stream
+from evener_kernels_triton.linear import few, gemv, many, partial_sums, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -86,12 +86,23 @@ class _Composite(TritonKernel):
         """Of ``project_rows``."""
         return products(self.tuning, call, call.static[weight].rows, call.static[weight].columns)
 
+    def _held(self, call: OpCall, width: int, **weights: str) -> int:
+        """Bytes of ``width`` numbers a token, and of the largest partial sums of the parts' weights."""
+        tuning, s = self.tuning.varied(call.variant), call.static
+        sums = (partial_sums(tuning.part(part), call, s[name].rows, s[name].columns) for part, name in weights.items())
+        return int(call.bucket.high * width * getattr(torch, s["dtype"]).itemsize) + max(sums)
+
 
 class TritonNormQkvRotaryWrite(_Composite):
     """Norm (folded into the product for one token), projection, then head norms, rotation and write in one launch."""
 
     op = "norm_qkv_rotary_write"
     state_layout = LAYOUT
+
+    def workspace(self, call: OpCall) -> int:
+        s = call.static
+        wide, query = s["qkv"].rows, s["heads"] * s["head_dim"]
+        return self._held(call, wide + max(0, s["hidden"] - query), enter="qkv")
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         return combined({"enter": self._entry(call, call.static["qkv"].rows)})
@@ -136,6 +147,16 @@ class TritonAttentionBlock(_Composite):
     state_layout = LAYOUT
     unusual = frozenset({"query_scale"})
 
+    def workspace(self, call: OpCall) -> int:
+        s, slot = call.static, call.static["state"]
+        wide, query, hidden = s["qkv"].rows, s["heads"] * s["head_dim"], s["hidden"]
+        # What lives beside the stream, by launch; the block's result takes its memory last.
+        most = max(wide, wide + query - hidden, query + s["heads"] * s["value_dim"], query + hidden * s["post_norm"])
+        if s.get("query_scale"):  # queries, their products with float32 factors, and those rounded
+            most = max(most, 4 * query)
+        state = slot.provider.workspace(slot.spec, slot.attention, call.bucket.high, 0)
+        return self._held(call, most, enter="qkv", project="o") + int(state)
+
     def variants(self, call: OpCall) -> Sequence[Variant]:
         return combined({"enter": self._entry(call, call.static["qkv"].rows), "project": self._exit(call, "o")})
 
@@ -171,6 +192,11 @@ class TritonMlpBlock(_Composite):
         kind = call.static["activation"]
         return None if kind in ACTIVATIONS else f"does not know activation {kind!r}"
 
+    def workspace(self, call: OpCall) -> int:
+        s = call.static
+        inner = s["gate_up"].rows // 2
+        return self._held(call, max(3 * inner, inner + s["hidden"] * s["post_norm"]), enter="gate_up", project="down")
+
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s = call.static
         entry = self._entry(call, s["gate_up"].rows, s["activation"])
@@ -205,6 +231,9 @@ class TritonHead(_Composite):
             return "torch has no such product on the host"
         return None
 
+    def workspace(self, call: OpCall) -> int:
+        return self._held(call, call.static["hidden"], project="weight")
+
     def variants(self, call: OpCall) -> Sequence[Variant]:
         return combined({"project": self._exit(call, "weight")})
 
@@ -212,9 +241,7 @@ class TritonHead(_Composite):
         tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
         project = project_rows(tuning.part("project"), call, torch.float32)
 
-        def run(
-            x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
-        ) -> torch.Tensor:
+        def run(x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
             y, _ = norm_rows(tuning, x, None, norm, s["eps"], s["offset"], dtype)
             return project(y, weight.data, bias)
 

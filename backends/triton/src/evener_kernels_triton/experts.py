@@ -251,9 +251,10 @@ class TritonMoeBlock(TritonKernel):
 
     def workspace(self, call: OpCall) -> int:
         s, tokens = call.static, call.bucket.high
-        wide = s["inner"] + s["hidden"]
         size: int = getattr(torch, s["dtype"]).itemsize
-        return int(tokens * (s["top"] * wide * size + 4 * s["experts"]))
+        # Normed rows and what shared experts give are there until all is mixed; their own products come first.
+        shared = 3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])
+        return int(tokens * ((s["hidden"] + max(shared)) * size + 4 * s["experts"]))
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s, tuning = call.static, self.tuning

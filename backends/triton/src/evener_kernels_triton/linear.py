@@ -13,7 +13,7 @@ from evener.contracts.quant import PackedWeight
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.linear import gemv_kernel, skinny_kernel, stream_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
-from evener_kernels_triton.tuning import Tuning
+from evener_kernels_triton.tuning import Product, Tuning
 from evener_kernels_triton.variants import products
 
 
@@ -63,9 +63,7 @@ def skinny(
     tokens, (rows, columns) = x.shape[0], weight.shape
     p = tuning.skinny(tokens, rows, columns, weight.element_size())
     y = torch.empty(tokens, rows, dtype=out, device=x.device)
-    across, down = -(-rows // p.n), -(-tokens // p.m)
-    each = -(-columns // (p.splits * p.k)) * p.k
-    splits = -(-columns // each)
+    across, down, each, splits = _grid(p, tokens, rows, columns)
     parts, arrived = y, y
     if splits > 1:
         parts = torch.empty(across * down * splits, p.n, p.m, dtype=torch.float32, device=x.device)
@@ -77,6 +75,22 @@ def skinny(
         num_warps=p.warps, num_stages=p.stages, **tuning.launch,
     )  # fmt: skip
     return y
+
+
+def _grid(p: Product, tokens: int, rows: int, columns: int) -> tuple[int, int, int, int]:
+    """Tiles of rows and of tokens, columns of a span, and how many spans there are."""
+    each = -(-columns // (p.splits * p.k)) * p.k
+    return -(-rows // p.n), -(-tokens // p.m), each, -(-columns // each)
+
+
+def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int) -> int:
+    """Bytes of what ``few`` adds up for the tokens of ``call``, where it is what serves them."""
+    tokens = call.bucket.high
+    if tokens == 1 or not tuning.few(tokens, rows):
+        return 0
+    p = tuning.skinny(tokens, rows, columns, getattr(torch, call.static["dtype"]).itemsize)
+    across, down, _, splits = _grid(p, tokens, rows, columns)
+    return across * down * splits * p.n * p.m * 4 if splits > 1 else 0
 
 
 def few(
@@ -95,7 +109,7 @@ def many(x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, bias: torch.Te
     if x.dtype == out:
         return F.linear(x, weight, bias)
     y = torch.mm(x, weight.t(), out_dtype=out)
-    return y if bias is None else y + bias
+    return y if bias is None else y.add_(bias)
 
 
 class TritonLinear(TritonKernel):
@@ -108,6 +122,9 @@ class TritonLinear(TritonKernel):
     def _judge(self, call: OpCall) -> str | None:
         few = self.tuning.few(call.bucket.high, call.static["rows"])
         return None if few else f"is slower than the library at {call.bucket.high} tokens"
+
+    def workspace(self, call: OpCall) -> int:
+        return partial_sums(self.tuning.varied(call.variant), call, call.static["rows"], call.static["columns"])
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         return products(self.tuning, call, call.static["rows"], call.static["columns"])

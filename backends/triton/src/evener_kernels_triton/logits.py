@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction
+from evener.sampling_params import MAX_LOGPROBS
 from evener_kernels_triton.jit.logits import (
     add_bias_kernel,
     count_kernel,
@@ -80,6 +81,11 @@ class TritonLogprobs(TritonKernel):
 
     op = "logprobs"
     batch_invariant = True
+
+    def workspace(self, call: OpCall) -> int:
+        # How many a request asks for is not told; it may not be more than this.
+        chunks = -(-call.static["vocab"] // min(_CHUNK, power_of_two(call.static["vocab"])))
+        return int(call.bucket.high * chunks * 2 * (1 + MAX_LOGPROBS) * 4)
 
     def build(self, call: OpCall) -> OpFunction:
         def run(logits: torch.Tensor, ids: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

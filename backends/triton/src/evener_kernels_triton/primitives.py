@@ -64,6 +64,11 @@ class TritonAddRmsNorm(TritonKernel):
     op = "add_rms_norm"
     batch_invariant = True
 
+    def workspace(self, call: OpCall) -> int:
+        # Normed rows do not take the memory of x, and a residual whose rows lie apart is copied.
+        size: int = getattr(torch, call.static["dtype"]).itemsize
+        return int(call.bucket.high * call.static["hidden"] * (size + 4))
+
     def build(self, call: OpCall) -> OpFunction:
         tuning, eps, offset = self.tuning, call.static["eps"], call.static["offset"]
 

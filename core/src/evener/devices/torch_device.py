@@ -116,23 +116,24 @@ class TorchGraphs(GraphCapture):
 
     def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any]) -> None:
         self._device, self._graph, self._pool = device, graph, pool
-        self._stream = self._shared = None
+        self._stream, self._shared = device.new_stream(), None
         self._held: list[Any] = []
 
     def capture(self, segment: Callable[[], None]) -> Replay:
         module, graph = self._device.module, self._graph()
-        self._stream, self._shared = self._stream or self._device.new_stream(), self._shared or self._pool()
+        # Where a capture fails torch goes on filling its pool, and refuses others there: they get a new one.
+        pool, self._shared = self._shared or self._pool(), None
         self._device.synchronize()
         try:
             with module.stream(self._stream):
-                graph.capture_begin(pool=self._shared)
+                graph.capture_begin(pool=pool)
                 try:
                     segment()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
             raise EngineError(f"{self._device.name} cannot capture it: {error}") from error
-        self._held.append(graph)
+        self._shared, self._held = pool, [*self._held, graph]
         return _TorchReplay(graph)
 
     def release(self) -> None:

@@ -122,14 +122,11 @@ def _results(made: Any, inputs: Sequence[Any], schema: OpSchema) -> int:
 
 def _told(schema: OpSchema, ready: Prepared) -> bool:
     """Whether the kernel is told how wide all rows are, so that it can name a copy of them; of rotary it is not told
-    the heads."""
-    for declared, value in zip(schema.inputs, ready.case.inputs, strict=True):
-        if not isinstance(value, torch.Tensor):
-            continue
-        names = {part for dim in declared.shape[1:] for part in str(dim).split("*") if not part.isdigit()}
-        if names - ready.call.static.keys() or value.dim() > len(declared.shape):
-            return False
-    return True
+    the heads, and of log-probabilities not how many a request wants."""
+    given = [pair for pair in zip(schema.inputs, ready.case.inputs, strict=True) if isinstance(pair[1], torch.Tensor)]
+    wide = [*(declared for declared, _ in given), *schema.outputs]
+    names = {part for each in wide for dim in each.shape[1:] for part in str(dim).split("*") if not part.isdigit()}
+    return not names - ready.call.static.keys() and all(value.dim() <= len(each.shape) for each, value in given)
 
 
 def _excess(taken: int, planned: int, named: int, who: str) -> str:
