@@ -114,6 +114,7 @@ def taken_and_named(kind: Any, tokens: int) -> tuple[int, int]:
             "scoring": "softmax", "renormalize": True, "inner": SHARED, "activation": "silu", "alpha": 1.0,
             "limit": 0.0, "weigh_input": False, "post_norm": False, "shared_inner": SHARED, "shared_gate": None,
             "gate_up": declared(moe.gate_up), "down": declared(moe.down),
+            "shared_gate_up": declared(packed(2 * SHARED, HIDDEN)), "shared_down": declared(packed(HIDDEN, SHARED)),
         }  # fmt: skip
     kernel = kind(HostDevice(0), tuning)
     call = OpCall(kernel.op, static, Bucket(tokens, tokens), GPU)

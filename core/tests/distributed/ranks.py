@@ -57,6 +57,7 @@ def collectives(c: Communicator, world: int) -> dict[str, Any]:
         "all_to_all": c.all_to_all(rows, send, receive),
         "broadcast": c.broadcast(mine[5], source=world - 1),
         "ring": ring(c, torch.from_numpy(data(c.rank, 3, 2, salt=7))),
+        "expected": expected(c, torch.from_numpy(data(c.rank, 3, 2, salt=8))),
         "bfloat16": c.all_reduce(mine[7].to(torch.bfloat16)).float(),
         "bytes": c.all_gather(mine[1][:1].to(torch.float8_e4m3fn), dim=0).float(),
         "integers": c.all_gather(mine[2].to(torch.int64), dim=0).float(),
@@ -76,6 +77,13 @@ def ring(c: Communicator, tensor: torch.Tensor) -> torch.Tensor:
     c.receive(got, before)
     c.send(tensor, following)
     return got
+
+
+def expected(c: Communicator, tensor: torch.Tensor) -> torch.Tensor:
+    """As ``ring``, but all send at once: who is expected waits for nobody."""
+    arrived = c.expect(torch.zeros(3, 4)[:, 1:3], (c.rank - 1) % c.size)
+    c.send(tensor, (c.rank + 1) % c.size)
+    return arrived()
 
 
 def main(rank: int, world: int, folder: Path) -> None:

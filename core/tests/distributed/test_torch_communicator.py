@@ -105,6 +105,11 @@ def test_send_and_receive_pass_a_ring(world: list[dict[str, Any]]) -> None:
     same(world, "ring", [ranks.data((r - 1) % size, 3, 2, salt=7) for r in range(size)])
 
 
+def test_what_is_expected_holds_nobody_up_who_sends_it(world: list[dict[str, Any]]) -> None:
+    size = len(world)
+    same(world, "expected", [ranks.data((r - 1) % size, 3, 2, salt=8) for r in range(size)])
+
+
 def test_narrow_types_are_reduced_and_bytes_are_gathered(world: list[dict[str, Any]]) -> None:
     size = len(world)
     same(world, "bfloat16", [sum(inputs(size, 7))] * size)

@@ -16,8 +16,10 @@ from evener.contracts.media import make_item
 from evener.engine.controller import Controller
 from evener.engine.messages import NewRequest, Sampling
 from evener.engine.scheduler import MicroBatches
+from evener.engine.stages import Stages
 from evener.engine.start import build_controller
 from evener.errors import ArchitectureError, ConfigError
+from evener.testing.communicators import ThreadCommunicator
 from evener.testing.rank_threads import rank_threads
 
 GREEDY = Sampling(temperature=0.0)
@@ -151,6 +153,36 @@ def test_one_request_alone_keeps_plans_in_flight(make_config: Any, play: Any, ra
     several.executor.submit = watched
     play(several, [NewRequest(id="r", prompt=[5], max_tokens=9, sampling=GREEDY)])
     assert most == 3
+
+
+def test_what_a_plan_sends_is_expected_by_the_same_plan_on_the_other_stage(
+    make_config: Any, play: Any, ranked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = ranked(make_config("Llama", **{"infer.pp_size": 2}))
+    first, waiting, expected = several.executor.workers[0].runner.stages, 0, 0
+    expect, pass_on = ThreadCommunicator.expect, Stages.pass_on
+
+    def expecting(self: ThreadCommunicator, tensor: torch.Tensor, source: int) -> Callable[[], torch.Tensor]:
+        nonlocal expected
+        expected += self is first._ids
+        return expect(self, tensor, source)
+
+    def passing(self: Stages, stream: torch.Tensor, plan: Any, parts: Any) -> None:
+        nonlocal waiting
+        pass_on(self, stream, plan, parts)
+        waiting += bool(plan.samples)
+        assert expected == waiting, "else the last stage's device waits for a plan that may wait for it"
+
+    monkeypatch.setattr(ThreadCommunicator, "expect", expecting)
+    monkeypatch.setattr(Stages, "pass_on", passing)
+    play(several, [NewRequest(id=f"r{i}", prompt=[i + 1] * 9, max_tokens=5, sampling=GREEDY) for i in range(3)])
+    assert waiting > 4
+
+
+def test_what_was_sent_is_let_go_though_nobody_says_that_it_has_gone(make_config: Any, play: Any, ranked: Any) -> None:
+    several = ranked(make_config("Llama", **{"infer.pp_size": 2}))
+    play(several, [NewRequest(id="r", prompt=[5], max_tokens=20, sampling=GREEDY)])
+    assert [len(worker.runner.stages._sending) for worker in several.executor.workers] == [3, 3]
 
 
 def test_numbers_of_requests_in_a_plan_may_be_set() -> None:

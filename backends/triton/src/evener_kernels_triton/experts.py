@@ -15,7 +15,7 @@ from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.experts import few_kernel, lone_down_kernel, lone_up_kernel, many_kernel, mix_kernel
 from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
-from evener_kernels_triton.linear import few, gemv, many, stream
+from evener_kernels_triton.linear import few, gemv, many, partial_sums, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.tuning import Lone, Tuning, power_of_two
 from evener_kernels_triton.variants import combined, rises, stacks, streams
@@ -253,8 +253,11 @@ class TritonMoeBlock(TritonKernel):
         s, tokens = call.static, call.bucket.high
         size: int = getattr(torch, s["dtype"]).itemsize
         # Normed rows and what shared experts give are there until all is mixed; their own products come first.
-        shared = 3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])
-        return int(tokens * ((s["hidden"] + max(shared)) * size + 4 * s["experts"]))
+        wide = 3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])
+        shared = (s["shared_gate_up"], s["shared_down"], s["shared_gate"]) if s["shared_inner"] else ()
+        tuning = self.tuning.varied(call.variant)
+        sums = max((partial_sums(tuning, call, w.rows, w.columns) for w in shared if w is not None), default=0)
+        return int(tokens * ((s["hidden"] + max(wide)) * size + 4 * s["experts"])) + sums
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s, tuning = call.static, self.tuning

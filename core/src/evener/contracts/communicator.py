@@ -70,15 +70,21 @@ class Communicator(ABC):
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send to index ``target`` of the group, not this rank's own; returns when ``tensor`` may be reused."""
 
-    def post(self, tensor: torch.Tensor, target: int) -> Callable[[], bool]:
+    def post(self, tensor: torch.Tensor, target: int) -> Callable[[], object]:
         """(optional) As ``send``, but does not wait for the other rank. ``tensor`` must not change until the function
-        that is returned says True. Default: ``send``."""
+        that is returned, which waits, has been called. Default: ``send``."""
         self.send(tensor, target)
-        return lambda: True
+        return lambda: None
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Receive into ``tensor`` (donated, and returned) from index ``source`` of the group, not this rank's own."""
+
+    def expect(self, tensor: torch.Tensor, source: int) -> Callable[[], torch.Tensor]:
+        """(optional) As ``receive``, but returns at once, so that nobody who sends waits for what this rank does before
+        it needs the tensor. The function that is returned gives it when it is there; call it once, in the order of the
+        calls of this. Default: it is ``receive``, for groups in which a message lies somewhere until it is taken."""
+        return lambda: self.receive(tensor, source)
 
     @abstractmethod
     def barrier(self) -> None:

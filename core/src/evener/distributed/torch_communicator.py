@@ -26,18 +26,15 @@ class TorchCommunicator(Communicator):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        if str(tensor.dtype).removeprefix("torch.") in self.capabilities.dtypes:
-            tensor = tensor.contiguous()
-            dist.all_reduce(tensor, group=self._group)
-            return tensor
-        if not tensor.is_floating_point():
+        known = str(tensor.dtype).removeprefix("torch.") in self.capabilities.dtypes
+        if not (known or tensor.is_floating_point()):
             raise EngineError(
                 f"all_reduce in group {self.name!r}: its library sums {', '.join(sorted(self.capabilities.dtypes))}, "
                 f"not {tensor.dtype}; convert it, or declare the type in CommunicatorCapabilities.dtypes"
             )
-        wide = tensor.float().contiguous()
-        dist.all_reduce(wide, group=self._group)
-        return tensor.copy_(wide)
+        summed = (tensor if known else tensor.float()).contiguous()
+        dist.all_reduce(summed, group=self._group)
+        return summed if known else tensor.copy_(summed)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         mine = tensor.contiguous()
@@ -86,21 +83,25 @@ class TorchCommunicator(Communicator):
         if tensor.numel():
             dist.send(_bytes(tensor.contiguous()), group=self._group, group_dst=target)
 
-    def post(self, tensor: torch.Tensor, target: int) -> Callable[[], bool]:
+    def post(self, tensor: torch.Tensor, target: int) -> Callable[[], object]:
         sent = tensor.contiguous()
         work = dist.isend(_bytes(sent), group=self._group, group_dst=target) if sent.numel() else None
-
-        def done() -> bool:
-            # ``sent`` is named so that its memory is kept until it has gone out.
-            return work is None or sent.numel() == 0 or bool(work.is_completed())
-
-        return done
+        # ``sent`` is named so that its memory is kept until it has gone out.
+        return lambda: work is None or sent.numel() == 0 or work.wait()
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        return self.expect(tensor, source)()
+
+    def expect(self, tensor: torch.Tensor, source: int) -> Callable[[], torch.Tensor]:
         whole = tensor.contiguous()
-        if whole.numel():
-            dist.recv(_bytes(whole), group=self._group, group_src=source)
-        return whole if whole is tensor else tensor.copy_(whole)
+        work = dist.irecv(_bytes(whole), group=self._group, group_src=source) if whole.numel() else None
+
+        def arrived() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return whole if whole is tensor else tensor.copy_(whole)
+
+        return arrived
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)

@@ -107,9 +107,8 @@ class Ranks:
         import torch
 
         found = torch.tensor([list(values)], dtype=torch.int64, device=where)
-        for group in (self.tp, self.pp):
-            if group is not None:
-                found = group.all_gather(found, dim=0).amin(0, keepdim=True)
+        for group in filter(None, (self.tp, self.pp)):
+            found = group.all_gather(found, dim=0).amin(0, keepdim=True)
         return [int(value) for value in found[0].tolist()]
 
 
@@ -126,8 +125,7 @@ class Place:
     @classmethod
     def of(cls, launched: Launched, tp_size: int, pp_size: int) -> Place:
         """The place of a process that was started together with others."""
-        world = World.of(launched.rank, tp_size, pp_size)
-        return cls(world, launched.local_rank, launched.local_size, "env://")
+        return cls(World.of(launched.rank, tp_size, pp_size), launched.local_rank, launched.local_size, "env://")
 
     def open(self, factory: CommunicatorFactory) -> Ranks:
         """Meet the others; waits for them."""

@@ -71,8 +71,8 @@ def vocab_head(static: Static, use: Use) -> OpFunction:
     """The ``head`` over ranks: each has the logits of its rows of the vocabulary, then all have all."""
     vocab, rows, communicator = static["vocab"], static["weight"].rows, static["communicator"]
     inner = use("head", **{**static, "communicator": None, "vocab": rows})
-    form = {"columns": -(-vocab // communicator.size), "total": vocab, "dtype": "float32"}
-    gather = use("all_gather", communicator=communicator, **form)
+    columns = -(-vocab // communicator.size)
+    gather = use("all_gather", communicator=communicator, columns=columns, total=vocab, dtype="float32")
 
     def run(*inputs: Any) -> torch.Tensor:
         return gather(inner(*inputs))  # type: ignore[no-any-return]
