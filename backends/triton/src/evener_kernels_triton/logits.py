@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction
-from evener.sampling_params import MAX_LOGPROBS
 from evener_kernels_triton.jit.logits import (
     add_bias_kernel,
     count_kernel,
@@ -19,6 +18,8 @@ from evener_kernels_triton.tuning import power_of_two
 
 _CHUNK = 4096
 _PLACES = 1024
+#: As many log-probabilities a request may ask for.
+_MOST = 20
 #: The sign bit of int32, as a mark beside a count; and less than the key of every number.
 _SEEN = _NONE = -(2**31)
 
@@ -83,9 +84,9 @@ class TritonLogprobs(TritonKernel):
     batch_invariant = True
 
     def workspace(self, call: OpCall) -> int:
-        # How many a request asks for is not told; it may not be more than this.
+        # How many a request asks for is not told.
         chunks = -(-call.static["vocab"] // min(_CHUNK, power_of_two(call.static["vocab"])))
-        return int(call.bucket.high * chunks * 2 * (1 + MAX_LOGPROBS) * 4)
+        return int(call.bucket.high * chunks * 2 * (1 + _MOST) * 4)
 
     def build(self, call: OpCall) -> OpFunction:
         def run(logits: torch.Tensor, ids: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
