@@ -35,6 +35,8 @@ from evener_kernels_triton.sampling import choose, choose_filtered
 from evener_kernels_triton.tuning import Tuning
 
 META = torch.device("meta")
+#: Of the kit's families with latent state, those whose blocks these kernels compute.
+LATENT = ("latent", "latent queries")
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
     torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv",
@@ -89,7 +91,8 @@ def record(target: str) -> Recorder:
     large = Family("large", AttentionConfig(heads=32, kv_heads=8, head_dim=128, rotary=RotaryConfig(128), qk_norm=True),
                    MLPConfig(inner=192))  # fmt: skip
     many = Family("many experts", large.attention, MoEConfig(experts=128, top=8, inner=768))
-    for family in (large, many, *_large_latent(states[1], device, dtype), *families()):
+    served = [f for f in families() if f.calls("attention_block") or f.calls("moe_block") or f.name in LATENT]
+    for family in (large, many, *_large_latent(states[1], device, dtype), *served):
         latent = isinstance(family.attention, LatentConfig)
         model = TinyModel(device, dtype, family, kernels, states[latent], BUILTIN)
         noise = torch.randn(64, 96)

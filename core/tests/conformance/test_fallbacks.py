@@ -101,9 +101,7 @@ def test_every_callable_that_a_composites_kernel_builds_is_looked_at() -> None:
         return noted
 
     kernel: Kernel = Wrapped(Expansion("mlp_block"), around)
-    results = check_composite(
-        kernel, BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=("grouped",), watch=watch
-    )
+    results = check_composite(kernel, BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=("grouped",), watch=watch)
     assert [r.outcome for r in results] == ["passed"]
     assert looked == {number for number, calls in enumerate(built) if calls} and looked
 

@@ -30,24 +30,24 @@ RANK_PRIMITIVES: tuple[OpSchema, ...] = (
 
 RANK_COMPOSITES: tuple[OpSchema, ...] = (
     OpSchema(
-        name="all_reduce_norm", reference=f"{_COMP}:all_reduce_norm", composite=True,
+        name="all_reduce_norm", reference=f"{_COMP}:all_reduce_norm", cases=f"{_CASES}:all_reduce_norm", composite=True,
         doc="all_reduce, norm.",
         static={**_SUM, "eps": "added to the mean square", "offset": "added to the weight", "norm": BLOCK_NORM},
         inputs=tensors("x T,hidden donated; weight hidden"), outputs=tensors("y T,hidden"),
     ),
     OpSchema(
-        name="vocab_embedding", reference=f"{_COMP}:vocab_embedding", composite=True,
+        name="vocab_embedding", reference=f"{_COMP}:vocab_embedding", cases=f"{_CASES}:vocab_embedding", composite=True,
         doc="embedding of the ids whose rows this rank holds, zeros for the others, all_reduce.",
         static={**_SUM, "start": "id of the first row that this rank holds", "rows": "how many it holds",
                 "scale": "factor on the rows"},
         inputs=tensors("ids T int32; table rows,hidden"), outputs=tensors("y T,hidden"),
     ),
     OpSchema(
-        name="vocab_greedy", reference=f"{_COMP}:vocab_greedy", composite=True, weights=("weight",),
+        name="vocab_greedy", reference=f"{_COMP}:vocab_greedy", cases=f"{_CASES}:vocab_greedy", composite=True,
+        weights=("weight",),
         doc="The ids of the largest logits: head over this rank's rows of the vocabulary, greedy, all_gather of each "
             "rank's best, the best of these.",
-        static={"communicator": _SUM["communicator"], "hidden": _SUM["hidden"], "dtype": _SUM["dtype"],
-                "eps": "added to the mean square", "offset": "added to the weight", "norm": BLOCK_NORM,
+        static={**_SUM, "eps": "added to the mean square", "offset": "added to the weight", "norm": BLOCK_NORM,
                 "vocab": "V", "weight": "the declared LinearWeight of the head",
                 "logit_scale": "factor on the logits", "cap": "soft cap or None"},
         inputs=tensors("x R,hidden float32 donated; norm hidden float32 optional; weight vocab,hidden packed; bias "

@@ -21,11 +21,12 @@ from evener.contracts.quant import plain
 from evener.contracts.state import StateProvider, StateStep
 from evener.layers.alibi import alibi_slopes
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight, Table, Weight
+from evener.layers.declared import LinearWeight, StateSlot, Table, Weight
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer, MLPConfig
 from evener.layers.embedding import LMHead
 from evener.layers.experts import MoEConfig
-from evener.layers.latent import LatentConfig
+from evener.layers.hybrid import DeltaConfig, GatedAttentionConfig
+from evener.layers.latent import IndexConfig, LatentConfig
 from evener.layers.norms import norm_common
 from evener.layers.rotary import RotaryConfig, TemperatureConfig
 from evener.ops.reference.linear import PLAIN
@@ -45,6 +46,11 @@ GARBAGE = 0x46
 _CLOSE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
 #: Tokens of each of two requests, step by step: prompts, a decode step, one of each.
 _STEPS = ((17, 5), (1, 1), (1, 20), (1, 1))
+#: Blocks that only these mixers call; an ``index_block`` only a sparse one.
+_MIXED: dict[type, tuple[str, ...]] = {
+    LatentConfig: ("latent_attention_block", "latent_attend", "index_block"), DeltaConfig: ("delta_block",),
+    GatedAttentionConfig: ("gated_attention_block",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,18 +58,35 @@ class Family:
     """One kind of decoder layer."""
 
     name: str
-    attention: AttentionConfig | LatentConfig
+    attention: AttentionConfig | LatentConfig | DeltaConfig | GatedAttentionConfig
     mlp: MLPConfig | MoEConfig
     offset: float = 0.0
     cap: float | None = None
     norm: str = "rms"
     scale: float = 1.0
+    absorb: str = "auto"
+
+    def calls(self, op: str) -> bool:
+        """Whether its layers call a composite; of those that several kinds of layer call, all but odd mixers' do."""
+        if isinstance(self.mlp, MoEConfig) or op == "moe_block":
+            return isinstance(self.mlp, MoEConfig) and op == "moe_block"
+        if op == "index_block":
+            return isinstance(self.attention, LatentConfig) and self.attention.index is not None
+        own = _MIXED.get(type(self.attention))
+        return op in own if own else not any(op in others for others in _MIXED.values())
+
+    def within(self, dtype: str) -> Family:
+        """As it is checked in a type: rounding in a narrow one would choose other tokens, so there all are chosen."""
+        how = self.attention
+        if dtype == "float32" or not isinstance(how, LatentConfig) or how.index is None:
+            return self
+        return replace(self, attention=replace(how, index=replace(how.index, top=_LONGEST)))
 
 
 def families() -> tuple[Family, ...]:
     """Grouped heads; windows, caps, offsets and norms on both sides; biases, partial and interleaved rotation; experts;
-    and what few families have: layer norms, plain MLPs, norms of all heads together, halves side by side, chunks,
-    sinks, norms without weights, no rotation, linear biases, factors on queries."""
+    what mixes tokens otherwise; and what few families have: layer norms, plain MLPs, norms of all heads together,
+    halves side by side, chunks, sinks, norms without weights, no rotation, linear biases, factors on queries."""
     return (
         Family(
             "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
@@ -85,18 +108,7 @@ def families() -> tuple[Family, ...]:
             ),
             MLPConfig(inner=40, bias=True, activation="gelu"),
         ),
-        Family(
-            "latent",
-            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=None,
-                         rotary=RotaryConfig(8, interleaved=True)),
-            MLPConfig(inner=40),
-        ),
-        Family(
-            "latent queries",
-            LatentConfig(heads=5, nope_dim=16, rope_dim=16, value_dim=16, rank=32, q_rank=48, rotary=RotaryConfig(16),
-                         bias=True),
-            MLPConfig(inner=40),
-        ),
+        *_other_mixers(),
         Family(
             "layer-normed",
             AttentionConfig(
@@ -148,6 +160,45 @@ def families() -> tuple[Family, ...]:
     )  # fmt: skip
 
 
+def _other_mixers() -> tuple[Family, ...]:
+    """Latent attention in each of its ways, a sparse index, a recurrence, gated attention."""
+    return (
+        Family(
+            "latent",
+            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=None,
+                         rotary=RotaryConfig(8, interleaved=True)),
+            MLPConfig(inner=40),
+        ),
+        Family(
+            "latent queries",
+            LatentConfig(heads=5, nope_dim=16, rope_dim=16, value_dim=16, rank=32, q_rank=48, rotary=RotaryConfig(16),
+                         bias=True),
+            MLPConfig(inner=40),
+        ),
+        Family(
+            "latent products",
+            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=32, rotary=RotaryConfig(8)),
+            MLPConfig(inner=40), absorb="absorb",
+        ),
+        Family(
+            "latent expanded",
+            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=None, rotary=RotaryConfig(8)),
+            MLPConfig(inner=40), absorb="none",
+        ),
+        Family(
+            "sparse",
+            LatentConfig(heads=3, nope_dim=16, rope_dim=8, value_dim=16, rank=24, q_rank=32, rotary=RotaryConfig(8),
+                         index=IndexConfig(heads=4, head_dim=16, top=9)),
+            MLPConfig(inner=40),
+        ),
+        Family("recurrent", DeltaConfig(heads=4, key_heads=2, key_dim=12, value_dim=10, width=4), MLPConfig(inner=40)),
+        Family(
+            "gated", GatedAttentionConfig(heads=6, kv_heads=2, head_dim=20, rotary=RotaryConfig(8), bias=True),
+            MLPConfig(inner=40), 1.0,
+        ),
+    )  # fmt: skip
+
+
 @dataclass
 class _Step:
     bucket: int
@@ -171,7 +222,7 @@ class TinyModel:
         schemas: Iterable[OpSchema], like: TinyModel | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.dtype, self.provider, self._seed = device, dtype, provider, seed
-        self.build = build = Builder(dtype, _LONGEST)
+        self.build = build = Builder(dtype, _LONGEST, absorb=family.absorb)
         layer: Any = DecoderLayer if isinstance(family.attention, AttentionConfig) else MixerLayer
         self.layers: list[DecoderLayer] = [
             layer(build, f"layers.{i}", _HIDDEN, family.attention, family.mlp, 1e-5, family.offset, family.norm)
@@ -207,8 +258,8 @@ class TinyModel:
                 made = [(m + (getattr(weight, "dummy", "") == "ones")).to(wanted) for m in made]
                 if weight.name.endswith("correction"):  # rounding must not change which experts are chosen
                     made = [torch.arange(float(s[0])) for s in shapes]
-                if isinstance(weight, Weight):  # a matrix may be read whole beside the layer that multiplies by it
-                    made = [parts_by_name.get(weight.sources[0], made[0])]
+                if isinstance(weight, Weight):
+                    made = self._read(weight, made, parts_by_name)
             else:
                 made = [m.to(wanted) for m in like.weights[index]]
             self.weights.append(made)
@@ -230,16 +281,26 @@ class TinyModel:
         for group in self.build.groups:
             group.bind()
 
+    def _read(
+        self, weight: Weight, made: list[torch.Tensor], parts: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """A matrix may be read whole beside the layer that multiplies by it, or be a product of several."""
+        if weight.make is not None:
+            return [weight.make([parts[name] for name in weight.sources])]
+        return [parts.get(weight.sources[0], made[0]).to(getattr(torch, weight.dtype))]
+
     def _bind(self) -> None:
         slots, alignment = self.build.slots, self.device.capabilities.alignment
-        assert slots[0].provider is not None, "states were resolved"
-        self.block = min(slots[0].provider.block_sizes(slots[0].spec))
+        offered = [set(slot.provider.block_sizes(slot.spec)) for slot in slots if slot.provider is not None]
+        self.block = min(set.intersection(*offered) or offered[0])
         self.table = torch.tensor([3, 1, 6, 2, 5, 4], dtype=torch.int32).view(2, 3)
         if self.block * 3 < _LONGEST:
             columns = -(-_LONGEST // self.block)
             self.table = torch.arange(2 * columns, 0, -1, dtype=torch.int32).view(2, columns)
+        self._groups: dict[Any, StateSlot] = {}
         for slot in slots:
-            slot.group = 0
+            self._groups.setdefault((slot.spec, slot.attention), slot)
+            slot.group = list(self._groups).index((slot.spec, slot.attention))
             assert slot.provider is not None, "states were resolved"
             page = -(-slot.provider.bytes_per_block(slot.spec, self.block) // alignment) * alignment
             storage = torch.zeros(self.table.numel() + 2, page, dtype=torch.uint8, device=self.device.torch_device)
@@ -261,10 +322,11 @@ class TinyModel:
             slot_mapping=put([int(self.table[r, p // self.block]) * self.block + p % self.block for r, p in at]),
             block_table=put(self.table), host_query_lens=list(counts), host_kv_lens=lengths,
         )  # fmt: skip
-        slot = self.build.slots[0]
-        assert slot.provider is not None
-        meta = slot.provider.metadata(state, slot.spec, slot.attention, self.block)
-        step = _Step(bucket_index(len(at)), state.positions, state.positions, (meta,))
+        metas = tuple(
+            slot.provider.metadata(state, slot.spec, slot.attention, self.block)
+            for slot in self._groups.values() if slot.provider is not None
+        )  # fmt: skip
+        step = _Step(bucket_index(len(at)), state.positions, state.positions, metas)
         stream = x.to(getattr(torch, self.dtype)).to(where, copy=True)
         residual: torch.Tensor | None = None
         for layer in self.layers:
@@ -285,15 +347,18 @@ class TinyModel:
         return found
 
     def written(self, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Every state tensor of every layer, for the tokens of each request."""
+        """Every state tensor of every layer, for the tokens of each request; of rows the last one."""
         found = []
         for slot in self.build.slots:
             assert slot.provider is not None
             ids = torch.int64 if self.device.capabilities.int64 else torch.int32
             blocks = self.table.flatten().to(ids).to(self.device.torch_device)
             for part in slot.provider.export_blocks(slot.views, blocks):
-                rows = part.cpu().unflatten(0, tuple(self.table.shape)).flatten(1, 2)
-                found += [rows[r, :length] for r, length in enumerate(lengths)]
+                rows = part.cpu().unflatten(0, tuple(self.table.shape))
+                if slot.spec.per == "request":
+                    found += [rows[r, (length - 1) // self.block] for r, length in enumerate(lengths)]
+                else:
+                    found += [rows[r].flatten(0, 1)[:length] for r, length in enumerate(lengths)]
         return found
 
 
@@ -355,8 +420,7 @@ def check_composite(
     watched = _watched(kernel, watch or HostWatch(device))
     results = []
     for dtype in dtypes:
-        fitting = [f for f in families() if isinstance(f.mlp, MoEConfig) == (kernel.op == "moe_block")]
-        fitting = [f for f in fitting if isinstance(f.attention, LatentConfig) == kernel.op.startswith("latent_")]
+        fitting = [f.within(dtype) for f in families() if f.calls(kernel.op)]
         for family in [f for f in fitting if not kinds or f.name in kinds]:
             for provider in providers or (ReferenceState(),):
                 case = f"{family.name} layers over {provider.name}"
@@ -375,7 +439,7 @@ def _check(
     model = TinyModel(device, dtype, family, [kernel, *linears], provider, schemas, seed=seed)
     choices = [c for c in model.resolver.manifest.choices if c.op == kernel.op]
     if not choices:
-        return "failed", f"no layer calls op {kernel.op!r}; its composite needs a check of its own"
+        return "failed", f"no layer that the kit has calls op {kernel.op!r}; its schema needs cases"
     label = f"{_PACKAGE}/{kernel.name}"
     refused = [reason for c in choices if c.provider != label for name, reason in c.refused if name == label]
     if refused:

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from evener.contracts.device import Device
-from evener.contracts.ops import Bucket, CaseGenerator, Kernel, OpCall, OpCase, OpFunction, OpSchema, Tensor
+from evener.contracts.ops import Bucket, CaseGenerator, Kernel, OpCall, OpCase, OpFunction, OpSchema, Tensor, Use
 from evener.contracts.quant import PackedWeight, Packing, WeightPart, plain
 from evener.errors import DescriptorError
+from evener.layers.declared import LinearWeight
 from evener.ops.reference.linear import PLAIN
 from evener.plugins.delivered import judged
 from evener.resolution.buckets import bucket_index
@@ -77,13 +78,31 @@ def no_other_op(op: str, /, **static: Any) -> OpFunction:
     raise DescriptorError(f"a primitive's reference asked for op {op!r}")
 
 
-def expected(schema: OpSchema, case: OpCase, held: Numbers = numbers) -> tuple[Any, ...]:
-    """The reference's outputs for a case, computed in float32 on the CPU."""
+def expansion(schemas: Mapping[str, OpSchema]) -> Use:
+    """The ``use`` of a composite whose parts are references all the way down."""
+
+    def use(op: str, /, *, any_rows: bool = False, sizes: Mapping[str, int] | None = None, **static: Any) -> OpFunction:
+        return load_reference(schemas[op])(static, use)  # type: ignore[no-any-return]
+
+    return use
+
+
+def _wide(name: str, value: Any) -> Any:
+    """A static parameter where all is computed in float32."""
+    if isinstance(value, LinearWeight):
+        return replace(value, dtype="float32")
+    return "float32" if name in ("dtype", "out") else value
+
+
+def expected(
+    schema: OpSchema, case: OpCase, held: Numbers = numbers, use: Use = no_other_op
+) -> tuple[Any, ...]:  # fmt: skip
+    """The reference's outputs for a case, computed in float32 on the CPU; ``use``: of a composite."""
 
     def widened(part: WeightPart) -> WeightPart:
         return replace(part, format=plain("float32"), tensors={"weight": held(part)})
 
-    static = {k: "float32" if k in ("dtype", "out") else v for k, v in case.static.items()}
+    static = {k: _wide(k, v) for k, v in case.static.items()}
     inputs = []
     for declared, value in zip(schema.inputs, case.inputs, strict=True):
         if declared.dtype == "packed":
@@ -91,7 +110,7 @@ def expected(schema: OpSchema, case: OpCase, held: Numbers = numbers) -> tuple[A
         elif isinstance(value, torch.Tensor):
             value = value.to(torch.float32, copy=True) if value.is_floating_point() else value.clone()
         inputs.append(value)
-    return outputs_of(load_reference(schema)(static, no_other_op)(*inputs))
+    return outputs_of(load_reference(schema)(static, use)(*inputs))
 
 
 def outputs_of(result: Any) -> tuple[Any, ...]:
@@ -101,15 +120,16 @@ def outputs_of(result: Any) -> tuple[Any, ...]:
 
 def check_kernel(
     kernel: Kernel, schema: OpSchema, device: Device, dtypes: Iterable[str] = DTYPES, seed: int = 0, *,
-    sizes: Sequence[int] = FEW, watch: HostWatch | None = None, nearest: bool = True,
+    sizes: Sequence[int] = FEW, watch: HostWatch | None = None, nearest: bool = True, use: Use = no_other_op,
 ) -> list[CaseResult]:  # fmt: skip
-    """Check a kernel for a primitive over all cases of its op; one result a case and dtype. Weights are plain here;
+    """Check a kernel over all cases of its op; one result a case and dtype. Weights are plain here;
     ``evener.testing.conformance.formats`` has the others.
 
     Args:
         sizes: further numbers of rows: each case gets one in turn, or all of ``MANY``.
         watch: notes fallbacks to the host.
         nearest: results must be rounded to nearest (an interpreter of kernels may cut off what their compiler rounds).
+        use: what a composite is made of (``expansion``).
 
     Raises:
         DescriptorError: the op has no cases.
@@ -119,7 +139,7 @@ def check_kernel(
     for dtype in dtypes:
         cases = list(make(dtype, torch.Generator().manual_seed(seed)))
         for case in [*cases, *_taller(schema, cases, seed, sizes)]:
-            results.append(_Checked(kernel, schema, device, dtype, case, watch, nearest=nearest).result())
+            results.append(_Checked(kernel, schema, device, dtype, case, watch, nearest=nearest, use=use).result())
     return results
 
 
@@ -190,8 +210,9 @@ class _Checked:
 
     def __init__(
         self, kernel: Kernel, schema: OpSchema, device: Device, dtype: str, case: OpCase, watch: HostWatch,
-        packing: Packing | None = None, held: Numbers = numbers, nearest: bool = True,
+        packing: Packing | None = None, held: Numbers = numbers, nearest: bool = True, use: Use = no_other_op,
     ) -> None:  # fmt: skip
+        self._use = use
         self._kernel, self._schema, self._device, self._dtype, self._case = kernel, schema, device, dtype, case
         self._nearest, self._watch, self._rows = nearest, watch, _rows(schema, case)
         self._packing, self._held = packing or self._plain(), held
@@ -236,7 +257,7 @@ class _Checked:
 
     def _problems(self) -> list[str]:
         run = self._kernel.build(self._call(self._rows))
-        want = expected(self._schema, self._case, self._held)
+        want = expected(self._schema, self._case, self._held, self._use)
         spoil(self._device, want)
         inputs = self._inputs(self._case)
         before = [_snapshot(v) for v in inputs]
@@ -262,7 +283,7 @@ class _Checked:
     def _second_call(self, run: OpFunction) -> list[str]:
         """The rows in another order, cut from wider ones."""
         other = _with_rows(self._schema, self._case, lambda value: value.roll(1, 0))
-        want = expected(self._schema, other, self._held)
+        want = expected(self._schema, other, self._held, self._use)
         if not (problems := self._compare(self._outputs(run, self._inputs(other, sliced=True)), want)):
             return []
         whole = self._compare(self._outputs(run, self._inputs(other)), want)

@@ -22,7 +22,7 @@ from evener.testing.conformance.formats import OPS, kernel_results, scheme_resul
 from evener.testing.conformance.graphs import graph_results
 from evener.testing.conformance.memory import composite_memory, kernel_memory, not_counted, provider_memory
 from evener.testing.conformance.model import model_results
-from evener.testing.conformance.ops import FEW, MANY, check_kernel, no_other_op
+from evener.testing.conformance.ops import FEW, MANY, check_kernel, expansion, no_other_op
 from evener.testing.conformance.outcome import AREAS, CaseResult, Check, place_of, raised
 from evener.testing.conformance.state import SHAPES, check_provider
 from evener.testing.conformance.subject import PretendDevice, Subject
@@ -255,13 +255,16 @@ class Plan:
     def _composites_of(
         self, provided: Provided[Kernel], kernel: Kernel, *dtypes: str, watch: HostWatch | None = None
     ) -> list[CaseResult]:
-        """Layers with ``kernel``, which is ``provided`` or stands for it."""
+        """What uses ``kernel``, which is ``provided`` or stands for it: its op's cases, or layers that call it."""
         subject = self.subject
+        schema, seed = subject.schemas[kernel.op], self.request.seed
+        if schema.cases:
+            sizes, use = MANY if self.request.thorough else FEW, expansion(subject.schemas)
+            return check_kernel(kernel, schema, subject.device, dtypes, seed, sizes=sizes, watch=watch, use=use)
         states = [p.value for p in subject.states if p.package == provided.package]
         linears = [p.value for p in subject.kernels if p.value.op in ("linear", "grouped_linear")]
         return check_composite(
-            kernel, list(subject.schemas.values()), subject.device, states, linears, dtypes, seed=self.request.seed,
-            watch=watch,
+            kernel, list(subject.schemas.values()), subject.device, states, linears, dtypes, seed=seed, watch=watch
         )  # fmt: skip
 
     def _formats(self) -> Iterator[Check]:
