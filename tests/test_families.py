@@ -34,9 +34,9 @@ def test_the_oracle_that_an_architecture_names_is_the_tables(architecture: str) 
 
 
 def declared(architecture: str) -> Iterator[tuple[Row, Builder]]:
-    """The rows of an architecture, and what each of its models declares."""
+    """The rows of an architecture, those of other names of its class too, and what each of their models declares."""
     for row in TABLE.values():
-        if row.architecture == architecture:
+        if find_architecture(row.architecture) is find_architecture(architecture):
             build = Builder("float32", 128)
             find_architecture(architecture)(row.config, build)
             yield row, build
@@ -44,7 +44,7 @@ def declared(architecture: str) -> Iterator[tuple[Row, Builder]]:
 
 @pytest.mark.parametrize("architecture", descriptor.architectures)
 def test_the_rows_of_an_architecture_have_odd_sizes_and_both_extremes_of_heads_and_groups(architecture: str) -> None:
-    heads, kv_heads, groups, keys = set(), set(), set(), set()
+    heads, kv_heads, groups, keys, shared = set(), set(), set(), set(), False
     for row, build in declared(architecture):
         keys |= set(row.text)
         layers = [slot for slot in build.slots if slot.spec.kind != "index"]
@@ -54,10 +54,11 @@ def test_the_rows_of_an_architecture_have_odd_sizes_and_both_extremes_of_heads_a
             heads.add(count.bit_count() > 1)
             if slot.spec.kind in ("full", "window", "chunk"):
                 kept = slot.spec.tensors[0].shape[0]
+                shared |= kept < count
                 kv_heads |= {name for name, there in (("one", kept == 1), ("all", kept == count)) if there}
         groups |= {site.static["groups"] > 1 for site in build.sites if "groups" in site.static}
     assert True in heads, "no row has a number of heads that is no power of two"
-    if kv_heads and "num_key_value_heads" in keys:
+    if kv_heads and (shared or "num_key_value_heads" in keys):
         assert kv_heads == {"one", "all"}, "rows with one KV head and with as many as heads"
     if "n_group" in keys:
         assert groups == {True, False}, "rows with one group of experts and with several"

@@ -83,6 +83,20 @@ def test_a_package_is_found_by_its_distribution_in_any_spelling(site: Site, ask:
         assert answer["reasons"][0] == "needs beads, which backend 'reference' does not serve"
 
 
+@pytest.mark.parametrize(
+    ("kind", "noun"),
+    [("backend", "backend"), ("kernels", "kernel package"), ("graphs", "graph package"),
+     ("collectives", "collective package"), ("plugin", "plugin")],
+)  # fmt: skip
+def test_a_package_in_each_group_of_entry_points_is_answered_for(kind: str, noun: str, site: Site, ask: Any) -> None:
+    if kind == "backend":
+        site.add("backend", "other")
+    else:
+        site.add(kind, "other", 'needs=frozenset({"beads"})', module="")
+    [answer] = ask("other")
+    assert (answer["what"], answer["verdict"]) == (noun, "refused") and answer["reasons"][0]
+
+
 def test_a_broken_package_says_what_its_descriptor_raised_and_what_to_type(site: Site, ask: Any) -> None:
     site.add("backend", "torn", init="raise OSError('half a file')")
     [answer] = ask("torn")
