@@ -197,8 +197,10 @@ TABLE: dict[str, Row] = {
     "deepseek V2 over a longer context": Row(
         V2, {"qk_rope_head_dim": 16, "rope_parameters": {**YARN, "mscale_all_dim": 0.707}}),
     "deepseek V3": Row(V3),
-    "deepseek V3 with one group of experts, as Kimi K2 has": Row(
-        V3, {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+    "deepseek V3 with one group of experts and one bound of the angles, as Kimi K2 has": Row(
+        V3, {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 2.827,
+             "qk_rope_head_dim": 16, "rope_parameters": {**YARN, "factor": 32.0, "beta_fast": 1.0, "mscale": 1.0,
+                                                         "mscale_all_dim": 1.0}}),
     "deepseek V3 over a longer context": Row(
         V3, {"qk_rope_head_dim": 16, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}),
     "deepseek V3 with biases and rotated halves": Row(V3, {"attention_bias": True, "rope_interleave": False}),

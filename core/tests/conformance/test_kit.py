@@ -109,16 +109,24 @@ def remembering(run: OpFunction) -> OpFunction:
     return go
 
 
+def needing_a_row(run: OpFunction) -> OpFunction:
+    def go(x: torch.Tensor) -> torch.Tensor:
+        return run(x) if x[0].numel() else x
+
+    return go
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
+        (needing_a_row, "raised IndexError"),
         (truncated, "is something rounded towards zero"),
         (unfinished, "got nan"),
         (one_buffer, "they need memory of their own"),
         (remembering, "a second call with other rows"),
         (lambda run: lambda x: x, "lies in the memory of input x"),
     ],
-    ids=["truncated", "unfinished", "one buffer", "remembering", "aliasing"],
+    ids=["needing a row", "truncated", "unfinished", "one buffer", "remembering", "aliasing"],
 )
 def test_a_defect_of_a_kernel_is_found(subject: Subject, change: Any, found: str) -> None:
     wrong = [r for r in results(subject, Changed("softcap", change)) if r.outcome == "failed"]

@@ -173,9 +173,11 @@ def _rows(schema: OpSchema, case: OpCase) -> int:
 
 
 def _taller(schema: OpSchema, cases: Sequence[OpCase], seed: int, sizes: Sequence[int]) -> Iterator[OpCase]:
-    """Cases of more rows than the op's own have, made of theirs."""
+    """Cases of more rows than the op's own have, made of theirs; and one of no rows, if they have none."""
     order = torch.Generator().manual_seed(seed)
     number = 0
+    if cases and all(_rows(schema, case) for case in cases):
+        yield _with_rows(schema, cases[0], lambda value: value[:0])
     for case in cases:
         rows = _rows(schema, case)
         if rows < 1:
