@@ -181,6 +181,17 @@ def test_an_engine_without_fallbacks_refuses_to_start_and_names_what_is_missing(
         build_controller(make_config(max_fallback="none"))
 
 
+@pytest.mark.parametrize("allowed", ["any", "listed"])
+def test_fallbacks_that_are_to_be_listed_are_a_warning_each_when_the_engine_starts(
+    allowed: str, make_config: Any, fused: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, ready = build_controller(make_config(max_fallback=allowed))
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "only the reference" in r.message]
+    ops = {line.removeprefix("only the reference serves ").split(" (at ")[0] for line in said}
+    assert ops == (set(ready.info["manifest"]["fallbacks"]) if allowed == "listed" else set())  # type: ignore[index]
+    assert len(said) == len(ops)
+
+
 def test_the_manifest_lists_the_fallbacks(make_config: Any, fused: None) -> None:
     _, ready = build_controller(make_config())
     fallbacks = ready.info["manifest"]["fallbacks"]  # type: ignore[index]
