@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from served import PATIENCE, tiny_model
@@ -18,7 +21,6 @@ from evener.engine.plan import Plan
 from evener.engine.runner import PendingStep
 from evener.engine.worker import Worker
 from evener.errors import ConfigError, ContextLengthError, EngineDeadError, EvenerError, RequestError
-from evener.testing.rank_threads import threaded_llm
 
 SMALL = {"infer.kv_memory": 2**26, "infer.max_seq_len": 256, "infer.max_reqs": 8}
 TINY = {"load": "dummy", "infer.kv_memory": 2**22, "infer.max_seq_len": 1024, "infer.max_reqs": 4}
@@ -222,6 +224,49 @@ def test_ranks_in_one_process_run_where_a_debugger_sees_them_and_give_the_tokens
     with LLM(tiny, dtype="float32", **TINY) as alone:
         expected = [output.outputs[0].text for output in alone.generate(["a horse", "two horses"], GREEDY)]
     monkeypatch.setattr(Worker, "execute", watched)
-    with threaded_llm(tiny, dtype="float32", **TINY, **{"infer.tp_size": 2}) as llm:
+    with LLM(tiny, dtype="float32", executor="inline", **TINY, **{"infer.tp_size": 2}) as llm:
         assert [output.outputs[0].text for output in llm.generate(["a horse", "two horses"], GREEDY)] == expected
     assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("ranks", [{"infer.tp_size": 2}, {"infer.pp_size": 2}], ids=["parts", "stages"])
+def test_what_a_rank_in_this_process_raises_comes_out_with_its_traceback_and_no_thread_stays(
+    ranks: dict[str, int], tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    execute = Worker.execute
+
+    def in_a_kernel(worker: Worker, plan: Plan) -> PendingStep:
+        # The other rank has gone ahead and waits for this one, in a sum or for a stage's rows.
+        if worker.assembly.ranks.world.rank == (1 if "infer.tp_size" in ranks else 0) and plan.id == 1:
+            raise ZeroDivisionError("a kernel's own")
+        return execute(worker, plan)
+
+    with LLM(tiny, dtype="float32", executor="inline", **TINY, **ranks) as llm:
+        monkeypatch.setattr(Worker, "execute", in_a_kernel)
+        with pytest.raises(ZeroDivisionError, match="a kernel's own") as caught:
+            llm.generate("a horse", GREEDY)
+    assert "in_a_kernel" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert [record.exc_info and record.exc_info[1] for record in caplog.records if record.name == "evener.ranks"] == [
+        caught.value
+    ]
+    assert not rank_names()
+
+
+def test_a_rank_in_this_process_that_cannot_start_is_the_error_and_the_other_ends(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Worker._load
+
+    def broken(worker: Worker, *args: Any) -> Any:
+        if worker._assembly.ranks.world.rank == 1:
+            raise ZeroDivisionError("a loader's own")
+        return load(worker, *args)
+
+    monkeypatch.setattr(Worker, "_load", broken)
+    with pytest.raises(ZeroDivisionError, match="a loader's own"):
+        LLM(tiny, dtype="float32", executor="inline", **TINY, **{"infer.tp_size": 2})
+    assert not rank_names()
+
+
+def rank_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("evener-rank")]

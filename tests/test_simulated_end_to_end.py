@@ -3,19 +3,24 @@ chip's numbers."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from served import Served, tiny_model
 from source_tree import ROOT
 
 from evener.engine.messages import NewRequest, Sampling
 from evener.engine.start import build_controller
+from evener.testing.rank_threads import RankThreads
 from evener.testing.reference_engine import Played, play, small_config
-from evener.testing.simulated import descriptor, install_simulated_backend
+from evener.testing.simulated import DEVICES, descriptor, install_simulated_backend
+from evener.testing.simulated.constraints import Constraints
+from evener.testing.simulated.device import SimulatedDevice
 
 LIMITS = {"infer.max_seq_len": 256, "infer.kv_memory": 2**24}
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 16}
@@ -32,18 +37,22 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None)
 
 
 def answers(folder: Path, **options: Any) -> Played:
-    """Chunks, company, a prefix that comes again, greedy and sampled."""
     config = small_config(folder, "Llama", HEADS, **{**LIMITS, **options})
+    controller, _ = build_controller(config)
+    try:
+        return play(controller, **traffic())
+    finally:
+        controller.executor.close()
+
+
+def traffic() -> dict[str, Any]:
+    """Chunks, company, a prefix that comes again, greedy and sampled."""
     ids = [5 + 7 * i % 190 for i in range(150)]
     warm = Sampling(temperature=0.8, seed=3)
     asked = {"long": (ids, Sampling(temperature=0.0)), "short": (ids[3:9], Sampling(temperature=0.0)), "warm":
              (ids[:40], warm), "again": (ids, Sampling(temperature=0.0))}  # fmt: skip
     messages = [NewRequest(id=k, prompt=prompt, max_tokens=12, sampling=s) for k, (prompt, s) in asked.items()]
-    controller, _ = build_controller(config)
-    try:
-        return play(controller, messages, arrivals={"again": 40})
-    finally:
-        controller.executor.close()
+    return {"messages": messages, "arrivals": {"again": 40}}
 
 
 def test_its_tokens_are_those_of_the_cpu_backend(tmp_path: Path) -> None:
@@ -56,6 +65,36 @@ def test_its_tokens_are_those_of_the_cpu_backend(tmp_path: Path) -> None:
 def test_the_page_lists_every_switch() -> None:
     page = (ROOT / "docs" / "simulated-devices.md").read_text("utf-8")
     assert re.findall(r"^\| `simulated\.(\w+)` \|", page, re.MULTILINE) == list(descriptor.options)
+
+
+def test_two_ranks_in_one_process_have_a_chip_each_and_give_the_tokens_of_one(tmp_path: Path) -> None:
+    one = answers(tmp_path / "a", backend="simulated")
+    gc.collect()
+    chips = torch.get_device_module("simulated")
+    before = [chips.memory_allocated(index) for index in range(DEVICES)]
+    shape = {"backend": "simulated", "executor": "inline", "infer.tp_size": 2, **LIMITS}
+    controller, _ = build_controller(small_config(tmp_path / "b", "Llama", HEADS, **shape))
+    executor = controller.executor
+    assert isinstance(executor, RankThreads)
+    try:
+        taken = [chips.memory_allocated(index) - was for index, was in enumerate(before)]
+        for rank, worker in enumerate(executor.workers):
+            plan = worker.facts.info["memory"]
+            assert worker.assembly.device.index == rank and f"simulated chip {rank}" in worker.facts.info["device"]
+            assert taken[rank] >= plan["measured_weights"] + plan["state"] > plan["state"] > 0
+        assert taken[2:] == [0, 0]
+        two = play(controller, **traffic())
+    finally:
+        executor.close()
+    assert not two.dead and two.tokens == one.tokens and two.reasons() == one.reasons()
+
+
+def test_a_rank_that_reads_the_memory_of_anothers_chip_is_an_error() -> None:
+    SimulatedDevice(0, Constraints.hard())
+    here, there = (torch.ones(2, 2, device=f"simulated:{index}") for index in (0, 1))
+    assert (here @ there.to("simulated:0")).device.index == 0 and (there @ there).device.index == 1
+    with pytest.raises(RuntimeError, match="aten::mm was given tensors of simulated:0 and simulated:1; a chip"):
+        here @ there
 
 
 @pytest.mark.slow

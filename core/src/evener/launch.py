@@ -22,11 +22,14 @@ def join_ranks(config: Config, environ: Mapping[str, str], level: int = logging.
         level: the least that a worker logs on standard error where ``config`` does not say.
 
     Raises:
-        ConfigError: there are other numbers of ranks than the configuration uses, or they have met already.
+        ConfigError: there are other numbers of ranks than the configuration uses, they have met already, or are to be
+            threads of one process.
     """
     launched = Launched.of(environ)
     if launched is None:
         return
+    if config.executor == "inline":
+        raise ConfigError("executor=inline has all ranks in one process, torchrun one for each; leave one out")
     worker = launched.joins(config.infer.tp_size * config.infer.pp_size)
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         raise ConfigError(

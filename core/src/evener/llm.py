@@ -27,7 +27,8 @@ Messages = list[dict[str, Any]]
 class LLM:
     """A model that is ready to generate. Several can live in one process; one serves one call at a time.
 
-    The scheduler runs in this process, in the caller's thread; so does the worker, unless ``executor=process``.
+    The scheduler runs in this process, in the caller's thread; so does the worker, unless ``executor=process``. Several
+    workers get processes of their own, or are threads of this one with ``executor=inline``, for a debugger.
     In a script under ``torchrun`` whose model is shared by all ranks, this returns in rank 0 only: the others become
     its workers, and their processes end with it.
 

@@ -66,6 +66,8 @@ def test_more_ranks_than_are_used_is_an_error_that_says_how_to_start(command: Co
         read_config(command, [str(tmp_path)], {**started, "RANK": "", "LOCAL_RANK": "x"})
     assert read_config(command, ["/m"], {"WORLD_SIZE": "1"})[1].model == "/m"
     assert read_config(command, ["/m"], {"WORLD_SIZE": "8"}, ranks=False)[1].model == "/m"
+    with pytest.raises(ConfigError, match="executor=inline has all ranks in one process, torchrun one for each"):
+        read_config(command, [str(tmp_path), "executor=inline", "infer.tp_size=8"], started)
 
 
 def test_a_made_up_prompt_is_for_run_only(command: Command) -> None:

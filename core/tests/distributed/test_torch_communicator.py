@@ -158,3 +158,12 @@ def test_a_rank_that_gets_nothing_says_from_whom() -> None:
     [_, two] = thread_group("pp", 2, timeout=0.01)
     with pytest.raises(EngineError, match="rank 0 of group 'pp' sent nothing to rank 1"):
         two.receive(torch.zeros(1), 0)
+
+
+def test_who_waits_for_a_rank_that_has_gone_gets_what_it_sent_before_and_is_told_then() -> None:
+    one, two = thread_group("pp", 2, timeout=0.01)
+    one.send(torch.ones(1), 1)
+    one.abort()
+    assert two.receive(torch.zeros(1), 0) == 1
+    with pytest.raises(EngineError, match="a rank of group 'pp' is gone"):
+        two.receive(torch.zeros(1), 0)

@@ -13,7 +13,8 @@ from evener.engine.messages import NewRequest, Sampling
 from evener.engine.process_client import ProcessExecutor
 from evener.engine.start import build_controller, start_engine
 from evener.engine.worker_facts import WorkerFacts, agree
-from evener.errors import ArchitectureError, ConfigError, EngineDeadError, EngineError
+from evener.errors import ArchitectureError, EngineDeadError, EngineError
+from evener.testing.rank_threads import RankThreads
 from evener.testing.reference_engine import Played
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
@@ -94,9 +95,16 @@ def test_what_stops_a_rank_from_starting_is_raised_with_its_name(make_config: An
         ProcessExecutor(wrong)
 
 
-def test_ranks_want_processes(make_config: Any) -> None:
-    with pytest.raises(ConfigError, match=r"executor=inline has one worker, and infer.tp_size × infer.pp_size = 2"):
-        build_controller(make_config(executor="inline", **{"infer.tp_size": 2}))
+def test_ranks_of_one_process_share_the_device_of_a_backend_that_has_one(make_config: Any) -> None:
+    controller, ready = build_controller(make_config(executor="inline", **{"infer.tp_size": 2}))
+    executor = controller.executor
+    assert isinstance(executor, RankThreads)
+    try:
+        assert [worker.assembly.device.index for worker in executor.workers] == [0, 0]
+        assert [worker.assembly.ranks.local for worker in executor.workers] == [2, 2]
+        assert ready.info["config"]["executor"] == {"value": "inline", "reason": "as asked"}
+    finally:
+        controller.executor.close()
 
 
 def test_facts_of_ranks_are_the_least_of_each_and_different_state_is_an_error() -> None:

@@ -172,10 +172,8 @@ def _in_model(name: str, words: list[str], known: set[str]) -> list[Answer]:
     for layout, weights in found["packings"].items():
         if name == layout:
             answers.append(Answer("packing", name, config.model, "used", (f"for {weights} weights",)))
-    for line in found["dequantized"]:
-        if name in line:
-            answers.append(Answer("storage", name, config.model, "dequantized", (line,)))
-    return answers
+    lines = [line for line in found["dequantized"] if name in line]
+    return answers + [Answer("storage", name, config.model, "dequantized", (line,)) for line in lines]
 
 
 def _providers(row: Mapping[str, Any]) -> list[str]:

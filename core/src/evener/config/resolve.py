@@ -78,7 +78,7 @@ class ResolvedConfig:
         depth: plans in flight.
         use_cuda_graph: capture steps.
         threads: host threads that compute.
-        executor: where the worker runs.
+        executor: where the workers run.
         backend: name of the chosen backend.
         served_model_name: the model's name in the API.
         reasons: why, by key.
@@ -157,13 +157,10 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     if infer.block_size == "auto":
         reasons["infer.block_size"] = "the engine takes one that every state provider offers"
     reasons["backend"] = "as asked" if config.backend else f"chosen: {device.name}"
+    apart = wants_processes(config, serving)
     if config.executor == "auto":
-        several = infer.tp_size * infer.pp_size > 1
-        reasons["executor"] = (
-            ("a server's worker" if serving else "each of several ranks") + " gets a process of its own"
-            if serving or several
-            else "one device needs one process"
-        )
+        who = "a server's worker" if serving else "each of several ranks"
+        reasons["executor"] = f"{who} gets a process of its own" if apart else "one device needs one process"
     served = config.serve.served_model_name
     if served is None:
         reasons["serve.served_model_name"] = "the folder's name"
@@ -178,7 +175,7 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
         depth=plans_in_flight(config),
         use_cuda_graph=graph,
         threads=cores,
-        executor="process" if wants_processes(config, serving) else "inline",
+        executor="process" if apart else "inline",
         backend=device.backend,
         served_model_name=served or os.path.basename(os.path.abspath(config.model)),
         reasons=reasons,
@@ -207,14 +204,8 @@ def layer_partition(infer: InferConfig) -> tuple[int, ...]:
 
 
 def wants_processes(config: Config, serving: bool) -> bool:
-    """Whether workers get processes of their own.
-
-    Raises:
-        ConfigError: executor=inline, and there is more than one.
-    """
+    """Whether workers get processes of their own."""
     ranks = config.infer.tp_size * config.infer.pp_size
-    if ranks > 1 and config.executor == "inline":
-        raise ConfigError(f"executor=inline has one worker, and infer.tp_size × infer.pp_size = {ranks}; leave it out")
     return config.executor == "process" or (config.executor == "auto" and (serving or ranks > 1))
 
 

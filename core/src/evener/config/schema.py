@@ -235,7 +235,7 @@ class Config(Section):
         None, "path", "JSON file of regular expressions that rename a checkpoint's tensors.", none=True
     )  # fmt: skip
     executor: str = option(
-        "auto", "str", "Where the worker runs: inside this process, or in one of its own.",
+        "auto", "str", "Where workers run: in this process (several: as its threads), or each in one of its own.",
         choices=("auto", "inline", "process")
     )  # fmt: skip
     outputs: str | None = option(

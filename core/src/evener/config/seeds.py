@@ -120,7 +120,7 @@ OLD_KEYS: Mapping[str, Renamed | Gone] = {
     "weight_path": Renamed("model"),
     "kvcache_mem_gpu": Renamed("infer.kv_memory", lambda value: f"{value}MiB"),
     "device_ids": Gone("which devices are visible is set by the platform's own environment variable"),
-    "multi_process": Gone("executor=process gives the worker a process of its own"),
+    "multi_process": Gone("executor=process gives each rank a process of its own, executor=inline has all in one"),
     "host": Renamed("serve.host"),
     "serve.log_level": Renamed("log.level"),
     "port": Renamed("serve.port"),

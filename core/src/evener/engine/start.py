@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Literal
@@ -34,12 +35,11 @@ def start_engine(config: Config, mode: Literal["inline", "thread", "process"]) -
         from evener.engine.process_client import ProcessClient
 
         return ProcessClient(config)
-    controller, ready = build_controller(config)
-    return InlineClient(controller, ready) if mode == "inline" else ThreadClient(controller, ready)
+    return (InlineClient if mode == "inline" else ThreadClient)(*build_controller(config))
 
 
 def build_controller(config: Config, serving: bool = False) -> tuple[Controller, Ready]:
-    """A controller over a worker in this process or, for a server, in one of its own."""
+    """A controller over workers in this process or, for a server or several ranks, in processes of their own."""
     executor, facts = _executor(config, serving)
     return control(config, executor, facts), Ready(info=facts.info)
 
@@ -69,6 +69,11 @@ def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
         process = ProcessExecutor(config, Launched.of(os.environ))
         return process, process.facts
     search = Search(config.backend)
+    if config.infer.tp_size * config.infer.pp_size > 1:
+        # For debuggers. It is kept with what tests stand on, which the engine is not built on: so it is named here, as
+        # ops name their cases, and not imported.
+        threads = importlib.import_module("evener.testing.rank_threads").RankThreads(config, search)
+        return threads, threads.facts
     from evener.engine.worker import Worker  # imports torch, beside the probes
 
     worker = Worker(config, search, serving)

@@ -1,4 +1,5 @@
-"""Communicators without processes: ranks as threads of one process, and a rank whose peers do as it does."""
+"""Communicators without processes: ranks as threads of one process, each on a device of its own or all on one, and a
+rank whose peers do as it does."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from evener.contracts.communicator import Communicator, CommunicatorCapabilities
 from evener.errors import EngineError
@@ -19,10 +21,11 @@ _ALL = CommunicatorCapabilities(frozenset({"float32", "bfloat16", "float16", "in
 
 @dataclass
 class _Room:
-    """Where the threads of one group meet. ``posts``: what each rank has brought."""
+    """Where the threads of one group meet. ``posts``: what each rank has brought; ``gone``: one of them has left."""
 
     size: int
     timeout: float | None
+    gone: bool = False
     mail: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -39,23 +42,26 @@ class ThreadCommunicator(Communicator):
         self.name, self.rank, self.size, self.capabilities = name, rank, room.size, _ALL
         self._room = room
 
-    def _exchange(self, post: Any) -> list[Any]:
-        """What every rank brought. Nobody goes on before all have read it, so posts may be written afterwards."""
+    def _exchange(self, post: Any, where: torch.device) -> list[Any]:
+        """What every rank brought, on the device ``where``. Nobody goes on before all have read it, so posts may be
+        written afterwards."""
+        _settle(where)
         self._room.posts[self.rank] = post
         self.barrier()
-        found = list(self._room.posts)
+        found = [tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), each) for each in self._room.posts]
+        _settle(where)
         self.barrier()
         return found
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = self._exchange(tensor.clone())
+        parts = self._exchange(tensor.clone(), tensor.device)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
         return tensor.copy_(total)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat(self._exchange(tensor.clone()), dim=dim)
+        return torch.cat(self._exchange(tensor.clone(), tensor.device), dim=dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         if tensor.shape[dim] % self.size:
@@ -65,37 +71,55 @@ class ThreadCommunicator(Communicator):
         return self.all_reduce(tensor.clone()).chunk(self.size, dim)[self.rank].contiguous()
 
     def all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        pieces = self._exchange([piece.clone() for piece in tensor.split(list(send))])
+        pieces = self._exchange([piece.clone() for piece in tensor.split(list(send))], tensor.device)
         mine = [rows[self.rank] for rows in pieces]
         if [len(rows) for rows in mine] != list(receive):
             raise EngineError(f"all_to_all: rank {self.rank} was sent other numbers of rows than {list(receive)}")
         return torch.cat(mine)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        found: torch.Tensor = self._exchange(tensor.clone())[source]
+        found: torch.Tensor = self._exchange(tensor.clone(), tensor.device)[source]
         return tensor.copy_(found)
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
+        letter = tensor.clone()
+        _settle(tensor.device)
         with self._room.arrived:
-            self._room.mail.setdefault((self.rank, target), []).append(tensor.clone())
+            self._room.mail.setdefault((self.rank, target), []).append(letter)
             self._room.arrived.notify_all()
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        box = (source, self.rank)
-        with self._room.arrived:
-            if not self._room.arrived.wait_for(lambda: bool(self._room.mail.get(box)), self._room.timeout):
+        room, box = self._room, (source, self.rank)
+        with room.arrived:
+            if not room.arrived.wait_for(lambda: room.gone or bool(room.mail.get(box)), room.timeout):
                 raise EngineError(f"rank {source} of group {self.name!r} sent nothing to rank {self.rank}")
-            return tensor.copy_(self._room.mail[box].pop(0))
+            if not room.mail.get(box):
+                raise self._gone() from threading.BrokenBarrierError()
+            letter = room.mail[box].pop(0)
+        tensor.copy_(letter)
+        _settle(tensor.device)
+        return tensor
 
     def barrier(self) -> None:
         try:
             self._room.barrier.wait()
         except threading.BrokenBarrierError as error:
-            raise EngineError(f"a rank of group {self.name!r} is gone") from error
+            raise self._gone() from error
+
+    def _gone(self) -> EngineError:
+        return EngineError(f"a rank of group {self.name!r} is gone")
 
     def abort(self) -> None:
         """Let nobody wait for this rank any longer."""
         self._room.barrier.abort()
+        with self._room.arrived:
+            self._room.gone = True
+            self._room.arrived.notify_all()
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for ``device``: what a thread has submitted to one, another thread's copy from another does not wait for."""
+    torch.get_device_module(device).synchronize(device.index)
 
 
 def thread_group(name: str, size: int, timeout: float | None = 60.0) -> list[ThreadCommunicator]:

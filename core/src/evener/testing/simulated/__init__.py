@@ -15,6 +15,8 @@ from evener.testing.installed import write_distribution
 
 #: What torch calls the namespace, and the backend's name.
 NAME = "simulated"
+#: How many of it there are; one where it computes in Python.
+DEVICES = 4
 
 _OPTIONS = {
     "chip": Option(type=str, default="newer", choices=("newer", "older"), help="Which of the backend's two chips: the "

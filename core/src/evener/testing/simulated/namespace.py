@@ -112,7 +112,7 @@ class Namespace:
         return int(self._library.evener_reads())
 
     def refuse_reads(self, refuse: bool) -> bool:
-        """Make such a read an error; returns what held before."""
+        """Make such a read by this thread an error; returns what held before."""
         return bool(self._library.evener_refuse_reads(refuse))
 
     def host(self, tensor: torch.Tensor) -> torch.Tensor:

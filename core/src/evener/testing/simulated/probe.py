@@ -10,6 +10,7 @@ import os
 import time
 
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
+from evener.testing.simulated import DEVICES
 
 BEHAVIOUR = "EVENER_SIMULATED_PROBE"
 
@@ -19,7 +20,7 @@ def marks() -> Marks:
     asked = os.environ.get(BEHAVIOUR, "")
     if asked == "absent":
         return Marks(False, (f"{BEHAVIOUR}=absent",))
-    return Marks(True, ("it is simulated",), cache_key={BEHAVIOUR: asked})
+    return Marks(True, ("it is simulated",), cache_key={BEHAVIOUR: asked, "devices": str(DEVICES)})
 
 
 def probe() -> ProbeResult:
@@ -29,4 +30,5 @@ def probe() -> ProbeResult:
         raise RuntimeError(f"{BEHAVIOUR}=crash")
     if asked in ("slow", "hang"):
         time.sleep(float(seconds) if seconds else 3600.0)
-    return ProbeResult(1, (ProbedDevice(0, "simulated chip"),), ("simulation runs anywhere",))
+    chips = tuple(ProbedDevice(index, f"simulated chip {index}") for index in range(DEVICES))
+    return ProbeResult(1, chips, ("simulation runs anywhere",))

@@ -180,6 +180,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // --------------------------------------------------------------------------------------------------- bookkeeping
 
+// A step belongs to the thread that submits it.
+thread_local bool refuse_reads = false;
+
 // What the chip has kernels for, and what has run on the host because it has none.
 struct Book {
   std::mutex mutex;
@@ -188,7 +191,6 @@ struct Book {
   std::map<std::string, int64_t> on_host;
   std::string listing;
   std::atomic<int64_t> reads{0};
-  std::atomic<bool> refuse_reads{false};
 
   void ran(const std::string& name) {
     std::lock_guard<std::mutex> guard(mutex);
@@ -250,9 +252,9 @@ at::Tensor host(const at::Tensor& tensor) {
   return found;
 }
 
-at::Tensor to_device(const at::Tensor& tensor) {
+at::Tensor to_device(const at::Tensor& tensor, c10::Device where) {
   if (!tensor.defined()) return tensor;
-  auto found = empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type(), {}, {}, {});
+  auto found = empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type(), {}, where, {});
   host(found).copy_(tensor);
   return found;
 }
@@ -316,7 +318,7 @@ at::Tensor convolution(
   book().ran("aten::convolution");
   auto on_host = bias ? std::optional<at::Tensor>(host(*bias)) : std::nullopt;
   return to_device(at::convolution(
-      host(input), host(weight), on_host, stride, padding, dilation, transposed, output_padding, groups));
+      host(input), host(weight), on_host, stride, padding, dilation, transposed, output_padding, groups), input.device());
 }
 
 // ------------------------------------------------------------------------------------------------ everything else
@@ -328,6 +330,7 @@ class OnAliases {
     auto& schema = op.schema();
     auto arguments = torch::jit::last(*stack, schema.arguments().size()).vec();
     torch::jit::drop(*stack, arguments.size());
+    name_ = schema.name();
     for (auto& each : arguments) stack->push_back(down(each));
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     auto results = torch::jit::last(*stack, schema.returns().size()).vec();
@@ -338,11 +341,14 @@ class OnAliases {
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // CPU alias, device tensor
   bool stays_ = false;  // the op was told to put its result on the CPU
+  std::string name_;
+  std::optional<c10::Device> where_;  // the chip whose op it is
 
   c10::IValue down(const c10::IValue& value) {
     if (value.isTensor()) return alias(value.toTensor());
     if (value.isDevice()) {
       stays_ |= value.toDevice().is_cpu();
+      if (!where_ && value.toDevice().type() == kDevice && value.toDevice().has_index()) where_ = value.toDevice();
       return c10::Device(c10::DeviceType::CPU);
     }
     return value.isList() ? each(value, [this](const c10::IValue& inner) { return down(inner); }) : value;
@@ -363,7 +369,12 @@ class OnAliases {
 
   at::Tensor alias(const at::Tensor& tensor) {
     auto found = host(tensor);
-    if (tensor.defined() && tensor.device().type() == kDevice) pairs_.emplace_back(found, tensor);
+    if (!tensor.defined() || tensor.device().type() != kDevice) return found;
+    TORCH_CHECK(
+        pairs_.empty() || pairs_[0].second.device() == tensor.device(), name_, " was given tensors of ",
+        pairs_[0].second.device(), " and ", tensor.device(), "; a chip reads its own memory only");
+    where_ = tensor.device();
+    pairs_.emplace_back(found, tensor);
     return found;
   }
 
@@ -376,7 +387,7 @@ class OnAliases {
       }
       return own;
     }
-    return stays_ ? tensor : to_device(tensor);
+    return stays_ ? tensor : to_device(tensor, where_.value_or(here()));
   }
 };
 
@@ -459,5 +470,5 @@ const char* evener_on_host() {
 
 int evener_devices() { return kDevices; }
 int64_t evener_reads() { return book().reads; }
-bool evener_refuse_reads(bool refuse) { return book().refuse_reads.exchange(refuse); }
+bool evener_refuse_reads(bool refuse) { return std::exchange(refuse_reads, refuse); }
 }
