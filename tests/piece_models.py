@@ -26,6 +26,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ChatGLM": {},
     "Yi": {"control_symbols": ["<|im_start|>", "<|im_end|>"], "bos_piece": "<|startoftext|>",
            "eos_piece": "<|endoftext|>", "add_dummy_prefix": False},
+    "Llama": {},
+    "Gemma": {"user_defined_symbols": ["\n", "\n\n", "\t", "<table>", *("▁" * n for n in range(2, 6))],
+              "control_symbols": ["<start_of_turn>", "<end_of_turn>"], "add_dummy_prefix": False, "pad_id": 0,
+              "eos_id": 1, "bos_id": 2, "unk_id": 3, "pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"},
     "no bytes": {"byte_fallback": False, "vocab_size": 170},
     "fewer spaces": {"remove_extra_whitespaces": True},
     "other characters": {"user_defined_symbols": SYMBOLS, "normalization_rule_name": "nmt_nfkc"},
@@ -42,6 +46,11 @@ def train(**options: Any) -> bytes:
     }  # fmt: skip
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(_LINES * 3), model_writer=made, **(usual | options))
     return made.getvalue()
+
+
+def without_prefix(model: bytes) -> bytes:
+    """The same model, which puts no space before a text: a later field of a message stands for an earlier one."""
+    return model + b"\x1a\x02\x18\x00"
 
 
 def library(model: bytes) -> Any:

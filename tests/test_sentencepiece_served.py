@@ -1,4 +1,4 @@
-"""Folders of Baichuan and ChatGLM with SentencePiece's ``tokenizer.model`` alone are served: text in, text out."""
+"""Folders of Baichuan, ChatGLM, Llama and Gemma with ``tokenizer.model`` alone are served: text in, text out."""
 
 from __future__ import annotations
 
@@ -77,6 +77,30 @@ def test_text_goes_in_and_out_as_the_librarys(kind: str, tmp_path: Path) -> None
         else:
             said = [count + 6, *library.encode("\n"), *library.encode(TEXT), count + 7, *library.encode("\n")]
             assert answer.prompt_token_ids == [*before, *said]
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Gemma", marks=pytest.mark.slow)])
+def test_a_model_without_code_of_its_own_takes_text_and_chats(kind: str, tmp_path: Path) -> None:
+    model = piece_models.train(**piece_models.OPTIONS[kind])
+    library = piece_models.library(model)
+    count, bos = library.vocab_size(), library.bos_id()
+    config = {**find_architecture(f"{kind}ForCausalLM").tiny_config(), "vocab_size": count + 2}
+    tokenizer = {"tokenizer_class": f"{kind}Tokenizer", "chat_template": TEMPLATE, "added_tokens_decoder": {
+        str(count + n): {"content": text, "special": True} for n, text in enumerate(("<start>", "<end>"))}}  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    for name, content in (("config", config), ("tokenizer_config", tokenizer)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    with LLM(tmp_path, **LIMITS) as llm:
+        (output,) = llm.generate(TEXT, GREEDY)
+        assert output.prompt_token_ids == [bos, *library.encode(TEXT)]
+        ids = output.outputs[0].token_ids
+        assert len(ids) == 24 and same(output.outputs[0].text, library.decode([i for i in ids if i < count])), ids
+        (answer,) = llm.chat([{"role": "user", "content": TEXT}], GREEDY)
+        said = [count, *library.encode(f"user\n{TEXT}"), count + 1, *library.encode("\n")]
+        assert answer.prompt_token_ids == [bos, *said]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ class BaichuanForCausalLM(LlamaForCausalLM):
     13B configs do; the published 7B configs have ``max_position_embeddings``."""
 
     oracle = "own"
+    tokenizer_class = "BaichuanTokenizer"
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         bare = config.get("max_position_embeddings") is None

@@ -31,6 +31,7 @@ class ChatGLMModel(LlamaForCausalLM):
     eps_key = "layernorm_epsilon"
     default_turned = 0.5
     interleaved = True
+    tokenizer_class = "ChatGLMTokenizer"
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         if config.get("position_encoding_2d") or "inner_hidden_size" in config:

@@ -16,6 +16,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
 
     tied = True
     norm_offset = 1.0
+    tokenizer_class = "GemmaTokenizer"
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MLPConfig(inner=count(config, "intermediate_size"), activation="gelu_tanh")

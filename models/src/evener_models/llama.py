@@ -22,12 +22,14 @@ class LlamaForCausalLM(CausalLM):
             them so, too. None: they must say it.
         default_turned: which part of a head is rotated where ``partial_rotary_factor`` does not say.
         interleaved: pairs (2i, 2i+1) are rotated instead of halves.
+        tokenizer_class: which reads ``tokenizer.model`` of folders that name none.
     """
 
     oracle = "transformers"
     default_theta: float | None = 10000.0
     default_turned = 1.0
     interleaved = False
+    tokenizer_class = "LlamaTokenizer"
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         self.limit = build.max_positions
@@ -72,7 +74,7 @@ class LlamaForCausalLM(CausalLM):
 
     @classmethod
     def text_files(cls, files: ModelFiles) -> ModelFiles:
-        return published_files(files)
+        return published_files(files, cls.tokenizer_class)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Tokenizers whose folder has SentencePiece's ``tokenizer.model`` and a class as code, instead of ``tokenizer.json``.
+"""Tokenizers whose folder has SentencePiece's ``tokenizer.model`` and names a class, without ``tokenizer.json``.
 
-The code is never run. What the published classes do around SentencePiece is said here, by their names: Baichuan 1 and 2
-and Yi put BOS or EOS around a text where ``tokenizer_config.json`` says so, ChatGLM 2 and 3 have tokens behind the
-vocabulary and begin every text with two of them. SentencePiece sees what lies between two special tokens apart, so
-each such part gets the space of a text's beginning.
+No code is run. What the published classes do around SentencePiece is said here, by their names: those of Llama, Gemma,
+Baichuan 1 and 2 and Yi put BOS or EOS around a text where ``tokenizer_config.json`` says so, those of ChatGLM 2 and 3
+have tokens behind the vocabulary and begin every text with two of them. SentencePiece sees what lies between two
+special tokens apart, so each such part gets the space of a text's beginning, where the model wants one; with Llama's
+``"legacy": false`` only the part that begins the text does.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from evener.contracts.checkpoint import ModelFiles
 from evener.errors import CheckpointError
 from evener_models.derived_files import DerivedFiles
 from evener_models.glm4_tokenizer import Glm4Files
-from evener_models.sentencepiece_bpe import CONTROL, UNKNOWN, USER, Pieces, decoder, spaces
+from evener_models.sentencepiece_added import listed_tokens
+from evener_models.sentencepiece_bpe import CONTROL, SPACE, UNKNOWN, USER, Pieces, decoder, spaces
 from evener_models.sentencepiece_characters import character_normalizers
 from evener_models.sentencepiece_file import SentencePieceModel, read_model
 from evener_models.tokenizer_json import added_token, assemble, surround
 
 FILE = "tokenizer.model"
+_ENDS = ("bos_token", "eos_token")
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 #: A message of the published code is its role's token and its text; a system message has no token.
@@ -63,12 +66,14 @@ class _Class:
         behind: tokens whose ids follow the vocabulary's.
         before: those of them that begin every text.
         chat: what the folder's files leave to code about chats, by file.
+        may_change: ``legacy`` and ``add_prefix_space`` of ``tokenizer_config.json`` say where spaces are put before.
     """
 
     names: Mapping[str, str]
     behind: tuple[str, ...]
     before: tuple[str, ...]
     chat: Callable[[ModelFiles, Pieces], Mapping[str, dict[str, Any]]]
+    may_change: bool = False
 
 
 def _no_chat(files: ModelFiles, pieces: Pieces) -> Mapping[str, dict[str, Any]]:
@@ -109,7 +114,15 @@ def _chatglm_chat(files: ModelFiles, pieces: Pieces) -> Mapping[str, dict[str, A
 
 
 _BAICHUAN_CLASS = _Class({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, (), (), _baichuan_chat)
+_LLAMA_CLASS = _Class({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, (), (), _no_chat, True)
+_GEMMA_CLASS = _Class(
+    {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}, (), (), _no_chat
+)
 _CLASSES: Mapping[str, _Class] = {
+    "LlamaTokenizer": _LLAMA_CLASS,
+    "LlamaTokenizerFast": _LLAMA_CLASS,
+    "GemmaTokenizer": _GEMMA_CLASS,
+    "GemmaTokenizerFast": _GEMMA_CLASS,
     "BaiChuanTokenizer": _BAICHUAN_CLASS,
     "BaichuanTokenizer": _BAICHUAN_CLASS,
     "YiTokenizer": _Class(
@@ -122,9 +135,13 @@ _CLASSES: Mapping[str, _Class] = {
 }  # fmt: skip
 
 
-def published_files(files: ModelFiles) -> ModelFiles:
-    """``files`` of a folder with ``tokenizer.model`` and what its tokenizer class would add; others as they are."""
-    name = str(files.json("tokenizer_config.json").get("tokenizer_class"))
+def published_files(files: ModelFiles, usual: str) -> ModelFiles:
+    """``files`` of a folder with ``tokenizer.model`` and what its tokenizer class would add; others as they are.
+
+    Args:
+        usual: the class of folders that name none.
+    """
+    name = str(files.json("tokenizer_config.json").get("tokenizer_class") or usual)
     if not files.names(FILE):
         return files
     if name == "ChatGLM4Tokenizer":
@@ -160,26 +177,52 @@ class SentencePieceFiles(DerivedFiles):
             raise CheckpointError(f"{where} cannot be read ({error}); correct its rights or fetch it again") from error
 
     def _tokenizer(self) -> dict[str, Any]:
-        model, count = self._model, len(self._model.pieces.texts)
-        pieces = model.pieces
-        behind = {text: count + n for n, text in enumerate(self._published.behind)}
-        apart = [*pieces.of_type(CONTROL, UNKNOWN), *_chat_ids(self.files, pieces)]
-        added = [
-            *(added_token(number, pieces.texts[number]) for number in sorted(apart)),
-            # A word like "sop" is text within another word.
-            *(added_token(number, text, single_word=text.isalpha()) for text, number in behind.items()),
-        ]
-        words = [pieces.texts[number] for number in pieces.of_type(USER) if number not in apart]
+        pieces = self._model.pieces
+        added = self._added()
+        ids = {entry["content"]: entry["id"] for entry in added}
+        roles = _chat_ids(self.files, pieces)
+        words = [pieces.texts[number] for number in pieces.of_type(USER) if number not in roles]
         unknown = pieces.of_type(UNKNOWN)
-        before = {text: behind[text] for text in self._published.before}
+        each, first = self._prefixes()
+        cuts = [*(_FIRST if first else ()), *_split(words)]
+        before = {text: ids[text] for text in self._published.before}
         return assemble(
             added,
-            normalizer={"type": "Sequence", "normalizers": [*self._normalizers(words), *spaces(model.prefix)]},
-            pre_tokenizer=_split(words),
+            normalizer={"type": "Sequence", "normalizers": [*self._normalizers(words), *spaces(each)]},
+            pre_tokenizer={"type": "Sequence", "pretokenizers": cuts} if cuts else None,
             model=pieces.model(pieces.texts[unknown[0]] if unknown else None, whole_words=bool(words)),
-            post_processor=surround(before, {}) if before else surround(self._end("bos_token"), self._end("eos_token")),
-            decoder=decoder(model.prefix),
+            post_processor=surround(before, {}) if before else surround(*(self._end(end, ids) for end in _ENDS)),
+            decoder=decoder(each or first),
         )
+
+    def _added(self) -> list[dict[str, Any]]:
+        """Tokens that are found in a text as it stands, by their ids."""
+        pieces, published = self._model.pieces, self._published
+        apart = [*pieces.of_type(CONTROL, UNKNOWN), *_chat_ids(self.files, pieces)]
+        found = {number: added_token(number, pieces.texts[number]) for number in apart}
+        for number, text in enumerate(published.behind, len(pieces.texts)):
+            # A word like "sop" is text within another word.
+            found[number] = added_token(number, text, single_word=text.isalpha())
+        if not published.behind:
+            found |= {entry["id"]: entry for entry in listed_tokens(self, pieces)}
+        return [found[number] for number in sorted(found)]
+
+    def _prefixes(self) -> tuple[bool, bool]:
+        """Whether each part of a text gets a space before it, and whether the first alone does."""
+        config = self.files.json("tokenizer_config.json")
+        if not self._published.may_change:
+            return self._model.prefix, False
+        # Null means what is not said.
+        said = {key: config.get(key) is not False for key in ("legacy", "add_prefix_space")}
+        if said["legacy"]:
+            return self._model.prefix and said["add_prefix_space"], False
+        if self._model.characters or self._model.fewer_spaces:
+            raise CheckpointError(
+                f"{self.where(FILE)} replaces characters or leaves out spaces, which is not read together with "
+                '"legacy": false of tokenizer_config.json; save the tokenizer as tokenizer.json with its own code, and '
+                "put it into the folder"
+            )
+        return False, said["add_prefix_space"]
 
     def _normalizers(self, kept: Sequence[str]) -> list[dict[str, Any]]:
         """What happens to characters before spaces are marked; ``kept``: symbols that stay as they are."""
@@ -194,14 +237,14 @@ class SentencePieceFiles(DerivedFiles):
                 found.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": content})
         return found
 
-    def _end(self, name: str) -> dict[str, int]:
-        """The token called ``name`` if it is put around a text."""
+    def _end(self, name: str, added: Mapping[str, int]) -> dict[str, int]:
+        """The token called ``name`` if it is put around a text; ``added``: ids of added tokens."""
         config = self.json("tokenizer_config.json")
-        if not config.get(f"add_{name}", name == "bos_token"):
-            return {}
         value = config.get(name, self.files.json("special_tokens_map.json").get(name))
+        if value is None or not config.get(f"add_{name}", name == "bos_token"):
+            return {}
         text = value.get("content") if isinstance(value, dict) else value
-        number = self._model.pieces.ids.get(str(text))
+        number = added.get(str(text), self._model.pieces.ids.get(str(text)))
         if number is None:
             raise CheckpointError(
                 f"{self.where(FILE)} has no piece {text!r}, the {name} of tokenizer_config.json: the files are of "
@@ -210,9 +253,19 @@ class SentencePieceFiles(DerivedFiles):
         return {str(text): number}
 
 
-def _split(words: Sequence[str]) -> dict[str, Any] | None:
+#: A mark before the first part, whose own spaces are marks already: ``Metaspace`` puts none before what begins with
+#: its replacement, so it gets another one, which becomes a mark then.
+_FIRST = tuple(
+    {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme, "split": False}
+    for replacement, scheme in ((" ", "first"), (SPACE, "never"))
+)
+
+
+def _split(words: Sequence[str]) -> list[dict[str, Any]]:
     """Cut out the pieces that a user defined: the longest where several begin, and whatever is around them."""
     if not words:
-        return None
+        return []
     pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    # Between such pieces, what is spelt like a byte's piece would be taken for it: it is cut behind its first sign.
+    pattern += rf"|(?:\A|(?<={pattern}))<(?=0x[0-9A-F]{{2}}>(?:\z|{pattern}))"
+    return [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}]
