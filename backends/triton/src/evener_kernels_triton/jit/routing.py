@@ -78,6 +78,8 @@ def chosen(
         lead = (total[None, :] > total[:, None]) | ((total[None, :] == total[:, None]) & (g[None, :] < g[:, None]))
         kept = tl.sum((lead & (g < GROUPS)[None, :]).to(tl.int32), 1) < TOP_GROUPS
         wanted = tl.reshape(tl.where(kept[:, None] & valid, grid, float("-inf")), (GP * EP,))
+    # What is no number is neither better nor worse than anything, so that several would have one rank.
+    wanted = tl.where(wanted == wanted, wanted, float("-inf"))
     if SEARCH:
         # Ordered as integers, with the place below: no two are equal. Adding 0 makes one zero of two.
         bits = (wanted + 0.0).to(tl.int32, bitcast=True)

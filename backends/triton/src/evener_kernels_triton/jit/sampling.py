@@ -41,6 +41,9 @@ def best_kernel(
         heat = tl.load(temperature + row)
         if heat > 0:
             score = score / heat + _gumbel(tl.load(seed + row), tl.load(position + row), at)
+    # A logit that is no number loses: where it won, whoever it was compared with last would be named, though that may
+    # be a place behind the vocabulary, and the next step reads the row of that id.
+    score = tl.where(score == score, score, float("-inf"))
     value, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(values + row * chunks + chunk, value)
     tl.store(ids + row * chunks + chunk, chunk * BLOCK + index)
