@@ -3,7 +3,6 @@ SentencePiece's own library with what the published classes do around it, which 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -84,33 +83,6 @@ class Published:
         ids = self.library.encode("<unk>" + text)
         assert ids[: len(before)] == before
         return list(ids[len(before) :])
-
-
-@pytest.fixture(scope="module")
-def trained() -> Callable[[str], bytes]:
-    """A model by its name in ``piece_models.OPTIONS``, trained once."""
-    made: dict[str, bytes] = {}
-
-    def train(name: str) -> bytes:
-        if name not in made:
-            made[name] = piece_models.train(**piece_models.OPTIONS[name])
-        return made[name]
-
-    return train
-
-
-@pytest.fixture
-def folder(tmp_path: Path, trained: Callable[[str], bytes]) -> Folder:
-    """``folder(name, config, **files)``: a folder with a trained model and JSON files."""
-
-    def make(name: str, config: dict[str, Any] | None, /, **files: dict[str, Any]) -> Path:
-        (tmp_path / FILE).write_bytes(trained(name))
-        for stem, content in {"tokenizer_config": config, **files}.items():
-            if content is not None:
-                (tmp_path / f"{stem}.json").write_text(json.dumps(content))
-        return tmp_path
-
-    return make
 
 
 def load(path: Path, family: type[LlamaForCausalLM] = LlamaForCausalLM) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -51,32 +50,6 @@ ODD = (
     "12", "---->", "<!---->", "     ", "the      the",
 )  # fmt: skip
 TEXTS = st.lists(FRAGMENTS, max_size=14).map("".join)
-
-
-@pytest.fixture(scope="module")
-def trained() -> Callable[[str], bytes]:
-    """A model by its name in ``piece_models.OPTIONS``, trained once."""
-    made: dict[str, bytes] = {}
-
-    def train(name: str) -> bytes:
-        if name not in made:
-            made[name] = piece_models.train(**piece_models.OPTIONS[name])
-        return made[name]
-
-    return train
-
-
-@pytest.fixture
-def folder(tmp_path: Path, trained: Callable[[str], bytes]) -> Folder:
-    """``folder(name, config, **files)``: a folder with a trained model and JSON files."""
-
-    def make(name: str, config: dict[str, Any], /, **files: dict[str, Any]) -> Path:
-        (tmp_path / FILE).write_bytes(trained(name))
-        for stem, content in {"tokenizer_config": config, **files}.items():
-            (tmp_path / f"{stem}.json").write_text(json.dumps(content))
-        return tmp_path
-
-    return make
 
 
 def load(path: Path) -> Tokenizer:
