@@ -45,6 +45,17 @@ def _open(port: int, body: dict[str, Any], **settings: Any) -> socket.socket:
     return client
 
 
+def _read_until(client: socket.socket, text: bytes) -> bytes:
+    """What came until ``text``: headers and events arrive in as many pieces as the network likes."""
+    client.settimeout(60)
+    seen = b""
+    while text not in seen:
+        piece = client.recv(65536)
+        assert piece, f"the server closed the connection after {seen!r}"
+        seen += piece
+    return seen
+
+
 CHAT: dict[str, Any] = {"prompt": ..., "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -56,9 +67,8 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_request(
     engine = FakeEngine(info_overrides={"max_model_len": 2 * LONG})
     engine.hold()
     server = make_server(engine)
-    client = _open(server.port, {"stream": stream, "prompt": prompt, "n": 2})
-    eventually(lambda: len(engine.open_ids) == (2 if prompt == "hello" else 6), "all samples run")
-    client.close()
+    with _open(server.port, {"stream": stream, "prompt": prompt, "n": 2}):
+        eventually(lambda: len(engine.open_ids) == (2 if prompt == "hello" else 6), "all samples run")
     eventually(server.idle, "an idle server")
 
 
@@ -66,11 +76,10 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_request(
 def test_a_client_that_leaves_in_the_middle_ends_its_request(make_server: Any, eventually: Any, stream: bool) -> None:
     engine = PausesAfter(3)
     server = make_server(engine)
-    client = _open(server.port, {"stream": stream})
-    eventually(lambda: engine._held, "three tokens")
-    if stream:
-        assert b"text_completion" in client.recv(65536)
-    client.close()
+    with _open(server.port, {"stream": stream}) as client:
+        eventually(lambda: engine._held, "three tokens")
+        if stream:
+            _read_until(client, b"text_completion")
     eventually(server.idle, "an idle server")
 
 
@@ -78,20 +87,18 @@ def test_a_client_that_closes_only_its_sending_half_is_taken_for_gone(make_serve
     engine = FakeEngine(info_overrides={"max_model_len": 2 * LONG})
     engine.hold()
     server = make_server(engine)
-    client = _open(server.port, {"stream": True})
-    eventually(lambda: engine.open_ids, "a running request")
-    client.shutdown(socket.SHUT_WR)
-    eventually(server.idle, "an idle server")
-    client.close()
+    with _open(server.port, {"stream": True}) as client:
+        eventually(lambda: engine.open_ids, "a running request")
+        client.shutdown(socket.SHUT_WR)
+        eventually(server.idle, "an idle server")
 
 
 def test_a_client_that_leaves_before_its_body_ends_leaves_nothing(
     make_server: Any, eventually: Any, http: httpx.Client
 ) -> None:
     server = make_server()
-    client = socket.create_connection(("127.0.0.1", server.port))
-    client.sendall(_request(server.port, {})[:-10])
-    client.close()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(_request(server.port, {})[:-10])
     assert http.get(f"{server.url}/health").status_code == 200
     eventually(server.idle, "an idle server")
     assert not any(isinstance(message, NewRequest) for message in server.engine.sent)
@@ -101,7 +108,7 @@ def test_a_body_that_never_ends_is_a_408(make_server: Any) -> None:
     server = make_server(limits=BodyLimits(timeout=0.05))
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(_request(server.port, {})[:-10])
-        assert b" 408 " in client.recv(65536).split(b"\r\n", 1)[0]
+        assert b" 408 " in _read_until(client, b"\r\n").split(b"\r\n", 1)[0]
 
 
 def test_a_large_body_is_a_413_that_the_client_can_read(make_server: Any, http: httpx.Client) -> None:
