@@ -116,7 +116,7 @@ class Device(ABC):
         Asked before weights are read, and once more after a warm-up step: the state pool gets of ``free`` what is there
         then, so ``free`` must shrink by whatever is allocated meanwhile, through torch or not. Memory that torch keeps
         for itself and would hand out again counts as free. Where it cannot tell (a device that plays in host memory)
-        users set ``infer.kv_memory``.
+        users set ``infer.kv_memory``; the kit wants it to tell unless the device says ``host_memory``.
         """
 
     @abstractmethod
@@ -142,7 +142,9 @@ class Device(ABC):
     def zeros(self, nbytes: int) -> torch.Tensor:
         """(optional) A large uint8 tensor [nbytes] of zeros at an address that ``alignment`` divides, for the state
         pool; kernels and packings that want aligned memory of their own may ask for it, too, and view it. Default:
-        ``torch.zeros``; on host memory pages that nobody has touched yet, so that an unused pool costs nothing."""
+        ``torch.zeros``, aligned as torch's allocator for that device aligns (CPU tensors: to less than the default
+        ``alignment``); with ``host_memory`` aligned pages that nobody has touched yet, so that an unused pool costs
+        nothing."""
         import numpy as np
         import torch
 
@@ -181,8 +183,9 @@ class Device(ABC):
 
     def peak_memory(self, work: Callable[[], object]) -> int | None:
         """(optional) Bytes of the device that ``work`` takes at its peak beyond what was allocated before, nothing else
-        being under way; the conformance kit compares them with the memory plan. Default: None, and ``work`` is not
-        run: the device does not count."""
+        being under way; the conformance kit compares them with the memory plan. What an op of yours (a custom op, a
+        launch) allocates inside counts as well: a torch dispatch mode sees such an op as one call, and not what it
+        allocates. Default: None, and ``work`` is not run: the device does not count."""
         del work
         return None
 

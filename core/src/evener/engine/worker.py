@@ -9,6 +9,7 @@ from typing import Any
 
 from evener.config.resolve import ResolvedConfig
 from evener.config.schema import Config
+from evener.distributed.joint_capture import JointCapture
 from evener.distributed.world import Place, Ranks
 from evener.engine.assembly import Assembly, assemble, capture_offer
 from evener.engine.device_tables import DeviceTables
@@ -134,7 +135,8 @@ class Worker:
         if offer is None:
             return None
         sizes = ladder(a.config.max_reqs)
-        return DecodeGraphs(self.runner, a.device, offer.value, sizes, a.config.max_reqs, a.config.max_seq_len)
+        capture = JointCapture(offer.value, a.ranks.tp, a.device.torch_device) if a.ranks.tp else offer.value
+        return DecodeGraphs(self.runner, a.device, capture, sizes, a.config.max_reqs, a.config.max_seq_len)
 
     def _warm_up(self, tokens: int) -> None:
         """One step of so many tokens, over the null block: kernels are built and first-call costs are paid before the
@@ -144,14 +146,10 @@ class Worker:
             self.runner.media.warm_up()
         columns = -(-tokens // a.geometry.block_size)
         step = Plan(
-            id=-1,
-            admissions=[Admission(0, [0] * tokens, Sampling(temperature=0.0))],
+            id=-1, admissions=[Admission(0, [0] * tokens, Sampling(temperature=0.0))],
             updates=[TableUpdate(0, 0, [[0] * columns] * len(a.geometry.groups))],
-            slots=[0],
-            starts=[0],
-            counts=[tokens],
-            samples=[0],
-        )
+            slots=[0], starts=[0], counts=[tokens], samples=[0],
+        )  # fmt: skip
         self.execute(step).wait()
 
     def _report(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes) -> None:

@@ -1,0 +1,102 @@
+"""Ranks that share layers replay the same steps: what one of them cannot capture, none does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from evener.config import from_overrides, to_flat
+from evener.contracts.graph import GraphCapture, Replay
+from evener.distributed.joint_capture import JointCapture
+from evener.engine.messages import NewRequest, Sampling
+from evener.errors import EngineError
+from evener.testing import communicators
+from evener.testing.graph_device import GraphDevice
+from evener.testing.rank_threads import rank_threads
+from evener.testing.reference_engine import play
+
+
+class Again(Replay):
+    """Runs the segment anew, with whatever it says to other ranks."""
+
+    def __init__(self, segment: Callable[[], None]) -> None:
+        self.segment, self.runs = segment, 0
+
+    def __call__(self) -> None:
+        self.runs += 1
+        self.segment()
+
+
+class Reruns(GraphCapture):
+    """Captures everything, but for the captures whose numbers are in ``fails``."""
+
+    def __init__(self, fails: frozenset[int]) -> None:
+        self.fails, self.asked, self.replays, self.released = fails, 0, list[Again](), False
+
+    def capture(self, segment: Callable[[], None]) -> Replay:
+        self.asked += 1
+        if self.asked - 1 in self.fails:
+            raise EngineError("out of room for graphs")
+        self.replays.append(Again(segment))
+        return self.replays[-1]
+
+    def release(self) -> None:
+        self.released = True
+
+
+def test_a_capture_that_fails_on_one_rank_fails_on_each_and_others_are_held_by_all() -> None:
+    inner = [Reruns(frozenset({1})), Reruns(frozenset({3})), Reruns(frozenset())]
+
+    def one(group: Any) -> list[str]:
+        capture, said = JointCapture(inner[group.rank], group, torch.device("cpu")), []
+        for _ in range(5):
+            try:
+                said.append("held" if isinstance(capture.capture(lambda: None), Again) else "?")
+            except EngineError as error:
+                said.append(str(error))
+        capture.release()
+        return said
+
+    first, second, third = communicators.on_threads(3, one)
+    full = "out of room for graphs"
+    assert first == ["held", full, "held", "rank 1 of 3 cannot capture it", "held"]
+    assert second == ["held", "rank 0 of 3 cannot capture it", "held", full, "held"]
+    assert third == ["held", "rank 0 of 3 cannot capture it", "held", "rank 1 of 3 cannot capture it", "held"]
+    assert all(capture.released for capture in inner)
+
+
+@pytest.mark.parametrize("fails", [{0}, {1}, {2, 3}], ids=["forward", "sample", "two sizes"])
+def test_tokens_are_right_where_one_rank_cannot_capture_some_steps(
+    start: Any, monkeypatch: pytest.MonkeyPatch, fails: set[int]
+) -> None:
+    alone = start("Llama", **{"infer.use_cuda_graph": False})
+    made: dict[str, Reruns] = {}
+
+    class Device(GraphDevice):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            rank = threading.current_thread().name.removeprefix("evener-rank-")
+            self.capture: Any = made.setdefault(rank, Reruns(frozenset(fails if rank == "1" else ())))
+
+    monkeypatch.setattr("evener.testing.graph_device.GraphDevice", Device)
+    monkeypatch.setattr(communicators, "_ALL", replace(communicators._ALL, capturable=True))
+    flat = to_flat(alone.worker.assembly.config.config) | {"infer.use_cuda_graph": True, "infer.tp_size": 2}
+    messages = [
+        NewRequest(
+            id=f"r{i}", prompt=list(range(1 + 7 * i, 9 + 9 * i)), max_tokens=9 + 3 * i,
+            sampling=Sampling(temperature=0.0),
+        )
+        for i in range(5)
+    ]  # fmt: skip
+    with rank_threads(from_overrides(flat.pop("model"), flat)) as (controller, _):
+        played = play(controller, messages, arrivals={message.id: i for i, message in enumerate(messages)})
+    assert played.tokens == alone.play(messages, every=1)
+    runs = [[replay.runs for replay in made[rank].replays] for rank in ("0", "1")]
+    assert made["1"].asked > max(fails), "the failures came"
+    # The other rank holds what it captured for nothing, and never runs it.
+    assert sum(runs[0]) == sum(runs[1]) > 10 and 0 in runs[0]
