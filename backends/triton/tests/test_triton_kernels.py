@@ -52,6 +52,15 @@ def test_a_kernel_agrees_with_its_reference(kernel: Any) -> None:
     assert set(passed) == set(DTYPES), f"{kernel.name} was never computed: {sorted({r.detail for r in results})}"
 
 
+@pytest.mark.parametrize("op", ["penalize", "grouped_linear"])
+def test_what_is_done_in_parts_agrees_with_its_reference(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evener_kernels_triton.logits._COUNTED", 4)
+    monkeypatch.setattr("evener_kernels_triton.experts.MOST_PAIRS", 20)
+    (kernel,) = (k for k in host_kernels(composite=False) if k.op == op)
+    results = check_kernel(kernel, schemas()[op], HostDevice(0), ("float32",), sizes=(17,), nearest=False)
+    assert {r.outcome for r in results} == {"passed"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", host_kernels(composite=True), ids=lambda k: k.name)
 def test_a_composite_agrees_with_its_expansion(kernel: Any) -> None:
@@ -90,7 +99,9 @@ def test_the_state_provider_keeps_the_contract(dtype: str) -> None:
     for provider in host_states():
         report = check_provider(provider, HostDevice(0), dtype)
         assert report.problems == []
-        words = (": no kind ", ": attends to every earlier token, not to chosen ones")
+        words = [": no kind ", ": attends to every earlier token, not to chosen ones"]
+        if dtype == "float32":  # latents as wide as DeepSeek's, on a device with the least memory
+            words.append("heads of 576/512: tiles of float32 do not fit into 49152 bytes of shared memory")
         assert [reason for reason in report.refused if not any(word in reason for word in words)] == []
 
 

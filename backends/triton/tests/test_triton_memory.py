@@ -17,9 +17,13 @@ from evener.contracts.quant import PackedWeight
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
 from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.expert_composites import MoEWeights
+from evener.ops.latent import LatentWeights
 from evener.testing.reference_device import HostDevice
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonHead, TritonMlpBlock, TritonNormQkvRotaryWrite
-from evener_kernels_triton.experts import TritonMoeBlock
+from evener_kernels_triton.experts import TritonGroupedLinear, TritonMoeBlock
+from evener_kernels_triton.latent import TritonLatentAttentionBlock
+from evener_kernels_triton.latent_state import LatentState
+from evener_kernels_triton.logits import TritonPenalize
 from evener_kernels_triton.state import PagedState
 from evener_kernels_triton.tuning import Tuning
 
@@ -116,7 +120,11 @@ def taken_and_named(kind: Any, tokens: int) -> tuple[int, int]:
             "gate_up": declared(moe.gate_up), "down": declared(moe.down),
             "shared_gate_up": declared(packed(2 * SHARED, HIDDEN)), "shared_down": declared(packed(HIDDEN, SHARED)),
         }  # fmt: skip
-    kernel = kind(HostDevice(0), tuning)
+    return measured(kind(HostDevice(0), tuning), static, tokens, inputs)
+
+
+def measured(kernel: Any, static: dict[str, Any], tokens: int, inputs: tuple[Any, ...]) -> tuple[int, int]:
+    """As ``taken_and_named``, of a call with these inputs."""
     call = OpCall(kernel.op, static, Bucket(tokens, tokens), GPU)
     run = kernel.build(call)
     with torch.inference_mode():
@@ -124,7 +132,8 @@ def taken_and_named(kind: Any, tokens: int) -> tuple[int, int]:
         with Meter() as meter:
             made = run(*inputs)
     results = made if isinstance(made, tuple) else (made,)
-    new = sum(t.nbytes for t in results if t.data_ptr() != stream.data_ptr())
+    given = {t.data_ptr() for t in inputs if isinstance(t, torch.Tensor)}
+    new = sum(t.nbytes for t in results if t.data_ptr() not in given)
     return meter.peak - new, kernel.workspace(call)
 
 
@@ -135,3 +144,84 @@ def test_a_composite_names_what_it_takes_at_a_models_widths(kind: Any, tokens: i
     assert taken <= named + (32 << 10), f"it takes {taken} bytes and names {named}"
     if tokens == 512:
         assert named <= 1.5 * taken + (4 << 20), f"it names {named} bytes and takes {taken}"
+
+
+#: DeepSeek's widths, of all heads and of those of one rank in eight.
+NOPE, ROPE, VALUE, RANK, Q_RANK = 128, 64, 128, 512, 1536
+
+
+def latent(heads: int, q_rank: int, before: list[int], counts: list[int]) -> tuple[int, int]:
+    """Bytes of a step over latents, whose requests have so many tokens and get so many more."""
+    tuning, tokens, hidden = Tuning.of(GPU), sum(counts), 2048
+    provider, pages = LatentState(tuning), 64
+    spec = StateSpec("latent", (StateTensor("latent", (RANK,), "bfloat16"), StateTensor("rope", (ROPE,), "bfloat16")))
+    how = AttentionSpec(heads, NOPE + ROPE, (NOPE + ROPE) ** -0.5, dtype="bfloat16")
+    lengths = [a + b for a, b in zip(before, counts, strict=True)]
+    ints = torch.zeros(tokens + 1, dtype=torch.int32)
+    step = StateStep(
+        tokens=tokens, requests=len(counts), max_query=max(counts), max_kv=max(lengths),
+        query_start=ints[: len(counts) + 1], kv_lens=ints[: len(counts)], positions=ints[:-1], slot_mapping=ints[:-1],
+        block_table=torch.zeros(len(counts), pages).int(), host_query_lens=counts, host_kv_lens=lengths,
+    )  # fmt: skip
+    queries = heads * (NOPE + ROPE)
+    down, o = packed((q_rank or queries) + RANK + ROPE, hidden), packed(hidden, heads * VALUE)
+    q = packed(queries, q_rank) if q_rank else None
+    w = LatentWeights(
+        torch.ones(hidden), down, torch.ones(RANK), packed(heads * (NOPE + VALUE), RANK), o, torch.zeros(512, ROPE),
+        q=q, q_norm=torch.ones(q_rank) if q_rank else None, heads=torch.zeros(heads * (NOPE + VALUE), RANK),
+    )  # fmt: skip
+    static = {
+        "hidden": hidden, "dtype": "bfloat16", "eps": 1e-6, "offset": 0.0, "heads": heads, "nope_dim": NOPE,
+        "rope_dim": ROPE, "value_dim": VALUE, "rank": RANK, "q_rank": q_rank or None, "interleaved": True,
+        "down": declared(down), "o": declared(o), "q": declared(q) if q is not None else None,
+        "state": SimpleNamespace(provider=provider, spec=spec, attention=how),
+    }  # fmt: skip
+    views = provider.bind(torch.zeros(1, spec.nbytes * 32, dtype=torch.uint8), spec, 32)
+    meta = provider.prepare(step, spec, how, 32)
+    x, stream = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, hidden)
+    kernel = TritonLatentAttentionBlock(HostDevice(0), tuning)
+    return measured(kernel, static, tokens, (x, stream, ints[:-1], w, views, meta))
+
+
+@pytest.mark.parametrize(
+    ("before", "counts", "most"),
+    [
+        ([2047], [1], True),
+        ([2047] * 4, [1] * 4, True),
+        ([511] * 64, [1] * 64, True),
+        ([100] * 2, [256] * 2, True),
+        ([100, 0], [256, 256], False),  # one after the other
+        ([0] * 2, [256] * 2, False),  # keys and values are less than queries in latent space
+    ],
+    ids=["one", "split", "batch", "chunks", "both", "prompts"],
+)
+@pytest.mark.parametrize("q_rank", [0, Q_RANK])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_attention_over_latents_names_what_it_takes(
+    heads: int, q_rank: int, before: list[int], counts: list[int], most: bool
+) -> None:
+    taken, named = latent(heads, q_rank, before, counts)
+    assert taken <= named + (32 << 10), f"it takes {taken} bytes and names {named}"
+    if most:
+        assert named <= 1.2 * taken + (64 << 10), f"it names {named} bytes and takes {taken}"
+
+
+@pytest.mark.parametrize(("tokens", "top", "matrices"), [(1, 8, 128), (8192, 8, 128), (8192, 8, 16), (2000, 1, 16)])
+def test_products_with_stacked_matrices_name_their_lists_of_pairs(tokens: int, top: int, matrices: int) -> None:
+    rows = columns = 32
+    x, slots = torch.zeros(tokens, columns, dtype=torch.bfloat16), torch.zeros(tokens, top, dtype=torch.int32)
+    weight = packed(matrices, rows, columns)
+    static = {"weight": declared(weight), "experts": matrices, "rows": rows, "columns": columns, "dtype": "bfloat16"}
+    taken, named = measured(TritonGroupedLinear(HostDevice(0), Tuning.of(GPU)), static, tokens, (x, weight, slots))
+    assert taken <= named, f"it takes {taken} bytes and names {named}"
+    if top > 1:
+        assert named <= 1.05 * taken + (1 << 16), f"it names {named} bytes and takes {taken}"
+
+
+@pytest.mark.parametrize("rows", [1, 32, 100])
+def test_penalties_count_the_ids_of_a_few_rows_at_a_time(rows: int) -> None:
+    vocab, ints, ones = 151936, torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
+    tokens = torch.zeros(rows + 1, 64, dtype=torch.int32)
+    inputs = torch.zeros(rows, vocab), tokens, ints, ints, ints, 64, ones, ones, ones
+    taken, named = measured(TritonPenalize(HostDevice(0), Tuning.of(GPU)), {"vocab": vocab}, rows, inputs)
+    assert taken <= named <= 1.05 * taken <= 1.05 * 4 * 32 * vocab

@@ -24,6 +24,11 @@ from evener_kernels_triton.variants import combined, rises, stacks, streams
 DIRECT = 16
 #: Choosing compares every expert with every other one.
 MOST_EXPERTS = 512
+#: Most pairs that are listed at a time where a list may get all of them. The lists of 128 matrices take 16 MiB then,
+#: and each matrix gets 256 pairs if all get the same, which are worth reading it again.
+MOST_PAIRS = 32768
+#: Most matrices that a row names where there are fewer: some may be on other ranks.
+MOST_NAMED = 32
 GATED = (*ACTIVATIONS, "clamped_swiglu")
 
 
@@ -187,7 +192,7 @@ class TritonRoute(TritonKernel):
 
 
 class TritonGroupedLinear(TritonKernel):
-    """Pairs sorted by matrix, then one launch over all matrices that have some."""
+    """Pairs sorted by matrix, then one launch over all matrices that have some; of very many, a part at a time."""
 
     op = "grouped_linear"
     packings = (PLAIN,)
@@ -200,15 +205,22 @@ class TritonGroupedLinear(TritonKernel):
         ) -> torch.Tensor:
             y = torch.zeros(*slots.shape, rows, dtype=x.dtype, device=x.device)
             if slots.numel():
-                # A row may name a matrix twice here, so that one list can take all pairs.
-                work = sort(tuning, slots.contiguous(), weight.data.shape[0], slots.numel())
-                grouped(tuning, rows_of(x), weight.data, y.view(-1, rows), work, share=True, bias=bias)
+                each = max(1, MOST_PAIRS // slots.shape[1])
+                parts = (t.split(each) for t in (rows_of(x), slots.contiguous(), y))
+                for some, mine, out in zip(*parts, strict=True):
+                    # A row may name a matrix twice here, so that one list can take all pairs.
+                    work = sort(tuning, mine, weight.data.shape[0], mine.numel())
+                    grouped(tuning, some, weight.data, out.view(-1, rows), work, share=True, bias=bias)
+                    del work  # before the next
             return y
 
         return run
 
     def workspace(self, call: OpCall) -> int:
-        return int(4 * call.static["experts"] * call.bucket.high)
+        # How many matrices a row names is not told.
+        matrices = call.static["experts"]
+        pairs = min(call.bucket.high * max(matrices, MOST_NAMED), MOST_PAIRS)
+        return int(4 * matrices * (pairs + 1))
 
 
 class TritonMixExperts(TritonKernel):

@@ -15,7 +15,7 @@ from evener_kernels_triton.composites import enter_rows, project_rows
 from evener_kernels_triton.jit.latent import latent_enter_kernel, latent_leave_kernel, latent_prompt_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.latent_state import LATENT_LAYOUT, LOG2_E, LatentMeta, LatentState, LatentViews, Parts
-from evener_kernels_triton.linear import many, stream
+from evener_kernels_triton.linear import many, partial_sums, stream
 from evener_kernels_triton.primitives import norm_rows
 from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two
 from evener_kernels_triton.variants import combined, products
@@ -48,9 +48,28 @@ class TritonLatentAttentionBlock(TritonKernel):
         return None
 
     def workspace(self, call: OpCall) -> int:
+        s, slot, tuning, high = call.static, call.static["state"], self.tuning.varied(call.variant), call.bucket.high
+        heads, rank, value, down = s["heads"], s["rank"], s["value_dim"], s["down"].rows
+        size: int = getattr(torch, s["dtype"]).itemsize
+        query = heads * (s["nope_dim"] + s["rope_dim"]) if s["q_rank"] else 0
+        inside = max(heads * (2 * rank + s["rope_dim"]), self._expanded(call)) * size
+        # Not more requests than units are split, of any step; others attend before or after them.
+        split = min(high, tuning.units) * inside
+        split += slot.provider.workspace(slot.spec, slot.attention, high, 0)
+        # By launch, numbers a token and bytes beside them: the way in, queries of their latent, attention, the way out.
+        stages = [
+            (s["hidden"] + down, partial_sums(tuning.part("enter"), call, down, s["hidden"])),
+            (down + heads * value + query, max(high * inside, split)),
+            (down + heads * value, partial_sums(tuning.part("project"), call, s["o"].rows, s["o"].columns)),
+        ]
+        if s["q_rank"]:
+            stages.append((down + query + s["q_rank"], partial_sums(tuning, call, s["q"].rows, s["q_rank"])))
+        return max(int(high * width * size + rest) for width, rest in stages)
+
+    def _expanded(self, call: OpCall) -> int:
+        """Numbers that a whole prompt's token takes: its rotated query, its state, its keys and values."""
         s = call.static
-        each = s["heads"] * (2 * s["rank"] + s["rope_dim"] + s["value_dim"]) + 2 * s["down"].rows
-        return int(call.bucket.high * each * getattr(torch, s["dtype"]).itemsize)
+        return int(s["heads"] * (s["rope_dim"] + s["nope_dim"] + s["value_dim"]) + s["rank"] + s["rope_dim"])
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s = call.static
@@ -66,22 +85,29 @@ class TritonLatentAttentionBlock(TritonKernel):
         attend_prompts = _prompts(tuning, call)
         provider: LatentState = s["state"].provider
 
+        def attend(
+            query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, w: LatentWeights, views: LatentViews,
+            part: LatentMeta, out: torch.Tensor,
+        ) -> None:  # fmt: skip
+            if part.whole:
+                attend_prompts(query, latent, positions, w, views, part, out)
+                return
+            inside = inward(query, latent, positions, w, views, part)
+            found, pieces = provider.attend_parts(views, part, inside)
+            if pieces is not None and found.shape[0] > 1:  # with one, every program of the next kernel does it
+                found, pieces = provider.merge(views, part, pieces, found), None
+            outward(found, pieces, w, part, out)
+
         def run(
             x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: LatentWeights,
             views: LatentViews, meta: LatentMeta | StepParts, *index: Any,
         ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
             wide, total = enter(x, residual, w.norm, w.down.data, w.down_bias)
-            found = torch.empty(wide.shape[0], s["heads"] * s["value_dim"], dtype=dtype, device=wide.device)
             query = queries(wide[:, :width], w)
+            found = torch.empty(wide.shape[0], s["heads"] * s["value_dim"], dtype=dtype, device=wide.device)
             for part, rows in _rows(meta, wide.shape[0]):
-                if part.whole:
-                    attend_prompts(query[rows], wide[rows, width:], positions[rows], w, views, part, found[rows])
-                    continue
-                inside = inward(query[rows], wide[rows, width:], positions[rows], w, views, part)
-                latent, pieces = provider.attend_parts(views, part, inside)
-                if pieces is not None and latent.shape[0] > 1:  # with one, every program of the next kernel does it
-                    latent, pieces = provider.merge(views, part, pieces, latent), None
-                outward(latent, pieces, w, part, found[rows])
+                attend(query[rows], wide[rows, width:], positions[rows], w, views, part, found[rows])
+            del query  # of the largest, and the way out needs none of it
             return leave(found, w.o.data, w.o_bias), total
 
         return run

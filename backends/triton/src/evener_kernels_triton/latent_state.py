@@ -17,7 +17,7 @@ from evener_kernels_triton.jit.latent import (
     latent_write_kernel,
 )
 from evener_kernels_triton.kernel import DTYPES, PRECISION
-from evener_kernels_triton.tuning import LEAST, LatentTile, Tuning, power_of_two
+from evener_kernels_triton.tuning import LEAST, MOST_LATENT_SPLITS, LatentTile, Tuning, power_of_two
 
 LATENT_LAYOUT = "triton.latent"
 MAX_RANK = 512
@@ -228,9 +228,11 @@ class LatentState(StateProvider):
         views.rows[blocks] = torch.cat([v.to(views.rows.dtype) for v in values], dim=2)
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
-        # Splits stop when a device is full: programs times parts are bounded whatever the batch.
-        del max_tokens, max_kv
-        return 4 * self._tuning.units * self._tile(attention, 1).m * (spec.tensors[0].shape[0] + 2) * 4
+        # Splits stop when a device is full: tiles of heads times parts are at most two a unit, whatever the batch.
+        del max_kv
+        full = 2 * self._tuning.units * self._tile(attention, 1).m
+        lines = min(full, MOST_LATENT_SPLITS * max_tokens * attention.heads)
+        return lines * (spec.tensors[0].shape[0] + 2) * 4
 
 
 def _size(dtype: str) -> int:

@@ -18,6 +18,8 @@ from evener_kernels_triton.tuning import power_of_two
 
 _CHUNK = 4096
 _PLACES = 1024
+#: Most rows whose ids are counted at a time: a counter for each id of a large vocabulary is 0.6 MB a row.
+_COUNTED = 32
 #: As many log-probabilities a request may ask for.
 _MOST = 20
 #: The sign bit of int32, as a mark beside a count; and less than the key of every number.
@@ -48,10 +50,14 @@ class TritonAddBias(TritonKernel):
 
 
 class TritonPenalize(TritonKernel):
-    """Counts by atomic sums of integers, which have one result in any order."""
+    """Counts by atomic sums of integers, which have one result in any order. Whoever takes a count away leaves zero,
+    so that the next rows find the counters as the first ones did."""
 
     op = "penalize"
     batch_invariant = True
+
+    def workspace(self, call: OpCall) -> int:
+        return int(4 * min(call.bucket.high, _COUNTED) * call.static["vocab"])
 
     def build(self, call: OpCall) -> OpFunction:
         def run(
@@ -63,15 +69,17 @@ class TritonPenalize(TritonKernel):
             rows, vocab = logits.shape
             if not (rows and longest):
                 return logits
-            counts = torch.zeros(rows, vocab, dtype=torch.int32, device=logits.device)
-            slots, prompt, lengths = slots.contiguous(), prompt.contiguous(), lengths.contiguous()
-            grid = (rows, -(-longest // _PLACES))
-            sizes = {"SEEN": _SEEN, "BLOCK": _PLACES, "num_warps": 4}
-            count_kernel[grid](tokens, slots, prompt, lengths, counts, tokens.stride(0), longest, vocab, **sizes)
-            penalize_kernel[grid](
-                logits, tokens, slots, lengths, counts, repetition.contiguous(), frequency.contiguous(),
-                presence.contiguous(), logits.stride(0), tokens.stride(0), longest, vocab, **sizes,
-            )  # fmt: skip
+            counts = torch.zeros(min(rows, _COUNTED), vocab, dtype=torch.int32, device=logits.device)
+            columns = [t.contiguous() for t in (slots, prompt, lengths, repetition, frequency, presence)]
+            places, sizes = -(-longest // _PLACES), {"SEEN": _SEEN, "BLOCK": _PLACES, "num_warps": 4}
+            together = zip(*(t.split(_COUNTED) for t in (logits, *columns)), strict=True)
+            for some, whose, begin, ends, *penalties in together:
+                grid = (some.shape[0], places)
+                count_kernel[grid](tokens, whose, begin, ends, counts, tokens.stride(0), longest, vocab, **sizes)
+                penalize_kernel[grid](
+                    some, tokens, whose, ends, counts, *penalties, logits.stride(0), tokens.stride(0), longest, vocab,
+                    **sizes,
+                )  # fmt: skip
             return logits
 
         return run

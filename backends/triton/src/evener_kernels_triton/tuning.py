@@ -24,6 +24,8 @@ LEAST = 1
 #: Most tokens for which the own products are at least as fast as the library's, and for which they are where rows make
 #: fewer programs than there are units, which the library leaves idle.
 FEW, FEW_WITH_FEW_ROWS = 32, 64
+#: Most parts that a request over latents is cut into.
+MOST_LATENT_SPLITS = 8
 #: Counters that are made at once.
 FEWEST_ARRIVALS = 4096
 
@@ -272,9 +274,14 @@ class Tuning:
     @remembered
     def mixed_tile(self, wide: int, group: int, element: int) -> tuple[int, int, int, int]:
         """Query lines, keys a tile, warps, stages."""
-        m = 128 if wide <= 128 and element <= 2 and self.shared >= 160 << 10 else 64 if wide <= 128 else 32
+        if element > 2:
+            # No matrix unit takes these, so a product is written out: with tiles of 64 a kernel takes 7 s to compile
+            # and is 790 KB long.
+            m, n = max(32, power_of_two(group)), 32 if wide <= 128 else 16
+            return m, n if (m + 2 * n) * wide * element <= self.shared else 16, 8, 1
+        m = 128 if wide <= 128 and self.shared >= 160 << 10 else 64 if wide <= 128 else 32
         m = max(m, 16, power_of_two(group))
-        if m == wide == 128 and element <= 2:
+        if m == wide == 128:
             return m, 32, 4, 3  # 163 µs where 64 keys, 8 warps and 2 stages took 198: 16 prompts of 512, 32 heads
         n = 64 if wide <= 128 else 32
         while n > 16 and (m + 2 * 2 * n) * wide * element > self.shared:
@@ -323,9 +330,9 @@ class Tuning:
 
     def latent_splits(self, programs: int, longest: int, tile: LatentTile) -> int:
         """As ``splits``, but what a part leaves to be merged is as large as what it read of 32 tokens, so a device is
-        filled once and no more, and no request is cut into more than 8."""
+        filled once and no more, and no request is cut into more than ``MOST_LATENT_SPLITS``."""
         wanted = power_of_two(max(1, (2 * self.units) // max(1, programs)) + 1) // 2
-        return max(1, min(wanted, 8, power_of_two(-(-longest // (tile.n * LEAST)))))
+        return max(1, min(wanted, MOST_LATENT_SPLITS, power_of_two(-(-longest // (tile.n * LEAST)))))
 
     @remembered
     def latent_product(self, tokens: int, rank: int) -> Product:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from evener_kernels_triton.jit.arrival import last_to_come
+from evener_kernels_triton.jit.launch import launched
 
 
 @triton.jit
@@ -70,6 +71,7 @@ def _span(keys, splits, N: tl.constexpr, LEAST: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(keys, N), splits), LEAST) * N
 
 
+@launched
 @triton.jit
 def decode_kernel(
     query, keys, values, table, kv_lens, sinks, slopes, out, parts, stats, arrived,
@@ -167,6 +169,7 @@ def _merged(
     return best, mass, acc
 
 
+@launched
 @triton.jit
 def mixed_kernel(
     query, keys, values, table, query_start, kv_lens, sinks, slopes, out,

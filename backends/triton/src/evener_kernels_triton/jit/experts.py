@@ -4,6 +4,7 @@ way."""
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.launch import launched
 from evener_kernels_triton.jit.routing import chosen
 from evener_kernels_triton.jit.rows import activate
 
@@ -34,6 +35,7 @@ def _rows_of(at, there, c, columns, EVEN: tl.constexpr):
     return tl.load(at + c[None, :], mask=mask, other=0.0)
 
 
+@launched
 @triton.jit
 def few_kernel(
     x, w, bias, y, slots, lists, counts, tokens, room, rows, columns, x_row, y_row, alpha, limit,
@@ -101,6 +103,7 @@ def few_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@launched
 @triton.jit
 def many_kernel(
     x, w, bias, y, lists, counts, experts, room, rows, columns, x_row, y_row, alpha, limit,
@@ -156,6 +159,7 @@ def many_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@launched
 @triton.jit
 def mix_kernel(
     x, weights, slots, extra, gate, y, hidden, x_row, x_each, extra_row,
@@ -186,6 +190,7 @@ def mix_kernel(
     tl.store(y + token * hidden + at, r.to(y.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit
 def lone_up_kernel(
     logits, correction, slots, x, gain, w, bias, y, most, rows, columns, scale, eps, offset, alpha, limit,
@@ -267,6 +272,7 @@ def _taken_in(acc, a, x, k, c, inner, TOP: tl.constexpr):
     return acc + a.to(tl.float32) * b.to(tl.float32)[None, :, :]
 
 
+@launched
 @triton.jit
 def lone_down_kernel(
     logits, correction, slots, x, w, bias, extra, gate, y, most, hidden, inner, scale,

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.launch import launched
+
 
 @triton.jit
 def _turned(row, d, inside, weight, eps, offset, cos_sin, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -31,6 +33,7 @@ def _turned(row, d, inside, weight, eps, offset, cos_sin, ROTARY: tl.constexpr, 
     return x * cos[None, :] + partner * sin[None, :]
 
 
+@launched
 @triton.jit
 def rotary_kernel(
     positions, x, y, cos_sin, heads, x_row, x_head, y_row, y_head,
@@ -47,6 +50,7 @@ def rotary_kernel(
     tl.store(y + token * y_row + head[:, None] * y_head + d[None, :], turned.to(y.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit
 def write_kernel(
     slots, key, value, keys, values, key_row, key_head, value_row, value_head, key_page, value_page, kv_heads,
@@ -68,6 +72,7 @@ def write_kernel(
     tl.store(values + at, v.to(values.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit
 def norm_rotary_write_kernel(
     positions, slots, qkv, q_norm, k_norm, cos_sin, query, keys, values,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from evener_kernels_triton.jit.attention import _span
+from evener_kernels_triton.jit.launch import launched
 
 
 @triton.jit
@@ -101,6 +102,7 @@ def _remember(
         tl.store(at, rest.to(turned.dtype.element_ty), mask=real)
 
 
+@launched
 @triton.jit
 def latent_enter_kernel(
     positions, slots, q, w, latent, gain, cos_sin, inside, rows, pages,
@@ -129,6 +131,7 @@ def latent_enter_kernel(
         )  # fmt: skip
 
 
+@launched
 @triton.jit
 def latent_write_kernel(
     slots, latent, rope, pages, latent_row, rope_row, page,
@@ -178,6 +181,7 @@ def _step(qc, qr, c, r, seen, m, mass, acc, scale, PRECISION: tl.constexpr):
     return new, mass, acc
 
 
+@launched
 @triton.jit
 def latent_decode_kernel(
     query, pages, table, kv_lens, out, parts, stats,
@@ -229,6 +233,7 @@ def latent_decode_kernel(
         tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def latent_mixed_kernel(
     query, pages, table, query_start, kv_lens, out,
@@ -284,6 +289,7 @@ def latent_mixed_kernel(
         tl.store(out + at, y, mask=real[:, None] & (d < RANK)[None, :])
 
 
+@launched
 @triton.jit
 def latent_merge_kernel(
     parts, stats, kv_lens, out, splits,
@@ -308,6 +314,7 @@ def latent_merge_kernel(
     tl.store(to + d, y.to(out.dtype.element_ty), mask=d < RANK)
 
 
+@launched
 @triton.jit
 def latent_leave_kernel(
     x, parts, stats, kv_lens, w, y, tokens, splits,
@@ -384,6 +391,7 @@ def _prompt_tile(
     return new, mass, acc
 
 
+@launched
 @triton.jit
 def latent_prompt_kernel(
     q, turned, kv, rope, query_start, out, q_row, kv_row, rope_row, requests, scale,

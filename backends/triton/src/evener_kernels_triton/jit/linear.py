@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from evener_kernels_triton.jit.arrival import last_to_come
+from evener_kernels_triton.jit.launch import launched
 from evener_kernels_triton.jit.rows import activate
 
 
@@ -16,6 +17,7 @@ def _rows(w, n, inside, c, columns, EVEN: tl.constexpr):
     return tl.load(at, mask=inside[:, None] & (c < columns)[None, :], other=0.0, eviction_policy="evict_first")
 
 
+@launched
 @triton.jit
 def stream_kernel(
     x, residual, total, gain, w, bias, y, rows, columns, eps, offset,
@@ -83,6 +85,7 @@ def _take(x, a, u, c, columns, acc, high, ACT: tl.constexpr, EVEN: tl.constexpr)
     return acc, high
 
 
+@launched
 @triton.jit
 def gemv_kernel(
     x, w, bias, y, rows, columns,
@@ -131,6 +134,7 @@ def gemv_kernel(
     tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit
 def skinny_kernel(
     x, w, bias, y, parts, arrived, tokens, rows, columns, x_row, y_row, each,

@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.launch import launched
 from evener_kernels_triton.jit.sampling import _key, _score
 
 
+@launched
 @triton.jit
 def add_bias_kernel(
     logits, ids, values, until, position, row_stride, entries, MINE: tl.constexpr, OTHERS: tl.constexpr,
@@ -32,6 +34,7 @@ def add_bias_kernel(
     tl.store(place, tl.load(place, mask=first, other=0.0) + total, mask=first)
 
 
+@launched
 @triton.jit
 def count_kernel(
     tokens, slots, prompt, lengths, counts, token_stride, longest, vocab, SEEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -48,6 +51,7 @@ def count_kernel(
     tl.atomic_add(count, tl.full([BLOCK], 1, tl.int32), mask=(place < length) & (place >= tl.load(prompt + row)))
 
 
+@launched
 @triton.jit
 def penalize_kernel(
     logits, tokens, slots, lengths, counts, repetition, frequency, presence, row_stride, token_stride, longest, vocab,
@@ -70,6 +74,7 @@ def penalize_kernel(
     tl.store(at, x - tl.where(times > 0, tl.load(presence + row), 0.0), mask=mine)
 
 
+@launched
 @triton.jit
 def likely_kernel(
     logits, peaks, sums, keys, ids, row_stride, vocab, chunks, top, NONE: tl.constexpr, BLOCK: tl.constexpr,
@@ -93,6 +98,7 @@ def likely_kernel(
         key = tl.where(tl.arange(0, BLOCK) == index, NONE, key)
 
 
+@launched
 @triton.jit
 def logprobs_kernel(
     logits, picked, peaks, sums, keys, ids, chosen, values, top_ids, row_stride, chunks, top,

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.launch import launched
 
+
+@launched
 @triton.jit
 def score_kernel(
     x, w, parts, tokens, experts, columns, x_row, each,
@@ -103,6 +106,7 @@ def chosen(
     return expert, rank, taken, weight * scale
 
 
+@launched
 @triton.jit
 def route_kernel(
     logits, router_bias, correction, slots, copies, ids, weights, logits_row, part, most, scale,
@@ -128,6 +132,7 @@ def route_kernel(
     tl.store(weights + at, weight, mask=taken)
 
 
+@launched
 @triton.jit
 def list_kernel(slots, lists, counts, pairs, room, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
     """One slot a program: which of the ``pairs`` (token, choice) go there, in order, and how many."""

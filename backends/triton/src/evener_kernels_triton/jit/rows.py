@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.launch import launched
+
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
@@ -17,6 +19,7 @@ def activate(x, ACT: tl.constexpr):
     return y
 
 
+@launched
 @triton.jit
 def rms_norm_kernel(
     x, residual, weight, y, total,
@@ -44,6 +47,7 @@ def rms_norm_kernel(
     tl.store(y + row * size + at, (v * scale * w).to(y.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit
 def act_and_mul_kernel(x, y, x_row, inner, ACT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """act(x[:, :inner]) * x[:, inner:], BLOCK columns a program."""
@@ -58,6 +62,7 @@ def act_and_mul_kernel(x, y, x_row, inner, ACT: tl.constexpr, BLOCK: tl.constexp
     tl.store(y + row * inner + at, (activate(gate, ACT) * up).to(y.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit
 def take_rows_kernel(ids, table, y, table_row, size, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr):
     """y[t] = table[ids[t]], times ``scale``; BLOCK columns a program."""
@@ -71,6 +76,7 @@ def take_rows_kernel(ids, table, y, table_row, size, scale, SCALED: tl.constexpr
     tl.store(y + row * size + at, v, mask=inside)
 
 
+@launched
 @triton.jit
 def softcap_kernel(x, y, x_row, size, cap, BLOCK: tl.constexpr):
     """cap * tanh(x / cap), BLOCK columns a program."""

@@ -4,6 +4,8 @@ among the chunks' best. Ties go to the lowest id."""
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.launch import launched
+
 
 @triton.jit
 def _hash32(x):
@@ -23,6 +25,7 @@ def _gumbel(seed, position, ids):
     return -tl.log(-tl.log(uniform))
 
 
+@launched
 @triton.jit
 def best_kernel(
     logits, temperature, seed, position, values, ids, row_stride, vocab, chunks,
@@ -87,6 +90,7 @@ def _lowest(line, heat, best, low, limit, vocab, MASS: tl.constexpr, BLOCK: tl.c
     return low
 
 
+@launched
 @triton.jit
 def filtered_kernel(
     logits, temperature, top_k, top_p, min_p, seed, position, out, row_stride, vocab, BLOCK: tl.constexpr,
@@ -143,6 +147,7 @@ def filtered_kernel(
     tl.store(out + row, where)
 
 
+@launched
 @triton.jit
 def choose_kernel(values, ids, out, chunks, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr):
     """Program (row): the best of its chunks."""
@@ -156,6 +161,7 @@ def choose_kernel(values, ids, out, chunks, CHUNKS: tl.constexpr, OVERLAP: tl.co
     tl.store(out + row, tl.load(ids + row * chunks + index))
 
 
+@launched
 @triton.jit
 def apply_mask_kernel(logits, mask, y, row_stride, mask_row, vocab, BLOCK: tl.constexpr):
     """Logits of ids whose bit is 0 become -inf."""

@@ -1,0 +1,138 @@
+"""Launches that cost the host little.
+
+At each launch Triton works out which compiled kernel the arguments need, asks the driver about each pointer and
+prepares what a profiler would like to know; where steps are not captured, that is most of a small step. A ``Launched``
+kernel asks Triton once for each kind of call, and later hands addresses to the compiled kernel.
+
+Calls are of one kind if nothing differs that Triton's rules (``native_specialize_impl``) look at: the device, the types
+of all values, the values of constants and options, each tensor's dtype and its address modulo 16, and of each integer
+whether it is 1 or a multiple of 16 and which of int32, int64 and uint64 holds it. Triton is asked each time where more
+could matter: backends with rules of their own, tensors elsewhere, other types, debugging, hooks. It is not asked again
+when a kernel's globals or compiler settings change between calls of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import BaseBackend
+from triton.compiler import CompiledKernel, make_backend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+_RUNTIME = knobs.runtime
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+#: Types of constants and options: equal values of the same type are the same to a kernel.
+_PLAIN = (bool, int, float, str, NoneType)
+
+
+class Launched(JITFunction):  # type: ignore[misc]
+    """``kernel[grid](…)`` launches as Triton does; all else is what ``triton.jit`` made."""
+
+    #: By form, which is the types of the values in the order written and the keywords: how values are read, and by kind
+    #: the compiled kernel with its launcher, function and packed metadata.
+    _forms: dict[tuple[Any, ...], tuple[Callable[..., tuple[Any, Any]], dict[Any, tuple[Any, ...]]]]
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if type(grid) is not tuple or self.pre_run_hooks or _watched():
+            return self.run(*args, grid=grid, warmup=False, **kwargs)
+        values = (*args, *kwargs.values())
+        written = (tuple(map(type, values)), *kwargs)
+        form = self._forms.get(written)
+        if form is not None:
+            read, known = form
+            active = driver.active
+            device = active.get_current_device()
+            kind, passed = read(device, *values)
+            found = known.get(kind)
+            if found is not None:
+                kernel, run, function, metadata = found
+                x, y, z = (*grid, 1, 1)[:3]
+                run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *passed)
+                return kernel
+        kernel = self.run(*args, grid=grid, warmup=False, **kwargs)
+        if type(kernel) is CompiledKernel:
+            if form is None:
+                form = self._forms[written] = (_reader(self, args, kwargs), {})
+            kind, _ = form[0](driver.active.get_current_device(), *values)
+            if kind is not None:
+                form[1][kind] = (kernel, kernel.run, kernel.function, kernel.packed_metadata)
+        return kernel
+
+
+def launched(function: Any) -> Any:
+    """Decorates what ``triton.jit`` made of a kernel that the host launches; the interpreter's stay as they are."""
+    if type(function) is JITFunction:
+        # Not a wrapper: Triton and torch ask for this class, and the object knows itself (``device_caches``).
+        function.__class__ = Launched
+        function._forms = {}
+    return function
+
+
+def _reader(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., tuple[Any, Any]]:
+    """A function of a device and values of the types of this call, which Triton has accepted. It returns the kind, None
+    where Triton has to be asked, and what the launcher takes, by parameter. It is written out, as Triton's binder is.
+    """
+    here = f"is_{driver.active.get_active_torch_device().type}"
+    if not hasattr(torch.Tensor, here) or not _only_common_rules():
+        return _ask_triton
+    names = [p.name for p in function.params]
+    varying = {p.name for p in function.params if not p.is_constexpr}
+    known = {p.name: p.default for p in function.params if p.has_default}
+    passed = {name: f"known[{name!r}]" for name in known}
+    there, kind = ["True"], ["device"]
+    for i, (name, value) in enumerate([*zip(names, args, strict=False), *kwargs.items()]):
+        v, passed[name] = f"v{i}", f"v{i}"
+        if name not in varying:
+            if type(value) not in _PLAIN:
+                return _ask_triton
+            kind.append(v)
+        elif type(value) in _TENSORS:
+            passed[name] = f"a{i}"
+            there.append(f"{v}.{here}")
+            kind.append(f"{v}.dtype, (a{i} := {v}.data_ptr()) & 15")
+        elif type(value) is int:
+            kind.append(f"not {v} & 15 if 1 < {v} < {1 << 31} else integer({v})")
+        elif type(value) not in _PLAIN or type(value) is str:
+            return _ask_triton
+    if not all(type(value) in _PLAIN for value in known.values()) or len(passed) < len(names):
+        return _ask_triton
+    given = "".join(f", v{i}" for i in range(len(args) + len(kwargs)))
+    launched = "".join(f"{passed[name]}, " for name in names)
+    text = f"lambda device{given}: (({', '.join(kind)},), ({launched})) if {' and '.join(there)} else (None, None)"
+    made: Callable[..., tuple[Any, Any]] = eval(text, {"known": known, "integer": _integer})
+    return made
+
+
+def _ask_triton(device: int, *values: Any) -> tuple[Any, Any]:
+    return None, None
+
+
+def _integer(value: int) -> int:
+    """What Triton asks of an integer, as a number; 0 or 1 for what ``not value & 15`` is of a small one."""
+    if value == 1:
+        return 2
+    width = next((width for width, top in ((0, 31), (1, 63)) if -1 << top <= value < 1 << top), 2)
+    # Beyond 64 bits it is refused, so each is a kind of its own.
+    return 4 * width + (not value & 15) if -1 << 63 <= value < 1 << 64 else value
+
+
+def _only_common_rules() -> bool:
+    """Whether the backend asks no more of arguments than all do; AMD's asks for sizes of tensors."""
+    own = type(make_backend(driver.active.get_current_target()))
+    rules = [name for name in dir(BaseBackend) if name.endswith("_specialization")]
+    return all(getattr(own, name) is getattr(BaseBackend, name) for name in rules)
+
+
+def _watched() -> bool:
+    """Whether launches are debugged or a profiler wants to know of them; before Triton 3.5 a hook is a function."""
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    return bool(_RUNTIME.debug or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
