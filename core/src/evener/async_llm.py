@@ -203,13 +203,9 @@ class AsyncLLM:
         self._check_room(1 if params is None else params.n)
         assert self._chat is not None, "made together with the front end"
         text = await asyncio.to_thread(
-            self._chat.prompt,
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
+            self._chat.prompt, messages, tools=tools, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, template_kwargs=template_kwargs,
+        )  # fmt: skip
         return await self.submit(text, params, request_id=request_id, kind="chat")
 
     async def stream(

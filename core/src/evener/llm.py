@@ -124,14 +124,11 @@ class LLM:
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         texts = [
             self._chat.prompt(
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=template_kwargs,
+                conversation, tools=tools, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, template_kwargs=template_kwargs,
             )
             for conversation in conversations
-        ]
+        ]  # fmt: skip
         return self._run(texts, sampling_params, "chat", raise_on_error)
 
     def close(self) -> None:

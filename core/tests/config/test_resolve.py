@@ -149,7 +149,7 @@ def test_a_length_has_many_names_and_the_shortest_is_what_was_trained_on(
 
 
 def test_a_folder_that_cannot_be_used_says_what_to_give(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
-    assert read_model_facts(str(model_folder("ok", architectures=["A"]))).architectures == ("A",)
+    assert read_model_facts(str(model_folder("ok", model_type="llama"))).model_type == "llama"
     with pytest.raises(CheckpointError, match=r"it does not exist; give a model folder"):
         read_model_facts(str(tmp_path / "no"))
     (tmp_path / "empty").mkdir()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_memory_measured import Meter
 
 from evener.contracts.ops import OpFunction
+from evener.engine.sampler import Sampler
 from evener.ops.reference import sampling
 
 DRAWS, VOCABULARY = 100_000, 12
@@ -256,3 +259,61 @@ def test_without_filters_the_short_way_draws_the_same_tokens_as_the_sorted_one()
     inputs = (logits, ones * 0.8, none, ones, ones * 0, counter * 7, counter)
     short = sampling.sample({"vocab": vocabulary, "filters": False}, lambda *_, **__: pytest.fail("it is a primitive"))
     assert torch.equal(short(*inputs), op("sample", vocabulary)(*inputs))
+
+
+class Alone:
+    """Call sites of a sampler without a model: ops by name, the reference where none is given."""
+
+    def __init__(self, **ops: OpFunction) -> None:
+        self._ops = ops
+
+    def op(self, name: str, path: str, **static: Any) -> Any:
+        function = self._ops.get(name) or getattr(sampling, name)(static, lambda *_, **__: pytest.fail("a primitive"))
+        return SimpleNamespace(table=[function] * 16)
+
+
+def tables(rows: int) -> Any:
+    """Parameters of as many requests, whose sequences have 6 tokens; each has its own penalties and biases."""
+    numbers = torch.arange(rows)
+    ints = torch.stack([numbers * 0, numbers * 7, numbers * 0 + 3], dim=1).to(torch.int32)
+    floats = torch.stack([numbers % 3 * 0.5, *(numbers * 0.0 + v for v in (0.9, 0.0, 1.3, 0.5)), numbers * 0.01], dim=1)
+    entries = (numbers % 7).to(torch.int32)[:, None], numbers[:, None] * 0.1, torch.full((rows, 1), 99).int()
+    tokens = (numbers[:, None] + torch.arange(8) ** 2).remainder(VOCABULARY).int()
+    return SimpleNamespace(tokens=tokens, ints=ints, floats=floats, biases=entries)
+
+
+def test_some_rows_are_changed_and_drawn_as_they_are_among_others() -> None:
+    rows, sampler = 100, Sampler(Alone(), VOCABULARY)  # type: ignore[arg-type]
+    logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    slots, at, some = torch.arange(rows).int(), torch.full((rows,), 6).int(), torch.arange(5, rows, 2).int()
+    table, every = tables(rows), torch.arange(rows).int()
+    want = sampler.adjust(logits.clone(), table, slots, at, 6, every, every)
+    got = sampler.adjust(logits.clone(), table, slots, at, 6, some, some)
+    assert torch.equal(got[5::2], want[5::2])
+    assert torch.equal(got[::2], logits[::2])
+    drawn = sampler.ids(logits, table.floats, table.ints, at, every)
+    best = logits.argmax(-1).int()
+    assert not torch.equal(drawn, best)
+    mixed = sampler.ids(logits, table.floats, table.ints, at, some)
+    assert torch.equal(mixed[5::2], drawn[5::2])
+    assert torch.equal(mixed[::2], best[::2])
+
+
+@pytest.mark.parametrize("count", [1, 99, 100])
+def test_the_logits_of_a_step_are_never_copied_as_a_whole(count: int, one_thread: None) -> None:
+    """The memory plan has them once: ops may take no memory of their own here."""
+    rows, vocabulary = 100, 20_000
+    sampler = Sampler(
+        Alone(
+            penalize=lambda logits, *_: logits, add_bias=lambda logits, *_: logits,
+            sample=lambda logits, *_: torch.zeros(len(logits), dtype=torch.int32),
+        ),  # type: ignore[arg-type]
+        vocabulary,
+    )  # fmt: skip
+    logits, table = torch.zeros(rows, vocabulary), tables(rows)
+    slots, at, some = torch.arange(rows).int(), torch.full((rows,), 6).int(), torch.arange(count).int()
+    with Meter() as meter:
+        changed = sampler.adjust(logits, table, slots, at, 6, some, some)
+        sampler.ids(changed, table.floats, table.ints, at, some)
+    assert changed.data_ptr() == logits.data_ptr()
+    assert meter.peak <= (0 if count == rows else min(32, count) * 4 * vocabulary) + (64 << 10)

@@ -123,13 +123,13 @@ def test_conversion_copies_once_even_when_tied(write_folder: Write, config: Any)
     assert torch.equal(named(build, "model.norm.weight"), stored["model.norm.weight"].float())
 
 
-def test_a_packing_that_copies_a_tied_head_is_a_second_copy_that_the_estimate_names(
+def test_a_packing_that_copies_a_tied_head_is_a_second_copy_that_the_estimate_counts(
     write_folder: Write, config: Any
 ) -> None:
     folder = write_folder(tensors_of(config))
     build, _ = load(folder, layout="blocked")
     estimate = estimate_weights(build.weights, PACKINGS, open_checkpoint(folder).headers)
-    assert [(c.name, c.nbytes) for c in estimate.second_copies] == [("model.embed_tokens.weight", 20 * 12 * 2)]
+    assert estimate.second_copies == 20 * 12 * 2
 
 
 def test_a_device_apart_from_the_host_maps_nothing(write_folder: Write, config: Any) -> None:

@@ -17,7 +17,6 @@ class ModelFacts:
     Attributes:
         path: its folder or file.
         model_type: the family, as the file spells it; "" if the file does not say.
-        architectures: class names that it asks for.
         dtype: the type its weights were saved in, torch's name; None if the file does not say.
         max_positions: the longest sequence that it was made for; None if the file does not say.
         trained_positions: the longest that it was trained on, if the file says that besides.
@@ -25,7 +24,6 @@ class ModelFacts:
 
     path: str
     model_type: str = ""
-    architectures: tuple[str, ...] = ()
     dtype: str | None = None
     max_positions: int | None = None
     trained_positions: int | None = None
@@ -51,7 +49,6 @@ def facts_of(model: str, table: Mapping[str, Any]) -> ModelFacts:
     return ModelFacts(
         path=model,
         model_type=str(_first(layers, "model_type") or ""),
-        architectures=tuple(table.get("architectures") or ()),
         dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         max_positions=lengths[-1] if lengths else None,
         trained_positions=lengths[0] if lengths and lengths[0] < lengths[-1] else None,

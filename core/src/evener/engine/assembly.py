@@ -164,20 +164,14 @@ def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device, encoded: i
     folders = [p.descriptor.tuning for p in loaded.selection.all_packages if p.descriptor.tuning]
     market = Market(
         schemas={p.value.name: p.value for p in loaded.op_schemas()},
-        kernels=kernels,
-        states=states,
-        reference_state=ReferenceState(),
-        reference_packing=PLAIN,
+        kernels=kernels, states=states, reference_state=ReferenceState(), reference_packing=PLAIN,
         device=device.capabilities,
         buckets=token_buckets(max(config.step_tokens, config.max_reqs, encoded)),
         reference_ops="infer.op_impl=ref" if infer.op_impl == "ref" else "",
         reference_attention="infer.attn_type=ref" if infer.attn_type == "ref" else "",
-        forced=config.config.ops,
-        max_fallback=config.config.max_fallback,
-        version=_core_version(),
-        sizes=Sizes(max(config.step_tokens, encoded), config.max_reqs),
-        tuned=read_tuned(infer.tuning, bench, folders),
-    )
+        forced=config.config.ops, max_fallback=config.config.max_fallback, version=_core_version(),
+        sizes=Sizes(max(config.step_tokens, encoded), config.max_reqs), tuned=read_tuned(infer.tuning, bench, folders),
+    )  # fmt: skip
     resolver = Resolver(market)
     resolver.manifest.notes += market.tuned.notes
     return resolver

@@ -100,9 +100,9 @@ def plan_memory(demand: Demand, memory: MemoryInfo, kv_bytes: int | None, longes
     left = memory.free - demand.fixed
     budget = left if kv_bytes is None else kv_bytes
     blocks = min(max(0, budget) // demand.block_bytes, demand.useful + 1)
-    copies = sum(second.nbytes for second in demand.weights.second_copies)
+    weights = demand.weights
     plan = MemoryPlan(
-        weights=demand.weights.counted, copies=copies, mapped=demand.weights.mapped, tables=demand.rows,
+        weights=weights.counted, copies=weights.second_copies, mapped=weights.mapped, tables=demand.rows,
         workspace=demand.workspace, state=blocks * demand.block_bytes, blocks=blocks, block_bytes=demand.block_bytes,
         free=memory.free,
     )  # fmt: skip

@@ -11,6 +11,10 @@ from evener.engine.device_tables import DeviceTables
 from evener.layers.builder import Builder
 from evener.resolution.buckets import bucket_index
 
+#: Most rows of logits that are copied out at a time, where not all are meant: a step's rows of a large vocabulary are
+#: hundreds of megabytes, and the memory plan has room for them once.
+_TOGETHER = 32
+
 
 class LogprobTensors(NamedTuple):
     """Log-probabilities of some rows: chosen [n], values [n, top], ids int32 [n, top]."""
@@ -48,14 +52,13 @@ class Sampler:
         if biased is not None or penalized is not None:
             logits = logits.float()
         for rows, change in ((biased, self._bias), (penalized, self._penalize)):
-            if rows is None:
-                continue
-            if rows.shape[0] == logits.shape[0]:
+            if rows is not None and rows.shape[0] == logits.shape[0]:
                 logits = change(logits, tables, slots, positions, longest)
-            else:
-                some, at = slots.index_select(0, rows), positions.index_select(0, rows)
-                changed = change(logits.index_select(0, rows), tables, some, at, longest)
-                logits = logits.index_copy_(0, rows.long(), changed)
+            elif rows is not None:
+                for some in rows.split(_TOGETHER):
+                    whose, at = slots.index_select(0, some), positions.index_select(0, some)
+                    # Nothing holds what was copied out when the next is.
+                    logits.index_copy_(0, some.long(), change(logits.index_select(0, some), tables, whose, at, longest))
         return logits
 
     def _bias(
@@ -91,19 +94,21 @@ class Sampler:
             logits = self._mask.table[bucket](logits, mask)
         if random is None:
             return self._greedy.table[bucket](logits)  # type: ignore[no-any-return]
-        whole = random.shape[0] == logits.shape[0]
-        ids = None if whole else self._greedy.table[bucket](logits)
-        f, i = floats.index_select(0, random), ints.index_select(0, random)
-        drawn: torch.Tensor = self._sample[filtered].table[bucket_index(random.shape[0])](
-            logits.index_select(0, random),
-            f[:, 0],
-            i[:, 0],
-            f[:, 1],
-            f[:, 2],
-            i[:, 1],
-            positions.index_select(0, random),
+        if random.shape[0] == logits.shape[0]:
+            return self._draw(filtered, logits, floats, ints, positions)
+        ids: torch.Tensor = self._greedy.table[bucket](logits)
+        for some in random.split(_TOGETHER):
+            parts = (part.index_select(0, some) for part in (logits, floats, ints, positions))
+            ids = ids.index_copy_(0, some.long(), self._draw(filtered, *parts))
+        return ids
+
+    def _draw(
+        self, filtered: bool, logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        function = self._sample[filtered].table[bucket_index(logits.shape[0])]
+        return function(  # type: ignore[no-any-return]
+            logits, floats[:, 0], ints[:, 0], floats[:, 1], floats[:, 2], ints[:, 1], positions
         )
-        return drawn if ids is None else ids.index_copy(0, random.long(), drawn)
 
     def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> LogprobTensors:
         """Log-probabilities of rows of logits [n, V]: of ``ids`` int32 [n], and of the ``top`` likeliest."""

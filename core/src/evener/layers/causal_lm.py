@@ -21,22 +21,31 @@ if TYPE_CHECKING:
 class CausalLM(Architecture):
     """A family sets what differs.
 
+    Of ``config.json`` this class reads ``vocab_size``, ``max_position_embeddings``, ``hidden_size``,
+    ``num_attention_heads``, what ``eps_key`` names, all of which must be there, and two that need not be:
+    ``num_key_value_heads`` (it must divide the heads) and ``tie_word_embeddings``. There are as many layers as
+    ``attention`` returns. Whatever else matters a family reads itself. One whose config has other names for these
+    overrides ``__init__`` and hands on a config that has them.
+
     Attributes:
-        names: what checkpoints call embedding, layers (the number follows), norm and head.
+        names: what checkpoints call the embedding, the layers, the norm behind them and the head, in this order;
+            without ``.weight``, and without the layer's number, which follows after a point.
         tied: what ``tie_word_embeddings`` is when ``config.json`` does not say.
         norm: kind of all norms: "rms", "layer", "biased_layer" or "bare_layer" (without a weight).
-        norm_offset: added to the weights of all norms; eps_key: of ``config.json``.
+        norm_offset: added to the weights of all root mean square norms: those of layers, before and after a half, of
+            heads, and the last one. Layer norms have none.
+        eps_key: name of the norms' epsilon in ``config.json``.
         head_bias: whether the head has a bias.
     """
 
     names: tuple[str, str, str, str] = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     embedding: Embedding | None
     head: LMHead | None
-    tied = False
-    norm = "rms"
-    norm_offset = 0.0
-    eps_key = "rms_norm_eps"
-    head_bias = False
+    tied: bool = False
+    norm: str = "rms"
+    norm_offset: float = 0.0
+    eps_key: str = "rms_norm_eps"
+    head_bias: bool = False
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         self.vocab_size, self.max_positions = (count(config, k) for k in ("vocab_size", "max_position_embeddings"))

@@ -24,25 +24,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Attention of one layer; ``prefix`` names refer to the checkpoint, relative to the layer.
+    """Attention of one layer. Names are the checkpoint's, relative to the layer, without ``.weight`` and ``.bias``.
 
     Attributes:
-        heads, kv_heads, head_dim: GQA sizes.
+        heads: query heads.
+        kv_heads: heads of keys and values.
+        head_dim: of queries, keys and values.
         rotary: the layer's angles; ``RotaryConfig(0)`` turns nothing.
-        window: sliding window in tokens, or None; chunk: tokens of the chunks that attention stays in, or None.
+        window: sliding window in tokens, the query's own among them, or None.
+        chunk: tokens of the chunks that attention stays in, or None.
         scale: factor on scores; None is ``head_dim ** -0.5``.
-        qkv_bias, o_bias: whether the projections have biases.
-        qk_norm: whether queries and keys are normalised; qk_norm_over: "head" each head, "all" all heads together,
-            "each" each head by a layer norm with weights of its own, whatever kind the other norms are.
-        qk_norms: names of those norms; with "each", ``{}`` stands for the head's number if they are stored one by one;
-            None if they have no weights. Turning whole heads changes no root mean square, so they may come after.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        o_bias: whether the output projection has one.
+        qk_norm: whether queries and keys are normalised, before they are turned.
+        qk_norm_over: "head" each head, "all" all heads together, "each" each head by a layer norm with weights of its
+            own, whatever kind the other norms are.
+        qk_norms: names of those norms, behind ``at``; with "each", ``{}`` stands for the head's number if they are
+            stored one by one; None if they have no weights. Turning whole heads changes no root mean square, so such
+            may come after.
         softcap: soft cap on scores, or None.
-        sinks: whether each head has a logit that joins its softmax (``sinks``).
+        sinks: whether each head has a logit that joins its softmax; ``self_attn.sinks`` with the default of ``at``.
         slopes: what a score of each head loses per token of distance (``alibi_slopes``), or None.
         temperature: factors on queries by position, or None.
-        at: prefix of its tensors; qkv: names of its projections, one if they are stored as one; o: of the output's.
-        post_norm: name of a norm after the output projection, or None.
-        norm: name of the norm before, or None.
+        at: prefix of its projections and head norms: with the others' defaults ``self_attn.q_proj.weight``.
+        qkv: names of the projections of queries, keys and values, in this order; one name if they are stored as one
+            tensor, whose rows are in this order.
+        o: name of the output projection.
+        post_norm: name of a norm after the output projection, before its result is added to the stream; or None.
+            Not behind ``at``.
+        norm: name of the norm before, or None. Not behind ``at``.
     """
 
     heads: int
@@ -70,17 +80,21 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """MLP of one layer; names refer to the checkpoint, relative to the layer.
+    """MLP of one layer. Names are the checkpoint's, relative to the layer, without ``.weight`` and ``.bias``.
 
     Attributes:
         inner: width between its projections.
         activation: as ``act_and_mul`` and ``activate`` have them.
-        gated: whether the activation's result is multiplied with a further projection.
-        bias: whether the projections have biases.
-        at: prefix of its tensors; rise: names of gate and up, one if they are stored as one or there is no gate; fall:
-            of the projection down.
-        parallel: it reads the stream that attention reads, instead of the one that attention has added to.
-        post_norm: name of a norm after it, or None; norm: of the one before, or None.
+        gated: whether the activation's result is multiplied with a further projection: activation(gate) * up.
+        bias: whether the projections have biases, all or none.
+        at: prefix of its projections: with the others' defaults ``mlp.gate_proj.weight``.
+        rise: names of gate and up, in this order; one name if they are stored as one tensor, the gate's rows first, or
+            if there is no gate.
+        fall: name of the projection down.
+        parallel: it reads the stream that attention reads, instead of the one that attention has added to. It has
+            norms of its own all the same: where one norm serves both halves, give both its name.
+        post_norm: name of a norm after it, before its result is added to the stream; or None. Not behind ``at``.
+        norm: name of the norm before, or None. Not behind ``at``.
     """
 
     inner: int

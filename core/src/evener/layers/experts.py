@@ -21,17 +21,23 @@ class MoEConfig:
     """Experts of one layer; names refer to the checkpoint, relative to the layer.
 
     Attributes:
-        experts, top, inner: how many, how many a token, and the width of one.
-        activation, alpha, limit: as ``act_and_mul`` has them.
-        scoring, groups, top_groups, group_best, renormalize, scale: as ``route`` has them.
+        experts: how many there are.
+        top: how many a token has.
+        inner: width between the projections of one.
+        activation: as ``act_and_mul`` has it, as are ``alpha`` and ``limit``.
+        scoring: as ``route`` has it, as are ``groups``, ``top_groups``, ``group_best``, ``renormalize`` and ``scale``.
         weigh_input: routing weights are factors on the experts' inputs.
         bias: router and experts have biases (experts' as stacked tensors).
         correction: name of the bias that is for choosing only, or None.
         shared_inner: width of the shared experts together; 0 if there are none.
-        router: name of the router; at: prefix of the experts' tensors; projections: gate, up and down of one expert.
+        router: name of the router.
+        at: prefix of the experts' tensors; an expert's number follows.
+        projections: names of gate, up and down of one expert.
         transposed: stacked tensors are stored as [experts, columns, rows].
-        shared: prefix of the shared experts; shared_gate: name of the gate on them, or None.
-        post_norm, norm: names of the norms after (or None) and before.
+        shared: prefix of the shared experts.
+        shared_gate: name of the gate on them, or None.
+        post_norm: name of a norm after the block, or None.
+        norm: name of the norm before.
     """
 
     experts: int

@@ -34,9 +34,11 @@ class LatentConfig:
 
     Attributes:
         heads: query heads.
-        nope_dim, rope_dim: parts of a head's query and key without and with rotation.
+        nope_dim: part of a head's query and key that is not rotated.
+        rope_dim: the rotated part.
         value_dim: width of a head's value.
-        rank: of keys and values together; q_rank: of the queries, None projects them directly.
+        rank: of keys and values together.
+        q_rank: of the queries; None projects them directly.
         rotary: the layer's angles, ``rope_dim`` wide.
         scale: factor on scores; None is ``(nope_dim + rope_dim) ** -0.5``.
         bias: whether the down-projections and the output projection have biases.

@@ -101,10 +101,13 @@ class RotaryConfig:
     """Angles of one kind of layer.
 
     Attributes:
-        dim: the rotated part of a head, 0 for none; base: theta.
+        dim: the rotated part of a head, 0 for none.
+        base: theta.
         scaling: "default", "linear", "llama3" or "yarn".
         factor: how much longer the context was made.
-        low, high, original: Llama 3's frequency bounds (YaRN's: in turns) and its pre-training context.
+        low: Llama 3's lower frequency bound (YaRN's: in turns).
+        high: the upper one.
+        original: (both) the context of pre-training.
         truncate: (YaRN) the bounds become whole dimensions.
         amplitude: factor on cosines and sines.
         interleaved: pairs (2i, 2i+1) instead of halves.

@@ -23,7 +23,10 @@ PERIOD = 1_048_573
 def load_dummy(
     declared: Sequence[Declared], packings: Mapping[str, Packing], device: torch.device, seed: int = 0
 ) -> WeightBytes:
-    """Fill ``value`` of every declared weight (noise; norms with ones or zeros, biases with zeros) and every table.
+    """Fill ``value`` of every declared weight and every table. Matrices and embeddings are normal noise of standard
+    deviation ``STD``; biases of products, of the head, and sinks are zeros; norms are ones, or zeros where an offset is
+    added to them, and the bias of a layer norm is what its weight is. A weight of ``build.weight`` is noise unless its
+    ``dummy`` says otherwise.
 
     A tensor's numbers depend on the seed and its own name alone, and a slice's are those of the whole. One period of
     normal noise is drawn and copied from an offset that follows from the name, so filling runs at the speed of memory.

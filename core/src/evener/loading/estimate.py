@@ -14,26 +14,18 @@ from evener.loading.scheme import Unquantized
 
 
 @dataclass(frozen=True)
-class SecondCopy:
-    """``nbytes`` on top of the first copy of a tensor, because its readers want different layouts."""
-
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class WeightEstimate:
     """What weights will hold.
 
     Attributes:
         counted: bytes in memory, second copies included.
         mapped: bytes that stay pages of the weight files.
-        second_copies: tensors that are held more than once.
+        second_copies: bytes of what is held more than once, as its readers want different layouts; a part of the two.
     """
 
     counted: int
     mapped: int
-    second_copies: tuple[SecondCopy, ...] = ()
+    second_copies: int = 0
 
 
 def estimate_weights(
@@ -60,7 +52,7 @@ def estimate_weights(
             book.add_linear(item, packings[item.layout])
         else:
             book.counted += item.nbytes
-    return WeightEstimate(book.counted, book.mapped, tuple(book.seconds))
+    return WeightEstimate(book.counted, book.mapped, book.second_copies)
 
 
 class _Book:
@@ -68,14 +60,13 @@ class _Book:
 
     def __init__(self, headers: Headers, scheme: QuantScheme, mappable: bool, copied: frozenset[str]) -> None:
         self.headers, self.scheme, self.mappable, self.copied = headers, scheme, mappable, copied
-        self.counted = self.mapped = 0
-        self.seconds: list[SecondCopy] = []
+        self.counted = self.mapped = self.second_copies = 0
         self.held: dict[str, set[tuple[Any, ...]]] = {}
 
     def add_tensor(self, item: Weight) -> None:
         nbytes = int(math.prod(item.shape) * DTYPE_BYTES[item.dtype])
         if item.make is not None:
-            self.seconds.append(SecondCopy(item.name, nbytes))
+            self.second_copies += nbytes
         if len(item.sources) > 1 or item.make is not None:
             self.counted += nbytes
         else:
@@ -109,7 +100,7 @@ class _Book:
         if key in held:
             return
         if held:
-            self.seconds.append(SecondCopy(name, nbytes))
+            self.second_copies += nbytes
         held.add(key)
         if mapped:
             self.mapped += nbytes
