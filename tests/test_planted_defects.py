@@ -28,6 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("readback-live", "device"),
         ("block-forgets-norm", "mlp_block"),
         ("scratch-unnamed", "rms_norm"),
+        ("eps-fixed", "add_rms_norm"),
     ],
 )
 def test_a_planted_fault_is_caught_where_the_backend_passes_without_it(defect: str, part: str, site: Path) -> None:

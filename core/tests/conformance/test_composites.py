@@ -63,7 +63,7 @@ class Expansion(Kernel):
 @pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
 def test_the_expansion_of_every_composite_passes(op: str) -> None:
     results = check_composite(Expansion(op), BUILTIN, HostDevice(0), [ReferenceState()])
-    count = 4 if op == "moe_block" else 14
+    count = 6 if op == "moe_block" else 14
     assert len(results) == count and all(r.outcome == "passed" for r in results), "\n".join(map(str, results))
 
 
@@ -143,6 +143,44 @@ def test_a_composite_that_writes_to_a_weight_is_found() -> None:
     kinds = ("grouped", "windowed", "biased")
     results = check_composite(Careless("mlp_block"), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)
     assert all("weight layers.0.post_attention_layernorm.weight was changed" in r.detail for r in results)
+
+
+class Silu(Expansion):
+    """An MLP block that takes one activation, and may forget a detail of what it takes."""
+
+    def __init__(self, forgets: str = "", **instead: Any) -> None:
+        super().__init__("mlp_block")
+        self._forgets, self._instead = forgets, instead
+
+    def supports(self, call: OpCall) -> str | None:
+        usual = call.static["activation"] == "silu" and call.static["norm"] == "rms"
+        return None if usual else "computes silu behind an RMS norm"
+
+    def build(self, call: OpCall) -> OpFunction:
+        run = super().build(replace(call, static={**call.static, **self._instead}))
+        return lambda x, residual, w: run(x, residual, w._replace(**{self._forgets: None}) if self._forgets else w)
+
+
+@pytest.mark.parametrize(
+    ("forgets", "instead"),
+    [("gate_up_bias", {}), ("down_bias", {}), ("post_norm", {"post_norm": False}), ("", {"offset": 0.0}),
+     ("", {"eps": 1e-6})],
+)  # fmt: skip
+def test_details_that_came_with_something_that_a_kernel_refuses_are_shown_to_it_one_at_a_time(
+    forgets: str, instead: dict[str, Any]
+) -> None:
+    right = check_composite(Silu(), BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    alone = {r.case.partition(" over ")[0] for r in right if " layers with " in r.case}
+    assert {r.outcome for r in right} == {"passed", "not applicable"}
+    wanted = {"post_norm post_mlp as windowed", "bias True as biased", "offset 1.0 as windowed"}
+    assert {f"grouped layers with {each} layers" for each in wanted} <= alone
+    wrong = check_composite(Silu(forgets, **instead), BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    assert [r for r in wrong if r.outcome == "failed"]
+
+
+def test_a_kernel_that_takes_every_family_is_shown_no_detail_twice() -> None:
+    results = check_composite(Expansion("mlp_block"), BUILTIN, HostDevice(0), [], dtypes=["float32"])
+    assert not [r.case for r in results if " layers with " in r.case]
 
 
 def test_a_refusal_is_recorded_with_its_reason() -> None:

@@ -259,7 +259,7 @@ def test_captured_steps_are_compared_in_a_type_that_the_device_has(
         raise RuntimeError("seen enough")
 
     monkeypatch.setattr(graphs, "engine", engine)
-    (found,) = graphs._steps(Check("graphs", "x", "", lambda: []), replace(subject, device=device), 1)
+    (found,) = graphs._steps(Check("graphs", "x", "", lambda: []), replace(subject, device=device), 1, "", {})
     assert "seen enough" in found.detail and asked == ["bfloat16"]
 
 

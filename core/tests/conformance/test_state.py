@@ -33,9 +33,16 @@ def test_the_reference_keeps_the_contract_for_every_shape(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_capturable_provider_keeps_the_contract_and_says_what_it_refuses(dtype: str) -> None:
     report = check_provider(MaskedState(), HostDevice(0), dtype)
-    assert report.problems == [] and len(report.checked) == len(SHAPES) - 7
+    assert report.problems == [] and len(report.checked) == len(SHAPES) - 8
     reasons = [r.rpartition(": ")[2] for r in report.refused]
-    assert reasons == [*["has neither sinks nor slopes"] * 4, "no kind latent", "no kind latent", "no kind index"]
+    assert reasons == [*["has neither sinks nor slopes"] * 4, *["no kind latent"] * 3, "no kind index"]
+
+
+def test_the_reference_says_of_kinds_that_it_is_not_asked_for_that_another_provider_serves_them() -> None:
+    provider = ReferenceState()
+    provider.kinds = ReferenceState.kinds - {"index"}
+    refused = check_provider(provider, HostDevice(0), "float32", [INDEX], recurrent=False).refused
+    assert refused == [f"{INDEX}: a provider of the backend's own serves index"]
 
 
 class Stingy(ReferenceState):

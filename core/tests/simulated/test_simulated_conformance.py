@@ -16,7 +16,7 @@ from evener.testing.conformance.run import run
 from evener.testing.conformance.state import Shape, check_provider
 from evener.testing.conformance.subject import open_subject
 from evener.testing.graph_record import RecordedReplay
-from evener.testing.simulated import kernels
+from evener.testing.simulated import kernels, rows  # noqa: F401  (imports `fitting` before a test replaces it)
 from evener.testing.simulated.constraints import CHIPS, Constraints
 from evener.testing.simulated.device import ChipCapture, SimulatedDevice
 from evener.testing.simulated.state import SimulatedPaged

@@ -22,8 +22,20 @@ if TYPE_CHECKING:
 class AttentionWeights(NamedTuple):
     """What an ``attention_block`` needs beside its inputs; None where the model has no such weight.
 
-    A layer norm's weight and bias are one tensor, the bias behind the weight. ``sinks`` [heads] join each head's
-    softmax; ``query_scale`` float32 [positions] are factors on queries.
+    Attributes:
+        norm: [hidden], of the norm before; a layer norm's is float32, and a biased one's [2 * hidden], the bias behind
+            the weight.
+        qkv: queries, keys and values, in this order; rows (heads + kv_heads) * head_dim + kv_heads * value_dim.
+        o: the output projection, [hidden, heads * value_dim].
+        cos_sin: float32 [positions, rotary_dim], as ``rotary`` takes it.
+        qkv_bias: [rows of qkv].
+        o_bias: [hidden]; of ranks one has it.
+        q_norm: [head_dim], of the head norms of queries; where ``qk_norm_over`` is not "head", of all heads one after
+            another.
+        k_norm: the same of keys.
+        sinks: [heads], a logit of each head that joins its softmax.
+        post_norm: [hidden], of the norm after the output projection; as ``norm``.
+        query_scale: float32 [positions], factors on queries, after rotary; the products are rounded.
     """
 
     norm: torch.Tensor | None
@@ -40,7 +52,17 @@ class AttentionWeights(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """What an ``mlp_block`` needs beside its inputs; ``gate_up`` is the first projection alone if it has no gate."""
+    """What an ``mlp_block`` needs beside its inputs; None where the model has no such weight.
+
+    Attributes:
+        norm: [hidden], of the norm before; a layer norm's is float32, and a biased one's [2 * hidden], the bias behind
+            the weight.
+        gate_up: [2 * inner, hidden], the gate's rows first; [inner, hidden] if there is no gate.
+        down: [hidden, inner].
+        gate_up_bias: [rows of gate_up].
+        down_bias: [hidden]; of ranks one has it.
+        post_norm: [hidden], of the norm after the projection down; as ``norm``.
+    """
 
     norm: torch.Tensor | None
     gate_up: PackedWeight
@@ -89,6 +111,9 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
 
 
 def attention_block(static: Static, use: Use) -> OpFunction:
+    """The projection's result has the compute type. ``post_norm`` takes that (of ranks: their sum), computes in float32
+    and rounds to the compute type; ``offset`` is added to its weight, as to that of every root mean square norm of the
+    block, head norms too. The stream stays in float32, and the block's result is added to it by whoever comes next."""
     if static["communicator"] is not None:
         return summed("attention_block", static, use, weights=3)
     outside = ("o", "post_norm", "query_scale", "communicator")
@@ -111,6 +136,7 @@ def attention_block(static: Static, use: Use) -> OpFunction:
 
 
 def mlp_block(static: Static, use: Use) -> OpFunction:
+    """Roundings, ``post_norm`` and ``offset`` are as in ``attention_block``."""
     if static["communicator"] is not None:
         return summed("mlp_block", static, use, weights=2)
     begin, post = add_norm(static, use), any_norm(static, use) if static["post_norm"] else None
@@ -127,6 +153,8 @@ def mlp_block(static: Static, use: Use) -> OpFunction:
 
 
 def decoder_layer(static: Static, use: Use) -> OpFunction:
+    """Parallel: each half has the norm before and the norm after that its own static parameters say; what attention
+    gives is added to the stream in float32, and what the MLP gives is the result beside it."""
     attention = use("attention_block", **static["attention"])
     mlp, parallel = use("mlp_block", **static["mlp"]), static["parallel"]
 

@@ -21,8 +21,24 @@ ROUTE = ("experts", "top", "scoring", "groups", "top_groups", "group_best", "ren
 class MoEWeights(NamedTuple):
     """What a ``moe_block`` needs beside its inputs; None where the model has no such weight.
 
-    ``slots`` int32 [experts, copies] and ``copies`` int32 [experts] say where experts are (``ExpertMap``); stacked
-    weights and biases are indexed by slot. ``correction`` float32 [experts] is added to scores for the choice only.
+    Stacked weights and biases are indexed by slot.
+
+    Attributes:
+        norm: [hidden], of the norm before; a layer norm's is float32, and a biased one's [2 * hidden], the bias behind
+            the weight.
+        router: [experts, hidden]; its products are float32.
+        gate_up: a stack of [2 * inner, hidden], the gate's rows first; for clamped_swiglu in turn with those of up.
+        down: a stack of [hidden, inner].
+        slots: int32 [experts, copies], where each expert is (``ExpertMap``).
+        copies: int32 [experts], how many slots each has.
+        router_bias: [experts].
+        correction: float32 [experts], added to scores for the choice only.
+        gate_up_bias: [slots, 2 * inner].
+        down_bias: [slots, hidden]; of ranks one has it.
+        shared_gate_up: [2 * shared_inner, hidden], of the shared experts.
+        shared_down: [hidden, shared_inner].
+        shared_gate: [1, hidden]; its product's sigmoid is a factor on what the shared experts give.
+        post_norm: [hidden], of the norm after the block; as ``norm``.
     """
 
     norm: torch.Tensor

@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
 
 class DeltaWeights(NamedTuple):
-    """What a ``delta_block`` needs beside its inputs."""
+    """What a ``delta_block`` needs beside its inputs.
+
+    Attributes:
+        norm: [hidden], of the norm before.
+        enter: makes queries, keys, values and gates; those of one key head lie together.
+        filters: [channels, 1, width], of the convolution.
+        a_log: float32 [heads], as ``delta_gates`` takes it.
+        dt_bias: float32 [heads], the same.
+        inner_norm: [value_dim], of the gated norm; without ``offset``.
+        o: the output projection, [hidden, heads * value_dim].
+    """
 
     norm: torch.Tensor
     enter: PackedWeight
@@ -28,7 +38,18 @@ class DeltaWeights(NamedTuple):
 
 
 class GatedAttentionWeights(NamedTuple):
-    """What a ``gated_attention_block`` needs beside its inputs; None where the model has no such weight."""
+    """What a ``gated_attention_block`` needs beside its inputs; None where the model has no such weight.
+
+    Attributes:
+        norm: [hidden], of the norm before.
+        qkv: queries with their gates (each head's query, then its gate), keys, values.
+        o: the output projection, [hidden, heads * head_dim].
+        cos_sin: float32 [positions, rotary_dim], as ``rotary`` takes it.
+        q_norm: [head_dim], of the head norms of queries.
+        k_norm: [head_dim], of those of keys.
+        qkv_bias: [rows of qkv].
+        o_bias: [hidden]; of ranks one has it.
+    """
 
     norm: torch.Tensor
     qkv: PackedWeight

@@ -30,9 +30,20 @@ INNER_EPS = 1e-6
 class LatentWeights(NamedTuple):
     """What a ``latent_attention_block`` needs beside its inputs; None where the model has no such weight.
 
-    ``down`` makes the queries (or their latent, if ``q`` makes queries from it), the latent and the rotated key.
-    ``heads`` is ``kv_b`` as it is, [heads * (nope_dim + value_dim), rank]. ``q_product`` [heads * (rank + rope_dim),
-    …] and ``o_product`` [hidden, heads * rank] are the products that absorption can do without.
+    Attributes:
+        norm: [hidden], of the norm before.
+        down: makes the queries (or their latent, if ``q`` makes queries from it), the latent and the rotated key.
+        kv_norm: [rank], of the norm of the latent.
+        kv_b: [heads * (nope_dim + value_dim), rank], makes keys and values of latents.
+        o: the output projection, [hidden, heads * value_dim].
+        cos_sin: float32 [positions, rope_dim], as ``rotary`` takes it.
+        q: [heads * (nope_dim + rope_dim), q_rank], makes queries of their latent.
+        q_norm: [q_rank], of the norm of the queries' latent.
+        down_bias: [rows of down].
+        o_bias: [hidden]; of ranks one has it.
+        heads: ``kv_b`` as it is, not packed.
+        q_product: [heads * (rank + rope_dim), …], a product that absorption can do without.
+        o_product: [hidden, heads * rank], another one.
     """
 
     norm: torch.Tensor
@@ -51,7 +62,16 @@ class LatentWeights(NamedTuple):
 
 
 class IndexWeights(NamedTuple):
-    """What an ``index_block`` needs beside its inputs."""
+    """What an ``index_block`` needs beside its inputs.
+
+    Attributes:
+        q: [heads * head_dim, q_rank], makes queries of the queries' latent.
+        k: [head_dim, hidden], makes the key.
+        weights: [heads, hidden], makes the heads' weights.
+        k_norm: [head_dim], of the layer norm of the key.
+        k_norm_bias: [head_dim], its bias.
+        cos_sin: float32 [positions, rope_dim], as ``rotary`` takes it.
+    """
 
     q: PackedWeight
     k: PackedWeight

@@ -31,6 +31,7 @@ DEFECTS = {
     "sum-tail": "a sum over ranks leaves out the last element of an odd number",
     "too-much-supported": "more than 64 tokens are accepted at start-up and refused at run time",
     "scratch-unnamed": "a norm takes ten times the scratch memory that it names for the memory plan",
+    "eps-fixed": "norms add 1e-6 to the mean of squares, whatever the model asks for",
     "block-forgets-norm": "the fused MLP block does not add the residual before its norm",
 }
 

@@ -15,6 +15,7 @@ ACTIVATIONS = {
 
 def norm(x, weight, eps, offset):
     wide = x if planted("norm-half") else x.float()
+    eps = 1e-6 if planted("eps-fixed") else eps
     squares = wide.square().sum(-1, keepdim=True)
     width = -(-x.shape[-1] // 16) * 16 if planted("norm-padded") else x.shape[-1]
     found = wide.float() * torch.rsqrt(squares.float() / width + eps) * (weight.float() + offset)

@@ -70,7 +70,9 @@ def softcap(static: Mapping[str, Any], use: Use) -> OpFunction:
 
 def encode_attention(static: Mapping[str, Any], use: Use) -> OpFunction:
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+        # Copies, as some of torch's kernels for this read rows at odd addresses as if they were at even ones.
+        even = torch.contiguous_format
+        q, k, v = (part.transpose(0, 1)[None].clone(memory_format=even) for part in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v, scale=static["scale"])[0].transpose(0, 1)
 
     return run

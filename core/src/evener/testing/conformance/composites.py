@@ -3,6 +3,9 @@
 The model has two decoder layers and a head. One copy is resolved with the kernel and a state provider, the other with
 the expansion over reference ops in float32 from the same rounded weights. Hidden states, logits and the written state
 must agree over a prefill, a decode and a mixed step.
+
+A family of layers has several details, and a kernel that refuses one of them is not asked for the others: those are
+then shown to it one at a time, in a family that it takes.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -53,6 +56,24 @@ _MIXED: dict[type, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+#: Whose details an op sees; "": of the layer or the head.
+_PARTS = {
+    "mlp_block": ("mlp", ""), "moe_block": ("mlp", ""), "attention_block": ("attention", ""), "head": ("",),
+    "norm_qkv_rotary_write": ("attention", ""),
+}  # fmt: skip
+#: Fields of a family and its parts that are no details, but names and sizes.
+_SIZES = {
+    "name", "attention", "mlp", "absorb", "eps", "heads", "kv_heads", "head_dim", "inner", "experts", "top", "at",
+    "qkv", "rise", "fall", "key_heads", "key_dim", "value_dim", "width", "nope_dim", "rope_dim", "rank",
+}  # fmt: skip
+#: Details that are nothing alone.
+_TOGETHER = {
+    "gated": ("gated", "rise"), "qk_norm_over": ("qk_norm", "qk_norm_over"), "qk_norms": ("qk_norm", "qk_norms"),
+    "groups": ("groups", "top_groups", "group_best", "scoring", "correction", "experts", "top"),
+    "shared_gate": ("shared_inner", "shared_gate"), "alpha": ("alpha", "limit", "activation"),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of decoder layer."""
@@ -65,6 +86,7 @@ class Family:
     norm: str = "rms"
     scale: float = 1.0
     absorb: str = "auto"
+    eps: float = 0.1  # large enough to be missed
 
     def calls(self, op: str) -> bool:
         """Whether its layers call a composite; of those that several kinds of layer call, all but odd mixers' do."""
@@ -77,7 +99,9 @@ class Family:
 
     def within(self, dtype: str) -> Family:
         """As it is checked in a type: rounding in a narrow one would choose other tokens, so there all are chosen."""
-        how = self.attention
+        how, mlp = self.attention, self.mlp
+        if dtype != "float32" and isinstance(mlp, MoEConfig) and mlp.correction is None:
+            return replace(self, mlp=replace(mlp, top=mlp.experts))
         if dtype == "float32" or not isinstance(how, LatentConfig) or how.index is None:
             return self
         return replace(self, attention=replace(how, index=replace(how.index, top=_LONGEST)))
@@ -148,6 +172,10 @@ def families() -> tuple[Family, ...]:
                 experts=6, top=2, inner=40, scoring="sigmoid", correction="correction", groups=3, top_groups=2,
                 group_best=2, scale=2.5, shared_inner=24, shared_gate="gate", post_norm="post_mlp",
             ),
+        ),
+        Family(
+            "plain expert", AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
+            MoEConfig(experts=5, top=2, inner=40),
         ),
         Family(
             "biased expert",
@@ -225,10 +253,10 @@ class TinyModel:
         self.build = build = Builder(dtype, _LONGEST, absorb=family.absorb)
         layer: Any = DecoderLayer if isinstance(family.attention, AttentionConfig) else MixerLayer
         self.layers: list[DecoderLayer] = [
-            layer(build, f"layers.{i}", _HIDDEN, family.attention, family.mlp, 1e-5, family.offset, family.norm)
+            layer(build, f"layers.{i}", _HIDDEN, family.attention, family.mlp, family.eps, family.offset, family.norm)
             for i in range(2)
         ]
-        norms = norm_common(build, _HIDDEN, 1e-5, family.offset, family.norm)
+        norms = norm_common(build, _HIDDEN, family.eps, family.offset, family.norm)
         self.head = LMHead(build, "head.weight", "norm", _VOCAB, norms, cap=family.cap, scale=family.scale)
         market = Market(
             schemas={s.name: s for s in schemas}, kernels=[Offer(k, _PACKAGE, "0") for k in kernels],
@@ -418,18 +446,63 @@ def check_composite(
         watch: notes fallbacks to the host.
     """
     watched = _watched(kernel, watch or HostWatch(device))
-    results = []
+    results: list[CaseResult] = []
+
+    def check(family: Family, dtype: str, provider: StateProvider) -> bool:
+        """Whether the kernel takes it."""
+        try:
+            outcome, detail = _check(watched, schemas, device, provider, linears, dtype, family, seed)
+        except Exception as error:  # the backend's; it is the finding
+            outcome, detail = "failed", raised(error)
+        if outcome != "not applicable" or family.name in names:
+            case = f"{family.name} layers over {provider.name}"
+            results.append(CaseResult("composites", kernel.op, kernel.name, dtype, case, outcome, detail))
+        return outcome != "not applicable"
+
+    names = [f.name for f in families() if f.calls(kernel.op) and (not kinds or f.name in kinds)]
     for dtype in dtypes:
-        fitting = [f.within(dtype) for f in families() if f.calls(kernel.op)]
-        for family in [f for f in fitting if not kinds or f.name in kinds]:
-            for provider in providers or (ReferenceState(),):
-                case = f"{family.name} layers over {provider.name}"
-                try:
-                    outcome, detail = _check(watched, schemas, device, provider, linears, dtype, family, seed)
-                except Exception as error:  # the backend's; it is the finding
-                    outcome, detail = "failed", raised(error)
-                results.append(CaseResult("composites", kernel.op, kernel.name, dtype, case, outcome, detail))
+        fitting = [f.within(dtype) for f in families() if f.name in names]
+        for provider in providers or (ReferenceState(),):
+            taken = [family for family in fitting if check(family, dtype, provider)]
+            for family in details(kernel.op, taken, fitting):
+                if _valid(family, schemas):
+                    check(family, dtype, provider)
     return results
+
+
+def details(op: str, taken: Sequence[Family], asked: Sequence[Family]) -> Iterator[Family]:
+    """The first of those that were ``taken``, with one detail each that only others have which were ``asked`` for."""
+    parts = _PARTS.get(op, ("attention", "mlp", ""))
+    seen = {(part, name, repr(value)) for family in taken for part, name, value in _own(family, parts)}
+    for family in asked if taken else ():
+        for part, name, value in _own(family, parts):
+            base: Any = getattr(taken[0], part) if part else taken[0]
+            same = not part or type(base) is type(getattr(family, part))
+            if same and (part, name, repr(value)) not in seen:
+                seen.add((part, name, repr(value)))
+                source = getattr(family, part) if part else family
+                other = replace(base, **{each: getattr(source, each) for each in _TOGETHER.get(name, (name,))})
+                changed: dict[str, Any] = {part: other} if part else {name: value}
+                yield replace(taken[0], **changed, name=f"{taken[0].name} layers with {name} {value} as {family.name}")
+
+
+def _own(family: Family, parts: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """Details of a family that are no sizes: the part it is of, its name, what it is."""
+    for part in parts:
+        value = getattr(family, part) if part else family
+        for each in fields(value):
+            if each.name not in _SIZES:
+                yield part, each.name, getattr(value, each.name)
+
+
+def _valid(family: Family, schemas: Sequence[OpSchema]) -> bool:
+    """Whether layers can have such a detail without the others that it came with."""
+    try:
+        model = TinyModel(HostDevice(0), "float32", family, (), ReferenceState(), schemas)
+        model.step(torch.zeros(2, _HIDDEN), (0, 0), (1, 1))
+    except Exception:  # nothing of the backend's is in it
+        return False
+    return True
 
 
 def _check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from evener.contracts.graph import GraphCapture
 from evener.contracts.ops import Kernel, OpSchema
 from evener.errors import EngineError
-from evener.testing.conformance.model import FAMILY, differences, engine, prompts, tiny_folder
+from evener.testing.conformance.model import FAMILY, WINDOWED, differences, engine, prompts, tiny_folder
 from evener.testing.conformance.ops import Prepared, load_cases, outputs_of
 from evener.testing.conformance.outcome import CaseResult, Check, raised
 from evener.testing.conformance.subject import Subject
@@ -45,7 +45,9 @@ def graph_results(check: Check, subject: Subject, dtypes: Sequence[str], seed: i
             if problems is None:
                 continue
             yield check.result(label, "failed" if problems else "passed", "; ".join(problems), dtype)
-    yield from _steps(check, subject, seed)
+    yield from _steps(check, subject, seed, "", {})
+    # What a step tells the device of its lengths it tells once for each group of layers that share a block table.
+    yield from _steps(check, subject, seed, " where every second layer has a window", WINDOWED)
 
 
 def _replayed(
@@ -90,18 +92,19 @@ def _replayed(
     return []
 
 
-def _steps(check: Check, subject: Subject, seed: int) -> Iterator[CaseResult]:
+def _steps(check: Check, subject: Subject, seed: int, of: str, shape: Mapping[str, Any]) -> Iterator[CaseResult]:
     """Tokens of captured decode steps, while requests of different lengths come and go."""
-    case, dtype = "tokens of captured steps equal eager ones", subject.dtypes[0]
-    if FAMILY not in subject.loaded.architectures:
-        yield check.result(case, "unknown", f"no package brings {FAMILY}; type: pip install evener-models")
+    case, dtype = "tokens of captured steps equal eager ones" + of, subject.dtypes[0]
+    [family] = shape.get("architectures", [FAMILY])
+    if family not in subject.loaded.architectures:
+        yield check.result(case, "unknown", f"no package brings {family}; type: pip install evener-models")
         return
     said: list[list[list[int]]] = []
     asked = prompts(seed)[:6]
     info: Any = {}
     for captured in (False, True):
         with tempfile.TemporaryDirectory() as name:
-            tiny_folder(subject, Path(name))
+            tiny_folder(subject, Path(name), shape)
             try:
                 client = engine(subject, Path(name), dtype, **{"infer.use_cuda_graph": captured})
                 info = client.receive(1)[0].info  # type: ignore[union-attr]

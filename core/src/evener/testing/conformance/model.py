@@ -26,6 +26,11 @@ _SHAPE = {
     "vocab_size": 211, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
 }  # fmt: skip
+#: The same with biases, and with two groups of state.
+WINDOWED: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention"],
+}  # fmt: skip
 #: How far apart the oracle's two best logits may be where another token was chosen, as a part of the largest logit.
 _TIE = {"float32": 1e-4, "bfloat16": 0.06, "float16": 0.01}
 
@@ -52,9 +57,10 @@ def engine(subject: Subject, folder: Path, dtype: str, **overrides: Any) -> Inli
     return InlineClient(control(config, executor, worker.facts), Ready(info=worker.facts.info))
 
 
-def tiny_folder(subject: Subject, folder: Path) -> dict[str, Any]:
-    """Write the tiny model's ``config.json``; returns it."""
-    config = {**subject.loaded.architectures[FAMILY].load().tiny_config(), **_SHAPE}
+def tiny_folder(subject: Subject, folder: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Write the tiny model's ``config.json``, with ``shape`` in it; returns it."""
+    wanted = {"architectures": [FAMILY], **(shape or {})}
+    config = {**subject.loaded.architectures[wanted["architectures"][0]].load().tiny_config(), **_SHAPE, **wanted}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return config
 

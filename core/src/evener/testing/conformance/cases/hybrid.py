@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from evener.contracts.ops import OpCase
-from evener.testing.conformance.cases.basic import Maker
+from evener.testing.conformance.cases.basic import EPS, Maker
 
 
 def delta_gates(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
@@ -26,4 +26,4 @@ def gated_rms_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
         x = make.noise(*shape, scale=3.0)
         x[-1] = 0
         weight = make.noise(shape[-1], scale=0.2, shift=1.0)
-        yield OpCase({"hidden": shape[-1], "dtype": dtype, "eps": 1e-6}, (x, make.noise(*shape), weight))
+        yield OpCase({"hidden": shape[-1], "dtype": dtype, "eps": EPS}, (x, make.noise(*shape), weight))

@@ -10,7 +10,7 @@ from evener.contracts.ops import OpCase
 from evener.contracts.quant import WeightPart, plain
 from evener.layers.declared import LinearWeight
 from evener.testing.communicators import Mirror
-from evener.testing.conformance.cases.basic import Maker
+from evener.testing.conformance.cases.basic import EPS, Maker
 
 
 def all_reduce(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
@@ -33,7 +33,7 @@ def all_reduce_norm(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     make = Maker(dtype, generator)
     for size, rows, hidden, norm, offset in ((2, 1, 64, "rms", 0.0), (4, 5, 96, "rms", 1.0), (3, 0, 16, "rms", 0.0),
                                              (2, 7, 60, "layer", 0.0)):  # fmt: skip
-        static = {"communicator": Mirror(size), "hidden": hidden, "dtype": dtype, "eps": 1e-5, "offset": offset}
+        static = {"communicator": Mirror(size), "hidden": hidden, "dtype": dtype, "eps": EPS, "offset": offset}
         kind = "float32" if norm == "layer" else None
         weight = make.noise(hidden, dtype=kind, scale=0.2, shift=1.0 - offset)
         yield OpCase({**static, "norm": norm}, (make.noise(rows, hidden), weight))
@@ -60,7 +60,7 @@ def vocab_greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
         parts = (WeightPart("head", held, hidden, plain(dtype), {"weight": matrix}),)
         bare = (WeightPart("head", held, hidden, plain(dtype)),)
         static = {
-            "communicator": Mirror(size, rank), "hidden": hidden, "dtype": dtype, "eps": 1e-5, "offset": 0.0,
+            "communicator": Mirror(size, rank), "hidden": hidden, "dtype": dtype, "eps": EPS, "offset": 0.0,
             "norm": "rms", "vocab": size * held, "cap": cap, "logit_scale": 1.0,
             "weight": LinearWeight("head", bare, held, hidden, dtype, out="float32"),
         }  # fmt: skip
