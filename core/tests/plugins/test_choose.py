@@ -32,7 +32,7 @@ def test_the_argument_wins_over_the_environment_and_the_environment_over_the_sco
     assert site.choose(EVENER_BACKEND="").backend.name == "high"
     chosen = site.choose(EVENER_BACKEND="middle")
     assert (chosen.backend.name, chosen.reason) == ("middle", "named by EVENER_BACKEND=middle")
-    assert site.choose("low", EVENER_BACKEND="middle").reason == "named by --backend low"
+    assert site.choose("low", EVENER_BACKEND="middle").reason == "named by backend=low"
 
 
 def test_a_tie_is_an_error_that_names_both_and_the_option_to_set(site: Site) -> None:
@@ -62,7 +62,7 @@ def test_marks_fit_but_the_probe_fails_or_hangs_stops_start_up(site: Site, body:
 def test_a_named_backend_whose_probe_fails_raises_with_the_cause(site: Site) -> None:
     site.add("backend", "cpu", probe=score_of(10))
     site.add("backend", "chip", probe=probing("raise OSError('driver too old')"))
-    with pytest.raises(ProbeError, match=r"--backend chip: .*driver too old") as raised:
+    with pytest.raises(ProbeError, match=r"backend=chip: .*driver too old") as raised:
         site.choose("chip")
     assert raised.value.__cause__ is not None
 
@@ -70,7 +70,7 @@ def test_a_named_backend_whose_probe_fails_raises_with_the_cause(site: Site) -> 
 def test_a_named_backend_without_its_hardware_says_what_it_missed(site: Site) -> None:
     site.add("backend", "cpu", probe=score_of(10))
     site.add("backend", "chip", probe=NO_MARKS)
-    with pytest.raises(NoBackendError, match=r"--backend chip: .*no /dev/chip"):
+    with pytest.raises(NoBackendError, match=r"backend=chip: .*no /dev/chip"):
         site.choose("chip")
     assert site.choose().backend.name == "cpu"
 

@@ -336,11 +336,18 @@ def test_a_backend_without_that_device_says_what_its_probe_found(site: Site) -> 
         site.load().open_device(7)
 
 
-def test_a_module_that_fails_to_import_is_an_error_with_the_cause(site: Site) -> None:
-    site.add("backend", "chip", module="import nowhere_to_be_found")
-    with pytest.raises(DescriptorError, match=r"dist-chip.*nowhere_to_be_found") as raised:
+def test_a_module_that_fails_to_import_is_an_error_with_the_cause_and_its_line(site: Site) -> None:
+    site.add("backend", "chip", module="import os\nimport nowhere_to_be_found")
+    with pytest.raises(DescriptorError, match=r"dist-chip.*nowhere_to_be_found.*\(at \S+\.py:2\); .*mend it") as raised:
         site.load()
     assert isinstance(raised.value.__cause__, ModuleNotFoundError)
+
+
+def test_of_a_module_that_cannot_be_read_no_line_of_anybody_else_is_named(site: Site) -> None:
+    site.add("backend", "chip", module="def")
+    with pytest.raises(DescriptorError, match=r"failed with SyntaxError: .*mend it") as raised:
+        site.load()
+    assert "(at " not in str(raised.value)
 
 
 STATES = f"""{NAMED}

@@ -56,7 +56,7 @@ def requested_backend(requested: str | None, environ: Mapping[str, str] | None =
     """The backend that was named, and where (argument, then ``EVENER_BACKEND``); (None, "") if none was."""
     environ = os.environ if environ is None else environ
     if requested:
-        return requested, f"--backend {requested}"
+        return requested, f"backend={requested}"
     named = environ.get("EVENER_BACKEND", "").strip()
     return (named, f"EVENER_BACKEND={named}") if named else (None, "")
 

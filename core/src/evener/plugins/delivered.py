@@ -58,13 +58,13 @@ def place(value: object) -> str:
         return repr(value)
 
 
-def told(package: Package, cause: Exception) -> str:
-    """What ``package``'s code raised, the line of its own that was reached, and what was likely meant."""
+def told(module: str, cause: BaseException) -> str:
+    """What the code of ``module``'s package raised, the line of its own that was reached, if any was, and what was
+    likely meant."""
     steps = list(walk_tb(cause.__traceback__))
-    top = (package.descriptor.module or "").partition(".")[0]
-    own = [(frame, line) for frame, line in steps if str(frame.f_globals.get("__name__")).partition(".")[0] == top]
+    own = [s for s in steps if str(s[0].f_globals.get("__name__")).partition(".")[0] == module.partition(".")[0]]
     frame, line = (own or steps)[-1]
-    text = f"{type(cause).__name__}: {cause} (at {frame.f_code.co_filename}:{line})"
+    text = f"{type(cause).__name__}: {cause}" + f" (at {frame.f_code.co_filename}:{line})" * bool(own)
     unknown = _UNKNOWN.search(str(cause))
     made = {**frame.f_globals, **frame.f_locals}.get(unknown[1]) if unknown else None
     return text + (did_you_mean(unknown[2], inspect.signature(made).parameters) if unknown and made else "")

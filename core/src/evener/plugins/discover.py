@@ -12,6 +12,7 @@ import importlib_metadata
 from evener.contracts.descriptor import CORE_CONTRACTS, GROUPS, Descriptor
 from evener.errors import DescriptorError, DuplicateNameError, PluginError, UnknownNameError
 from evener.plugins.catalog import LAZY, Catalog, Disabled, Origin, Package, Problem
+from evener.plugins.delivered import told
 from evener.plugins.guard import torch_free
 from evener.plugins.validate import check_contracts, check_descriptor
 
@@ -171,8 +172,8 @@ def _load(item: _Found) -> object:
             return item.entry.load()
     except (Exception, SystemExit) as cause:  # anything a stranger's module may do on import; the cause is kept
         raise DescriptorError(
-            f"{item.origin}: reading its descriptor {item.entry.value!r} failed with {type(cause).__name__}: {cause}; "
-            f"reinstall or uninstall {item.origin.distribution}"
+            f"{item.origin}: reading its descriptor {item.entry.value!r} failed with {told(item.entry.module, cause)}; "
+            f"reinstall or uninstall {item.origin.distribution}, or mend it, if it is yours"
         ) from cause
 
 

@@ -120,7 +120,7 @@ class Hub:
         except EvenerError:
             raise
         except Exception as cause:  # a stranger's function; the cause is kept
-            raise HookError(f"{package}: {hook} raised {told(package, cause)}") from cause
+            raise HookError(f"{package}: {hook} raised {told(package.descriptor.module or '', cause)}") from cause
         if caller.spec is not None and caller.spec.opts["firstresult"]:
             return result
         return result[0] if result else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from evener.errors import BackendError, DescriptorError, EvenerError, PluginError
 from evener.plugins.catalog import Package, targets
 from evener.plugins.choose import Selection
-from evener.plugins.delivered import check_delivered
+from evener.plugins.delivered import check_delivered, told
 from evener.plugins.hub import Hub, Provided
 from evener.plugins.options import options_by_package
 from evener.plugins.target import prepare_torch_import
@@ -147,6 +147,6 @@ def _module(package: Package) -> ModuleType:
         raise
     except Exception as cause:  # a stranger's module; the cause is kept
         raise DescriptorError(
-            f"{package}: importing its module {path} failed with {type(cause).__name__}: {cause}; "
-            f"reinstall {package.distribution}, or disable it with EVENER_DISABLE_PLUGINS={package.distribution}"
+            f"{package}: importing its module {path} failed with {told(path, cause)}; reinstall {package.distribution},"
+            f" mend it if it is yours, or disable it with EVENER_DISABLE_PLUGINS={package.distribution}"
         ) from cause
