@@ -3,11 +3,13 @@
     python benchmarks/gpu_check.py [PART ...] [--out FOLDER]
 
 Parts, in this order: ``doctor``; ``kit:AREA[:DTYPE]`` (an area of the conformance kit, in one compute type or in all;
-``kit:collectives`` takes two devices); ``models`` (captured against eager, greedy tokens against transformers);
+``kit:collectives`` takes two devices; ``kit:each`` is all of them, each op, kind of state and type in a process of its
+own, so that one that dies takes nobody along); ``models`` (captured against eager, greedy tokens against transformers);
 ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights); ``profile:MODEL`` (kernels of a decode
 step); ``experts:MODEL`` (how many experts a layer a step reads). MODEL is a name of ``shapes.py``; ``--weights
 uniform`` draws its weights as vLLM does (``peer_weights.py``). A part that fails or takes too long is reported, and the
-next one runs. Full logs go to FOLDER (or $OUT), a summary to standard output.
+next one runs. Parts of the kit share the devices that CUDA_VISIBLE_DEVICES lists, and the processor. Full logs go to
+FOLDER (or $OUT), a summary to standard output.
 """
 
 from __future__ import annotations
@@ -60,12 +62,27 @@ def main(argv: Sequence[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     parts = list(args.parts or PARTS)
     # Compiling is most of these, so they share the machine; what is timed has it alone.
-    tests = [part for part in parts if part.startswith("kit:")]
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        running = {part: pool.submit(run, part, args) for part in tests}
+    tests = [part for part in parts if part.startswith("kit:") and part != "kit:each"]
+    tests += each(args) if "kit:each" in parts else []
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    with ThreadPoolExecutor(max_workers=max(4, (os.cpu_count() or 4) // 2)) as pool:
+        running = {
+            part: pool.submit(
+                run, part, args, None if part.startswith("kit:collectives") else devices[i % len(devices)]
+            )
+            for i, part in enumerate(tests)
+        }
         results = [report(part, *future.result()) for part, future in running.items()]
-    results += [report(part, *run(part, args)) for part in parts if part not in tests]
+    results += [report(part, *run(part, args)) for part in parts if not part.startswith("kit:")]
     return 1 if any(results) else 0
+
+
+def each(args: argparse.Namespace) -> list[str]:
+    """``kit:NAME:DTYPE`` for all that the kit checks, what takes longest first."""
+    code, lines = run("names", args)
+    if code:
+        raise SystemExit("\n".join(lines))
+    return [f"kit:{line}" for line in lines]
 
 
 def report(part: str, code: int, lines: Sequence[str]) -> int:
@@ -86,19 +103,22 @@ def command_of(part: str, args: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", "evener", "conformance", "--backend", args.backend, "--seed", "5", *words]
     if kind == "models":
         return [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-k", "tokens", "-s", "--tb=short",
-                "-p", "no:cacheprovider", "-o", "filterwarnings=default", "tests/test_accelerator.py"]  # fmt: skip
+                "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-o", "addopts=--import-mode=importlib",
+                "tests/test_accelerator.py"]  # fmt: skip
     extra = [word for pair in args.set for word in ("--set", pair)]
     return [sys.executable, __file__, "--here", part, "--out", str(args.out), "--cases", args.cases,
-            "--weights", args.weights, *extra]  # fmt: skip
+            "--backend", args.backend, "--weights", args.weights, *extra]  # fmt: skip
 
 
-def run(part: str, args: argparse.Namespace) -> tuple[int, list[str]]:
-    """One part; its exit status, and what of its log belongs into the summary."""
+def run(part: str, args: argparse.Namespace, device: str | None = None) -> tuple[int, list[str]]:
+    """One part, on one device or all; its exit status, and what of its log belongs into the summary."""
     log, command = args.out / f"{part.replace(':', '-')}.log", command_of(part, args)
     began = time.perf_counter()
     with log.open("w") as file:
         # Where a process dies, its log ends with the line of Python that it died in.
         environ = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+        if device is not None:  # others are beside it, on the processor too
+            environ |= {"CUDA_VISIBLE_DEVICES": device, "OMP_NUM_THREADS": "2"}
         child = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environ)
         try:
             code = child.wait(args.limit)
@@ -120,6 +140,8 @@ def say(line: str) -> None:
 def here(args: argparse.Namespace) -> int:
     """One timing part, in this process."""
     kind, _, model = args.here.partition(":")
+    if kind == "names":
+        return names(args.backend)
     if args.weights == "uniform":
         peer_weights.use()
     if model not in CONFIGS:
@@ -144,6 +166,26 @@ def here(args: argparse.Namespace) -> int:
                 traceback.print_exc()
                 say(f"{model} {batch}x{prompt}: FAILED: {type(error).__name__}: {str(error)[:500]}")
         llm.close()
+    return 0
+
+
+def names(backend: str) -> int:
+    """Say what the kit's checks are called, and in which types they can be run."""
+    from evener.testing.conformance.outcome import AREAS
+    from evener.testing.conformance.plan import Plan, Request
+    from evener.testing.conformance.subject import open_subject
+
+    plan = Plan(open_subject(backend), Request(0))
+    whole, order = (
+        ("model", "graphs", "device", "collectives"),
+        ("model", "composites", "graphs", "attention", "formats"),
+    )
+    found: dict[str, str] = {}
+    for check in sorted(plan.checks, key=lambda c: (order + AREAS).index(c.area)):
+        found.setdefault(check.area if check.area in whole else check.subject, check.area)
+    for name, area in found.items():
+        for dtype in plan.dtypes if area in order else ("",):
+            say(f"{name}:{dtype}".rstrip(":"))
     return 0
 
 

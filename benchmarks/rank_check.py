@@ -6,7 +6,8 @@
 numbers, equal bits on all ranks, microseconds a sum in a captured row of them. ``pipe``: what pipeline stages rely on,
 between two devices: who posts does not wait, ids that are expected hold up no device, and the time of a round.
 ``tokens``: random small models of several families, one rank against all of them, which share every layer and, with
-``--stages``, are stages too; captured where the device can (with --eager: both). What takes longer than ``--limit``
+``--stages``, are stages too: prompts in pieces, prefixes met again, requests that give way and some that are aborted;
+captured where the device can (with --eager: both). What takes longer than ``--limit``
 seconds is ended, after each of its processes has shown where it stands.
 """
 
@@ -29,13 +30,15 @@ import after_stdlib  # noqa: F401
 
 KIB = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 IN_A_ROW = 40
+#: Blocks of a pool in which the requests do not all fit; there are layers enough for a pool of a megabyte.
+SCARCE = 20
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "hidden_size": 512,
-         "intermediate_size": 1024, "vocab_size": 4099}  # fmt: skip
+         "intermediate_size": 1024, "vocab_size": 4099, "num_hidden_layers": 8}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": HEADS,
     "Qwen2": HEADS,
     "Qwen3Moe": {**HEADS, "moe_intermediate_size": 256},
-    "DeepseekV3": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "DeepseekV3": {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 512, "num_hidden_layers": 8},
 }
 
 
@@ -45,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("parts", nargs="*", default=["sums", "tokens"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--layouts", nargs="*", type=_layout, metavar="RANKSxSTAGES", help="such as 2x1 1x2 2x2")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--limit", type=float, default=120, help="seconds for each model and for each other part")
@@ -54,6 +58,11 @@ def main(argv: Sequence[str]) -> int:
     for part in args.parts:
         wrong += {"sums": sums, "pipe": pipe, "tokens": tokens}[part](args)
     return 1 if wrong else 0
+
+
+def _layout(text: str) -> tuple[int, int]:
+    ranks, _, stages = text.partition("x")
+    return int(ranks), int(stages)
 
 
 def sums(args: argparse.Namespace) -> int:
@@ -160,7 +169,8 @@ def _stage(rank: int, ranks: int, meet: str) -> None:
     device.synchronize()
     row["round_us"] = round((time.perf_counter() - began) / count * 1e6, 1)
     stream.barrier()
-    print(json.dumps({"part": "pipe", "rank": rank, **row}), flush=True)
+    # In one piece: the other rank writes to the same place.
+    os.write(sys.stdout.fileno(), (json.dumps({"part": "pipe", "rank": rank, **row}) + "\n").encode())
 
 
 def _rank(rank: int, ranks: int, meet: str) -> None:
@@ -222,17 +232,17 @@ def _captured(end: Any, tensor: Any, device: Any, graphs: Any) -> float:
 
 def tokens(args: argparse.Namespace) -> int:
     """Random prompts through one rank and through all; for how many models answers differ, or do not come."""
-    wrong = 0
+    wrong, layouts = 0, args.layouts or [(args.ranks, args.stages)]
     for family in args.families:
         for captured in (False, True) if args.eager else (True,):
-            row = {"family": family, "ranks": args.ranks, "stages": args.stages, "captured": captured}
-            found = _within(args.limit, family, args.ranks, args.stages, captured)
-            wrong += found is None or found["same"] < found["answers"]
-            print(json.dumps({**row, **(found or {"answers": None})}), flush=True)
+            found = _within(args.limit * (1 + len(layouts)), family, layouts, captured)
+            wrong += found is None or any(row["same"] < row["answers"] or row["lacks"] for row in found)
+            for row in found or [{"answers": None}]:
+                print(json.dumps({"family": family, "captured": captured, **row}), flush=True)
     return wrong
 
 
-def _within(limit: float, *words: Any) -> dict[str, Any] | None:
+def _within(limit: float, *words: Any) -> list[dict[str, Any]] | None:
     """What ``_compared`` finds, in a process of its own; None if it fails or takes longer."""
     context = multiprocessing.get_context("spawn")
     found, tell = context.Pipe(duplex=False)
@@ -241,7 +251,7 @@ def _within(limit: float, *words: Any) -> dict[str, Any] | None:
     tell.close()
     answered = found.poll(limit)
     try:
-        said: dict[str, Any] | None = found.recv() if answered else None
+        said: list[dict[str, Any]] | None = found.recv() if answered else None
         return said
     except EOFError:  # it has died, and said why
         return None
@@ -250,21 +260,30 @@ def _within(limit: float, *words: Any) -> dict[str, Any] | None:
         _end(process)
 
 
-def _compared(tell: Any, family: str, ranks: int, stages: int, captured: bool) -> None:
-    answers, seconds = [], []
+def _compared(tell: Any, family: str, layouts: Sequence[tuple[int, int]], captured: bool) -> None:
+    alone, rows = None, []
     with tempfile.TemporaryDirectory() as folder:
-        for tp, pp in ((1, 1), (ranks, stages)):
+        for tp, pp in ((1, 1), *layouts):
             began = time.perf_counter()
-            answers.append(_answers(Path(folder) / f"{tp}-{pp}", family, tp, pp, captured))
-            seconds.append(round(time.perf_counter() - began, 1))
-    same = sum(a == b for a, b in zip(*answers, strict=True))
-    tell.send({"answers": len(answers[0]), "same": same, "seconds": seconds})
+            answers, lacks = _answers(Path(folder) / f"{tp}-{pp}", family, tp, pp, captured)
+            if alone is None:
+                alone = answers
+                continue
+            same = sum(answers[id] == alone[id] for id in alone)
+            seconds = round(time.perf_counter() - began, 1)
+            rows.append({"ranks": tp, "stages": pp, "answers": len(alone), "same": same, "lacks": lacks,
+                         "seconds": seconds})  # fmt: skip
+    tell.send(rows)
 
 
-def _answers(folder: Path, family: str, ranks: int, stages: int, captured: bool) -> list[list[int]]:
-    import random
-
-    from evener import LLM, SamplingParams
+def _answers(
+    folder: Path, family: str, ranks: int, stages: int, captured: bool
+) -> tuple[dict[str, list[int]], list[str]]:
+    """Tokens by request, of an engine with room and of one where requests give way to each other and some are aborted;
+    and what did not happen that should have."""
+    from evener.config import from_overrides
+    from evener.engine.messages import Ready
+    from evener.engine.start import start_engine
     from evener.testing.naive import find_architecture
 
     shape = {**find_architecture(f"{family}ForCausalLM").tiny_config(), **FAMILIES[family]}
@@ -274,12 +293,59 @@ def _answers(folder: Path, family: str, ranks: int, stages: int, captured: bool)
                             "infer.step_tokens": 64, "infer.tp_size": ranks, "infer.pp_size": stages}  # fmt: skip
     if not captured:
         keys["infer.use_cuda_graph"] = False
+    answers: dict[str, list[int]] = {}
+    seen, page = {"prefix_hits": 0, "preemptions": 0}, 0
+    for scarce in (False, True):
+        if scarce:
+            keys["infer.kv_memory"] = page * SCARCE
+        client = start_engine(from_overrides(folder, keys), "process" if ranks * stages > 1 else "inline")
+        try:
+            ready = client.receive(None)[0]
+            assert isinstance(ready, Ready), ready
+            memory: Any = ready.info["memory"]
+            page = memory["block_bytes"]
+            for name in ("first", "again"):
+                name += ", scarce" if scarce else ", roomy"
+                found, stats = _played(client, shape["vocab_size"], name, scarce)
+                answers |= found
+            seen = {name: count + getattr(stats, name) for name, count in seen.items()}
+        finally:
+            client.close()
+    return answers, [name for name, count in seen.items() if not count]
+
+
+def _played(client: Any, vocabulary: int, name: str, aborts: bool) -> tuple[dict[str, list[int]], Any]:
+    """Answers to prompts of several lengths, greedy and not, of which two begin alike; with ``aborts`` one of them is
+    ended on the way, and left out."""
+    import random
+
+    from evener.engine.messages import Abort, Dead, Finished, GetStats, NewRequest, Sampling, StatsReport, Tokens
+
     rng = random.Random(4)
-    prompts = [[rng.randrange(3, shape["vocab_size"]) for _ in range(n)] for n in (3, 17, 90, 150)]
-    greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
-    warm = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=48, ignore_eos=True, detokenize=False)
-    with LLM(folder, **keys) as llm:
-        return [o.outputs[0].token_ids for params in (greedy, warm) for o in llm.generate(prompts, params)]
+    prompts = [[rng.randrange(3, vocabulary) for _ in range(n)] for n in (3, 17, 90, 150)]
+    prompts.append(prompts[3][:100] + prompts[1])
+    answers: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        for how in (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.9, seed=5)):
+            id = f"{name}: {number} {how.temperature}"
+            answers[id] = []
+            client.send(NewRequest(id=id, prompt=prompt, max_tokens=48, sampling=how))
+    ended, lost, stats = 0, f"{name}: 2 0.8" if aborts else "", None
+    while ended < len(answers):
+        for event in client.receive(None):
+            assert not isinstance(event, Dead), event.reason
+            if isinstance(event, Tokens):
+                answers[event.id] += event.ids
+                if event.id == lost and len(answers[lost]) > 5:
+                    client.send(Abort(lost))
+            elif isinstance(event, Finished):
+                assert event.error is None, event.error
+                ended += 1
+    client.send(GetStats())
+    while stats is None:
+        stats = next((event for event in client.receive(None) if isinstance(event, StatsReport)), None)
+    answers.pop(lost, None)
+    return answers, stats
 
 
 if __name__ == "__main__":
