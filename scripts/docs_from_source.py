@@ -27,6 +27,12 @@ def module_text(path: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def class_text(path: Path, name: str) -> str:
+    """One class of a module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return next(_class(node) for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
 def docstring(node: ast.Module | ast.ClassDef | Function) -> str:
     """A docstring as Markdown: sections become lists, literal blocks become fences; empty if there is none."""
     text = ast.get_docstring(node) or ""
@@ -73,9 +79,12 @@ def inline(text: str) -> str:
 
 
 def _class(node: ast.ClassDef) -> str:
-    frozen = any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
-    bases = [ast.unparse(base) for base in node.bases if ast.unparse(base) not in ("ABC", "Protocol")]
-    kind = "frozen dataclass" if frozen else "protocol" if "Protocol" in map(ast.unparse, node.bases) else "class"
+    marks = " ".join(ast.unparse(each) for each in node.decorator_list)
+    named = ", arguments by name only" if "kw_only=True" in marks else ""
+    bases = [ast.unparse(base) for base in node.bases if ast.unparse(base) not in ("ABC", "Protocol", "NamedTuple")]
+    known = {"Protocol": "protocol", "NamedTuple": "named tuple"}
+    bare = next((known[base] for base in map(ast.unparse, node.bases) if base in known), "class")
+    kind = f"frozen dataclass{named}" if "frozen=True" in marks else bare
     parts = [f"### `{node.name}`", f"*{kind}{' of ' + ', '.join(bases) if bases else ''}*", docstring(node)]
     fields = [f"{ast.unparse(each)}" for each in node.body if isinstance(each, ast.AnnAssign)]
     if fields:
@@ -87,7 +96,9 @@ def _class(node: ast.ClassDef) -> str:
 
 
 def _shown(node: Function) -> bool:
-    return bool(ast.get_docstring(node)) or _marked(node, "abstractmethod") or node.name == "__call__"
+    if node.name.startswith("_"):
+        return node.name == "__call__"
+    return bool(ast.get_docstring(node)) or _marked(node, "abstractmethod")
 
 
 def _marked(node: Function, name: str) -> bool:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from docs_from_source import inline, module_text
+from docs_from_source import class_text, inline, module_text
 
 from evener.cli.main import BUILTIN_NAMES, find
 from evener.cli.models import facts
@@ -35,6 +36,16 @@ MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
     "graph", "experts", "request_plugin", "media", "encoder",
 )  # fmt: skip
+#: What families are made of, and the files in ``evener.layers``.
+LAYERS = {
+    "CausalLM": "causal_lm", "AttentionConfig": "decoder", "MLPConfig": "decoder", "MoEConfig": "experts",
+    "LatentConfig": "latent", "RotaryConfig": "rotary", "TemperatureConfig": "rotary", "LogNConfig": "rotary",
+}  # fmt: skip
+#: The weights that composites get as one input, and the files in ``evener.ops``.
+WEIGHTS = {
+    "AttentionWeights": "composites", "MLPWeights": "composites", "MoEWeights": "expert_composites",
+    "LatentWeights": "latent", "IndexWeights": "latent", "DeltaWeights": "hybrid", "GatedAttentionWeights": "hybrid",
+}  # fmt: skip
 #: Every command, in the order in which they are met.
 COMMANDS = (
     "run", "chat", "serve", "explain", "why-not", "tune", "config", "plugins", "doctor", "models", "new",
@@ -102,12 +113,21 @@ def contracts() -> str:
         "# Contracts", MADE,
         "What a package implements. Everything is imported from `evener.contracts.<module>`; no module imports torch.\n"
         "**required** methods are abstract; (optional) ones say what their default does. `T` is a step's token count, "
-        "`R` its output rows.\nHow they fit together: [architecture.md](architecture.md). By example: "
+        "`R` its output rows.\n"
+        "A dataclass takes its fields by place or by name, `Marks(True)`; one marked *arguments by name only* not: "
+        '`Option(type=str, default="blaze", help="The chip.")`.\n'
+        "How they fit together: [architecture.md](architecture.md). By example: "
         "[backend-author.md](backend-author.md), [model-author.md](model-author.md).",
-        "\n".join(f"- [{name}](#{name})" for name in MODULES) + "\n- [built-in ops](#built-in-ops)",
+        "\n".join(f"- [{name}](#{name})" for name in MODULES)
+        + "\n- [layers](#layers)\n- [built-in ops](#built-in-ops)\n- [weights of composites](#weights-of-composites)",
     ]  # fmt: skip
     for name in MODULES:
         parts.append(f"## {name}\n\n{module_text(CONTRACTS / f'{name}.py')}")
+    parts.append(
+        "## layers\n\nWhat families are made of, imported from `evener.layers`; by example: "
+        "[model-author.md](model-author.md)."
+    )
+    parts += [class_text(CONTRACTS.parent / f"layers/{file}.py", name) for name, file in LAYERS.items()]
     parts.append("## Built-in ops")
     parts.append(
         "The meaning of an op is its reference, in plain torch, in `evener.ops.reference`; a composite's is its "
@@ -116,11 +136,18 @@ def contracts() -> str:
     )
     parts += ["### Primitive ops", *(_op(schema) for schema in BUILTIN if not schema.composite)]
     parts += ["### Composite ops", *(_op(schema) for schema in BUILTIN if schema.composite)]
+    parts.append(
+        "## Weights of composites\n\nWhat the inputs `weights`, `attention` and `mlp` of composites hold: tensors, and "
+        "for a declared `LinearWeight` its `PackedWeight`. Of ranks each has its part."
+    )
+    parts += [class_text(CONTRACTS.parent / f"ops/{file}.py", name) for name, file in WEIGHTS.items()]
     return "\n\n".join(parts) + "\n"
 
 
 def _op(schema: OpSchema) -> str:
-    lines = [f"#### `{schema.name}`", "", inline(schema.doc), ""]
+    module, _, function = schema.reference.partition(":")
+    more = inspect.getdoc(getattr(importlib.import_module(module), function))
+    lines = [f"#### `{schema.name}`", "", inline(schema.doc), *([inline(more)] if more else []), ""]
     lines += [f"- static: {_list(f'`{name}` ({text})' for name, text in schema.static.items())}"]
     lines += [f"- in: {_list(map(_tensor, schema.inputs))}", f"- out: {_list(map(_tensor, schema.outputs))}"]
     lines += [f"- {text}" for text in ("touches state" if schema.state else "",) if text]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,7 +100,8 @@ def spoilt(installed: Path, tmp_path: Path) -> Callable[..., Place]:
 
 
 def plain(text: str) -> str:
-    """Without the differences that line breaks, columns and times make."""
+    """Without the differences that line breaks, columns, times and folders make."""
+    text = re.sub(r"\(at \S*/(\S+:\d+)\)", r"(at …/\1)", text)
     return re.sub(r" \((?:\d+\.\d s|cached answer)\)", "", re.sub(r"\s+", " ", text)).strip()
 
 
@@ -128,6 +130,29 @@ def test_a_package_of_kernels_alone_is_described_as_the_page_shows() -> None:
     check_contracts(origin, check_descriptor(origin, shown), CORE_CONTRACTS)
     full = package_files(BACKEND)["evener-backend-abacus/evener_backend_abacus/__init__.py"]
     assert all(tag in full for tag in shown.needs), "the page's backend serves what they need"
+
+
+def test_each_group_s_lengths_are_those_of_the_step_that_is_replayed() -> None:
+    from evener.contracts.graph import GraphCapture, Replay
+
+    names: dict[str, Any] = {"GraphCapture": GraphCapture, "Replay": Replay}
+    exec(named(BACKEND, "name")["graph-update"], names)
+    ran: list[Any] = []
+    made: list[Any] = []
+    step = SimpleNamespace(host_query_lens=[1, 1], host_kv_lens=[1, 1])
+
+    def record(segment: Callable[[], None]) -> Callable[[], None]:
+        segment()
+        return lambda: ran.append([(each.query_lens, each.kv_lens) for each in made])
+
+    chip = names["Chip"](record)
+    groups = 2
+    replay = chip.capture(lambda: made.extend(names["prepare"](chip, step) for _ in range(groups)))
+    replay.update([1, 1], [7, 9])
+    replay()
+    assert ran == [[([1, 1], [7, 9])] * groups]
+    names["prepare"](chip, step)  # of a step that runs eagerly
+    assert len(replay.registered) == groups
 
 
 def test_both_are_found_with_their_distributions_and_versions(place: Place) -> None:
