@@ -1,4 +1,5 @@
-"""Folders of runs: nobody else can read them, they go when closed, and those of killed runs go when the next starts."""
+"""Folders of runs: nobody else can read them, they go when closed, and those of killed ones with the next that opens or
+closes."""
 
 from __future__ import annotations
 
@@ -49,6 +50,21 @@ def test_a_folder_too_deep_for_sockets_is_refused_with_what_to_set(
     short = RunFolder()
     assert short.socket("controller") == f"ipc://{short.path}/controller"
     short.close()
+
+
+def test_a_folder_that_closes_takes_those_of_children_that_were_killed_along(where: Path) -> None:
+    mine = RunFolder()
+    environment = {**os.environ, "TMPDIR": str(where)}
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None
+        theirs = Path(child.stdout.readline().strip())
+        child.kill()
+        child.wait()
+    assert set(where.iterdir()) == {Path(mine.path), theirs}
+    mine.close()
+    assert not list(where.iterdir())
 
 
 def test_a_killed_runs_folder_goes_when_the_next_starts_and_one_of_a_run_that_lives_stays(where: Path) -> None:

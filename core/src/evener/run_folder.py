@@ -1,4 +1,4 @@
-"""Folders for the files of one run: socket files, scratch. What a killed run leaves goes when the next one starts.
+"""Folders for the files of one run: socket files, scratch. What a killed process left goes when another starts or ends.
 
 The owner holds a lock on its folder, which the kernel lets go of whatever becomes of the owner. Nobody else could tidy
 up for sure: a process that ends with its parent may end at any instruction.
@@ -19,7 +19,8 @@ _PREFIX = "evener-run-"
 
 
 class RunFolder:
-    """A new folder that only this user can open. Making one removes those whose owners are gone.
+    """A new folder that only this user can open. Making one, and closing one, removes those whose owners are gone: a
+    process that ends its children before they are done tidies up behind them.
 
     Attributes:
         path: of the folder.
@@ -53,6 +54,7 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+            sweep(Path(self.path).parent)
 
 
 def sweep(where: Path) -> None:
