@@ -25,7 +25,7 @@ JOBS ?= 2
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -68,6 +68,9 @@ test: model  ## the tests, under ten minutes
 
 test-all: models llamacpp  ## the slow tests too
 	@$(PYTEST) -m "not gpu" $(ARGS)
+
+search: model  ## the tests of properties, with examples that no run had before (ARGS="--hypothesis-seed=1": those of a seed)
+	@$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=search $(ARGS)
 
 check: install  ## ruff, mypy, the architecture tests, and whether generated pages are fresh
 	@$(PY) -m ruff check .

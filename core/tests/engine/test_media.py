@@ -28,7 +28,7 @@ from evener.sampling_params import SamplingParams
 from evener.testing.naive import NaiveModel
 from evener.testing.reference_executor import strict_controller
 
-from .traffic import CUTS, STEP_TOKENS, Pick, check_tokens, picks, repeatable
+from .traffic import CUTS, STEP_TOKENS, Pick, check_tokens, patient, picks
 
 GREEDY = Sampling(temperature=0.0)
 HIDDEN = 60
@@ -147,7 +147,7 @@ def test_random_traffic_with_media_gets_the_naive_engines_tokens(
     def wanted(prompt: int, count: int) -> list[int]:
         return expected(naive, request("any", count, *PROMPTS[prompt]))
 
-    @repeatable(examples)
+    @patient(examples)
     @given(
         picked=picks(len(PROMPTS), least=4),
         forked=st.sets(st.integers(1, 6)),

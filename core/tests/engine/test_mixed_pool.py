@@ -23,7 +23,7 @@ from evener.search import Search
 from evener.testing.installed import write_distribution
 from evener.testing.naive import NaiveModel
 
-from .traffic import CUTS, STEP_TOKENS, Pick, check_tokens, picks, repeatable
+from .traffic import CUTS, STEP_TOKENS, Pick, check_tokens, patient, picks
 
 GREEDY = Sampling(temperature=0.0)
 NOISE = torch.Generator().manual_seed(11)
@@ -66,7 +66,7 @@ def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
     def wanted(prompt: int, count: int) -> list[int]:
         return naive.greedy(PROMPTS[prompt], count)
 
-    @repeatable(examples)
+    @patient(examples)
     @given(
         picked=picks(len(PROMPTS), least=3),
         parents=st.dictionaries(st.integers(1, 6), st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=4),

@@ -23,7 +23,7 @@ from evener.engine.blocks import BlockPool
 from evener.engine.state import BlockTable, StateManager
 from evener.errors import UnknownNameError
 
-from .traffic import repeatable
+from .traffic import patient
 
 KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
 TENSORS = (StateTensor("key", (1, 2), "float32"),)
@@ -44,7 +44,7 @@ def chunk(size: int) -> StateSpec:
 def run(machine: type[RuleBasedStateMachine], examples: int) -> None:
     run_state_machine_as_test(
         machine,
-        settings=repeatable(examples, stateful_step_count=30),
+        settings=patient(examples, stateful_step_count=30),
     )
 
 

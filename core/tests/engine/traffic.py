@@ -18,12 +18,11 @@ CUTS = st.dictionaries(st.integers(0, 6), st.integers(1, 5), max_size=2)
 STEP_TOKENS = st.sampled_from([5, 24, 64])
 
 
-def repeatable(examples: int, **more: Any) -> settings:
-    """The same examples at every run, however long one takes; ``more`` of hypothesis' own settings."""
+def patient(examples: int, **more: Any) -> settings:
+    """However long an example takes; ``more`` of hypothesis' own settings."""
     return settings(
         max_examples=examples,
         deadline=None,
-        derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
         # Shrinking a failure takes minutes, more than a test may; whoever looks for the cause deletes this line.
