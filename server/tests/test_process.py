@@ -104,7 +104,8 @@ class Served:
 def serve(folder: Path) -> Iterator[Any]:
     made: list[Served] = []
 
-    def start(drain: float = 30.0, *words: str) -> Served:
+    # A drain outlasts whatever a test does meanwhile on a busy machine.
+    def start(drain: float = 120.0, *words: str) -> Served:
         made.append(Served(folder, drain, *words))
         return made[-1]
 
@@ -149,7 +150,7 @@ def test_requests_that_outlast_the_limit_are_ended_with_a_reason(serve: Any, htt
         *_, last = lines
     assert "shutting down" in last and '"error"' in last
     assert served.process.wait(120) == 0
-    assert "1 requests did not end within 0.05 s" in "".join(served.log)
+    served.wait_for("1 requests did not end within 0.05 s")  # it may still be on its way through the pipe
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -214,7 +215,7 @@ def test_an_engine_that_dies_ends_its_requests_with_the_reason_and_the_process_w
 
 
 def test_with_restart_a_new_engine_follows_one_that_died(serve: Any) -> None:
-    served = serve(30.0, "restart")
+    served = serve(120.0, "restart")
     served.go_on("die")
     served.wait_for("starting again")
     served.wait_for(r"(?s)starting again.*serving fake at http")
