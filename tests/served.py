@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,6 +37,50 @@ def tiny_model(folder: Path, tokenizer: bool = True) -> Path:
     shape["vocab_size"] = VOCAB_SIZE
     (folder / "config.json").write_text(json.dumps(shape), "utf-8")
     return folder
+
+
+#: Runs as Python starts, and only in a worker: holds it until the file is there.
+_HOLD = """
+import sys
+import time
+from pathlib import Path
+
+if sys.orig_argv[2:4] == ["evener.engine.child", "worker"]:
+    from evener.engine.worker import Worker
+
+    held = Worker.{method}
+
+    def hold(self, *given, **named):
+        if {when}:
+            while not Path({file!r}).exists():
+                time.sleep(0.01)
+        return held(self, *given, **named)
+
+    Worker.{method} = hold
+"""
+
+
+class Hold:
+    """Worker processes that stop in the middle of their work and go on when they are let go: whatever a test does
+    meanwhile comes before that, also where the machine gives the test no time.
+
+    Args:
+        folder: an empty one.
+        step: the step that does not begin; None: not even the model is loaded.
+
+    Attributes:
+        environ: the variables with which a server has such workers.
+    """
+
+    def __init__(self, folder: Path, step: int | None) -> None:
+        self._file = folder / "go on"
+        method, when = ("__init__", "True") if step is None else ("execute", f"given[0].id >= {step}")
+        (folder / "sitecustomize.py").write_text(_HOLD.format(method=method, when=when, file=str(self._file)))
+        self.environ = {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+    def let_go(self) -> None:
+        """Go on, for good."""
+        self._file.touch()
 
 
 class Served:
@@ -135,6 +181,17 @@ def descendants(pid: int) -> dict[int, str]:
                 found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
                 found.update(descendants(child))
     return found
+
+
+def free_port() -> int:
+    """A port that nobody has, and that the kernel gives to nobody who asks for any: to no connection and no server of
+    another test before it is bound."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(10_000, first), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no port from 10000 to {first} is free")
 
 
 def eventually(condition: Callable[[], Any]) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from served import EVENER, PATIENCE, Served, descendants, eventually, tiny_model
+from served import EVENER, PATIENCE, Hold, Served, descendants, eventually, free_port, tiny_model
 
 from evener.run_folder import sweep
 
@@ -30,7 +31,8 @@ def real(smollm2_dir: Path) -> Iterator[Served]:
     """A real model behind a real server; for tests that leave nothing behind."""
     with Served.model(smollm2_dir, *SMALL) as served:
         yield served
-        assert served.stats()["blocks_used"] == 0
+        # Those of a request that has just met its end token return with the step that was under way.
+        eventually(lambda: served.stats()["blocks_used"] == 0)
         assert served.stop() == 0
 
 
@@ -43,6 +45,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(folder: Path) -> Iterator[Served]:
     """A model of random weights behind a server of its own; for tests that end it or look at what is left."""
     with Served.model(folder, *TINY) as served:
+        yield served
+
+
+#: ``evener serve``, which goes on for minutes instead of seconds to say that its engine has died: on a busy machine it
+#: takes that long to ask.
+PATIENT = """
+import sys
+from evener.cli.main import main
+from evener_server import process
+process._LAST_WORDS_SECONDS = 600.0
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def mortal(folder: Path, tmp_path: Path) -> Iterator[Served]:
+    """As ``tiny``, for tests that end its worker: no request ends before, as the worker stops in its 20th step."""
+    program = (sys.executable, "-c", PATIENT, folder, "serve.port=0", *TINY)
+    with Served("env", *(f"{name}={value}" for name, value in Hold(tmp_path, 20).environ.items()), *program) as served:
         yield served
 
 
@@ -210,8 +231,10 @@ def test_limits_from_below_stop_ids_and_deadlines(client: OpenAI, smollm2_dir: P
     cut = chat(client, max_tokens=60, extra_body={"stop_token_ids": [stop]})
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].message.content == plain.choices[0].message.content.split(" is")[0]
-    late = chat(client, max_tokens=900, extra_body={"max_time": 3.0, "ignore_eos": True})
-    assert late.choices[0].finish_reason == "timeout" and 0 < late.usage.completion_tokens < 900
+    # Time for a first token on any machine, and too little on any for all of them.
+    late = chat(client, n=8, max_tokens=900, extra_body={"max_time": 8.0, "ignore_eos": True})
+    assert {choice.finish_reason for choice in late.choices} == {"timeout"}
+    assert 0 < late.usage.completion_tokens < 8 * 900
     with pytest.raises(openai.APIStatusError) as missed:
         chat(client, extra_body={"max_time": 1e-6})
     assert missed.value.status_code == 504 and missed.value.code == "deadline_exceeded"
@@ -262,7 +285,9 @@ async def test_64_clients_that_come_and_go_leave_no_block_in_use(tiny: Served) -
         await asyncio.to_thread(eventually, lambda: idle(tiny))
         after = await client.completions.create(model=tiny.name, prompt="still here?", max_tokens=3)
         assert after.usage is not None and after.usage.completion_tokens <= 3
-    assert tiny.stats()["finished"] >= 64 and idle(tiny)
+    assert tiny.stats()["finished"] >= 64
+    # The last one's blocks, too, once the step after its end token is done.
+    await asyncio.to_thread(eventually, lambda: idle(tiny))
     assert tiny.stop() == 0
     assert "Traceback" not in tiny.log
 
@@ -295,37 +320,42 @@ def idle(served: Served) -> bool:
     return stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
 
 
-def test_a_killed_worker_ends_its_requests_with_the_reason_and_the_server_is_alive_but_not_ready(tiny: Served) -> None:
-    (worker,) = (pid for pid, command in descendants(tiny.process.pid).items() if "engine.child worker" in command)
-    with connect(tiny) as client:
-        stream = complete(client, model=tiny.name, stream=True, max_tokens=1900, extra_body={"ignore_eos": True})
+def test_a_killed_worker_ends_its_requests_with_the_reason_and_the_server_is_alive_but_not_ready(
+    mortal: Served,
+) -> None:
+    (worker,) = (pid for pid, command in descendants(mortal.process.pid).items() if "engine.child worker" in command)
+    with connect(mortal) as client:
+        stream = complete(client, model=mortal.name, stream=True, max_tokens=1900, extra_body={"ignore_eos": True})
         next(iter(stream))
         os.kill(worker, signal.SIGKILL)
         with pytest.raises(openai.APIError, match=r"worker process was killed by signal SIGKILL"):
             for _ in stream:
                 continue
-        assert tiny.get("/health").status_code == 200
-        ready = tiny.get("/ready")
+        assert mortal.get("/health").status_code == 200
+        ready = mortal.get("/ready")
         assert ready.status_code == 503 and "SIGKILL" in ready.json()["error"]["message"]
         with pytest.raises(openai.InternalServerError, match="SIGKILL") as refused:
-            complete(client, model=tiny.name)
+            complete(client, model=mortal.name)
         assert refused.value.status_code == 503
-    below = descendants(tiny.process.pid)
-    assert tiny.stop() == 0
+    below = descendants(mortal.process.pid)
+    assert mortal.stop() == 0
     eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below))
 
 
-def test_a_worker_that_dies_at_rest_is_noticed(tiny: Served) -> None:
-    (worker,) = (pid for pid, command in descendants(tiny.process.pid).items() if "engine.child worker" in command)
+def test_a_worker_that_dies_at_rest_is_noticed(mortal: Served) -> None:
+    (worker,) = (pid for pid, command in descendants(mortal.process.pid).items() if "engine.child worker" in command)
     os.kill(worker, signal.SIGKILL)
-    eventually(lambda: tiny.get("/ready").status_code == 503)
-    assert tiny.get("/health").status_code == 200 and tiny.get("/stats").status_code == 503
-    assert tiny.stop() == 0
+    eventually(lambda: mortal.get("/ready").status_code == 503)
+    assert mortal.get("/health").status_code == 200 and mortal.get("/stats").status_code == 503
+    assert mortal.stop() == 0
 
 
-def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(folder: Path) -> None:
+def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(folder: Path, tmp_path: Path) -> None:
+    port, hold = free_port(), Hold(tmp_path, 20)
+    environ = [f"{name}={value}" for name, value in hold.environ.items()]
     # On a busy machine the stream may take longer than a drain does by default.
-    with Served.model(folder, *TINY, f"--drain-timeout={PATIENCE}") as tiny, connect(tiny) as client:
+    program = (EVENER, "serve", folder, f"serve.port={port}", *TINY, f"--drain-timeout={PATIENCE}")
+    with Served("env", *environ, *program) as tiny, connect(tiny) as client:
         stream = complete(
             client, model=tiny.name, stream=True, max_tokens=1000, extra_body={"ignore_eos": True},
             stream_options={"include_usage": True},
@@ -333,12 +363,12 @@ def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(folder: Pa
         next(iter(stream))
         tiny.process.send_signal(signal.SIGTERM)
         tiny.wait_for("SIGTERM: 1 requests may run")
+        hold.let_go()
         *_, last = stream
         assert last.usage is not None and last.usage.completion_tokens == 1000
         assert tiny.process.wait(PATIENCE) == 0
         with pytest.raises(httpx.TransportError):
             tiny.get("/health")
-    port = tiny.url.rpartition(":")[2]
     with Served.model(folder, *TINY, f"serve.port={port}") as again, connect(again) as client:
         assert again.url == tiny.url
         assert complete(client, model=again.name, max_tokens=2).usage.completion_tokens <= 2
@@ -356,7 +386,10 @@ def test_a_signal_while_the_engine_starts_ends_every_process_with_one_line(
 
 def stop_while_it_starts(folder: Path, number: signal.Signals, temporary: Path) -> None:
     command = [str(word) for word in (EVENER, "serve", folder, "serve.port=0", *TINY)]
-    environ = {**os.environ, "TMPDIR": str(temporary)}
+    held = temporary / "held"
+    held.mkdir()
+    # Nothing is ever loaded: a busy machine could give this process no time until the engine had started.
+    environ = {**os.environ, **Hold(held, None).environ, "TMPDIR": str(temporary)}
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
     ) as process:
