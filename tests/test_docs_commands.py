@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import DOCS
-from served import Served
+from served import Served, eventually
 from source_tree import ROOT
 
 pytestmark = pytest.mark.model
@@ -126,7 +126,8 @@ def test_a_command_serves(row: Row, smollm2_dir: Path, folder: Path, monkeypatch
 def server(smollm2_dir: Path) -> Iterator[Served]:
     with Served.model(smollm2_dir, "infer.max_seq_len=2048", "infer.kv_memory=256MiB") as served:
         yield served
-        assert served.stats()["blocks_used"] == 0
+        # Those of a request that has just met its end token return with the step that was under way.
+        eventually(lambda: served.stats()["blocks_used"] == 0)
 
 
 @pytest.mark.slow
