@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from docs_blocks import DOCS, Block, blocks, documents, install, named, package_files
+from served import free_port
 from source_tree import ROOT
 
 pytestmark = pytest.mark.model
@@ -71,16 +71,10 @@ def test_a_runnable_block_runs(block: Block, smollm2_dir: Path, packages: Path, 
     assert done.stdout.strip() or "assert " in block.text
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.fixture
 def served(request: pytest.FixtureRequest, smollm2_dir: Path, packages: Path, tmp_path: Path) -> Iterator[str]:
     """A document's ``serve`` block, ready, on a free port; it must end well on SIGTERM."""
-    block, port = request.param, free_port()
+    block, port = request.param, str(free_port())
     words = command(block, smollm2_dir, port)
     words[-1] = f"exec {words[-1].strip()}"
     with (tmp_path / "log").open("w") as log:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import EVENER, PATIENCE, Served, tiny_model
+from served import EVENER, PATIENCE, Served, free_port, tiny_model
 
 from evener import LLM, SamplingParams
 from evener.testing.naive import find_architecture
@@ -48,12 +47,6 @@ def test_a_real_model_gives_the_tokens_of_one_rank(qwen_dir: Path, tp: int, pp: 
         with LLM(qwen_dir, **keys, **more) as llm:
             found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
     assert found[0] == found[1]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import demo
 import fetch_models
 import pytest
 from model_sources import SOURCES, STAMP, Part, Source, models_root, problem, write_stamp
+from served import free_port
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ sys.exit(int(sys.argv[2]))
 
 
 def run_demo(prompt: str, status: int = 0) -> int:
-    port = demo._free_port()
+    port = free_port()
     command = [sys.executable, "-c", FAKE_SERVER, str(port), str(status)]
     return demo.run(command, f"http://127.0.0.1:{port}", prompt)
 
