@@ -28,12 +28,12 @@ PATIENCE = 120.0
 EVENER = Path(sys.executable).with_name("evener")
 
 
-def tiny_model(folder: Path, tokenizer: bool = True) -> Path:
+def tiny_model(folder: Path, tokenizer: bool = True, positions: int = 4096) -> Path:
     """A folder for ``load=dummy``: a Llama of a few thousand weights, with a tokenizer of bytes unless not wanted."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         write_tiny_tokenizer(folder)
-    shape = {**find_architecture("LlamaForCausalLM").tiny_config(), "max_position_embeddings": 4096}
+    shape = {**find_architecture("LlamaForCausalLM").tiny_config(), "max_position_embeddings": positions}
     shape["vocab_size"] = VOCAB_SIZE
     (folder / "config.json").write_text(json.dumps(shape), "utf-8")
     return folder
