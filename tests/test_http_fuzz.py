@@ -262,8 +262,8 @@ class Raw:
         return json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": self._rng.randint(1, 5)}).encode()
 
 
-async def raw_answer(port: int, pieces: list[bytes], reset: bool) -> bytes:
-    """What comes back; a connection that says nothing more for a while is closed."""
+async def raw_answer(port: int, pieces: list[bytes], reset: bool, quiet: asyncio.Future[Any]) -> bytes:
+    """What comes back; a connection that says nothing more once ``quiet`` is done is closed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     found = b""
     if reset:
@@ -274,11 +274,17 @@ async def raw_answer(port: int, pieces: list[bytes], reset: bool) -> bytes:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(0)
-        if not reset:
-            while part := await asyncio.wait_for(reader.read(1 << 16), 3.0):
-                found += part
-    except (asyncio.TimeoutError, ConnectionError):
-        pass  # waits for more of the request, or has closed it: both are answers
+        while not reset:
+            reading = asyncio.ensure_future(reader.read(1 << 16))
+            await asyncio.wait((reading, quiet), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                reading.cancel()  # it waits for more of the request, which is an answer, too
+                break
+            if not (part := reading.result()):
+                break
+            found += part
+    except ConnectionError:
+        pass  # it has closed the connection, which is one, too
     finally:
         writer.close()
     return found
@@ -291,8 +297,16 @@ def over_sockets(model: Path, count: int, number: int) -> None:
         wanted = {**GOOD, "model": served.name}
         before = served.http.post("/v1/completions", json=wanted).json()["choices"]
 
+        async def answered_another() -> None:
+            # After a while, whatever has not answered them by then may be the machine; not once this is answered.
+            await asyncio.sleep(3.0)
+            (await asyncio.to_thread(served.http.post, "/v1/completions", json=wanted)).raise_for_status()
+
         async def some(part: list[tuple[list[bytes], bool]]) -> list[bytes]:
-            return await asyncio.gather(*(raw_answer(port, *one) for one in part))
+            quiet = asyncio.ensure_future(answered_another())
+            answers = await asyncio.gather(*(raw_answer(port, *one, quiet) for one in part))
+            await quiet
+            return answers
 
         seen: Counter[bytes] = Counter()
         for batch in range(0, count, BATCH):
