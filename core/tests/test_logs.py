@@ -111,7 +111,8 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
     words = [line.rpartition(" ")[2] for line in path.read_text().splitlines()]
     assert sorted(words) == sorted(50 * ["a" * 3000] + 50 * ["b" * 3000])
 

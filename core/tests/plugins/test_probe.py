@@ -40,7 +40,7 @@ def fifo(tmp_path: Path) -> Path:
 
 
 def read(descriptor: int) -> bytes:
-    ready, _, _ = select.select([descriptor], [], [], 30)
+    ready, _, _ = select.select([descriptor], [], [], 120)
     assert ready, "nothing happened on the fifo"
     return os.read(descriptor, 2)
 
