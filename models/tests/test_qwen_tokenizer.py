@@ -82,6 +82,8 @@ def test_a_word_is_joined_lowest_rank_first(tokenizer: Tokenizer, word: str) -> 
 def test_text_comes_back_as_it_was_but_for_composed_letters(tokenizer: Tokenizer, text: str) -> None:
     if any(mark in text for mark in ("<", "|")):
         return  # may spell a special token
+    if any(unicodedata.combining(c) and unicodedata.ucd_3_2_0.category(c) == "Cn" for c in text):
+        return  # a mark that tokenizers' table of Unicode may not have: it would not put it in order with others
     assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
 
 
