@@ -73,7 +73,7 @@ def test_pieces_of_random_ids_are_the_librarys_text_with_any_other_decoder(
     assert "".join(pieces(wordpiece, ids, skip)) == wordpiece_library.decode(ids, skip_special_tokens=skip)
 
 
-# Hypothesis draws strings out of our own modules, too, and some of those are names of special tokens: "</s>" is no text.
+# Hypothesis draws strings out of our own modules, too, and some of those spell special tokens: "</s>" is no text.
 @given(text=UNICODE.filter(lambda text: "<" not in text))
 def test_any_text_survives_a_tokenizer_without_a_fast_form(slow: Tokenizer, text: str) -> None:
     assert "".join(pieces(slow, slow.encode(text, add_special_tokens=False))) == text

@@ -27,7 +27,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """No reader thread and no open file of the test's. An ``AsyncLLM`` of another file may have left one of that name."""
+    """No reader thread and no open file of the test's. An ``AsyncLLM`` of another test may have such a thread, too."""
     before = set(threading.enumerate())
     yield
     assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("evener-reader")]
