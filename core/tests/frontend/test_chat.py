@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,8 +122,29 @@ def test_a_template_cannot_hang_or_fill_the_server(template: str, limit: float, 
     renderer = Renderer(time_limit=limit)
     with pytest.raises(TemplateError, match=why):
         chat(renderer, template).render([USER])
-    renderer._time_limit = 120.0  # a template that ends may need more than 2 s of a machine with other work
     assert chat(renderer, "ok").render([USER]) == "ok"
+    renderer.close()
+
+
+def test_a_template_that_gets_no_processor_has_not_taken_long() -> None:
+    renderer = Renderer(time_limit=1.0)
+    renderer.start()
+    assert renderer._process is not None
+    renderer._process.send_signal(signal.SIGSTOP)
+    later = threading.Timer(1.5, renderer._process.send_signal, (signal.SIGCONT,))
+    later.start()
+    assert chat(renderer, "ok").render([USER]) == "ok"
+    later.join()
+    renderer.close()
+
+
+def test_a_render_process_that_stands_still_is_ended_by_the_clock() -> None:
+    renderer = Renderer(time_limit=0.1)
+    renderer.start()
+    assert renderer._process is not None
+    renderer._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(TemplateError, match=r"longer than 0\.1 s"):
+        chat(renderer, "ok").render([USER])
     renderer.close()
 
 

@@ -80,9 +80,9 @@ class Hub:
         rank, data = self._socket.recv_multipart()
         return int(rank), data
 
-    def waiting(self) -> bool:
-        """Whether ``receive`` would have a message at once."""
-        return bool(self._socket.poll(0))
+    def waiting(self, patience: float) -> bool:
+        """Whether there is a message for ``receive``, or will be within ``patience`` seconds."""
+        return bool(self._socket.poll(int(patience * 1000)))
 
     def close(self) -> None:
         """Let go of everything. Calling it again does nothing."""

@@ -160,7 +160,8 @@ class Child:
         if how is None and self._silence and silent > self._silence:
             self._child.end(0)
             how = f"the {self.role} process gave no sign of life for {silent:.0f} s"
-        if how is not None and not self._in.poll(0):
+        # Its last words may still be on their way through zmq's own thread.
+        if how is not None and not self._in.poll(_BEAT_MS):
             raise EngineDeadError(f"{how}; restart the server, and see its log for the reason")
 
     def send(self, data: bytes) -> None:

@@ -126,7 +126,7 @@ class ProcessExecutor(Executor):
             if killed or time.monotonic() >= until:
                 break
             time.sleep(0.02)
-        if killed or (ended and not grace and not self._hub.waiting()):
+        if killed or (ended and not grace and not self._hub.waiting(_GRACE)):
             raise self._gone(str((killed or ended)[0].how_it_ended()))
         for world in self._worlds:
             silent = self._hub.pulse.silence(str(world.rank))

@@ -1,16 +1,17 @@
 """Rendering with limits on time and memory.
 
 Nothing inside a Python process can stop a C call that runs for ever, so templates are rendered in a child process
-that imports only jinja2. It starts with the first chat, stays, limits its own memory, and is killed when it takes too
-long; the next chat starts a new one. It ends by itself when its parent does, because its input ends.
+that imports only jinja2. It starts with the first chat, stays, limits its own memory, and is ended when it takes too
+long; the next chat starts a new one. Its time is the processor's: on a machine with other work a template that waits
+has not taken long. It ends by itself when its parent does, because its input ends.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -20,17 +21,18 @@ from typing import Any
 from evener.errors import TemplateError
 
 #: The path of the parent is the child's, so that it imports the same packages and nothing from the working directory.
-_START = "import sys; sys.path[:] = {path!r}; from evener.frontend.render_worker import main; main({memory}, {alarm})"
+_START = "import sys; sys.path[:] = {path!r}; from evener.frontend.render_worker import main; main({memory}, {limit})"
 #: Starting Python and importing jinja2 on a loaded machine; not part of a template's time.
 _START_LIMIT_S = 60.0
-_ALARM_LATER_S = 5
+#: How many times its limit a template may take by the clock.
+_WAITS = 12
 
 
 class Renderer:
     """One render process, started when needed. Safe to use from several threads, which take turns.
 
     Args:
-        time_limit: seconds that one template may take.
+        time_limit: seconds of a processor that one template may take.
         memory_limit: bytes that rendering may use.
     """
 
@@ -79,13 +81,12 @@ class Renderer:
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            answer = self._answer(process, self._time_limit)
-        except (BrokenPipeError, EOFError):
+            answer = self._answer(process, self._time_limit * _WAITS)
+        except (BrokenPipeError, EOFError, TimeoutError) as error:
             self._stop()
+            if isinstance(error, TimeoutError) or process.returncode == -signal.SIGPROF:
+                return {"error": f"rendering took longer than {self._time_limit:g} s and was stopped"}
             return {"error": "rendering it ended the render process (out of memory?)"}
-        except TimeoutError:
-            self._stop()
-            return {"error": f"rendering took longer than {self._time_limit:g} s and was stopped"}
         except BaseException:
             # An answer that is still to come must not be taken for the next request's.
             self._stop()
@@ -118,8 +119,7 @@ class Renderer:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
-        alarm = math.ceil(self._time_limit) + _ALARM_LATER_S
-        program = _START.format(path=sys.path, memory=self._memory_limit, alarm=alarm)
+        program = _START.format(path=sys.path, memory=self._memory_limit, limit=self._time_limit)
         # A session of its own: Ctrl-C is for the parent, which then closes the pipe.
         self._process = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True

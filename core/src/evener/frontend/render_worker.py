@@ -1,7 +1,7 @@
 """The render process: reads a request, renders, answers, until its input ends. Started by ``render``.
 
-One message is a line of JSON. The process limits its own memory. Its parent limits the time; should the parent die
-meanwhile, an alarm ends the process a little later.
+One message is a line of JSON. The process limits its own memory and, by a signal that no code of it can hold up, the
+time of the processor that a rendering takes.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import jinja2
 from evener.frontend.template import compile_template, render
 
 
-def main(extra_bytes: int, alarm_s: int) -> None:
+def main(extra_bytes: int, limit_s: float) -> None:
     """Serve requests from stdin on stdout.
 
     Args:
         extra_bytes: memory that rendering may use beyond what the process has now.
-        alarm_s: seconds after which a rendering ends the process.
+        limit_s: seconds of a processor after which a rendering ends the process, by SIGPROF.
     """
     _limit_memory(extra_bytes)
     answers = sys.stdout.buffer
     answers.write(b"ready\n")
     answers.flush()
-    serve(sys.stdin.buffer, answers, alarm_s)
+    serve(sys.stdin.buffer, answers, limit_s)
 
 
-def serve(requests: BinaryIO, answers: BinaryIO, alarm_s: int) -> None:
+def serve(requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
     """Answer each line with ``{"text": …}`` or ``{"error": …}``."""
     templates: dict[str, jinja2.Template] = {}
     for line in requests:
-        signal.alarm(alarm_s)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         answers.write(json.dumps(_answer(json.loads(line), templates)).encode() + b"\n")
         answers.flush()
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _answer(request: dict[str, Any], templates: dict[str, jinja2.Template]) -> dict[str, str]:
