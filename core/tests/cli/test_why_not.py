@@ -161,12 +161,38 @@ def test_an_op_in_a_model_lists_who_serves_it_and_why_the_others_do_not(site: Si
     assert [each["reasons"] for each in nobody] == [["no chosen package brings a kernel for it"]]
 
 
+def test_an_op_that_nobody_accelerates_is_served_by_the_reference_where_a_model_calls_it(
+    site: Site, ask: Any, tiny: str
+) -> None:
+    site.add("kernels", "swift", 'ops=("rms_norm",)', module=KERNEL)
+    nobody, op = ask("layer_norm")
+    assert (nobody["what"], nobody["name"], nobody["verdict"]) == ("kernels for op", "layer_norm", "none")
+    assert "the reference" in nobody["reasons"][0] and "evener why-not layer_norm MODEL" in nobody["reasons"][0]
+    assert op["what"] == "op"
+    of_norm = [(each["what"], each["verdict"]) for each in ask("rms_norm")]
+    assert ("kernels for op", "chosen") in of_norm and ("kernels for op", "none") not in of_norm
+    uncalled, op = ask("layer_norm", tiny)
+    assert (uncalled["what"], uncalled["package"], uncalled["verdict"]) == ("op", tiny, "not called")
+    assert op["what"] == "op"
+
+
 def test_a_model_that_cannot_run_is_part_of_the_answer(site: Site, ask: Any, tmp_path: Path) -> None:
     del site
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text(json.dumps(TINY | {"architectures": ["OddForCausalLM"]}))
     answer = ask("rms_norm", str(tmp_path / "odd"))[0]
     assert (answer["what"], answer["verdict"]) == ("model", "refused") and "OddForCausalLM" in answer["reasons"][0]
+
+
+def test_an_architecture_whose_package_is_switched_off_names_the_package_and_the_switch(
+    site: Site, ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.add("plugin", "odd", 'architectures={"OddForCausalLM": "odd:Odd"}')
+    monkeypatch.setenv("EVENER_DISABLE_PLUGINS", "dist-odd")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/config.json").write_text(json.dumps(TINY | {"architectures": ["OddForCausalLM"]}))
+    (answer,) = ask("rms_norm", str(tmp_path / "odd"))[:1]
+    assert "dist-odd may have it, but is disabled: EVENER_DISABLE_PLUGINS lists" in answer["reasons"][0]
 
 
 def test_a_name_that_nothing_has_is_an_error_with_the_nearest_one_and_what_to_install(

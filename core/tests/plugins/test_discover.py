@@ -186,8 +186,8 @@ def test_a_disabled_package_is_not_imported_and_says_what_disabled_it(site: Site
     catalog = site.discover(EVENER_DISABLE_PLUGINS="one, Dist_Two")
     assert not catalog.problems and not catalog.packages
     assert [each.reason for each in catalog.disabled] == [
-        "EVENER_DISABLE_PLUGINS lists 'one'",
-        "EVENER_DISABLE_PLUGINS lists 'Dist_Two'",
+        "EVENER_DISABLE_PLUGINS lists 'one'; take it out of that variable to use the package",
+        "EVENER_DISABLE_PLUGINS lists 'Dist_Two'; take it out of that variable to use the package",
     ]
 
 
@@ -202,7 +202,9 @@ def test_the_allow_list_admits_only_its_distributions_and_the_empty_string_none(
     site.add("backend", "two", init="raise AssertionError('imported')")
     catalog = site.discover(EVENER_PLUGINS="dist-one")
     assert [package.name for package in catalog.packages] == ["one"]
-    assert catalog.disabled[0].reason == "EVENER_PLUGINS does not list 'dist-two'"
+    assert catalog.disabled[0].reason == (
+        "EVENER_PLUGINS does not list 'dist-two'; add it there to use the package"
+    )
     assert site.discover(EVENER_PLUGINS="").packages == ()
 
 

@@ -62,16 +62,19 @@ def main(argv: list[str]) -> int:
     backend = [] if arguments.backend is None else [f"backend={arguments.backend}"]
     answers, known, assessed = _installed(name, arguments.backend)
     # Only what descriptors do not say costs an import of torch and of the chosen packages.
+    usable = {answer.what for answer in answers if answer.verdict in ("chosen", "installed")}
     if rest:
-        answers = [*_in_model(name, [*rest, *backend], known), *answers]
+        uncalled = [Answer("op", name, rest[0], "not called")] if "op" in usable else []
+        answers = [*(_in_model(name, [*rest, *backend], known) or uncalled), *answers]
+    elif "op" in usable and "kernels for op" not in usable:
+        what_then = f"the reference, or its parts, serve it where a model calls it: evener why-not {name} MODEL"
+        answers.insert(0, Answer("kernels for op", name, "no chosen package", "none", (what_then,)))
     elif not answers and assessed.selection is not None:
         answers += _loaded(name, assessed.selection, known)
     if not answers:
         near = did_you_mean(name, known).endswith("?")
         install = "" if near else f"If it is a backend that you lack, type: pip install evener-backend-{name.lower()}"
-        unread = [f"\n  {each.distribution} may have it, but is {each.verdict}: {each.reason}"
-                  for each in assessed.report.candidates if each.verdict in ("broken", "disabled")]  # fmt: skip
-        raise UnknownNameError("name", name, known, install + "".join(unread))
+        raise UnknownNameError("name", name, known, install + "".join(assessed.report.unread))
     if arguments.json:
         print(json.dumps({"name": name, "answers": [asdict(answer) for answer in answers]}, indent=2))
     else:
@@ -167,17 +170,13 @@ def _in_model(name: str, words: list[str], known: set[str]) -> list[Answer]:
         return [Answer("model", config.model, "this run", "refused", (str(error),))]
     rows = [*found["ops"], *found["attention"]]
     known |= {row["op"] for row in rows}
-    known |= {word for row in rows for each in _providers(row) for word in each.split("/")}
+    known |= {word for row in rows for each in (row, *row["refused"]) for word in each["provider"].split("/")}
     answers = list(_from_rows(name, rows))
     for layout, weights in found["packings"].items():
         if name == layout:
             answers.append(Answer("packing", name, config.model, "used", (f"for {weights} weights",)))
     lines = [line for line in found["dequantized"] if name in line]
     return answers + [Answer("storage", name, config.model, "dequantized", (line,)) for line in lines]
-
-
-def _providers(row: Mapping[str, Any]) -> list[str]:
-    return [row["provider"], *(each["provider"] for each in row["refused"])]
 
 
 def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Answer]:

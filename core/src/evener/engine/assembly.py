@@ -146,13 +146,14 @@ def _architecture(loaded: Loaded, checkpoint: Checkpoint) -> type[Architecture]:
         raise ArchitectureError(
             f"{checkpoint.path} asks for architecture {name!r}, which no installed package registers"
             f"{did_you_mean(name, loaded.architectures)} Type `evener models` for what is installed, and "
-            "pip install evener-models or the package of the model's author"
+            "pip install evener-models or the package of the model's author" + "".join(loaded.selection.report.unread)
         )
     cls: type[Architecture] = target.load()
     return cls
 
 
 def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device, encoded: int) -> Resolver:
+    import importlib_metadata
     import torch
 
     from evener.ops.reference.linear import PLAIN
@@ -169,7 +170,7 @@ def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device, encoded: i
         buckets=token_buckets(max(config.step_tokens, config.max_reqs, encoded)),
         reference_ops="infer.op_impl=ref" if infer.op_impl == "ref" else "",
         reference_attention="infer.attn_type=ref" if infer.attn_type == "ref" else "",
-        forced=config.config.ops, max_fallback=config.config.max_fallback, version=_core_version(),
+        forced=config.config.ops, max_fallback=config.config.max_fallback, version=importlib_metadata.version("evener"),
         sizes=Sizes(max(config.step_tokens, encoded), config.max_reqs), tuned=read_tuned(infer.tuning, bench, folders),
     )  # fmt: skip
     resolver = Resolver(market)
@@ -179,9 +180,3 @@ def _resolver(config: ResolvedConfig, loaded: Loaded, device: Device, encoded: i
 
 def _offers(provided: tuple[Provided[Any], ...]) -> list[Offer]:
     return [Offer(p.value, p.package, p.version) for p in provided]
-
-
-def _core_version() -> str:
-    from importlib_metadata import version
-
-    return version("evener")

@@ -128,12 +128,12 @@ def _names(environ: Mapping[str, str], variable: str) -> set[str]:
 def _disabled_by(origin: Origin, environ: Mapping[str, str]) -> str | None:
     for name in sorted(_names(environ, "EVENER_DISABLE_PLUGINS")):
         if name == origin.name or normalized(name) == normalized(origin.distribution):
-            return f"EVENER_DISABLE_PLUGINS lists {name!r}"
+            return f"EVENER_DISABLE_PLUGINS lists {name!r}; take it out of that variable to use the package"
     if "EVENER_PLUGINS" not in environ:
         return None
     allowed = {normalized(name) for name in _names(environ, "EVENER_PLUGINS")}
     if normalized(origin.distribution) not in allowed:
-        return f"EVENER_PLUGINS does not list {origin.distribution!r}"
+        return f"EVENER_PLUGINS does not list {origin.distribution!r}; add it there to use the package"
     return None
 
 

@@ -58,6 +58,12 @@ class Report:
         """A backend was chosen, and nothing that was asked for has a problem."""
         return self.backend is not None and self.error is None
 
+    @property
+    def unread(self) -> list[str]:
+        """Of packages that may have what was not found, a line each with the reason why nobody looked."""
+        unusable = [each for each in self.candidates if each.verdict in ("broken", "disabled")]
+        return [f"\n  {each.distribution} may have it, but is {each.verdict}: {each.reason}" for each in unusable]
+
 
 def candidate(
     origin: Origin, verdict: str, reason: str, steps: tuple[Step, ...], devices: tuple[str, ...] = ()
