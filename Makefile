@@ -22,7 +22,7 @@ PORT ?= 8000
 ARGS ?=
 # So many processes share the test files, a whole file each; threads that wait for their next product do not hold a core.
 JOBS ?= 2
-PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile
+PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
 .PHONY: help install models model llamacpp run serve test test-all search check wheels wheelhouse bench docs clean

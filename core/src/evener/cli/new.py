@@ -13,8 +13,8 @@ from evener.plugins.validate import NAME
 #: Kinds of package, and what to type in a new one.
 KINDS = {
     "backend": ("pip install -e .", "{NAME}_PRETEND=1 evener doctor --backend {name}",
-                "{NAME}_PRETEND=1 evener explain MODEL --backend {name}",
-                "{NAME}_PRETEND=1 evener conformance --backend {name}"),
+                "{NAME}_PRETEND=1 evener conformance --backend {name}",
+                "{NAME}_PRETEND=1 evener explain MODEL --backend {name}   # a folder with a config.json is enough"),
     "model": ("pip install -e '.[test]'", "evener models", "pytest",
               "evener explain MODEL   # a folder whose config.json names {Class}ForCausalLM"),
 }  # fmt: skip

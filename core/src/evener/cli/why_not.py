@@ -50,7 +50,8 @@ class Answer:
 
 def main(argv: list[str]) -> int:
     """Print the answers. 0 if anything has the name."""
-    command = Command("why-not", "Say what became of a backend, package, op, kernel, scheme … here, and why.", False,
+    command = Command("why-not", "Say what became of a backend, package, op, kernel, scheme … here, and why; exit "
+                      "code 0, whatever that is, or 2 where nothing has the name.", False,
                       "NAME [MODEL [key=value ...]]")  # fmt: skip
     command.option("--backend", help="ask for this one, as a run would")
     command.option("--json", action="store_true", help="for programs")

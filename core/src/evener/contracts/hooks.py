@@ -74,6 +74,7 @@ def evener_communicator(options: Mapping[str, Any]) -> CommunicatorFactory:
 
 
 @hookspec(firstresult=True)
-def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture:
-    """(graphs, or a backend) How a step is captured and replayed. Default: eager."""
+def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture | None:
+    """(graphs, or a backend) How a step is captured and replayed; None for a device that captures nothing, whose
+    ``capabilities.graphs`` is unset. Default: eager."""
     raise NotImplementedError

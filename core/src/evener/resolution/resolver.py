@@ -253,7 +253,7 @@ class Resolver:
         if fallbacks and self.market.max_fallback == "none":
             raise ResolveError(
                 f"max_fallback=none, but only the reference serves {', '.join(fallbacks)}; "
-                "install a kernel package that serves them or set --max-fallback any"
+                "install a kernel package that serves them (or announce them in yours), or set --max-fallback any"
             )
 
     def resolve(
