@@ -27,6 +27,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("greedy-last", "greedy"),
         ("readback-live", "device"),
         ("block-forgets-norm", "mlp_block"),
+        ("block-tall", "mlp_block"),
+        ("window-long", "attention"),
         ("scratch-unnamed", "rms_norm"),
         ("eps-fixed", "add_rms_norm"),
     ],

@@ -178,6 +178,38 @@ def test_details_that_came_with_something_that_a_kernel_refuses_are_shown_to_it_
     assert [r for r in wrong if r.outcome == "failed"]
 
 
+class Tall(Expansion):
+    """It takes another path beyond so many rows, and that one forgets the bias of gate and up."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__("mlp_block")
+        self._rows = rows
+
+    def build(self, call: OpCall) -> OpFunction:
+        run = super().build(call)
+        return lambda x, residual, w: run(x, residual, w._replace(gate_up_bias=None) if len(x) > self._rows else w)
+
+
+@pytest.mark.parametrize("rows", [40, 128])
+def test_a_composite_that_takes_a_wrong_path_beyond_some_number_of_rows_is_found(rows: int) -> None:
+    kinds = ("grouped", "biased")
+    right, wrong = check_composite(Tall(rows), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)
+    assert right.outcome == "passed"
+    assert wrong.outcome == "failed" and wrong.detail.startswith("step 4 of 137 rows: hidden states are off")
+
+
+def test_a_failure_names_the_parameters_by_which_a_kernel_may_take_another_path() -> None:
+    kinds = ("windowed", "biased")
+    results = check_composite(Expansion("mlp_block", 1.1), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)
+    assert [r.case.partition(" (")[2] for r in results] == [
+        "offset=1.0, norm=rms, activation=gelu_tanh, gated=True, pre_norm=True, post_norm=True)",
+        "norm=rms, activation=gelu, gated=True, pre_norm=True, gate_up_bias, down_bias)",
+    ]
+    kernel = Expansion("attention_block", 1.1)
+    (found,) = check_composite(kernel, BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=("windowed",))
+    assert "qk_norm=True" in found.case and "window=12, softcap=20.0" in found.case
+
+
 def test_a_kernel_that_takes_every_family_is_shown_no_detail_twice() -> None:
     results = check_composite(Expansion("mlp_block"), BUILTIN, HostDevice(0), [], dtypes=["float32"])
     assert not [r.case for r in results if " layers with " in r.case]

@@ -75,6 +75,27 @@ class Forgetful(ReferenceState):
         return super().prepare(step, narrow, attention, block_size)
 
 
+class Narrow(Forgetful):
+    """Only a window that is longer than 64 tokens, a block of this provider, is one token too narrow."""
+
+    def block_sizes(self, spec: StateSpec) -> Sequence[int]:
+        return (64,)
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
+        return (super() if (spec.window or 0) > 64 else super(Forgetful, self)).prepare(
+            step, spec, attention, block_size
+        )
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_a_window_that_is_wrong_only_where_it_is_longer_than_a_block_is_found(kind: str) -> None:
+    shapes = [shape for shape in SHAPES if shape.window and shape.spec("float32").kind == kind]
+    report = check_provider(Narrow(), HostDevice(0), "float32", shapes, recurrent=False)
+    assert report.problems and all("window 128 and a block" in problem for problem in report.problems)
+    long = shapes[-1]
+    assert [long.over(size).window for size in (16, 64, 256)] == [153, 225, 385]
+
+
 class Mixed(ReferenceState):
     """A decode step gives each request another's result."""
 

@@ -32,6 +32,8 @@ DEFECTS = {
     "too-much-supported": "more than 64 tokens are accepted at start-up and refused at run time",
     "scratch-unnamed": "a norm takes ten times the scratch memory that it names for the memory plan",
     "eps-fixed": "norms add 1e-6 to the mean of squares, whatever the model asks for",
+    "block-tall": "the fused MLP block drops the bias of gate and up beyond 40 rows, where it takes another path",
+    "window-long": "a window that is longer than 64 tokens shows one token more",
     "block-forgets-norm": "the fused MLP block does not add the residual before its norm",
 }
 

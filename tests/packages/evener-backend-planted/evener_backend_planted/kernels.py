@@ -189,7 +189,8 @@ class Block(Kernel):
             total = x.float() + residual
             y = norm(x if planted("block-forgets-norm") else total, w.norm, eps, offset).to(x.dtype)
             y = y.float() @ w.gate_up.data.float()
-            y = (y if w.gate_up_bias is None else y + w.gate_up_bias.float()).to(x.dtype).float()
+            biased = w.gate_up_bias is not None and not (planted("block-tall") and len(x) > 40)
+            y = (y + w.gate_up_bias.float() if biased else y).to(x.dtype).float()
             y = (act(y[:, :inner]) * y[:, inner:]).to(x.dtype).float() @ w.down.data.float()
             return (y if w.down_bias is None else y + w.down_bias.float()).to(x.dtype), total
 

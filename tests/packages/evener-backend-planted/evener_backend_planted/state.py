@@ -73,7 +73,8 @@ class Pages(StateProvider):
         to = torch.arange(len(keys))
         hidden = (to[None] > at[:, None]) & (to[None] < length)
         if spec.window is not None:
-            hidden |= to[None] <= at[:, None] - spec.window - int(planted("window-wide"))
+            wide = planted("window-wide") or (planted("window-long") and spec.window > 64)
+            hidden |= to[None] <= at[:, None] - spec.window - int(wide)
         if planted("block-boundary") and length % size == 0:
             hidden[:, length - 1] = True
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)

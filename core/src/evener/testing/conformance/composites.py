@@ -2,7 +2,7 @@
 
 The model has two decoder layers and a head. One copy is resolved with the kernel and a state provider, the other with
 the expansion over reference ops in float32 from the same rounded weights. Hidden states, logits and the written state
-must agree over a prefill, a decode and a mixed step.
+must agree over a prefill, a decode, a mixed step, and one of more rows than those at which kernels change what they do.
 
 A family of layers has several details, and a kernel that refuses one of them is not asked for the others: those are
 then shown to it one at a time, in a family that it takes.
@@ -11,7 +11,7 @@ then shown to it one at a time, in a family that it takes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -43,12 +43,13 @@ from evener.testing.conformance.outcome import CaseResult, Outcome, raised
 from evener.testing.conformance.witness import HostWatch
 from evener.testing.reference_device import HostDevice
 
-_HIDDEN, _VOCAB, _LONGEST, _PACKAGE = 96, 67, 64, "checked"
+_HIDDEN, _VOCAB, _LONGEST, _PACKAGE = 96, 67, 192, "checked"
 #: Finite garbage in every type that state may have: state that nobody wrote must not be read.
 GARBAGE = 0x46
 _CLOSE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
-#: Tokens of each of two requests, step by step: prompts, a decode step, one of each.
-_STEPS = ((17, 5), (1, 1), (1, 20), (1, 1))
+#: Tokens of each of two requests, step by step: prompts, a decode step, one of each, and a tall one: a kernel may take
+#: another path from some number of rows on, and few take one only beyond 128.
+_STEPS = ((17, 5), (1, 1), (1, 20), (1, 1), (131, 6))
 #: Blocks that only these mixers call; an ``index_block`` only a sparse one.
 _MIXED: dict[type, tuple[str, ...]] = {
     LatentConfig: ("latent_attention_block", "latent_attend", "index_block"), DeltaConfig: ("delta_block",),
@@ -66,6 +67,8 @@ _SIZES = {
     "name", "attention", "mlp", "absorb", "eps", "heads", "kv_heads", "head_dim", "inner", "experts", "top", "at",
     "qkv", "rise", "fall", "key_heads", "key_dim", "value_dim", "width", "nope_dim", "rope_dim", "rank",
 }  # fmt: skip
+#: Static parameters that are sizes, or say the same of every family.
+_UNTELLING = _SIZES | {"hidden", "dtype", "vocab", "rotary_dim", "q_rank", "shared_inner", "eps"}
 #: Details that are nothing alone.
 _TOGETHER = {
     "gated": ("gated", "rise"), "qk_norm_over": ("qk_norm", "qk_norm_over"), "qk_norms": ("qk_norm", "qk_norms"),
@@ -96,6 +99,12 @@ class Family:
             return isinstance(self.attention, LatentConfig) and self.attention.index is not None
         own = _MIXED.get(type(self.attention))
         return op in own if own else not any(op in others for others in _MIXED.values())
+
+    @property
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        """Those that it is checked over: where some of many tokens are chosen, rounding alone would choose others."""
+        index = self.attention.index if isinstance(self.attention, LatentConfig) else None
+        return _STEPS if index is None or index.top >= _LONGEST else _STEPS[:-1]
 
     def within(self, dtype: str) -> Family:
         """As it is checked in a type: rounding in a narrow one would choose other tokens, so there all are chosen."""
@@ -416,13 +425,15 @@ class Wrapped(Kernel):
         return run
 
 
-def _watched(kernel: Kernel, watch: HostWatch) -> Kernel:
-    """A kernel whose calls are watched."""
+def _watched(kernel: Kernel, watch: HostWatch, asked: list[str]) -> Kernel:
+    """A kernel whose calls are watched; ``asked`` gets what tells the first one of each callable from others."""
 
-    def around(_: OpCall, run: OpFunction) -> OpFunction:
+    def around(call: OpCall, run: OpFunction) -> OpFunction:
         looks = [watch.profiled]  # the slow look: once for each callable
 
         def watched(*inputs: Any) -> Any:
+            if looks:
+                asked.append(", ".join([*_telling(call.static), *_biases(inputs)]))
             with looks.pop()() if looks else nullcontext(), watch():
                 return run(*inputs)
 
@@ -445,17 +456,21 @@ def check_composite(
         kinds: names of the families of layers; all of them if empty.
         watch: notes fallbacks to the host.
     """
-    watched = _watched(kernel, watch or HostWatch(device))
+    asked: list[str] = []
+    watched = _watched(kernel, watch or HostWatch(device), asked)
     results: list[CaseResult] = []
 
     def check(family: Family, dtype: str, provider: StateProvider) -> bool:
         """Whether the kernel takes it."""
+        asked.clear()
         try:
             outcome, detail = _check(watched, schemas, device, provider, linears, dtype, family, seed)
         except Exception as error:  # the backend's; it is the finding
             outcome, detail = "failed", raised(error)
         if outcome != "not applicable" or family.name in names:
             case = f"{family.name} layers over {provider.name}"
+            if outcome == "failed" and asked:
+                case += f" ({asked[0]})"
             results.append(CaseResult("composites", kernel.op, kernel.name, dtype, case, outcome, detail))
         return outcome != "not applicable"
 
@@ -468,6 +483,26 @@ def check_composite(
                 if _valid(family, schemas):
                     check(family, dtype, provider)
     return results
+
+
+def _telling(static: Mapping[str, Any]) -> Iterator[str]:
+    """The parameters of a call by which a kernel may take another path: neither sizes nor what is off."""
+    for name, value in static.items():
+        if isinstance(value, Mapping):
+            yield from (f"{name} {each}" for each in _telling(value))
+        elif isinstance(value, StateSlot):
+            how = {"window": value.spec.window, "softcap": value.attention.softcap, "sinks": value.attention.sinks}
+            yield from (f"{each}={found}" for each, found in how.items() if found)
+        elif isinstance(value, (str, int, float)) and value and name not in _UNTELLING:
+            yield f"{name}={value}"
+
+
+def _biases(inputs: Sequence[Any]) -> Iterator[str]:
+    """Those that a call is given: whether there is one no static parameter says."""
+    for weights in inputs:
+        for name, value in getattr(weights, "_asdict", dict)().items():
+            if "bias" in name and value is not None:
+                yield name
 
 
 def details(op: str, taken: Sequence[Family], asked: Sequence[Family]) -> Iterator[Family]:
@@ -518,20 +553,22 @@ def _check(
     if refused:
         return "not applicable", refused[0]
     reference = TinyModel(HostDevice(0), "float32", family, (), ReferenceState(), schemas, model)
-    problems = list(_differences(model, reference, _CLOSE[dtype], seed))
+    problems = list(_differences(model, reference, family.steps, _CLOSE[dtype], seed))
     return ("failed", joined(problems)) if problems else ("passed", "")
 
 
-def _differences(model: TinyModel, reference: TinyModel, close: float, seed: int) -> Iterator[str]:
+def _differences(
+    model: TinyModel, reference: TinyModel, steps: Sequence[Sequence[int]], close: float, seed: int
+) -> Iterator[str]:
     noise, lengths = torch.Generator().manual_seed(seed + 1), [0, 0]
     before = model.contents()
     with torch.inference_mode():
-        for number, counts in enumerate(_STEPS):
+        for number, counts in enumerate(steps):
             x = torch.randn(sum(counts), _HIDDEN, generator=noise).to(getattr(torch, model.dtype))
             got, want = (m.step(x, lengths, counts) for m in (model, reference))
             lengths = [b + n for b, n in zip(lengths, counts, strict=True)]
             for what, a, b in zip(("hidden states", "logits"), got, want, strict=True):
-                yield from _off(f"step {number}: {what}", a, b, close)
+                yield from _off(f"step {number} of {sum(counts)} rows: {what}", a, b, close)
         for index, (a, b) in enumerate(zip(model.written(lengths), reference.written(lengths), strict=True)):
             yield from _off(f"written state {index}", a, b, close)
     for name, value in model.contents().items():

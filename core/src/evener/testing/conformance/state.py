@@ -44,7 +44,8 @@ def script(size: int) -> tuple[tuple[int, ...], ...]:
 @dataclass(frozen=True)
 class Shape:
     """One kind of layer. A latent layer's ``value_dim`` is the rank, and ``top`` makes it sparse; an index layer has
-    one key and ``top``. ``scale``: another factor on the scores than the usual one."""
+    one key and ``top``. ``scale``: another factor on the scores than the usual one. ``long``: its window is longer than
+    ``window`` and than a block, whatever a block's size is."""
 
     heads: int
     kv_heads: int
@@ -57,10 +58,17 @@ class Shape:
     top: int | None = None
     slopes: tuple[float, ...] | None = None
     scale: float | None = None
+    long: bool = False
+
+    def over(self, size: int) -> Shape:
+        """As it is over blocks of ``size``: a long window ends inside of a block."""
+        if not self.long or self.window is None:
+            return self
+        return replace(self, window=(self.window // size + 1) * size + size // 2 + 1)
 
     def __str__(self) -> str:
         kind = self.kind or ("full" if self.window is None else "window")
-        more = [f"window {self.window}"] if self.window else []
+        more = [f"window {self.window}" + " and a block" * self.long] if self.window else []
         more += [f"softcap {self.softcap}"] if self.softcap else []
         more += ["sinks"] if self.sinks else []
         more += ["slopes"] if self.slopes else []
@@ -96,7 +104,8 @@ SHAPES = (
     Shape(4, 2, 16, 16, sinks=True), Shape(6, 3, 16, 16, slopes=(0.5, 0.25, 0.125, 0.06, 0.7, 0.02)),
     Shape(2, 2, 32, 32, window=7, softcap=5.0, slopes=(0.6, 0.1)), Shape(5, 1, 42, 32, kind="latent"),
     Shape(3, 1, 24, 16, kind="latent", top=9), Shape(16, 1, 576, 512, kind="latent"),
-    Shape(6, 1, 18, 18, kind="index", top=7),
+    Shape(6, 1, 18, 18, kind="index", top=7), Shape(4, 2, 16, 16, window=128, long=True),
+    Shape(4, 1, 16, 16, window=128, kind="chunk", long=True),
 )  # fmt: skip
 
 
@@ -145,10 +154,13 @@ def check_provider(
             report.checked.append(str(shape))
             continue
         for size in offered if thorough else dict.fromkeys((offered[0], min(offered))):
-            checked, found = _Checked(provider, device, spec, how, size, seed, watch), list[str]()
+            cut = shape.over(size).spec(dtype)
+            checked, found = _Checked(provider, device, cut, how, size, seed, watch), list[str]()
             try:
                 found += checked.problems()
-                if not found:
+                if not found and shape.long:
+                    found += checked.across(cut.window or 0)
+                elif not found:
                     found += checked.scenarios(thorough)
             except Exception as error:  # the backend's; it is the finding
                 found.append(raised(error))
@@ -363,6 +375,12 @@ class _Checked:
             yield from (f"a context of {long} tokens: {p}" for p in self._scenario([long, 2, long // 2], [1, 1, 3]))
             yield from (f"{many} requests: {p}" for p in self._scenario(lengths, [1] * many))
             yield from (f"first tokens: {p}" for p in self._scenario([0] * 3, [1, 1, 1]))
+
+    def across(self, window: int) -> Iterator[str]:
+        """Chunks and single tokens on both sides of a long window's end."""
+        before, counts = [window - 4, 0, 2 * window - 1, window], [9, window + 5, 1, 1]
+        with torch.inference_mode():
+            yield from (f"a window of {window} tokens: {p}" for p in self._scenario(before, counts))
 
     def _scenario(self, before: Sequence[int], counts: Sequence[int]) -> Iterator[str]:
         ends = [b + n for b, n in zip(before, counts, strict=True)]
