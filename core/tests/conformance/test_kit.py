@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import subprocess
@@ -21,6 +22,7 @@ from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Packing, WeightPart
 from evener.errors import ConfigError
 from evener.ops.reference.linear import PLAIN
+from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import PRIMITIVES
 from evener.plugins.hub import Provided
 from evener.testing.communicators import ThreadCommunicator, on_threads
@@ -386,6 +388,72 @@ def test_failures_that_differ_in_their_numbers_only_are_shown_once(
     show(result)
     said = capsys.readouterr().out
     assert said.count("not bfloat16") == 1 and "and 13 more alike; --json FILE has them all" in said
+
+
+def test_the_command_that_shows_a_failure_again_can_be_pasted(
+    subject: Subject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = run_on(subject, Request(7, ("softcap",), thorough=True)).facts | {"pretended": True}
+    facts["backend"] |= {"options": {"mychip": {"note": "two words"}}}
+    show(Result([CaseResult("primitives", "softcap", "mine/k", "float32", "c", "failed", "no")], facts))
+    assert (
+        "again    evener conformance --backend reference --pretend --thorough --op softcap --seed 7 --dtype float32 "
+        "'mychip.note=two words'\n"
+    ) in capsys.readouterr().out
+
+
+class Doubled(ReferenceState):
+    """Every result of attention is twice what it should be."""
+
+    name = layout = "doubled"
+    kinds = frozenset({"full"})
+
+    def attend(self, *given: Any) -> torch.Tensor:
+        return super().attend(*given) * 2
+
+
+def test_a_case_of_attention_is_counted_once_whether_it_passes_or_fails(subject: Subject) -> None:
+    def seen(provider: ReferenceState) -> list[tuple[str, str]]:
+        mine = replace(subject, states=(Provided(provider, "reference", "mine", "1"),))
+        cases = run_on(mine, Request(1, (provider.layout,), ("float32",))).cases
+        return [(c.case, c.outcome) for c in cases if c.area == "attention"]
+
+    right = Doubled()
+    right.attend = ReferenceState().attend  # type: ignore[method-assign]
+    passed, failed = seen(right), seen(Doubled())
+    assert [case for case, _ in passed] == [case for case, _ in failed]
+    assert [outcome for _, outcome in failed] == ["failed" if o == "passed" else o for _, o in passed]
+    assert ("full: 9/3 heads of 64/64", "failed") in failed
+
+
+def test_perf_times_a_kernel_on_the_largest_case_that_it_takes(subject: Subject) -> None:
+    class Halves(Changed):
+        def supports(self, call: OpCall) -> str | None:
+            return "turns halves" if call.static["interleaved"] else None
+
+    mine = replace(subject, kernels=(Provided(Halves("rotary", lambda run: run), "reference", "mine", "1"),))
+    result = run_on(mine, Request(1, ("rotary",), ("float32",)), "perf")
+    assert result.passed and {c.outcome for c in result.cases} == {"passed"}
+
+
+def test_a_hook_that_returns_no_capture_for_this_device_is_not_said_to_be_absent(subject: Subject) -> None:
+    chosen = subject.loaded.selection
+    offering = replace(chosen.backend.descriptor, contracts={**chosen.backend.descriptor.contracts, "graph": 1})
+    selection = replace(chosen, backend=replace(chosen.backend, descriptor=offering))
+    loaded = copy.copy(subject.loaded)
+    loaded.selection = selection
+    why = "its hook evener_graph_capture returned nothing for this device, whose capabilities name no graphs"
+    with pytest.raises(ConfigError, match=f"--op graphs: there is nothing to check: {why}"):
+        Plan(replace(subject, loaded=loaded), Request(1, ("graphs",)))
+
+
+def test_the_profiler_of_torch_says_nothing_between_the_lines_of_progress(tmp_path: Path) -> None:
+    code = (
+        "import sys; from evener.testing.conformance.command import main\n"
+        "main(['--backend', 'cpu', '--op', 'softcap', '--seed', '1'])\n"
+        "import torch\nwith torch.autograd.profiler.profile(use_kineto=True): torch.ones(2) + 1"
+    )
+    assert "profiler_start" not in run_in(tmp_path, "-c", code).stderr
 
 
 def test_a_table_that_no_terminal_shows_is_whole_and_says_why_a_reference_has_no_figures(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 from pathlib import Path
@@ -70,6 +71,8 @@ def main(argv: list[str]) -> int:
     """Run the kit. 0 if nothing failed and nothing required is unknown, 1 otherwise."""
     arguments, words = parser().parse_known_args(argv)
     options = package_options(words)
+    # torch's profiler would tell between the lines of progress that it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from evener.testing.conformance import report
     from evener.testing.conformance.plan import Request
     from evener.testing.conformance.run import run

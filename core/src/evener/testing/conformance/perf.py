@@ -32,15 +32,15 @@ def timings(subject: Subject, dtypes: Sequence[str], request: Request) -> Iterat
 def _timed(
     subject: Subject, kernel: Kernel, schema: OpSchema, label: str, dtype: str, rows: int, seed: int
 ) -> CaseResult:
-    # The case with the most numbers in it.
-    cases = list(load_cases(schema)(dtype, torch.Generator().manual_seed(seed)))
-    case = max(cases, key=_size)
+    # The case with the most numbers in it of those that the kernel takes.
+    cases = sorted(load_cases(schema)(dtype, torch.Generator().manual_seed(seed)), key=_size, reverse=True)
     try:
-        mine, theirs = (
-            Prepared(k, schema, subject.device, dtype, case, rows) for k in (kernel, ReferenceKernel(schema))
-        )
+        offered = (Prepared(kernel, schema, subject.device, dtype, each, rows) for each in cases)
+        first = next(offered)
+        mine = first if first.reason is None else next((each for each in offered if each.reason is None), first)
         if mine.reason is not None:
             return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows", "not applicable", mine.reason)
+        theirs, case = Prepared(ReferenceKernel(schema), schema, subject.device, dtype, mine.case), mine.case
         own, reference = (_median(subject, each) for each in (mine, theirs))
     except Exception as error:  # the backend's; it is the finding
         return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows", "failed", raised(error))

@@ -16,6 +16,7 @@ from evener.ops.reference.state import ReferenceState
 from evener.plugins.hub import Provided
 from evener.resolution.resolver import load_reference
 from evener.testing.conformance.collectives import collective_results
+from evener.testing.conformance.compare import joined
 from evener.testing.conformance.composites import check_composite
 from evener.testing.conformance.device import device_results
 from evener.testing.conformance.formats import OPS, kernel_results, scheme_results
@@ -24,6 +25,7 @@ from evener.testing.conformance.memory import composite_memory, kernel_memory, n
 from evener.testing.conformance.model import model_results
 from evener.testing.conformance.ops import FEW, MANY, check_kernel, expansion, no_other_op
 from evener.testing.conformance.outcome import AREAS, CaseResult, Check, place_of, raised
+from evener.testing.conformance.result import NUMBERS
 from evener.testing.conformance.state import SHAPES, check_provider
 from evener.testing.conformance.subject import PretendDevice, Subject
 from evener.testing.conformance.witness import HostWatch
@@ -111,6 +113,11 @@ class Plan:
     def _nothing(self, op: str, names: set[str]) -> str:
         """Why nothing answers to a name."""
         backend, schema = repr(self.subject.name), self.subject.schemas.get(op)
+        if op == "graphs" and "graph" in self.subject.loaded.selection.backend.descriptor.contracts:
+            why = "its hook evener_graph_capture returned nothing for this device"
+            if not self.subject.device.capabilities.graphs:
+                why += ", whose capabilities name no graphs"
+            return f"there is nothing to check: {why}"
         if op in AREAS:
             return f"there is nothing to check, as {backend} {_EMPTY[op]}"
         if schema is not None:
@@ -212,11 +219,14 @@ class Plan:
                     thorough=self.request.thorough, watch=watch, recurrent=shape is None,
                 )  # fmt: skip
                 done += len(report.checked)
+                # A case is one, however many problems it has.
+                wrong: dict[str, list[str]] = {}
                 for problem in report.problems:
-                    yield check.result(str(shape or "recurrent"), "failed", problem, dtype)
-                if not report.problems:
-                    for case in report.checked:
-                        yield check.result(case, "passed", "", dtype)
+                    mine = [case for case in report.checked if problem.startswith(case)]
+                    wrong.setdefault(mine[0] if mine else str(shape or "recurrent"), []).append(problem)
+                for case in dict.fromkeys((*report.checked, *wrong)):
+                    found = wrong.get(case, [])
+                    yield check.result(case, "failed" if found else "passed", _kinds(found, case), dtype)
                 for line in report.refused:
                     case, _, reason = line.rpartition(": ")
                     reasons.append(reason)
@@ -344,6 +354,15 @@ def _choice(checks: Sequence[Check]) -> str:
     }
     lists = [f"{what}: {', '.join(dict.fromkeys(names))}" for what, names in kinds.items() if names]
     return "Leave out --op for everything, or name one of these.\n  " + "\n  ".join(lists)
+
+
+def _kinds(problems: Sequence[str], case: str) -> str:
+    """Those of one case in one text; of those that differ in their numbers alone the first."""
+    kinds: dict[str, str] = {}
+    for problem in (each.removeprefix(case).lstrip(":, ") for each in problems):
+        kinds.setdefault(NUMBERS.sub("#", problem), problem)
+    more = f"; {len(problems)} in all" if len(problems) > len(kinds) else ""
+    return joined([*kinds.values()]) + more
 
 
 def _undefined(check: Check) -> Iterator[CaseResult]:

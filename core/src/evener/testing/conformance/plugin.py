@@ -119,7 +119,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     from evener.testing.conformance.result import Result, facts_of
 
-    result = Result(kit.found, facts_of(kit.subject, "test", kit.request.seed), whole=not config.getoption("keyword"))
+    facts = facts_of(kit.subject, "test", kit.request.seed, kit.request.thorough)
+    result = Result(kit.found, facts, whole=not config.getoption("keyword"))
     Path(path).write_text(json.dumps(result.to_json(), indent=1) + "\n", "utf-8")
 
 

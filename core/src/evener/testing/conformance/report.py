@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group
 from rich.markup import escape
@@ -32,7 +34,7 @@ def render(result: Result) -> Group:
     if facts["mode"] == "perf":
         lines += [_times(result), ""]
     causes = result.causes
-    lines += [_case(cases, facts["seed"]) for cases in causes[:_SHOWN]]
+    lines += [_case(cases, facts) for cases in causes[:_SHOWN]]
     if len(causes) > _SHOWN:
         lines.append(f"… and {sum(map(len, causes[_SHOWN:]))} more; --json FILE has them all")
     unseen = dict.fromkeys((f"{c.area}/{c.subject}", c.detail) for c in result.unseen)
@@ -80,16 +82,27 @@ def _count(number: int, outcome: str) -> str:
     return f"[{_STYLE[outcome]}]{number}[/]" if number else "[dim]0[/]"
 
 
-def _case(cases: Sequence[CaseResult], seed: int) -> str:
+def _again(case: CaseResult, facts: Mapping[str, Any]) -> str:
+    """The command that shows a case again, to be pasted into a shell."""
+    part = case.area if case.area in ("device", "graphs", "collectives", "model") else case.subject
+    words = ["evener", "conformance", "--backend", facts["backend"]["name"]]
+    words += ["--pretend"] * facts["pretended"] + ["--thorough"] * facts.get("thorough", False)
+    words += ["--mode", facts["mode"]] * (facts["mode"] != "test")
+    words += ["--op", part, "--seed", str(facts["seed"])] + (["--dtype", case.dtype] if case.dtype else [])
+    options = facts["backend"]["options"]
+    words += [f"{name}.{key}={value}" for name, values in options.items() for key, value in values.items()]
+    return shlex.join(words)
+
+
+def _case(cases: Sequence[CaseResult], facts: Mapping[str, Any]) -> str:
     case, others = cases[0], len(cases) - 1
     where = f"{case.area}/{case.subject}" + (f" [{case.dtype}]" if case.dtype else "")
-    again = f"--op {case.area if case.area in ('device', 'graphs', 'collectives', 'model') else case.subject}"
     of = f"    of       {escape(case.place)}\n" if case.place else ""
     more = f"             and {others} more alike; --json FILE has them all\n" if others else ""
     return (
         f"[{_STYLE[case.outcome]}]{case.outcome}[/] {escape(where)} {escape(case.provider)}\n{of}"
         f"    at       {escape(case.case)}\n    because  {escape(case.detail)}\n{more}"
-        f"    again    {escape(again)} --seed {seed}" + (f" --dtype {case.dtype}" if case.dtype else "") + "\n"
+        f"    again    {escape(_again(case, facts))}\n"
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 #: Numbers and lists of them; not those of lines in a file, nor those in names. NaN is a reason of its own.
-_NUMBERS = re.compile(r"(?<![:\w.])[-+]?\d[\d.]*(e[-+]?\d+)?\b(, \d+\b)*")
+NUMBERS = re.compile(r"(?<![:\w.])[-+]?\d[\d.]*(e[-+]?\d+)?\b(, \d+\b)*")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Result:
         """What is wrong, with cases of one provider together whose reasons differ in no more than their numbers."""
         found: dict[tuple[str, ...], list[CaseResult]] = {}
         for c in self.wrong:
-            reason = _NUMBERS.sub("#", c.detail.removeprefix(c.case))
+            reason = NUMBERS.sub("#", c.detail.removeprefix(c.case))
             found.setdefault((c.area, c.subject, c.provider, c.outcome, reason), []).append(c)
         return list(found.values())
 
@@ -70,7 +70,7 @@ class Result:
         }  # fmt: skip
 
 
-def facts_of(subject: Subject, mode: str, seed: int) -> dict[str, Any]:
+def facts_of(subject: Subject, mode: str, seed: int, thorough: bool = False) -> dict[str, Any]:
     """Versions of core, contracts, packages, torch and driver; the device; the level of evidence."""
     from importlib_metadata import version
 
@@ -78,7 +78,7 @@ def facts_of(subject: Subject, mode: str, seed: int) -> dict[str, Any]:
     able = device.capabilities
     return {
         "mode": mode, "level": subject.level, "pretended": subject.pretended, "simulated": device.simulated,
-        "seed": seed, "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seed": seed, "thorough": thorough, "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "backend": {
             "name": subject.name, "distribution": selection.backend.distribution,
             "version": selection.backend.version, "contracts": dict(selection.backend.descriptor.contracts),

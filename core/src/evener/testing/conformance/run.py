@@ -46,4 +46,4 @@ def run_on(
             say(f"{len(found)} case{'s' * (len(found) != 1)}" + f", {failed} failed" * bool(failed) + "\n")
             cases += found
     whole = mode == "test" and not (request.ops or request.dtypes)
-    return Result(cases, facts_of(subject, mode, request.seed), whole)
+    return Result(cases, facts_of(subject, mode, request.seed, request.thorough), whole)
