@@ -390,9 +390,11 @@ def test_failures_that_differ_in_their_numbers_only_are_shown_once(
     assert said.count("not bfloat16") == 1 and "and 13 more alike; --json FILE has them all" in said
 
 
+@pytest.mark.parametrize("columns", ["60", None])
 def test_the_command_that_shows_a_failure_again_can_be_pasted(
-    subject: Subject, capsys: pytest.CaptureFixture[str]
+    columns: str | None, subject: Subject, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
     facts = run_on(subject, Request(7, ("softcap",), thorough=True)).facts | {"pretended": True}
     facts["backend"] |= {"options": {"mychip": {"note": "two words"}}}
     show(Result([CaseResult("primitives", "softcap", "mine/k", "float32", "c", "failed", "no")], facts))

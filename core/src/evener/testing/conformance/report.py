@@ -127,4 +127,6 @@ def show(result: Result, lines: Iterable[str] = ()) -> None:
         console = Console(highlight=False, width=_WIDE)
     for line in lines:
         console.print(line)
-    console.print(render(result))
+    for part in render(result).renderables:
+        # A terminal breaks long lines by itself, and what is copied from it has no line's end inside a command.
+        console.print(part, soft_wrap=isinstance(part, str))
