@@ -17,8 +17,8 @@ from evener.engine.messages import Finished, NewRequest, Ready, Sampling, Tokens
 from evener.engine.start import start_engine
 from evener.testing.oracle import Comparison, compare_greedy, generate, teacher_forced
 
-#: Whole models in float32 on two cores: minutes, not seconds.
-pytestmark = pytest.mark.timeout(1500)
+#: Whole models in float32 on two cores: minutes, not seconds; on old ones with other work half an hour.
+pytestmark = pytest.mark.timeout(2400)
 
 ANSWER = 64
 LENGTHS = (8, 9, 15, 16, 17, 31, 40, 48, 63, 80, 100, 129, 160, 200, 257, 300, 380, 450, 520, 600)
@@ -85,7 +85,10 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_mixed_batch_that_arrive
         assert stats.prefix_hits >= 5, stats
         assert stats.mixed_steps >= 5, stats
         assert client.controller.scheduler.state.pool.used == 0
-        compare_greedy(oracle, prompts, mixed, partial(resumed, client), result)
+        # What equals an answer that was compared needs no second pass of the oracle.
+        other = [i for i, answer in enumerate(mixed) if answer != alone[i]]
+        again = [prompts[i] for i in other], [mixed[i] for i in other]
+        compare_greedy(oracle, *again, partial(resumed, client), result)
     print(f"\n{model_dir.name}: {result.tokens} tokens, ties: {result.ties}")
     result.check()
 
