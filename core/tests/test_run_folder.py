@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ OWNER = (
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def owner(where: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A process that lives and has a folder, and that folder."""
+    environment = {**os.environ, "TMPDIR": str(where)}
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        yield Path(process.stdout.readline().strip()), process
 
 
 def test_a_folder_is_its_users_own_and_goes_when_it_is_closed(where: Path) -> None:
@@ -52,36 +64,30 @@ def test_a_folder_too_deep_for_sockets_is_refused_with_what_to_set(
     short.close()
 
 
-def test_a_folder_that_closes_takes_those_of_children_that_were_killed_along(where: Path) -> None:
+def test_a_folder_that_closes_takes_those_of_children_that_were_killed_along(
+    where: Path, owner: tuple[Path, subprocess.Popen[str]]
+) -> None:
+    theirs, child = owner
     mine = RunFolder()
-    environment = {**os.environ, "TMPDIR": str(where)}
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as child:
-        assert child.stdout is not None
-        theirs = Path(child.stdout.readline().strip())
-        child.kill()
-        child.wait()
+    child.kill()
+    child.wait()
     assert set(where.iterdir()) == {Path(mine.path), theirs}
     mine.close()
     assert not list(where.iterdir())
 
 
-def test_a_killed_runs_folder_goes_when_the_next_starts_and_one_of_a_run_that_lives_stays(where: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(where)}
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as owner:
-        assert owner.stdout is not None
-        theirs = Path(owner.stdout.readline().strip())
-        other = where / "evener-models"
-        other.mkdir()
-        (theirs / "file").touch()
-        first = RunFolder()
-        assert (theirs / "file").exists(), "its owner lives"
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
-        second = RunFolder()
-        assert set(where.iterdir()) == {Path(first.path), Path(second.path), other}
-        first.close()
-        second.close()
+def test_a_killed_runs_folder_goes_when_the_next_starts_and_one_of_a_run_that_lives_stays(
+    where: Path, owner: tuple[Path, subprocess.Popen[str]]
+) -> None:
+    theirs, process = owner
+    other = where / "evener-models"
+    other.mkdir()
+    (theirs / "file").touch()
+    first = RunFolder()
+    assert (theirs / "file").exists(), "its owner lives"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    second = RunFolder()
+    assert set(where.iterdir()) == {Path(first.path), Path(second.path), other}
+    first.close()
+    second.close()

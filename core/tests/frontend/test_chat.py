@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,12 +127,18 @@ def test_a_template_cannot_hang_or_fill_the_server(template: str, limit: float, 
     renderer.close()
 
 
-def test_a_template_that_gets_no_processor_has_not_taken_long() -> None:
-    renderer = Renderer(time_limit=1.0)
+def stopped(time_limit: float) -> tuple[Renderer, subprocess.Popen[bytes]]:
+    """A renderer whose process stands still, and that process."""
+    renderer = Renderer(time_limit)
     renderer.start()
     assert renderer._process is not None
     renderer._process.send_signal(signal.SIGSTOP)
-    later = threading.Timer(1.5, renderer._process.send_signal, (signal.SIGCONT,))
+    return renderer, renderer._process
+
+
+def test_a_template_that_gets_no_processor_has_not_taken_long() -> None:
+    renderer, process = stopped(1.0)
+    later = threading.Timer(1.5, process.send_signal, (signal.SIGCONT,))
     later.start()
     assert chat(renderer, "ok").render([USER]) == "ok"
     later.join()
@@ -139,10 +146,7 @@ def test_a_template_that_gets_no_processor_has_not_taken_long() -> None:
 
 
 def test_a_render_process_that_stands_still_is_ended_by_the_clock() -> None:
-    renderer = Renderer(time_limit=0.1)
-    renderer.start()
-    assert renderer._process is not None
-    renderer._process.send_signal(signal.SIGSTOP)
+    renderer, _ = stopped(0.1)
     with pytest.raises(TemplateError, match=r"longer than 0\.1 s"):
         chat(renderer, "ok").render([USER])
     renderer.close()
