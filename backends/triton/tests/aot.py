@@ -104,7 +104,7 @@ def record(target: str) -> Recorder:
         for rows, columns in ((6144, 4096), (24576, 4096), (4096, 12288), (1024, 3072)):
             x = torch.empty(tokens, columns, dtype=getattr(torch, dtype), device=META)
             w = torch.empty(rows, columns, dtype=getattr(torch, dtype), device=META)
-            few(tuning, x, w, x.dtype)
+            few(tuning, x.dtype, x, w)
             if tokens == 1:
                 gemv(tuning, x, w, x.dtype, activation="silu")
     _experts(tuning, getattr(torch, dtype))

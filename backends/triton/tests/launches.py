@@ -1,8 +1,8 @@
 """Makes the same calls of plain and of ``Launched`` kernels over a driver that records what reaches its launcher.
 
-Prints one JSON object: ``wrong``, calls that differ; ``asked``, calls for which Triton is asked every time; and what
-``hooks``, ``nothing_is_kept`` and ``asked_elsewhere`` return. For a process of its own: kernels are compiled for
-cuda:90, and the driver stays.
+Prints one JSON object: ``wrong``, calls that differ; ``asked``, calls for which Triton is asked every time; the same of
+prepared kernels; and what ``hooks``, ``nothing_is_kept`` and ``asked_elsewhere`` return. For a process of its own:
+kernels are compiled for cuda:90, and the driver stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from evener.contracts.device import DeviceCapabilities
 from evener.testing.reference_device import HostDevice
-from evener_kernels_triton.jit.launch import Launched, launched
+from evener_kernels_triton.jit.launch import Launched, Prepared, launched
 from evener_kernels_triton.linear import skinny
 from evener_kernels_triton.plugin import evener_state_providers
 from evener_kernels_triton.primitives import norm_rows
@@ -160,7 +160,7 @@ def outcome(kernel: Any, call: Call, device: int) -> tuple[Any, bool]:
     except Exception as error:  # Triton's; it is the outcome
         return type(error).__name__, True
     ((found, reached),) = REACHED
-    assert compiled.hash == found
+    assert compiled is None or compiled.hash == found  # of ``Prepared`` it is None
     plain = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in reached[9:]]
     return (found, reached[:6], [(type(v), repr(v)) for v in plain]), reached[7] is not None
 
@@ -183,6 +183,54 @@ def compare(
                 wrong.append(f"{name}: {got}, not {expected}")
             if not was_asked:
                 asked.discard(name)
+    return wrong, asked
+
+
+class Given:
+    """A prepared kernel that is called as others are, with what it has been told or without."""
+
+    def __init__(self, **fixed: Any) -> None:
+        self.prepared, self.fixed = Prepared(launched(triton.jit(tiny)), **fixed), fixed
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.prepared(
+            (*grid, 1, 1)[:3],  # type: ignore[arg-type]
+            *args, *(value for name, value in kwargs.items() if name not in self.fixed),
+        )  # fmt: skip
+
+
+def prepared() -> tuple[list[str], list[str]]:
+    """Calls of prepared kernels that differ from plain ones, and those for which Triton was asked the second time: each
+    call of one kernel in many orders, and a kernel of its own for each."""
+    calls = {name: call for name, call in tiny_calls().items() if not call[1] and type(call[0]) is tuple}
+    wrong, asked, plain = [], [], triton.jit(tiny)
+    base = list(calls["base"][2])
+    alike = [name for name, call in calls.items() if list(call[2]) == base and name[:4] != "FORM"]
+    for seed in range(4):
+        one = Given(FORM=8)
+        order = [(name, device) for name in alike for device in (0, 1)] * 2
+        if seed:
+            random.Random(seed).shuffle(order)
+        for name, device in order:
+            expected, _ = outcome(plain, calls[name], device)
+            if (got := outcome(one, calls[name], device)[0]) != expected:
+                wrong.append(f"{name}: {got}, not {expected}")
+    for name, (grid, args, kwargs) in calls.items():
+        given = {k: v for k, v in kwargs.items() if k not in ("x", "y")}
+        own, call = Given(**given), (grid, args, {"x": kwargs.get("x"), "y": kwargs.get("y"), **given})
+        expected, _ = outcome(triton.jit(tiny), call, 0)  # one for all would take True for 1, as Triton does
+        for again in (False, True):
+            got, was_asked = outcome(own, call, 0)
+            wrong += [f"{name}, fixed: {got}, not {expected}"] if got != expected else []
+            asked += [name] if again and was_asked else []
+    one = Given(FORM=8)
+    ways = [outcome(one, calls["base"], 0)[1] for _ in range(2)]
+    knobs.runtime.launch_enter_hook.add(hook := lambda metadata: None)
+    ways.append(outcome(one, calls["base"], 0)[1])
+    knobs.runtime.launch_enter_hook.remove(hook)
+    ways.append(outcome(one, calls["base"], 0)[1])
+    if ways != [True, False, True, False] or len(alike) < 30:
+        wrong.append(f"hooks: {ways}; {len(alike)} calls")
     return wrong, asked
 
 
@@ -235,5 +283,7 @@ if __name__ == "__main__":
         found, never_short = compare(partial(triton.jit, kernel.fn), calls, 2)
         wrong += [f"{kernel.__name__}: {line}" for line in found]
         asked |= {f"{kernel.__name__}: {name}" for name in never_short}
+    odd, asked_again = prepared()
     said = {"wrong": wrong, "asked": sorted(asked), "hooks": hooks(), "kept": nothing_is_kept()}
+    said |= {"prepared": odd, "asked again": asked_again}
     print(json.dumps(said | {"elsewhere": asked_elsewhere()}))

@@ -45,6 +45,12 @@ def test_triton_is_asked_each_time_only_about_calls_that_are_not_plain(found: di
     assert [start for start in ALWAYS if not any(name.startswith(start) for name in asked)] == []
 
 
+def test_prepared_kernels_reach_the_launcher_as_plain_ones_do(found: dict[str, Any]) -> None:
+    assert found["prepared"] == []
+    assert [name for name in found["asked again"] if not name.startswith(ALWAYS)] == []
+    assert [start for start in ("x=None", "FORM=(") if not any(n.startswith(start) for n in found["asked again"])] == []
+
+
 def test_hooks_and_debugging_get_tritons_own_launch_and_only_while_they_are_on(found: dict[str, Any]) -> None:
     heard, asked, other_when_debugged = found["hooks"]
     assert heard[:2] == ["tiny", "tiny"]  # of the enter hook, of the exit hook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from evener.contracts.quant import PackedWeight
 from evener.ops.composites import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
+from evener_kernels_triton.jit.launch import Prepared
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
 from evener_kernels_triton.linear import few, gemv, many, partial_sums, stream
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
@@ -22,14 +24,9 @@ from evener_kernels_triton.variants import combined, products
 Project = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
-def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype) -> Project:
-    """The linear product of a bucket."""
-    tokens = call.bucket.high
-
-    def project(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return few(tuning, x, w, out, bias=bias) if tuning.few(tokens, w.shape[0]) else many(x, w, out, bias)
-
-    return project
+def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype, rows: int) -> Project:
+    """The linear product of a bucket with a weight of ``rows`` rows."""
+    return partial(few, tuning, out) if tuning.few(call.bucket.high, rows) else partial(many, out)
 
 
 Enter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -40,7 +37,7 @@ def enter_rows(tuning: Tuning, call: OpCall, rows: int, activation: str = "") ->
     float32."""
     s = call.static
     eps, offset, dtype = s["eps"], s["offset"], getattr(torch, s["dtype"])
-    project = project_rows(tuning, call, dtype)
+    project = project_rows(tuning, call, dtype, rows)
 
     def one(
         x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
@@ -117,10 +114,11 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
     enter = enter_rows(tuning.part("enter"), call, s["qkv"].rows)
     tiles = -(-heads // each) + 2 * -(-kv_heads // each)
     sizes = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": s["rotary_dim"], "INTERLEAVED": bool(s["interleaved"]),
-        "NORM": bool(s["qk_norm"]), "D": d, "DV": dv, "DP": power_of_two(max(d, dv)), "H": each,
-        "OVERLAP": tuning.overlap,
+        "eps": s["eps"], "offset": s["offset"], "HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": s["rotary_dim"],
+        "INTERLEAVED": bool(s["interleaved"]), "NORM": bool(s["qk_norm"]), "D": d, "DV": dv,
+        "DP": power_of_two(max(d, dv)), "H": each, "OVERLAP": tuning.overlap, "num_warps": 1, **tuning.launch,
     }  # fmt: skip
+    launches: dict[int, Prepared] = {}
 
     def run(
         x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, norm: torch.Tensor, qkv: PackedWeight,
@@ -128,12 +126,15 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
         views: PagedViews, meta: PagedMeta,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         wide, stream = enter(x, residual, norm, qkv.data, qkv_bias)
-        query = torch.empty(wide.shape[0], heads, d, dtype=wide.dtype, device=wide.device)
-        norm_rotary_write_kernel[(wide.shape[0], tiles)](
-            positions, meta.step.slot_mapping, wide, q_norm if q_norm is not None else wide,
+        tokens, row = wide.shape
+        query = torch.empty(tokens, heads, d, dtype=wide.dtype, device=wide.device)
+        launch = launches.get(views.block_size)
+        if launch is None:
+            launch = launches[views.block_size] = Prepared(norm_rotary_write_kernel, PAGE=views.block_size, **sizes)
+        launch(
+            (tokens, tiles, 1), positions, meta.step.slot_mapping, wide, q_norm if q_norm is not None else wide,
             k_norm if k_norm is not None else wide, cos_sin, query, views.keys, views.values,
-            wide.stride(0), views.keys.stride(0), views.values.stride(0), s["eps"], s["offset"],
-            PAGE=views.block_size, num_warps=1, **sizes, **tuning.launch,
+            row, views.key_page, views.value_page,
         )  # fmt: skip
         return query, stream
 
@@ -162,7 +163,8 @@ class TritonAttentionBlock(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
-        write, project = _write_heads(tuning, call), project_rows(tuning.part("project"), call, dtype)
+        write = _write_heads(tuning, call)
+        project = project_rows(tuning.part("project"), call, dtype, s["o"].rows)
         provider = s["state"].provider
 
         def run(
@@ -205,7 +207,7 @@ class TritonMlpBlock(_Composite):
     def build(self, call: OpCall) -> OpFunction:
         tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
         enter = enter_rows(tuning.part("enter"), call, s["gate_up"].rows, s["activation"])
-        project = project_rows(tuning.part("project"), call, dtype)
+        project = project_rows(tuning.part("project"), call, dtype, s["down"].rows)
 
         def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
             inner, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
@@ -239,7 +241,7 @@ class TritonHead(_Composite):
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
-        project = project_rows(tuning.part("project"), call, torch.float32)
+        project = project_rows(tuning.part("project"), call, torch.float32, s["weight"].rows)
 
         def run(x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
             y, _ = norm_rows(tuning, x, None, norm, s["eps"], s["offset"], dtype)

@@ -311,7 +311,7 @@ def _some(tuning: Tuning, call: OpCall) -> Block:
     def project(x: torch.Tensor, weight: PackedWeight | None) -> torch.Tensor:
         assert weight is not None, "declared with shared experts"
         own = tuning.few(call.bucket.high, weight.data.shape[0])
-        return few(tuning, x, weight.data, dtype) if own else many(x, weight.data, dtype)
+        return few(tuning, dtype, x, weight.data) if own else many(dtype, x, weight.data)
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
         y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)

@@ -80,7 +80,7 @@ class TritonLatentAttentionBlock(TritonKernel):
         tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
         width = s["q_rank"] or s["heads"] * (s["nope_dim"] + s["rope_dim"])
         enter = enter_rows(tuning.part("enter"), call, s["down"].rows)
-        leave = project_rows(tuning.part("project"), call, dtype)
+        leave = project_rows(tuning.part("project"), call, dtype, s["o"].rows)
         queries, inward, outward = _queries(tuning, call), _inward(tuning, call), _outward(tuning, call)
         attend_prompts = _prompts(tuning, call)
         provider: LatentState = s["state"].provider
@@ -129,7 +129,7 @@ def _queries(tuning: Tuning, call: OpCall) -> Callable[[torch.Tensor, LatentWeig
     s, dtype = call.static, getattr(torch, call.static["dtype"])
     if not s["q_rank"]:
         return lambda x, w: x
-    project = project_rows(tuning, call, dtype)
+    project = project_rows(tuning, call, dtype, s["q"].rows)
 
     def one(x: torch.Tensor, w: LatentWeights) -> torch.Tensor:
         assert w.q is not None and w.q_norm is not None, "queries have a rank"
@@ -200,7 +200,7 @@ def _prompts(tuning: Tuning, call: OpCall) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         turned, rows = query.new_empty(query.shape[0], heads, rope), query.new_empty(query.shape[0], rank + rope)
         enter(query, latent, positions, w, views, meta, turned, rows)
-        kv = many(rows[:, :rank], w.kv_b.data, rows.dtype)
+        kv = many(rows.dtype, rows[:, :rank], w.kv_b.data)
         step = meta.step
         latent_prompt_kernel[(step.tokens // p.m + step.requests, heads)](
             query, turned, kv, rows[:, rank:], step.query_start, out, query.stride(0), kv.stride(0), rows.stride(0),

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight
 from evener.ops.reference.linear import PLAIN
+from evener_kernels_triton.jit.launch import Prepared
 from evener_kernels_triton.jit.linear import gemv_kernel, skinny_kernel, stream_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
-from evener_kernels_triton.tuning import Product, Tuning
+from evener_kernels_triton.primitives import rows_of
+from evener_kernels_triton.tuning import Product, Tuning, remembered
 from evener_kernels_triton.variants import products
 
 
@@ -23,18 +25,32 @@ def stream(
     gain: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """One token [1, columns] to [1, rows], where ``Tuning.stream`` has sizes for it; see ``stream_kernel``."""
-    halves = 2 if activation else 1
-    rows, columns = weight.shape[0] // halves, weight.shape[1]
-    p = tuning.stream(rows, columns, halves)
-    assert p is not None, "the caller asked"
+    wide, columns = weight.shape
+    launch, grid, rows = _stream(
+        tuning, wide, columns, activation, residual is not None, gain is not None, bias is not None, eps, offset
+    )  # fmt: skip
     y = torch.empty(1, rows, dtype=out, device=x.device)
-    stream_kernel[(min(-(-rows // p.n), p.m * tuning.units),)](
-        x, residual if residual is not None else x, total if total is not None else y, gain if gain is not None else x,
-        weight, bias if bias is not None else x, y, rows, columns, eps, offset,
-        ADD=residual is not None, NORM=gain is not None, BIAS=bias is not None, ACT=activation, BN=p.n, BK=p.k,
-        OVERLAP=tuning.overlap, num_warps=p.warps, **tuning.launch,
+    launch(
+        grid, x, residual if residual is not None else x, total if total is not None else y,
+        gain if gain is not None else x, weight, bias if bias is not None else x, y,
     )  # fmt: skip
     return y
+
+
+@remembered
+def _stream(
+    tuning: Tuning, wide: int, columns: int, activation: str, add: bool, norm: bool, bias: bool, eps: float,
+    offset: float,
+) -> tuple[Prepared, tuple[int, int, int], int]:  # fmt: skip
+    """A launch with a weight of ``wide`` rows, its grid, and rows of the result."""
+    halves = 2 if activation else 1
+    rows, p = wide // halves, tuning.stream(wide // halves, columns, halves)
+    assert p is not None, "the caller asked"
+    launch = Prepared(
+        stream_kernel, rows=rows, columns=columns, eps=eps, offset=offset, ADD=add, NORM=norm, BIAS=bias,
+        ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap, num_warps=p.warps, **tuning.launch,
+    )  # fmt: skip
+    return launch, (min(-(-rows // p.n), p.m * tuning.units), 1, 1), rows
 
 
 def gemv(
@@ -42,39 +58,70 @@ def gemv(
     activation: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """One token [1, columns] to [1, rows]."""
-    halves = 2 if activation else 1
-    rows, columns = weight.shape[0] // halves, weight.shape[1]
-    if tuning.stream(rows, columns, halves) is not None:
+    halves, (wide, columns) = 2 if activation else 1, weight.shape
+    if tuning.stream(wide // halves, columns, halves) is not None:
         return stream(tuning, x, weight, out, bias=bias, activation=activation)
-    p = tuning.gemv(rows, columns, halves)
+    launch, grid, rows = _gemv(tuning, wide, columns, activation, bias is not None)
     y = torch.empty(1, rows, dtype=out, device=x.device)
-    gemv_kernel[(-(-rows // p.n),)](
-        x, weight, bias if bias is not None else x, y, rows, columns,
-        BIAS=bias is not None, ACT=activation, BN=p.n, BK=p.k, EVEN=rows % p.n == 0 and columns % p.k == 0,
-        TWO=columns > p.k, OVERLAP=tuning.overlap, num_warps=p.warps, **tuning.launch,
-    )  # fmt: skip
+    launch(grid, x, weight, bias if bias is not None else x, y)
     return y
+
+
+@remembered
+def _gemv(
+    tuning: Tuning, wide: int, columns: int, activation: str, bias: bool
+) -> tuple[Prepared, tuple[int, int, int], int]:
+    """As ``_stream``."""
+    halves = 2 if activation else 1
+    rows = wide // halves
+    p = tuning.gemv(rows, columns, halves)
+    launch = Prepared(
+        gemv_kernel, rows=rows, columns=columns, BIAS=bias, ACT=activation, BN=p.n, BK=p.k,
+        EVEN=rows % p.n == 0 and columns % p.k == 0, TWO=columns > p.k, OVERLAP=tuning.overlap, num_warps=p.warps,
+        **tuning.launch,
+    )  # fmt: skip
+    return launch, (-(-rows // p.n), 1, 1), rows
 
 
 def skinny(
     tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None
 ) -> torch.Tensor:  # fmt: skip
     """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel``."""
-    tokens, (rows, columns) = x.shape[0], weight.shape
-    p = tuning.skinny(tokens, rows, columns, weight.element_size())
-    y = torch.empty(tokens, rows, dtype=out, device=x.device)
+    x_row, apart = x.stride()
+    if apart != 1:
+        x, x_row = x.contiguous(), x.shape[1]
+    tokens, where, (rows, columns) = x.shape[0], x.device, weight.shape
+    launch, grid, sums = _skinny(tuning, tokens, rows, columns, weight.dtype.itemsize, bias is not None)
+    y = torch.empty(tokens, rows, dtype=out, device=where)
+    parts = arrived = y
+    if sums is not None:
+        parts = torch.empty(sums, dtype=torch.float32, device=where)
+        arrived = tuning.arrivals.of(where, grid[0] * grid[1])
+    launch(grid, x, weight, bias if bias is not None else x, y, parts, arrived, tokens, rows, columns, x_row)
+    return y
+
+
+@remembered
+def _skinny(
+    tuning: Tuning, tokens: int, rows: int, columns: int, element: int, bias: bool
+) -> tuple[Prepared, tuple[int, int, int], tuple[int, int, int] | None]:
+    """A launch, its grid, and the shape of its partial sums, None where there are none."""
+    p = tuning.skinny(tokens, rows, columns, element)
     across, down, each, splits = _grid(p, tokens, rows, columns)
-    parts, arrived = y, y
-    if splits > 1:
-        parts = torch.empty(across * down * splits, p.n, p.m, dtype=torch.float32, device=x.device)
-        arrived = tuning.arrivals.of(x.device, across * down)
-    skinny_kernel[(across, down, splits)](
-        x, weight, bias if bias is not None else x, y, parts, arrived, tokens, rows, columns, x.stride(0), y.stride(0),
-        each, BIAS=bias is not None, SPLITS=splits, BM=p.m, BN=p.n, BK=p.k,
+    launch = _skinny_launch(tuning, p, rows, columns, each, splits, bias)
+    return launch, (across, down, splits), (across * down * splits, p.n, p.m) if splits > 1 else None
+
+
+@remembered
+def _skinny_launch(
+    tuning: Tuning, p: Product, rows: int, columns: int, each: int, splits: int, bias: bool
+) -> Prepared:  # fmt: skip
+    """The same for all numbers of tokens that have the same sizes."""
+    return Prepared(
+        skinny_kernel, y_row=rows, each=each, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n, BK=p.k,
         EVEN=rows % p.n == 0 and columns % p.k == 0, PRECISION=PRECISION, OVERLAP=tuning.overlap,
         num_warps=p.warps, num_stages=p.stages, **tuning.launch,
     )  # fmt: skip
-    return y
 
 
 def _grid(p: Product, tokens: int, rows: int, columns: int) -> tuple[int, int, int, int]:
@@ -94,17 +141,18 @@ def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int) -> int:
 
 
 def few(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None
-) -> torch.Tensor:  # fmt: skip
+    tuning: Tuning, out: torch.dtype, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """``gemv`` or ``skinny``, by the number of tokens."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    if x.shape[0] == 0:
+    tokens = x.shape[0]
+    if tokens > 1:
+        return skinny(tuning, x, weight, out, bias=bias)
+    if not tokens:
         return x.new_empty(0, weight.shape[0], dtype=out)
-    return (gemv if x.shape[0] == 1 else skinny)(tuning, x, weight, out, bias=bias)
+    return gemv(tuning, rows_of(x), weight, out, bias=bias)
 
 
-def many(x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+def many(out: torch.dtype, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The library's product, for any number of tokens; sums in ``out`` are not rounded before."""
     if x.dtype == out:
         return F.linear(x, weight, bias)
@@ -134,7 +182,7 @@ class TritonLinear(TritonKernel):
         out = getattr(torch, call.static.get("out", call.static["dtype"]))
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return few(tuning, x, weight.data, out, bias=bias)
+            return few(tuning, out, x, weight.data, bias)
 
         return run
 
@@ -160,7 +208,7 @@ class LibraryLinear(TritonKernel):
         out = getattr(torch, call.static.get("out", call.static["dtype"]))
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return many(x, weight.data, out, bias)
+            return many(out, x, weight.data, bias)
 
         return run
 

@@ -8,9 +8,10 @@ import torch
 
 from evener.contracts.ops import OpCall, OpFunction
 from evener_kernels_triton.jit.heads import rotary_kernel
+from evener_kernels_triton.jit.launch import Prepared
 from evener_kernels_triton.jit.rows import act_and_mul_kernel, rms_norm_kernel, softcap_kernel, take_rows_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.tuning import Tuning, power_of_two
+from evener_kernels_triton.tuning import Tuning, power_of_two, remembered
 
 _CHUNK = 1024
 
@@ -26,20 +27,29 @@ def norm_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Normed rows in ``dtype`` and, with a residual, the sum, in the residual's memory. x is [T, hidden] or [T, n,
     hidden]."""
-    x = rows_of(x)
-    size, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    shape, strides = x.shape, x.stride()
+    if strides[-1] != 1:
+        x = x.contiguous()
+        strides = x.stride()
+    flat = len(shape) == 2
+    y = torch.empty(shape, dtype=dtype, device=x.device)
     total = None if residual is None else residual.contiguous()
-    rows = y.numel() // size
-    if rows:
-        block = power_of_two(size)
-        rms_norm_kernel[(rows,)](
-            x, total if total is not None else x, weight, y, total if total is not None else y,
-            inner, x.stride(0), x.stride(1) if x.dim() == 3 else 0, size, size, eps, offset,
-            ADD=total is not None, BLOCK=block, OVERLAP=tuning.overlap,
-            num_warps=max(1, min(16, block // 512)), **tuning.launch,
+    rows = shape[0] if flat else shape[0] * shape[1]
+    if rows and shape[-1]:
+        _norm(tuning, shape[-1], eps, offset, total is not None)(
+            (rows, 1, 1), x, total if total is not None else x, weight, y, total if total is not None else y,
+            1 if flat else shape[1], strides[0], 0 if flat else strides[1],
         )  # fmt: skip
     return y, total
+
+
+@remembered
+def _norm(tuning: Tuning, size: int, eps: float, offset: float, add: bool) -> Prepared:
+    block = power_of_two(size)
+    return Prepared(
+        rms_norm_kernel, residual_row=size, size=size, eps=eps, offset=offset, ADD=add, BLOCK=block,
+        OVERLAP=tuning.overlap, num_warps=max(1, min(16, block // 512)), **tuning.launch,
+    )  # fmt: skip
 
 
 class TritonRmsNorm(TritonKernel):
@@ -111,14 +121,21 @@ class TritonRotary(TritonKernel):
 
 def act_rows(tuning: Tuning, x: torch.Tensor, inner: int, activation: str) -> torch.Tensor:
     """act(gate) * up of rows [T, 2 * inner]."""
-    x = rows_of(x)
-    y = torch.empty(x.shape[0], inner, dtype=x.dtype, device=x.device)
-    if x.shape[0]:
-        act_and_mul_kernel[(x.shape[0], -(-inner // _CHUNK))](
-            x, y, x.stride(0), inner, ACT=activation, BLOCK=min(_CHUNK, power_of_two(inner)), OVERLAP=tuning.overlap,
-            num_warps=4, **tuning.launch,
-        )  # fmt: skip
+    (tokens, wide), (x_row, apart) = x.shape, x.stride()
+    if apart != 1:
+        x, x_row = x.contiguous(), wide
+    y = torch.empty(tokens, inner, dtype=x.dtype, device=x.device)
+    if tokens:
+        _act(tuning, inner, activation)((tokens, -(-inner // _CHUNK), 1), x, y, x_row)
     return y
+
+
+@remembered
+def _act(tuning: Tuning, inner: int, activation: str) -> Prepared:
+    return Prepared(
+        act_and_mul_kernel, inner=inner, ACT=activation, BLOCK=min(_CHUNK, power_of_two(inner)),
+        OVERLAP=tuning.overlap, num_warps=4, **tuning.launch,
+    )  # fmt: skip
 
 
 class TritonActAndMul(TritonKernel):

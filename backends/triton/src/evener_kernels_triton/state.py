@@ -13,8 +13,10 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
 from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
+from evener_kernels_triton.jit.launch import Prepared
 from evener_kernels_triton.kernel import DTYPES, PRECISION
-from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two
+from evener_kernels_triton.primitives import rows_of
+from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two, remembered
 
 LAYOUT = "triton.paged"
 MAX_HEAD_DIM = 512
@@ -25,7 +27,8 @@ class PagedViews:
     """One layer's pages.
 
     Attributes:
-        keys: [blocks, kv_heads, block_size, head_dim]; values: the same with value_dim. Blocks are ``stride(0)`` apart.
+        keys: [blocks, kv_heads, block_size, head_dim]; values: the same with value_dim.
+        key_page, value_page: numbers from block to block; value_dim: of a head.
     """
 
     def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
@@ -33,19 +36,39 @@ class PagedViews:
         self.storage, self.spec, self.block_size = storage, spec, block_size
         dtype, cut = getattr(torch, key.dtype), block_size * key.nbytes
         (heads, d), dv = key.shape, value.shape[1]
+        self.value_dim = dv
         self.keys = storage[:, :cut].view(dtype).unflatten(1, (heads, block_size, d))
         rest = storage[:, cut : cut + block_size * value.nbytes]
         self.values = rest.view(dtype).unflatten(1, (heads, block_size, dv))
+        self.key_page, self.value_page = self.keys.stride(0), self.values.stride(0)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How a step is launched in which every request has one query token.
+
+    Attributes:
+        launches: without sinks, and with.
+        grid: programs: requests, tiles of heads, parts that a request's keys are cut into.
+        value: length of a head's result.
+    """
+
+    launches: tuple[Prepared, Prepared]
+    grid: tuple[int, int, int]
+    heads: int
+    value: int
 
 
 @dataclass(frozen=True)
 class PagedMeta:
-    """One step of a group. ``splits`` is 0 unless every request has one query token; ``slopes`` float32 [heads]."""
+    """One step of a group. ``decode`` is None unless every request has one query token; ``slopes`` float32 [heads];
+    ``table_row``: numbers from row to row of the block table."""
 
     step: StateStep
     attention: AttentionSpec
-    splits: int
+    decode: Decode | None
     slopes: torch.Tensor | None
+    table_row: int
 
 
 class PagedState(StateProvider):
@@ -87,13 +110,16 @@ class PagedState(StateProvider):
         return PagedViews(storage, spec, block_size)
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
-        slopes = self._slopes_on(step.kv_lens.device, attention)
+        slopes, row = self._slopes_on(step.kv_lens.device, attention), step.block_table.stride(0)
         if step.max_query != 1 or step.tokens != step.requests:
-            return PagedMeta(step, attention, 0, slopes)
+            return PagedMeta(step, attention, None, slopes, row)
         key, value = spec.tensors
         tile = self._tuning.decode_tile(max(power_of_two(t.shape[1]) for t in (key, value)), _size(key.dtype))[0]
         longest = step.max_kv if spec.window is None else min(step.max_kv, spec.window + tile)
-        return PagedMeta(step, attention, self._tuning.splits(step.requests * key.shape[0], longest, tile), slopes)
+        splits = self._tuning.splits(step.requests * key.shape[0], longest, tile)
+        launches, tiles = _decode_launches(self._tuning, spec, attention, block_size, splits)
+        decode = Decode(launches, (step.requests, tiles, splits), attention.heads, value.shape[1])
+        return PagedMeta(step, attention, decode, slopes, row)
 
     def _slopes_on(self, where: torch.device, attention: AttentionSpec) -> torch.Tensor | None:
         """Made once: a step that is captured can copy nothing from the host."""
@@ -120,51 +146,37 @@ class PagedState(StateProvider):
     def attend(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if query.stride(-1) != 1:
-            query = query.contiguous()
-        out = query.new_empty(query.shape[0], query.shape[1], views.values.shape[3])
-        if not out.numel():
-            return out
-        (self._decode if meta.splits else self._mixed)(views, meta, query, sinks, out)
+        query = rows_of(query)
+        tokens, heads, _ = query.shape
+        out = torch.empty(tokens, heads, views.value_dim, dtype=query.dtype, device=query.device)
+        if tokens:
+            (self._mixed if meta.decode is None else self._decode)(views, meta, query, sinks, out)
         return out
-
-    def _common(self, views: PagedViews, meta: PagedMeta, sinks: torch.Tensor | None) -> dict[str, Any]:
-        d, dv = views.keys.shape[3], views.values.shape[3]
-        attention = meta.attention
-        return {
-            "table_row": meta.step.block_table.stride(0), "key_page": views.keys.stride(0),
-            "value_page": views.values.stride(0), "scale": attention.scale * _LOG2_E,
-            "cap": (attention.softcap or 1.0) * _LOG2_E, "HEADS": attention.heads, "KV_HEADS": views.keys.shape[1],
-            "PAGE": views.block_size, "WINDOW": views.spec.window or 0,
-            "CHUNKED": views.spec.kind == "chunk", "CAP": bool(attention.softcap), "SINKS": sinks is not None,
-            "SLOPES": meta.slopes is not None, "D": d, "DV": dv, "DP": max(16, power_of_two(d)),
-            "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
-        }  # fmt: skip
 
     def _decode(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        step, tuning, common = meta.step, self._tuning, self._common(views, meta, sinks)
-        heads, kv_heads, splits = common["HEADS"], common["KV_HEADS"], meta.splits
-        n, warps, stages = tuning.decode_tile(max(common["DP"], common["DVP"]), query.element_size())
-        m = max(16, min(64, power_of_two(heads // kv_heads)))
-        tiles = kv_heads * -(-(heads // kv_heads) // m)
+        step, decode = meta.step, meta.decode
+        assert decode is not None, "the caller asked"
+        requests, tiles, splits = decode.grid
         parts = stats = arrived = out
         if splits > 1:
-            parts = torch.empty(step.requests, heads, splits, out.shape[2], dtype=torch.float32, device=out.device)
-            stats = torch.empty(step.requests, heads, splits, 2, dtype=torch.float32, device=out.device)
-            arrived = tuning.arrivals.of(out.device, step.requests * tiles)
-        decode_kernel[(step.requests, tiles, splits)](
-            query, views.keys, views.values, step.block_table, step.kv_lens, sinks if sinks is not None else out,
-            meta.slopes if meta.slopes is not None else out, out, parts, stats, arrived, query.stride(0),
-            query.stride(1), SPLITS=splits, M=m, N=n, LEAST=LEAST, OVERLAP=tuning.overlap, num_warps=warps,
-            num_stages=stages, **common, **tuning.launch,
+            where = out.device
+            parts = torch.empty(requests, decode.heads, splits, decode.value, dtype=torch.float32, device=where)
+            stats = torch.empty(requests, decode.heads, splits, 2, dtype=torch.float32, device=where)
+            arrived = self._tuning.arrivals.of(where, requests * tiles)
+        row, head, _ = query.stride()
+        decode.launches[sinks is not None](
+            decode.grid, query, views.keys, views.values, step.block_table, step.kv_lens,
+            sinks if sinks is not None else out, meta.slopes if meta.slopes is not None else out, out, parts, stats,
+            arrived, row, head, meta.table_row, views.key_page, views.value_page,
         )  # fmt: skip
 
     def _mixed(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        step, common = meta.step, self._common(views, meta, sinks)
+        step = meta.step
+        common = _common(views.spec, meta.attention, views.block_size, sinks is not None)
         heads, kv_heads = common["HEADS"], common["KV_HEADS"]
         group = heads // kv_heads
         m, n, warps, stages = self._tuning.mixed_tile(max(common["DP"], common["DVP"]), group, query.element_size())
@@ -172,7 +184,7 @@ class PagedState(StateProvider):
         mixed_kernel[(tiles, kv_heads)](
             query, views.keys, views.values, step.block_table, step.query_start, step.kv_lens,
             sinks if sinks is not None else out, meta.slopes if meta.slopes is not None else out, out,
-            query.stride(0), query.stride(1), requests=step.requests,
+            query.stride(0), query.stride(1), meta.table_row, views.key_page, views.value_page, step.requests,
             M=m, N=n, num_warps=warps, num_stages=stages, **common,
         )  # fmt: skip
 
@@ -192,6 +204,37 @@ class PagedState(StateProvider):
         key, value = spec.tensors
         group = attention.heads // key.shape[0]
         return 8 * self._tuning.units * group * (value.shape[1] + 2) * 4
+
+
+def _common(spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: bool) -> dict[str, Any]:
+    """What both kernels are told that is the same in every step."""
+    key, value = spec.tensors
+    (kv_heads, d), dv = key.shape, value.shape[1]
+    return {
+        "scale": attention.scale * _LOG2_E, "cap": (attention.softcap or 1.0) * _LOG2_E, "HEADS": attention.heads,
+        "KV_HEADS": kv_heads, "PAGE": block_size, "WINDOW": spec.window or 0, "CHUNKED": spec.kind == "chunk",
+        "CAP": bool(attention.softcap), "SINKS": sinks, "SLOPES": attention.slopes is not None, "D": d, "DV": dv,
+        "DP": max(16, power_of_two(d)), "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
+    }  # fmt: skip
+
+
+@remembered
+def _decode_launches(
+    tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, splits: int
+) -> tuple[tuple[Prepared, Prepared], int]:
+    """Launches without sinks and with, and tiles of heads."""
+    (kv_heads, d), dv = spec.tensors[0].shape, spec.tensors[1].shape[1]
+    group = attention.heads // kv_heads
+    n, warps, stages = tuning.decode_tile(max(16, power_of_two(d), power_of_two(dv)), _size(attention.dtype))
+    m = max(16, min(64, power_of_two(group)))
+    sizes = {
+        "SPLITS": splits, "M": m, "N": n, "LEAST": LEAST, "OVERLAP": tuning.overlap, "num_warps": warps,
+        "num_stages": stages, **tuning.launch,
+    }  # fmt: skip
+    without, given = (
+        Prepared(decode_kernel, **_common(spec, attention, block_size, sinks), **sizes) for sinks in (False, True)
+    )
+    return (without, given), kv_heads * -(-group // m)
 
 
 def _size(dtype: str) -> int:

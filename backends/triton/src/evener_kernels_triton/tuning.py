@@ -91,10 +91,12 @@ def remembered(
 
     @wraps(rule)
     def ask(self: Tuning, /, *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
-        key = rule, *args, *kwargs.items()
-        if key not in self.answers:
-            self.answers[key] = rule(self, *args, **kwargs)
-        answer: Answer = self.answers[key]
+        key = (rule, *args, *kwargs.items()) if kwargs else (rule, *args)
+        answer: Answer
+        try:
+            answer = self.answers[key]
+        except KeyError:
+            answer = self.answers[key] = rule(self, *args, **kwargs)
         return answer
 
     return ask
@@ -110,10 +112,13 @@ class Arrivals:
     def of(self, device: torch.device, count: int) -> torch.Tensor:
         """At least ``count`` counters, int32, which stay where they are: a graph may have recorded them. The first call
         makes them, and may not be recorded."""
-        key = device, power_of_two(max(count, FEWEST_ARRIVALS))
-        if key not in self._counters:
-            self._counters[key] = torch.zeros(key[1], dtype=torch.int32, device=device)
-        return self._counters[key]
+        found = self._counters.get((device, count))
+        if found is None:
+            key = device, power_of_two(max(count, FEWEST_ARRIVALS))
+            if key not in self._counters:
+                self._counters[key] = torch.zeros(key[1], dtype=torch.int32, device=device)
+            found = self._counters[device, count] = self._counters[key]
+        return found
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 At each launch Triton works out which compiled kernel the arguments need, asks the driver about each pointer and
 prepares what a profiler would like to know; where steps are not captured, that is most of a small step. A ``Launched``
-kernel asks Triton once for each kind of call, and later hands addresses to the compiled kernel.
+kernel asks Triton once for each kind of call, and later hands addresses to the compiled kernel. A ``Prepared`` one has
+been told what stays the same from call to call, and looks at the rest alone.
 
 Calls are of one kind if nothing differs that Triton's rules (``native_specialize_impl``) look at: the device, the types
 of all values, the values of constants and options, each tensor's dtype and its address modulo 16, and of each integer
@@ -13,7 +14,7 @@ when a kernel's globals or compiler settings change between calls of one kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -26,9 +27,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _RUNTIME = knobs.runtime
+_CHAIN = getattr(knobs, "HookChain", None)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_NOTHING: Mapping[str, Any] = {}
 #: Types of constants and options: equal values of the same type are the same to a kernel.
 _PLAIN = (bool, int, float, str, NoneType)
+#: What torch's function asks of the device, once it has been opened: whoever has launched a kernel has opened it.
+_OPENED: dict[Any, Callable[[], int]] = {
+    torch.cuda.current_device: getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+}
 
 
 class Launched(JITFunction):  # type: ignore[misc]
@@ -68,6 +75,41 @@ class Launched(JITFunction):  # type: ignore[misc]
         return kernel
 
 
+class Prepared:
+    """A kernel with the values that do not change, by name: constants, options, sizes. A call ``(grid, *rest)`` has
+    three numbers of programs, and what is left of the parameters by position, tensors and what varies. It launches
+    what ``kernel[grid](*rest, **fixed)`` does, which it asks for each kind of ``rest`` once.
+    """
+
+    def __init__(self, kernel: Any, **fixed: Any) -> None:
+        self._kernel, self._fixed = kernel, fixed
+        #: Types of the values that ``_read`` reads; and by kind the launcher, function and packed metadata.
+        self._types: tuple[type, ...] | None = None
+        self._read = _ask_triton
+        self._known: dict[Any, tuple[Any, ...]] = {}
+
+    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
+        if tuple(map(type, values)) == self._types and not (self._kernel.pre_run_hooks or _watched()):
+            active = driver.active
+            ask = active.get_current_device
+            device = _OPENED.get(ask, ask)()
+            kind, passed = self._read(device, *values)
+            found = self._known.get(kind)
+            if found is not None:
+                run, function, metadata = found
+                run(*grid, active.get_current_stream(device), function, metadata, None, None, None, *passed)
+                return
+        kernel = self._kernel[grid](*values, **self._fixed)
+        if type(self._kernel) is Launched and type(kernel) is CompiledKernel:
+            if self._types is None:
+                self._read = _reader(self._kernel, values, {}, self._fixed)
+                self._types = tuple(map(type, values))
+            if tuple(map(type, values)) == self._types:
+                kind, _ = self._read(driver.active.get_current_device(), *values)
+                if kind is not None:
+                    self._known[kind] = kernel.run, kernel.function, kernel.packed_metadata
+
+
 def launched(function: Any) -> Any:
     """Decorates what ``triton.jit`` made of a kernel that the host launches; the interpreter's stay as they are."""
     if type(function) is JITFunction:
@@ -77,18 +119,21 @@ def launched(function: Any) -> Any:
     return function
 
 
-def _reader(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., tuple[Any, Any]]:
-    """A function of a device and values of the types of this call, which Triton has accepted. It returns the kind, None
-    where Triton has to be asked, and what the launcher takes, by parameter. It is written out, as Triton's binder is.
+def _reader(
+    function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: Mapping[str, Any] = _NOTHING
+) -> Callable[..., tuple[Any, Any]]:
+    """A function of a device and values of the types of this call, which Triton has accepted; those that are ``fixed``
+    are not among them. It returns the kind, None where Triton has to be asked, and what the launcher takes, by
+    parameter. It is written out, as Triton's binder is.
     """
     here = f"is_{driver.active.get_active_torch_device().type}"
     if not hasattr(torch.Tensor, here) or not _only_common_rules():
         return _ask_triton
     names = [p.name for p in function.params]
     varying = {p.name for p in function.params if not p.is_constexpr}
-    known = {p.name: p.default for p in function.params if p.has_default}
-    passed = {name: f"known[{name!r}]" for name in known}
-    there, kind = ["True"], ["device"]
+    known = {p.name: p.default for p in function.params if p.has_default} | fixed
+    passed = {name: _written(name, known[name]) for name in names if name in known}
+    there, kind, lows = ["True"], ["device"], []
     for i, (name, value) in enumerate([*zip(names, args, strict=False), *kwargs.items()]):
         v, passed[name] = f"v{i}", f"v{i}"
         if name not in varying:
@@ -98,13 +143,16 @@ def _reader(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
         elif type(value) in _TENSORS:
             passed[name] = f"a{i}"
             there.append(f"{v}.{here}")
-            kind.append(f"{v}.dtype, (a{i} := {v}.data_ptr()) & 15")
+            kind.append(f"{v}.dtype")
+            lows.append((f"(a{i} := {v}.data_ptr())", f"a{i} & 15"))
         elif type(value) is int:
-            kind.append(f"not {v} & 15 if 1 < {v} < {1 << 31} else integer({v})")
+            kind.append(f"2 if {v} == 1 else not {v} & 15 if 0 <= {v} < {1 << 31} else integer({v})")
         elif type(value) not in _PLAIN or type(value) is str:
             return _ask_triton
     if not all(type(value) in _PLAIN for value in known.values()) or len(passed) < len(names):
         return _ask_triton
+    if lows:  # usually all are 0, which is one number then
+        kind.append(f"({' | '.join(low for low, _ in lows)}) & 15 and ({', '.join(low for _, low in lows)},)")
     given = "".join(f", v{i}" for i in range(len(args) + len(kwargs)))
     launched = "".join(f"{passed[name]}, " for name in names)
     text = f"lambda device{given}: (({', '.join(kind)},), ({launched})) if {' and '.join(there)} else (None, None)"
@@ -112,14 +160,18 @@ def _reader(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     return made
 
 
+def _written(name: str, value: Any) -> str:
+    """How a value that does not change is written into a reader."""
+    return repr(value) if type(value) in (bool, int, NoneType) else f"known[{name!r}]"
+
+
 def _ask_triton(device: int, *values: Any) -> tuple[Any, Any]:
     return None, None
 
 
 def _integer(value: int) -> int:
-    """What Triton asks of an integer, as a number; 0 or 1 for what ``not value & 15`` is of a small one."""
-    if value == 1:
-        return 2
+    """What Triton asks of an integer other than 1, as a number that is not 2; 0 or 1 for ``not value & 15`` of a small
+    one."""
     width = next((width for width, top in ((0, 31), (1, 63)) if -1 << top <= value < 1 << top), 2)
     # Beyond 64 bits it is refused, so each is a kind of its own.
     return 4 * width + (not value & 15) if -1 << 63 <= value < 1 << 64 else value
@@ -135,4 +187,6 @@ def _only_common_rules() -> bool:
 def _watched() -> bool:
     """Whether launches are debugged or a profiler wants to know of them; before Triton 3.5 a hook is a function."""
     enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    if type(enter) is type(leave) is _CHAIN:
+        return bool(_RUNTIME.debug or enter.calls or leave.calls)
     return bool(_RUNTIME.debug or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
