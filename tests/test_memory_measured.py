@@ -91,12 +91,14 @@ def compare(model: Path, **keys: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_real_model_takes_what_was_planned(smollm2_dir: Path, dtype: str) -> None:
-    compare(smollm2_dir, dtype=dtype, **{"infer.kv_memory": "256MiB", "infer.max_seq_len": 2048, "infer.max_reqs": 16})
+    keys = {"infer.kv_memory": "64MiB", "infer.max_seq_len": 1024, "infer.max_reqs": 16, "infer.step_tokens": 256}
+    compare(smollm2_dir, dtype=dtype, **keys)
 
 
 @pytest.mark.slow
 def test_a_long_context_takes_what_was_planned(smollm2_dir: Path) -> None:
-    compare(smollm2_dir, **{"infer.kv_memory": "512MiB", "infer.max_seq_len": 8192, "infer.max_reqs": 4})
+    keys = {"infer.kv_memory": "256MiB", "infer.max_seq_len": 8192, "infer.max_reqs": 4, "infer.step_tokens": 256}
+    compare(smollm2_dir, **keys)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -20,7 +20,7 @@ from evener.engine.worker import Worker
 TIE = 1e-4
 TIES_PER_TOKEN = 2 / 1000
 
-#: Token ids [n] to logits [n, vocab], float32.
+#: Token ids [n] to logits [n, vocab], float32; or to the last rows of them, as many as an answer has tokens.
 Oracle = Callable[[Sequence[int]], torch.Tensor]
 
 
@@ -101,7 +101,7 @@ def compare_greedy(
     for index, (prompt, whole) in enumerate(zip(prompts, answers, strict=True)):
         tokens, answer = list(prompt), list(whole)
         while answer:
-            logits = oracle(tokens + answer[:-1])[len(tokens) - 1 :]
+            logits = oracle(tokens + answer[:-1])[-len(answer) :]
             wrong = (logits.argmax(-1) != torch.tensor(answer)).nonzero().flatten().tolist()
             if not wrong:
                 result.tokens += len(answer)
