@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +21,32 @@ from evener.testing.oracle import Comparison, compare_greedy, generate, teacher_
 #: Whole models in float32 on two cores: minutes, not seconds; on old ones with other work half an hour.
 pytestmark = pytest.mark.timeout(2400)
 
-ANSWER = 24
-#: Around ends of blocks, one beyond gemma's window of 512, several beyond a step.
-LENGTHS = (8, 100, 16, 129, 17, 560, 63, 80, 31, 160, 257, 90)
-#: Which of them are answered alone too, and how many tokens of it: most of the time goes there.
-ALONE, ALONE_ANSWER = (0, 2, 4, 5, 6), 8
 TEXT = Path(__file__).parent.parent / "LICENSE"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts of so many tokens, and answers; of those that are ``alone``, too, ``alone_answer`` tokens.
+
+    Attributes:
+        pool: tokens of state: too few for the whole batch, so that requests are preempted.
+        longest, step, every: most tokens of a request and of a step, and events until the next prompt comes.
+    """
+
+    lengths: tuple[int, ...]
+    answer: int
+    alone: tuple[int, ...]
+    alone_answer: int
+    pool: int
+    longest: int
+    step: int
+    every: int
+
+
+#: Around ends of blocks, one beyond gemma's window of 512, several beyond a step.
+SOME = Work((8, 100, 16, 129, 17, 560, 63, 80, 31, 160, 257, 90), 24, (0, 2, 4, 5, 6), 8, 640, 608, 128, 4)
+LENGTHS = (8, 9, 15, 16, 17, 31, 40, 48, 63, 80, 100, 129, 160, 200, 257, 300, 380, 450, 520, 600)
+WHOLE = Work(LENGTHS, 64, tuple(range(20)), 64, 1200, 768, 256, 12)
 
 
 @pytest.fixture(scope="module", params=["smollm2_dir", pytest.param("qwen_dir", marks=pytest.mark.slow),
@@ -40,11 +61,11 @@ def text_ids(folder: Path) -> list[int]:
     return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT.read_text()).ids)
 
 
-def prompts_of(folder: Path) -> list[list[int]]:
-    """Twelve prompts; every second one begins with the same 64 tokens, as chats with one system prompt do."""
+def prompts_of(folder: Path, lengths: Sequence[int]) -> list[list[int]]:
+    """Every second one begins with the same 64 tokens, as chats with one system prompt do."""
     ids = text_ids(folder)
     prompts = []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         start = 37 * number
         shared = ids[:64] if number % 2 and length > 64 else []
         prompts.append(shared + ids[start : start + length - len(shared)])
@@ -59,7 +80,7 @@ class Oracle:
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def __call__(self, tokens: Sequence[int], rows: int = ANSWER) -> torch.Tensor:
+    def __call__(self, tokens: Sequence[int], rows: int = WHOLE.answer) -> torch.Tensor:
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([list(tokens)]), logits_to_keep=rows).logits[0]
         return logits.float()
@@ -79,16 +100,28 @@ def engine(folder: Path, **overrides: object) -> Iterator[InlineClient]:
     client.close()
 
 
+@pytest.mark.parametrize("model_dir", ["smollm2_dir"], indirect=True)
+def test_greedy_tokens_of_some_prompts_equal_transformers_alone_and_in_a_mixed_batch(
+    model_dir: Path, oracle: Oracle
+) -> None:
+    equal_transformers(model_dir, oracle, SOME)
+
+
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers_alone_and_in_a_mixed_batch_that_arrives_over_time(
     model_dir: Path, oracle: Oracle
 ) -> None:
-    prompts, result = prompts_of(model_dir), Comparison()
-    pool = small_pool(model_dir)
+    equal_transformers(model_dir, oracle, WHOLE)
+
+
+def equal_transformers(model_dir: Path, oracle: Oracle, work: Work) -> None:
+    prompts, result = prompts_of(model_dir, work.lengths), Comparison()
+    pool = small_pool(model_dir, work.pool)
     for client in engine(
-        model_dir, **{"dtype": "float32", "infer.max_seq_len": 608, "infer.max_reqs": 16, "infer.step_tokens": 128,
-                      "infer.kv_memory": pool, "infer.block_size": 16}
+        model_dir, **{"dtype": "float32", "infer.max_seq_len": work.longest, "infer.max_reqs": 16,
+                      "infer.kv_memory": pool, "infer.step_tokens": work.step, "infer.block_size": 16}
     ):  # fmt: skip
-        mixed = generate(client, prompts, ANSWER, every=4)
+        mixed = generate(client, prompts, work.answer, every=work.every)
         stats = client.controller.scheduler.stats
         assert stats.preemptions >= 3, stats
         assert stats.prefix_hits >= 5, stats
@@ -96,11 +129,11 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_mixed_batch_that_arrive
         assert client.controller.scheduler.state.pool.used == 0
         compare_greedy(oracle, prompts, mixed, partial(resumed, client), result)
     for client in engine(model_dir, **{"dtype": "float32", "infer.max_seq_len": 1024, "infer.prefix_cache": False}):
-        alone = {i: generate(client, [prompts[i]], ALONE_ANSWER, tag=f"a{i}-")[0] for i in ALONE}
-        # What equals an answer that was compared needs no second pass of the oracle.
-        other = [i for i in ALONE if alone[i] != mixed[i][:ALONE_ANSWER]]
-        again = [prompts[i] for i in other], [alone[i] for i in other]
-        compare_greedy(oracle, *again, partial(resumed, client), result)
+        for i in work.alone:
+            alone = generate(client, [prompts[i]], work.alone_answer, tag=f"a{i}-")[0]
+            # What equals an answer that was compared needs no second pass of the oracle.
+            if alone != mixed[i][: work.alone_answer]:
+                compare_greedy(oracle, [prompts[i]], [alone], partial(resumed, client), result)
     print(f"\n{model_dir.name}: {result.tokens} tokens, ties: {result.ties}")
     result.check()
 
@@ -109,14 +142,17 @@ def resumed(client: InlineClient, tokens: Sequence[int], count: int) -> list[int
     return generate(client, [tokens], count, tag=f"r{len(tokens)}-{hash(tuple(tokens))}-")[0]
 
 
-def small_pool(folder: Path) -> int:
-    """Bytes for about 640 tokens of state: too few for the whole batch, so that requests are preempted."""
+def small_pool(folder: Path, tokens: int) -> int:
+    """Bytes for about so many tokens of state."""
     import json
 
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(640 * config["num_hidden_layers"] * heads * dim * 2 * 4)
+    layers = config["num_hidden_layers"]
+    if "sliding_window" in str(config.get("layer_types", "")) or config["model_type"].startswith("gemma3"):
+        layers = layers * 2 // 3  # windowed layers hold less
+    return int(tokens * layers * heads * dim * 2 * 4)
 
 
 def test_bf16_log_probabilities_and_perplexity_stay_close_to_float32(model_dir: Path, oracle: Oracle) -> None:
