@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -111,7 +111,9 @@ def test_greedy_tokens_of_some_prompts_equal_transformers_alone_and_in_a_mixed_b
 def test_greedy_tokens_equal_transformers_alone_and_in_a_mixed_batch_that_arrives_over_time(
     model_dir: Path, oracle: Oracle
 ) -> None:
-    equal_transformers(model_dir, oracle, WHOLE)
+    # The larger ones take most of their time for one token after another.
+    small = model_dir.name.startswith("SmolLM2")
+    equal_transformers(model_dir, oracle, WHOLE if small else replace(WHOLE, alone_answer=16))
 
 
 def equal_transformers(model_dir: Path, oracle: Oracle, work: Work) -> None:
