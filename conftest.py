@@ -21,7 +21,9 @@ settings.load_profile("evener")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests may take longer before they are taken to hang: several of them share the cores."""
+    """The longest file is handed out first, so that nobody waits for it alone. Slow tests may take longer before they
+    are taken to hang: several of them share the cores."""
+    items.sort(key=lambda item: item.path.name != "test_real_models.py")
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
