@@ -6,7 +6,8 @@ Parts, in this order: ``doctor``; ``kit:AREA[:DTYPE]`` (an area of the conforman
 ``kit:collectives`` takes two devices; ``kit:each`` is all of them, each op, kind of state and type in a process of its
 own, so that one that dies takes nobody along); ``models`` (captured against eager, greedy tokens against transformers);
 ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights); ``profile:MODEL`` (kernels of a decode
-step); ``experts:MODEL`` (how many experts a layer a step reads). MODEL is a name of ``shapes.py``; ``--weights
+step, and the host's calls); ``prompts:MODEL`` (kernels of prompts, and the time between them); ``experts:MODEL`` (how
+many experts a layer a step reads). MODEL is a name of ``shapes.py``; ``--weights
 uniform`` draws its weights as vLLM does (``peer_weights.py``). A part that fails or takes too long is reported, and the
 next one runs. Parts of the kit share the devices that CUDA_VISIBLE_DEVICES lists, and the processor. Full logs go to
 FOLDER (or $OUT), a summary to standard output.
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def here(args: argparse.Namespace) -> int:
         wanted = [tuple(int(n) for n in case.split("x")) for case in args.cases.split(",") if case] or list(CASES)
         for batch, prompt in wanted:
             try:
-                does = {"profile": profile, "experts": experts}.get(kind, measure)
+                does = {"profile": profile, "prompts": prompts, "experts": experts}.get(kind, measure)
                 does(llm, model, f"{kind} {args.weights}", batch, prompt, args.out)
             except Exception as error:  # a part of a report; the rest is still wanted
                 import traceback
@@ -275,27 +276,75 @@ def experts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
         file.write(json.dumps(row) + "\n")
 
 
+def prompts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
+    """Kernels of prompts with one token each, by time, and what of the time has none."""
+    generate(llm, batch, prompt, 1, 0)
+    wall = min(generate(llm, batch, prompt, 1, seed) for seed in (1, 2))
+    prof = recorded(lambda: generate(llm, batch, prompt, 1, 3))
+    say(f"{model} {kind} {batch}x{prompt}: {wall * 1e3:.1f} ms for all prompts; {busy(prof):.1f} ms of kernels")
+    tell(prof, out / f"prompts-{model}-{batch}x{prompt}.txt")
+
+
 def profile(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
-    """Kernels of decode steps, by time."""
+    """Kernels of decode steps, by time; what the host calls meanwhile, and whether device memory was asked for."""
+    import cProfile
+    import pstats
+
+    import torch
+
+    steps, host = 24, cProfile.Profile()
+    generate(llm, batch, prompt, 8, 0)
+    base = generate(llm, batch, prompt, 8, 1)
+    before = torch.cuda.memory_stats()
+    wall = generate(llm, batch, prompt, 8 + steps, 3) - base
+    after = torch.cuda.memory_stats()
+    asked = {key: after[key] - before[key] for key in ("num_alloc_retries", "num_device_alloc", "num_device_free")}
+    prof = recorded(lambda: generate(llm, batch, prompt, 8 + steps, 2))
+    say(f"{model} {kind} {batch}x{prompt}: {wall / steps * 1e3:.3f} ms a step; {busy(prof):.1f} ms of kernels of "
+        f"prompts and {8 + steps} steps; {json.dumps(asked)}")  # fmt: skip
+    tell(prof, out / f"profile-{model}-{batch}x{prompt}.txt")
+    host.runcall(generate, llm, batch, prompt, 8 + 4 * steps, 2)
+    with (out / f"host-{model}-{batch}x{prompt}.txt").open("w") as file:
+        pstats.Stats(host, stream=file).sort_stats("tottime").print_stats(60)
+
+
+def recorded(work: Callable[[], object]) -> Any:
+    """torch's profile of some work."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    steps = 24
-    generate(llm, batch, prompt, 8, 0)
-    base = generate(llm, batch, prompt, 8, 1)
     with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
-        generate(llm, batch, prompt, 8 + steps, 2)
+        work()
         torch.cuda.synchronize()
-    wall = generate(llm, batch, prompt, 8 + steps, 3) - base
-    table = prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=60)
-    (out / f"profile-{model}-{batch}x{prompt}.txt").write_text(table)
-    events = [e for e in prof.key_averages() if e.self_device_time_total > 0]
-    events.sort(key=lambda e: -e.self_device_time_total)
-    say(f"{model} {batch}x{prompt}: {wall / steps * 1e3:.3f} ms a step; kernels of prompt and {8 + steps} steps:")
-    for event in events[:22]:
+    return prof
+
+
+def busy(prof: Any) -> float:
+    """Milliseconds in which some kernel or copy ran."""
+    kernels = (e.time_range for e in prof.events() if e.device_type.name == "CUDA")
+    spans = sorted((span.start, span.end) for span in kernels)
+    total = until = 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / 1e3
+
+
+def tell(prof: Any, path: Path) -> None:
+    """The longest kernels, and the host's longest calls into the library and the driver."""
+    averages = prof.key_averages()
+    kernels = sorted(averages, key=lambda e: -e.self_device_time_total)
+    calls = sorted(averages, key=lambda e: -e.self_cpu_time_total)
+    path.write_text("\n".join(
+        averages.table(sort_by=order, row_limit=40, max_name_column_width=60)
+        for order in ("self_cuda_time_total", "self_cpu_time_total")
+    ))  # fmt: skip
+    for event in kernels[:22]:
         say(f"  {event.self_device_time_total / 1e3:9.3f} ms {event.count:6d} x "
             f"{event.self_device_time_total / event.count:8.2f} us  {event.key[:70]}")  # fmt: skip
+    for event in calls[:8]:
+        say(f"  host {event.self_cpu_time_total / 1e3:9.3f} ms {event.count:6d} x  {event.key[:70]}")
 
 
 if __name__ == "__main__":

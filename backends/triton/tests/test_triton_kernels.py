@@ -22,6 +22,7 @@ from evener.testing.conformance.composites import Family, TinyModel, check_compo
 from evener.testing.conformance.ops import check_kernel, no_other_op
 from evener.testing.conformance.state import SHAPES, check_provider
 from evener.testing.reference_device import HostDevice
+from evener_kernels_triton.experts import Choice, route, scores, sort
 from evener_kernels_triton.latent_state import LatentState
 from evener_kernels_triton.linear import gemv, skinny
 from evener_kernels_triton.sampling import choose_filtered
@@ -254,3 +255,27 @@ def test_rows_of_any_length_are_multiplied_a_tile_at_a_time(rows: int, columns: 
     if activation:
         want = torch.nn.functional.silu(want[:, :rows]) * want[:, rows:]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_the_lists_that_routing_writes_are_those_that_sorting_gives() -> None:
+    """Experts that are elsewhere, one that is here twice, and counters that held something."""
+    random, tuning, tokens, matrices = torch.Generator().manual_seed(3), Tuning(64, 48 << 10, False), 40, 5
+    choice = Choice.of(
+        {"experts": 6, "groups": 1, "top": 3, "top_groups": 1, "group_best": 1, "scoring": "softmax",
+         "renormalize": False, "scale": 1.0}
+    )  # fmt: skip
+    places = torch.tensor([[3, 3], [0, 4], [-1, -1], [1, 1], [-1, -1], [2, 2]], dtype=torch.int32)
+    copies = torch.tensor([1, 2, 1, 1, 1, 1], dtype=torch.int32)
+    x, router = torch.randn(tokens, 32, generator=random), torch.randn(6, 32, generator=random)
+    lists, counts = torch.full((matrices, tokens), -7, dtype=torch.int32), torch.full((matrices,), 9, dtype=torch.int32)
+    logits = scores(tuning, x, router, counts)
+    slots, _ = route(tuning, choice, logits, None, slots=places, copies=copies, lists=lists, counts=counts)
+    work = sort(tuning, slots, matrices, tokens)
+    assert work.lists is not None
+    assert work.counts is not None
+    assert counts.tolist() == work.counts.tolist() == [int((slots == m).sum()) for m in range(matrices)]
+    assert 0 < counts.min() < tokens
+    assert (slots < 0).any()
+    for got, want, count in zip(lists, work.lists, counts.tolist(), strict=True):
+        assert sorted(got[:count].tolist()) == want[:count].tolist()
+        assert (got[count:] == -7).all()

@@ -110,13 +110,15 @@ class TritonNormQkvRotaryWrite(_Composite):
 
 def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
     s = call.static
-    heads, kv_heads, d, dv, each = s["heads"], s["kv_heads"], s["head_dim"], s["value_dim"], 4
+    heads, kv_heads, d, dv = s["heads"], s["kv_heads"], s["head_dim"], s["value_dim"]
+    # Of many tokens, fewer and larger programs: 61 µs for 8,192 tokens of 32 + 8 + 8 heads of 128 instead of 120.
+    each, warps = (8, 2) if call.bucket.high > 64 else (4, 1)
     enter = enter_rows(tuning.part("enter"), call, s["qkv"].rows)
     tiles = -(-heads // each) + 2 * -(-kv_heads // each)
     sizes = {
         "eps": s["eps"], "offset": s["offset"], "HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": s["rotary_dim"],
         "INTERLEAVED": bool(s["interleaved"]), "NORM": bool(s["qk_norm"]), "D": d, "DV": dv,
-        "DP": power_of_two(max(d, dv)), "H": each, "OVERLAP": tuning.overlap, "num_warps": 1, **tuning.launch,
+        "DP": power_of_two(max(d, dv)), "H": each, "OVERLAP": tuning.overlap, "num_warps": warps, **tuning.launch,
     }  # fmt: skip
     launches: dict[int, Prepared] = {}
 

@@ -60,9 +60,10 @@ class Choice:
 def route(
     tuning: Tuning, choice: Choice, logits: torch.Tensor, correction: torch.Tensor | None, *,
     bias: torch.Tensor | None = None, slots: torch.Tensor | None = None, copies: torch.Tensor | None = None,
+    lists: torch.Tensor | None = None, counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Ids (slots, where a map is given) and weights, each [T, top]. ``logits`` float32 [T, experts], or [parts, T,
-    experts] to be summed."""
+    experts] to be summed. ``lists`` and ``counts`` (zeros) of ``Work`` are written too where they are given."""
     parts = logits.shape[0] if logits.dim() == 3 else 1
     logits = rows_of(logits)
     tokens, top = logits.shape[-2], choice.sizes["TOP"]
@@ -72,21 +73,28 @@ def route(
         route_kernel[(tokens,)](
             logits, bias if bias is not None else logits, correction if correction is not None else logits,
             slots if slots is not None else ids, copies if copies is not None else ids, ids, weights,
+            lists if lists is not None else ids, counts if counts is not None else ids,
             logits.stride(-2), logits.stride(0) if parts > 1 else 0, slots.shape[1] if slots is not None else 1,
-            choice.scale, PLACE=slots is not None, PARTS=parts, BIAS=bias is not None, CORRECT=correction is not None,
+            lists.shape[1] if lists is not None else 1, choice.scale, PLACE=slots is not None, LIST=lists is not None,
+            PARTS=parts, BIAS=bias is not None, CORRECT=correction is not None,
             OVERLAP=tuning.overlap, num_warps=1, **choice.sizes, **tuning.launch,
         )  # fmt: skip
     return ids, weights
 
 
-def scores(tuning: Tuning, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, columns] times a router's weight [experts, columns], in float32, in parts [parts, T, experts]."""
+def scores(
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, columns] times a router's weight [experts, columns], in float32, in parts [parts, T, experts]. ``counts``
+    become zeros."""
     (tokens, columns), experts = x.shape, weight.shape[0]
     p, parts = tuning.scores(tokens, experts, columns, weight.element_size())
     y = torch.empty(parts, tokens, experts, dtype=torch.float32, device=x.device)
     each = -(-columns // (parts * p.k)) * p.k
     score_kernel[(-(-tokens // p.m), -(-experts // p.n), parts)](
-        x, weight, y, tokens, experts, columns, x.stride(0), each, BM=p.m, BN=p.n, BK=p.k, PRECISION=PRECISION,
+        x, weight, y, counts if counts is not None else y, tokens, experts, columns,
+        len(counts) if counts is not None else 0, x.stride(0), each,
+        COUNTS=power_of_two(len(counts)) if counts is not None else 0, BM=p.m, BN=p.n, BK=p.k, PRECISION=PRECISION,
         OVERLAP=tuning.overlap, num_warps=p.warps, num_stages=p.stages, **tuning.launch,
     )  # fmt: skip
     return y if parts > 1 else y[0]
@@ -324,13 +332,16 @@ def _some(tuning: Tuning, call: OpCall) -> Block:
             extra = project(act_rows(tuning, project(y, w.shared_gate_up), s["shared_inner"], s["activation"]),
                             w.shared_down)  # fmt: skip
             gate = project(y, w.shared_gate) if s["shared_gate"] is not None else None
+        matrices, lists, counts = w.gate_up.data.shape[0], None, None
+        if tokens > DIRECT:
+            # A token's experts differ, and so do their slots: a slot gets a token once at most.
+            lists = torch.empty(matrices, tokens, dtype=torch.int32, device=y.device)
+            counts = torch.empty(matrices, dtype=torch.int32, device=y.device)
         slots, weights = route(
-            tuning, choice, scores(tuning, y, w.router.data), w.correction, bias=w.router_bias, slots=w.slots,
-            copies=w.copies,
+            tuning, choice, scores(tuning, y, w.router.data, counts), w.correction, bias=w.router_bias, slots=w.slots,
+            copies=w.copies, lists=lists, counts=counts,
         )  # fmt: skip
-        matrices = w.gate_up.data.shape[0]
-        # A token's experts differ, and so do their slots: a slot gets a token once at most.
-        work = Work(slots, None, None) if tokens <= DIRECT else sort(tuning, slots, matrices, tokens)
+        work = Work(slots, lists, counts)
         inside = torch.empty(tokens * top, inner, dtype=dtype, device=y.device)
         grouped(tuning.part("up"), y, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
         fallen = torch.empty(tokens * top, hidden, dtype=dtype, device=y.device)

@@ -226,6 +226,10 @@ def _decode_launches(
     (kv_heads, d), dv = spec.tensors[0].shape, spec.tensors[1].shape[1]
     group = attention.heads // kv_heads
     n, warps, stages = tuning.decode_tile(max(16, power_of_two(d), power_of_two(dv)), _size(attention.dtype))
+    if splits > 1:
+        # Short loops: one more program a unit hides more than a third tile under way. 64 requests of 648 tokens, 32
+        # heads on 4: 29 µs instead of 34.
+        stages = min(stages, 2)
     m = max(16, min(64, power_of_two(group)))
     sizes = {
         "SPLITS": splits, "M": m, "N": n, "LEAST": LEAST, "OVERLAP": tuning.overlap, "num_warps": warps,

@@ -287,8 +287,8 @@ class Frontend:
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         size = self.vocab_size
-        bad = next((i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < size), None)
-        if bad is not None:
+        if not (set(map(type, ids)) <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < size):
+            bad = next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < size)
             raise RequestError(
                 f"{param} has {ids[bad]!r} at position {bad}: ids are integers from 0 to {size - 1}", param
             )

@@ -9,13 +9,19 @@ from evener_kernels_triton.jit.launch import launched
 @launched
 @triton.jit
 def score_kernel(
-    x, w, parts, tokens, experts, columns, x_row, each,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    x, w, parts, counts, tokens, experts, columns, matrices, x_row, each,
+    COUNTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """parts[s] = x @ wᵀ over columns ``s * each`` to ``(s + 1) * each``, in float32: program (tokens, experts, s)."""
+    """parts[s] = x @ wᵀ over columns ``s * each`` to ``(s + 1) * each``, in float32: program (tokens, experts, s).
+    COUNTS: if not 0, at least ``matrices``, whose ``counts`` become 0 for those who count later."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if COUNTS > 0:
+        # Of the first program all that there are; of the others none.
+        matrix = tl.arange(0, COUNTS) + COUNTS * (tl.program_id(0) + tl.program_id(1) + tl.program_id(2))
+        tl.store(counts + matrix, tl.zeros([COUNTS], tl.int32), mask=matrix < matrices)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     part = tl.program_id(2)
@@ -109,13 +115,14 @@ def chosen(
 @launched
 @triton.jit
 def route_kernel(
-    logits, router_bias, correction, slots, copies, ids, weights, logits_row, part, most, scale,
-    PLACE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, CORRECT: tl.constexpr, SCORING: tl.constexpr,
-    TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, OVERLAP: tl.constexpr,
+    logits, router_bias, correction, slots, copies, ids, weights, lists, counts, logits_row, part, most, room, scale,
+    PLACE: tl.constexpr, LIST: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, CORRECT: tl.constexpr,
+    SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token a program: ids of its experts, best first, and their weights. PLACE: their slots instead of their ids;
-    an expert has up to ``most``."""
+    an expert has up to ``most``. LIST: the pair (token, choice) also goes to the list of its slot, as ``list_kernel``
+    writes them but in the order in which programs come; ``counts`` are 0 before."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -130,6 +137,10 @@ def route_kernel(
     at = token * TOP + rank
     tl.store(ids + at, expert.to(tl.int32), mask=taken)
     tl.store(weights + at, weight, mask=taken)
+    if LIST:
+        mine = taken & (expert >= 0)
+        place = tl.atomic_add(counts + expert, 1, mask=mine, sem="relaxed")
+        tl.store(lists + expert.to(tl.int64) * room + place, at.to(tl.int32), mask=mine)
 
 
 @launched
