@@ -305,8 +305,8 @@ class Tuning:
         """Decode over latents, by ``programs`` tiles of heads.
 
         Measured on a GPU with 132 units and 16 heads: two programs a unit with two tiles under way in each are fastest
-        where there are so many programs, one with three where there are not (64 requests of 648 tokens: 26 µs with
-        their merging, 28 as two a unit; 16 of 264: 10.2 µs, 11.8 with one tile under way). State on the left side of
+        where there are so many programs, one with three where there are not (16 requests of 264 tokens: 10.2 µs, 11.8
+        with one tile under way). State on the left side of
         the products is as fast at 64 requests and a sixth slower at 256; products in four batches of a quarter of the
         latent are slower by half.
         """
@@ -337,9 +337,9 @@ class Tuning:
         return self.shared >= kilobytes << 10 and element <= 2
 
     def latent_splits(self, programs: int, longest: int, tile: LatentTile) -> int:
-        """As ``splits``, but what a part leaves to be merged is as large as what it read of 32 tokens, so a unit gets
-        one program and no more, and no request is cut into more than ``MOST_LATENT_SPLITS``."""
-        wanted = power_of_two(max(1, self.units // max(1, programs)) + 1) // 2
+        """As ``splits``, but what a part leaves to be merged is as large as what it read of 32 tokens, so a device is
+        filled once and no more, and no request is cut into more than ``MOST_LATENT_SPLITS``."""
+        wanted = power_of_two(max(1, (2 * self.units) // max(1, programs)) + 1) // 2
         return max(1, min(wanted, MOST_LATENT_SPLITS, power_of_two(-(-longest // (tile.n * LEAST)))))
 
     @remembered
