@@ -13,7 +13,8 @@ PIP := $(PY) -m pip install --disable-pip-version-check $(QUIET) --constraint co
 STAMP := $(VENV)/.installed
 
 # Every folder with a distribution in it; a new backend is found without an edit here.
-PROJECTS := $(wildcard core/pyproject.toml models/pyproject.toml server/pyproject.toml backends/*/pyproject.toml)
+PROJECTS := $(wildcard core/pyproject.toml formats/pyproject.toml models/pyproject.toml server/pyproject.toml \
+	conformance/pyproject.toml backends/*/pyproject.toml)
 DISTRIBUTIONS := $(PROJECTS:/pyproject.toml=)
 
 LLAMACPP ?= $(HOME)/.cache/evener/llamacpp
@@ -25,7 +26,7 @@ JOBS ?= 2
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -66,8 +67,14 @@ serve: model  ## serve a real model until Ctrl-C (PORT=8000, ARGS="key=value ...
 test: model  ## the tests, under ten minutes
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: models llamacpp  ## the slow tests too
+test-slow: models llamacpp  ## the slow tests that a change since their record can reach (docs/results/slow-tests.json)
+	@files="$$($(PY) scripts/slow_tests.py select)"; \
+	echo "slow test files to run: $$(wc -w <<< "$$files") of $$($(PY) scripts/slow_tests.py list | wc -l)"; \
+	[ -z "$$files" ] || $(PYTEST) -m "slow and not gpu" $$files $(ARGS)
+
+test-all: models llamacpp  ## every test, the slow ones too; if they pass, the record of slow tests is written
 	@$(PYTEST) -m "not gpu" $(ARGS)
+	@$(if $(ARGS),,$(PY) scripts/slow_tests.py record)
 
 search: model  ## the tests of properties, with examples that no run had before (ARGS="--hypothesis-seed=1": those of a seed)
 	@$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=search $(ARGS)
@@ -84,7 +91,7 @@ wheels: install  ## a wheel of every distribution in dist/
 wheelhouse: install  ## the same and their dependencies' wheels in wheelhouse/, without torch
 	@$(PY) scripts/build_wheels.py --out wheelhouse --with-dependencies $(DISTRIBUTIONS)
 
-bench: model  ## every table of docs/performance.md in outputs/bench, in about ten minutes of a quiet machine
+bench: model  ## the CPU tables of docs/performance.md in outputs/bench, in about ten minutes of a quiet machine
 	@models="$${EVENER_MODELS:-$${XDG_CACHE_HOME:-$$HOME/.cache}/evener/models}"; \
 	$(PY) benchmarks/tables.py "$$models/SmolLM2-135M-Instruct" --gguf "$$models/gguf/SmolLM2-135M-Instruct.Q4_1.gguf" $(ARGS)
 

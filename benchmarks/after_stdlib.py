@@ -1,4 +1,4 @@
-"""Importing this puts the scripts' folder last on the path.
+"""Importing this module moves the scripts' folder to the end of the path.
 
 Python puts it first, where ``profile.py`` would hide the standard library's ``profile``, which cProfile, and so torch,
 imports.

@@ -1,4 +1,4 @@
-"""When requests are sent: offsets in seconds from the beginning."""
+"""Arrival times of requests: offsets in seconds from the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked: made-up prompts of fixed or random lengths, or a file's."""
+"""Prompts: made-up ones of fixed or random lengths, or those of a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
-class Ask:
+class PromptRequest:
     """One request: its prompt as token ids, as text or as messages, and how many new tokens it wants."""
 
     prompt: list[int] | str | list[Message]
@@ -28,7 +28,7 @@ class Ask:
 
     @property
     def text(self) -> str:
-        """The prompt for a person."""
+        """The prompt in readable form."""
         if isinstance(self.prompt, str):
             return self.prompt
         if self.prompt and isinstance(self.prompt[0], dict):
@@ -44,13 +44,13 @@ class Ask:
 
 
 def conversations(kind: str, path: Path, column: int = 0, header: bool = True) -> list[list[Message]]:
-    """The conversations of a file, without answers at the end.
+    """The conversations of a file, without final answers.
 
     ``csv``: one prompt a row, in a column. ``sharegpt``: its JSON. ``trace``: JSON lines with ``message``.
     ``longbench``: the JSON of LongBench v2.
 
     Raises:
-        SystemExit: the file does not fit, or has nothing in it.
+        SystemExit: the file cannot be read as ``kind``, or is empty.
     """
     read: Callable[[], Iterator[list[Message]]] = {
         "csv": lambda: _csv(path, column, header),
@@ -104,12 +104,12 @@ def length(rng: random.Random, middle: int, spread: float) -> int:
 
 
 def random_ids(rng: random.Random, count: int, vocab: int) -> list[int]:
-    """Token ids that are nothing special in the usual vocabularies."""
+    """Random token ids that are not special tokens in the usual vocabularies."""
     return [rng.randrange(min(100, vocab - 1), vocab) for _ in range(count)]
 
 
 def cut(talks: Sequence[list[Message]], start: int, size: int, encode: Encode, decode: Decode) -> str:
-    """Text of ``size`` tokens from the contents of conversations, from number ``start`` on."""
+    """Text of ``size`` tokens from the contents of conversations, beginning with number ``start``."""
     ids: list[int] = []
     at = start
     while len(ids) < size:
@@ -122,11 +122,11 @@ def cut(talks: Sequence[list[Message]], start: int, size: int, encode: Encode, d
 
 
 def affixed(text: str, template: str | None) -> str:
-    """``text`` in a prompt's frame, whose ``%s`` it takes."""
+    """``text`` in a prompt template, in place of ``%s``."""
     return text if template is None else template.replace("%s", text)
 
 
-def body_of(ask: Ask, chat: bool, fields: dict[str, Any]) -> dict[str, Any]:
+def body_of(ask: PromptRequest, chat: bool, fields: dict[str, Any]) -> dict[str, Any]:
     """The request's body for chat completions or completions."""
     common = {**fields, "max_tokens": ask.output_len, "stream": True, "stream_options": {"include_usage": True}}
     if chat:

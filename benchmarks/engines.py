@@ -1,7 +1,7 @@
-"""Engines under one interface: ``run(job)`` gives seconds to the last first token and seconds in all.
+"""Engines with one interface: ``run(job)`` returns the seconds until every request has its first token, and in total.
 
-As a program, ``engines.py NAME SETTINGS``, one of them in a process of its own: a job a line in, an answer a line out.
-It imports nothing of the others, so that any interpreter that has the engine can run it.
+As a program, ``engines.py NAME SETTINGS``, it runs one engine in its own process: one job per input line, one answer
+per output line. It does not import the other engines, so any interpreter that has the engine can run it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import after_stdlib  # noqa: F401
 from workload import Job, fixed
 
 Run = Callable[[Job], tuple[float, float]]
-#: What C code calls back into and Python must not collect.
+#: Callbacks of C code, which Python must not collect.
 _KEPT: list[Any] = []
 
 
 def _timed(generate: Callable[[list[list[int]], list[int]], float]) -> Run:
-    """A job twice: one new token a request gives the time of the prompts, then the whole."""
+    """Run a job twice: with one new token for each request, for the time of the prompts, then in full."""
 
     def run(job: Job) -> tuple[float, float]:
         first = generate(job.prompts, [1] * len(job.prompts))
@@ -53,7 +53,7 @@ def evener(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[R
         _check(counts, [len(o.outputs[0].token_ids) for o in outputs])
         return seconds
 
-    return _timed(generate), f"evener {version('evener')} on {llm.info['backend']} {llm.info['backend_version']}"
+    return _timed(generate), f"evener {version('evener')} on {llm.info.backend} {llm.info.backend_version}"
 
 
 def _transformers(model: str, dtype: str, threads: int) -> Any:
@@ -66,7 +66,7 @@ def _transformers(model: str, dtype: str, threads: int) -> Any:
 
 
 def transformers_generate(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[Run, str]:
-    """``generate`` over a left-padded batch: everybody waits for the longest."""
+    """``generate`` over a left-padded batch: all requests wait for the longest."""
     import torch
     import transformers
 
@@ -123,9 +123,10 @@ def transformers_batch(model: str, dtype: str, threads: int, settings: list[str]
 
 
 def llamacpp(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[Run, str]:
-    """llama.cpp through llama-cpp-python's low-level calls: one ``llama_decode`` a step over all sequences, argmax.
+    """llama.cpp through llama-cpp-python's low-level calls: one ``llama_decode`` for each step over all sequences,
+    argmax.
 
-    ``model`` is a GGUF file, or ``gguf=FILE`` among the settings says which. ``dtype`` is the file's.
+    The GGUF file is ``model``, or the setting ``gguf=FILE``. ``dtype`` is that of the file.
     """
     import llama_cpp as lib
     import numpy as np
@@ -145,14 +146,15 @@ def llamacpp(model: str, dtype: str, threads: int, settings: list[str]) -> tuple
 
     def context(sequences: int, tokens: int) -> Any:
         params = lib.llama_context_default_params()
-        # One stream of state a sequence: over a unified one each sequence would attend, masked, over all.
+        # One state stream for each sequence: with a unified one each sequence attends, masked, to all of them.
         params.n_ctx, params.kv_unified = sequences * (-(-tokens // 256) * 256), False
         params.n_batch, params.n_ubatch, params.n_seq_max = limit, 512, sequences
         params.n_threads = params.n_threads_batch = threads
         return lib.llama_init_from_model(net, params)
 
     def feed(made: Any, items: list[tuple[int, int, int, bool]]) -> list[int]:
-        """(token, position, sequence, wants logits) in; the likeliest next tokens of those that want them."""
+        """Decode (token, position, sequence, wants logits) entries; returns the most likely next tokens where logits
+        are wanted."""
         found: list[int] = []
         for begin in range(0, len(items), limit):
             part = items[begin : begin + limit]
@@ -186,10 +188,10 @@ def llamacpp(model: str, dtype: str, threads: int, settings: list[str]) -> tuple
 
 
 def openai_url(model: str, dtype: str, threads: int, settings: list[str]) -> tuple[Run, str]:
-    """Any server with OpenAI's completions that takes token ids: ``url=URL`` among the settings says where."""
+    """Any server with the OpenAI completions API that takes token ids; its address is the setting ``url=URL``."""
     import asyncio
 
-    from stream import Sample, post
+    from stream_client import Sample, post
 
     given = dict(pair.split("=", 1) for pair in settings)
     if "url" not in given:
@@ -226,10 +228,10 @@ ENGINES = {
 
 
 def main(argv: list[str]) -> int:
-    """Load one engine, say so, then run what comes."""
+    """Load one engine, report that it is ready, then run the jobs of standard input."""
     name, given = argv[0], json.loads(argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     run, label = ENGINES[name](given["model"], given["dtype"], given["threads"], given["settings"])
     run(fixed(1, 16, 2, 128, 10**6))
     print(json.dumps({"label": label}), file=answers, flush=True)

@@ -1,16 +1,16 @@
-"""Everything that has to be seen on an accelerator, in one command and in parts.
+"""All checks that need an accelerator, in one command, by parts.
 
     python benchmarks/gpu_check.py [PART ...] [--out FOLDER]
 
-Parts, in this order: ``doctor``; ``kit:AREA[:DTYPE]`` (an area of the conformance kit, in one compute type or in all;
-``kit:collectives`` takes two devices; ``kit:each`` is all of them, each op, kind of state and type in a process of its
-own, so that one that dies takes nobody along); ``models`` (captured against eager, greedy tokens against transformers);
-``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights); ``profile:MODEL`` (kernels of a decode
-step, and the host's calls); ``prompts:MODEL`` (kernels of prompts, and the time between them); ``experts:MODEL`` (how
-many experts a layer a step reads). MODEL is a name of ``shapes.py``; ``--weights
-uniform`` draws its weights as vLLM does (``peer_weights.py``). A part that fails or takes too long is reported, and the
-next one runs. Parts of the kit share the devices that CUDA_VISIBLE_DEVICES lists, and the processor. Full logs go to
-FOLDER (or $OUT), a summary to standard output.
+Parts, in this order: ``doctor``; ``kit:AREA[:DTYPE]`` (an area of the conformance kit, in one compute dtype or in all;
+``kit:collectives`` needs two devices; ``kit:each`` is all of them, each op, kind of state and dtype in its own
+process, so that a crash does not end the others); ``models`` (captured against eager, greedy tokens against
+transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights); ``profile:MODEL`` (kernels
+of a decode step, and the host's calls); ``prompts:MODEL`` (kernels of prompts, and the time between them);
+``experts:MODEL`` (how many experts of each layer a step reads). MODEL is a name of ``model_configs.py``; ``--weights
+uniform`` draws its weights as vLLM does (``vllm_dummy_weights.py``). A part that fails or takes too long is reported,
+and the next one runs. Parts of the kit run in parallel on the devices in CUDA_VISIBLE_DEVICES. Full logs go to FOLDER
+(or $OUT), a summary to standard output.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import after_stdlib  # noqa: F401
-import peer_weights
-from shapes import CONFIGS, write
+import vllm_dummy_weights
+from model_configs import CONFIGS, write
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -47,7 +47,7 @@ LIMIT_S = 240
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts, each in a process of its own; 0 if all of them ended well."""
+    """Run the parts, each in its own process; 0 if all of them succeeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_check")))
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return here(args)
     args.out.mkdir(parents=True, exist_ok=True)
     parts = list(args.parts or PARTS)
-    # Compiling is most of these, so they share the machine; what is timed has it alone.
+    # These mostly compile, so they share the machine; timed parts run alone.
     tests = [part for part in parts if part.startswith("kit:") and part != "kit:each"]
     tests += each(args) if "kit:each" in parts else []
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def each(args: argparse.Namespace) -> list[str]:
-    """``kit:NAME:DTYPE`` for all that the kit checks, what takes longest first."""
+    """``kit:NAME:DTYPE`` for everything that the kit checks, the longest first."""
     code, lines = run("names", args)
     if code:
         raise SystemExit("\n".join(lines))
@@ -87,14 +87,14 @@ def each(args: argparse.Namespace) -> list[str]:
 
 
 def report(part: str, code: int, lines: Sequence[str]) -> int:
-    """Into the summary; returns the exit status."""
+    """Add a part to the summary; returns its exit status."""
     print(f"== {part}: {'ok' if code == 0 else f'FAILED ({code})'}")
     print("\n".join(lines), flush=True)
     return code
 
 
 def command_of(part: str, args: argparse.Namespace) -> list[str]:
-    """What is run for one part."""
+    """The command of one part."""
     kind, _, name = part.partition(":")
     if part == "doctor":
         return [sys.executable, "-m", "evener", "doctor", "--fresh"]
@@ -112,13 +112,13 @@ def command_of(part: str, args: argparse.Namespace) -> list[str]:
 
 
 def run(part: str, args: argparse.Namespace, device: str | None = None) -> tuple[int, list[str]]:
-    """One part, on one device or all; its exit status, and what of its log belongs into the summary."""
+    """Run one part, on one device or all; returns its exit status, and the part of its log for the summary."""
     log, command = args.out / f"{part.replace(':', '-')}.log", command_of(part, args)
     began = time.perf_counter()
     with log.open("w") as file:
-        # Where a process dies, its log ends with the line of Python that it died in.
+        # If a process crashes, its log ends with the Python line where it did.
         environ = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-        if device is not None:  # others are beside it, on the processor too
+        if device is not None:  # other parts run at the same time and share the CPU
             environ |= {"CUDA_VISIBLE_DEVICES": device, "OMP_NUM_THREADS": "2"}
         child = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environ)
         try:
@@ -134,7 +134,7 @@ def run(part: str, args: argparse.Namespace, device: str | None = None) -> tuple
 
 
 def say(line: str) -> None:
-    """Into the log and the summary."""
+    """Write to the log and the summary."""
     print("> " + line, flush=True)
 
 
@@ -144,7 +144,7 @@ def here(args: argparse.Namespace) -> int:
     if kind == "names":
         return names(args.backend)
     if args.weights == "uniform":
-        peer_weights.use()
+        vllm_dummy_weights.use()
     if model not in CONFIGS:
         raise SystemExit(f"no model {model!r}; there are {', '.join(CONFIGS)}")
     began = time.perf_counter()
@@ -153,15 +153,15 @@ def here(args: argparse.Namespace) -> int:
         ready = time.perf_counter() - began
         info = llm.info
         mode = "eager" if kind in ("eager", "experts") else "captured"
-        say(f"{model} {mode}: ready after {ready:.1f} s ({info['start_seconds']} s of it in the worker), "
-            f"{info['device']}, memory {json.dumps(info['memory'])}")  # fmt: skip
-        print(json.dumps(info["manifest"])[:20000])
+        say(f"{model} {mode}: ready after {ready:.1f} s ({info.start_seconds} s of it in the worker), "
+            f"{info.device}, memory {json.dumps(info.memory)}")  # fmt: skip
+        print(json.dumps(info.manifest)[:20000])
         wanted = [tuple(int(n) for n in case.split("x")) for case in args.cases.split(",") if case] or list(CASES)
         for batch, prompt in wanted:
             try:
                 does = {"profile": profile, "prompts": prompts, "experts": experts}.get(kind, measure)
                 does(llm, model, f"{kind} {args.weights}", batch, prompt, args.out)
-            except Exception as error:  # a part of a report; the rest is still wanted
+            except Exception as error:  # only this row is lost; the other rows are still useful
                 import traceback
 
                 traceback.print_exc()
@@ -171,21 +171,21 @@ def here(args: argparse.Namespace) -> int:
 
 
 def names(backend: str) -> int:
-    """Say what the kit's checks are called, and in which types they can be run."""
-    from evener.testing.conformance.outcome import AREAS
-    from evener.testing.conformance.plan import Plan, Request
-    from evener.testing.conformance.subject import open_subject
+    """Print the names of the kit's checks, and the dtypes in which they can run."""
+    from evener_conformance.kit.checklist import Checklist, CheckRequest
+    from evener_conformance.kit.outcome import AREAS
+    from evener_conformance.kit.subject import open_subject
 
-    plan = Plan(open_subject(backend), Request(0))
+    checklist = Checklist(open_subject(backend), CheckRequest(0))
     whole, order = (
         ("model", "graphs", "device", "collectives"),
         ("model", "composites", "graphs", "attention", "formats"),
     )
     found: dict[str, str] = {}
-    for check in sorted(plan.checks, key=lambda c: (order + AREAS).index(c.area)):
+    for check in sorted(checklist.checks, key=lambda c: (order + AREAS).index(c.area)):
         found.setdefault(check.area if check.area in whole else check.subject, check.area)
     for name, area in found.items():
-        for dtype in plan.dtypes if area in order else ("",):
+        for dtype in checklist.dtypes if area in order else ("",):
             say(f"{name}:{dtype}".rstrip(":"))
     return 0
 
@@ -238,7 +238,7 @@ def measure(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
 
 
 def experts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
-    """Different experts a layer that the tokens of a decode step are sent to, by step."""
+    """Number of distinct experts per layer that the tokens of a decode step are routed to, by step."""
     import torch
 
     import evener_kernels_triton.experts as module
@@ -263,7 +263,7 @@ def experts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
     config = CONFIGS[model]
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
     if not counts:
-        raise RuntimeError("no layer chose experts in a step of so many tokens; one token takes another way")
+        raise RuntimeError("no layer routed tokens in steps of this size; one token takes another path")
     seen = torch.stack(counts[-(len(counts) // layers) * layers :]).float().cpu().view(-1, layers).mean(1)
     row = {
         "engine": "evener", "model": model, "mode": kind, "bs": batch, "inp": prompt, "steps": len(seen),
@@ -277,16 +277,16 @@ def experts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
 
 
 def prompts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
-    """Kernels of prompts with one token each, by time, and what of the time has none."""
+    """Kernels of prompts with one new token each, by time, and the time without kernels."""
     generate(llm, batch, prompt, 1, 0)
     wall = min(generate(llm, batch, prompt, 1, seed) for seed in (1, 2))
     prof = recorded(lambda: generate(llm, batch, prompt, 1, 3))
     say(f"{model} {kind} {batch}x{prompt}: {wall * 1e3:.1f} ms for all prompts; {busy(prof):.1f} ms of kernels")
-    tell(prof, out / f"prompts-{model}-{batch}x{prompt}.txt")
+    report_kernels(prof, out / f"prompts-{model}-{batch}x{prompt}.txt")
 
 
 def profile(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
-    """Kernels of decode steps, by time; what the host calls meanwhile, and whether device memory was asked for."""
+    """Kernels of decode steps, by time; the host's calls meanwhile, and whether device memory was allocated."""
     import cProfile
     import pstats
 
@@ -302,7 +302,7 @@ def profile(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
     prof = recorded(lambda: generate(llm, batch, prompt, 8 + steps, 2))
     say(f"{model} {kind} {batch}x{prompt}: {wall / steps * 1e3:.3f} ms a step; {busy(prof):.1f} ms of kernels of "
         f"prompts and {8 + steps} steps; {json.dumps(asked)}")  # fmt: skip
-    tell(prof, out / f"profile-{model}-{batch}x{prompt}.txt")
+    report_kernels(prof, out / f"profile-{model}-{batch}x{prompt}.txt")
     host.runcall(generate, llm, batch, prompt, 8 + 4 * steps, 2)
     with (out / f"host-{model}-{batch}x{prompt}.txt").open("w") as file:
         pstats.Stats(host, stream=file).sort_stats("tottime").print_stats(60)
@@ -331,7 +331,7 @@ def busy(prof: Any) -> float:
     return total / 1e3
 
 
-def tell(prof: Any, path: Path) -> None:
+def report_kernels(prof: Any, path: Path) -> None:
     """The longest kernels, and the host's longest calls into the library and the driver."""
     averages = prof.key_averages()
     kernels = sorted(averages, key=lambda e: -e.self_device_time_total)

@@ -1,10 +1,10 @@
-"""What the server costs: the same requests through HTTP and through the engine alone, in turn, in one run.
+"""The cost of the server: the same requests through HTTP and through the engine alone, alternating, in one run.
 
     python benchmarks/http_ratio.py MODEL --streams 16
 
-The engine alone is ``LLM.generate`` in a process of its own, ids in and ids out, nothing detokenized. The server is
-``evener serve`` with one streaming client a request; the clients run on the same cores. The ratio is tokens per second
-through HTTP by those of the engine, pair by pair; the median of the pairs is what counts.
+The engine alone is ``LLM.generate`` in its own process, from ids to ids, without detokenization. The server is ``evener
+serve`` with one streaming client for each request; the clients run on the same cores. The ratio is tokens per second
+through HTTP over those of the engine, for each pair of runs; the result is the median.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 import after_stdlib  # noqa: F401
 from launch import EngineChild, Server, evener_server
-from machine import Others, cpu_seconds, facts, family
-from stream import Sample, post
+from machine import OtherProcesses, cpu_seconds, facts, process_tree
+from stream_client import Sample, post
 from workload import Job, fixed
 
 
@@ -31,7 +31,7 @@ async def _all(url: str, bodies: list[dict[str, Any]]) -> list[Sample]:
 
 
 def through_http(server: Server, job: Job) -> tuple[float, float]:
-    """Seconds to the last first token, and seconds in all."""
+    """(seconds until every request has its first token, seconds in total)."""
     bodies = [
         {
             "model": server.model, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
@@ -50,17 +50,17 @@ def through_http(server: Server, job: Job) -> tuple[float, float]:
 
 
 def _roles(server: Server) -> dict[str, int]:
-    """Process ids of the server's three roles, and of the clients, which are this process."""
+    """Process ids of the server's three roles, and of the clients (this process)."""
     found = {"clients": os.getpid(), "front end": server.pid}
-    for pid in family(server.pid):
+    for pid in process_tree(server.pid):
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if "evener.engine.child" in words:
-            found[words[words.index("evener.engine.child") + 1]] = pid
+        if "evener.engine.processes.child" in words:
+            found[words[words.index("evener.engine.processes.child") + 1]] = pid
     return found
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One pair after the other; which of the two goes first alternates."""
+    """Run the pairs; which of the two goes first alternates."""
     settings = [f"infer.threads={args.threads}", "infer.prefix_cache=false", f"dtype={args.dtype}", *args.set]
     pairs: list[dict[str, float]] = []
     with (
@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             job = fixed(args.streams, args.input_len, args.output_len, args.vocab, repeat)
             row = {"tokens": float(job.useful)}
             for who in ("engine", "http") if repeat % 2 == 0 else ("http", "engine"):
-                with Others() as others:
+                with OtherProcesses() as others:
                     seconds = engine.run(job)[1] if who == "engine" else through_http(server, job)[1]
                 row[f"{who}_s"], row[f"{who}_others"] = seconds, others.cores
             pairs.append(row)
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
     print(f"\n{args.streams} streams, {args.input_len} in, {args.output_len} out")
     percent = 100 * result["ratio"]
     print(f"engine {result['engine_tok_s']} tokens/s, through HTTP {result['http_tok_s']}: {percent:.1f} %")
-    print(f"processor time a token, microseconds: {result['cpu_us_per_token']}")
+    print(f"CPU time per token, microseconds: {result['cpu_us_per_token']}")
     return 0
 
 

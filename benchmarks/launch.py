@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts and ends: engines of ``engines``, and servers."""
+"""Processes that a benchmark starts and stops: engines of ``engines``, and servers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _START_SECONDS = 300.0
 
 
 class EngineChild:
-    """One engine in a process of its own: ``engines.py NAME`` with the interpreter that has it.
+    """One engine in its own process: ``engines.py NAME`` with the interpreter that has it.
 
     Args:
-        name: of ``engines.ENGINES``.
+        name: a key of ``engines.ENGINES``.
         settings: further ``KEY=VALUE`` for the engine.
 
     Attributes:
-        label: what it says it is, with its version.
+        label: its name and version, as it reports them.
         ready_s: seconds from process start to ready.
     """
 
@@ -49,7 +49,7 @@ class EngineChild:
         self.ready_s = round(time.perf_counter() - began, 2)
 
     def run(self, job: Job) -> tuple[float, float]:
-        """Seconds to the last first token, and seconds in all."""
+        """(seconds until every request has its first token, seconds in total)."""
         assert self._process.stdin is not None
         print(json.dumps(job.to_json()), file=self._process.stdin, flush=True)
         answer = self._answer()
@@ -101,7 +101,7 @@ class Server:
         model: the model's name there.
         label: what it is.
         pid: its process, if it is ours.
-        past_eos: fields of a body that asks it to go on after the end token.
+        past_eos: request fields that make it continue after the end token.
     """
 
     url: str
@@ -128,7 +128,7 @@ def get_json(url: str, timeout: float = 10.0) -> dict[str, Any]:
 
 @contextmanager
 def running(command: Sequence[str], url: str, probe: str, env: dict[str, str] | None = None) -> Iterator[int]:
-    """A server process that answers ``GET probe``, by its id; it is ended at the end of the block."""
+    """Start a server and wait until it answers ``GET probe``; yields its process id, and ends it after the block."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **(env or {})}
@@ -174,22 +174,22 @@ def evener_server(model: str, settings: Sequence[str] = ()) -> Iterator[Server]:
 
 @contextmanager
 def llamacpp_server(model: str, gguf: Path, threads: int) -> Iterator[Server]:
-    """llama-cpp-python's own server, of the environment that has it."""
+    """llama-cpp-python's own server, from the environment that has it."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
         interpreter("llamacpp"), "-m", "llama_cpp.server", "--model", str(gguf), "--port", str(port), "--host",
         "127.0.0.1", "--n_ctx", "8192", "--n_threads", str(threads), "--n_threads_batch", str(threads),
-        "--model_alias", Path(model).name, "--interrupt_requests", "false",  # else a new one ends the one before
+        "--model_alias", Path(model).name, "--interrupt_requests", "false",  # else a new request ends the last
     ]  # fmt: skip
     with running(command, url, "/v1/models") as pid:
-        # It knows no way past the end token; random prompts seldom lead there, and usage counts what came.
+        # It cannot ignore the end token; random prompts seldom reach it, and usage counts the real tokens.
         yield Server(url, Path(model).name, f"llama-cpp-python server {gguf.name}", pid, {})
 
 
 @contextmanager
 def transformers_server(model: str, threads: int) -> Iterator[Server]:
-    """``transformers serve``, a request at a time: its continuous batching never answers on a CPU (5.x)."""
+    """``transformers serve``, one request at a time: its continuous batching never answers on a CPU (5.x)."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
@@ -198,7 +198,7 @@ def transformers_server(model: str, threads: int) -> Iterator[Server]:
     ]  # fmt: skip
     env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with running(command, url, "/health", env) as pid:
-        # It knows no ignore_eos; no token has the id -1.
+        # It has no ignore_eos; no token has the id -1.
         config = json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False})
         label = "transformers serve"
         yield Server(url, str(model), label, pid, {"generation_config": config})

@@ -1,9 +1,9 @@
-"""Starting from weights in files: seconds until requests are taken, and memory of the host that is no file's.
+"""Start from weights in files: seconds until the engine is ready, and host memory that is not file-backed.
 
     python benchmarks/load.py MODEL [--times 2] [KEY=VALUE ...]
 
-MODEL is a name of ``shapes.py``: random weights are written to safetensors files of 4 GB, which then are in the page
-cache, in the names and shapes that transformers gives them. Each start is a process of its own; the first may compile.
+MODEL is a name of ``model_configs.py``: random weights are written to safetensors files of 4 GB, with the names and
+shapes of transformers; the files are then in the page cache. Each start is a new process; the first may compile.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import after_stdlib  # noqa: F401
-from shapes import CONFIGS, write
+from model_configs import CONFIGS, write
 
 SHARD = 4 << 30
 KEYS = {"dtype": "bfloat16", "infer.max_seq_len": "4096", "infer.max_reqs": "256", "infer.step_tokens": "8192"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write, and start as often as is wanted."""
+    """Write the weights, and start as often as asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(CONFIGS))
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="configuration of evener")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fill(folder: Path) -> int:
-    """Write random weights for the configuration in ``folder``; how many bytes."""
+    """Write random weights for the configuration in ``folder``; returns their bytes."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -91,7 +91,7 @@ def start(folder: Path, keys: dict[str, str]) -> int:
     ready = time.perf_counter() - began
     done.set()
     watcher.join()
-    found = {"ready_s": round(ready, 1), "in_worker_s": llm.info["start_seconds"], "device": llm.info["device"],
+    found = {"ready_s": round(ready, 1), "in_worker_s": llm.info.start_seconds, "device": llm.info.device,
              "anonymous_GB": round(most / 1e9, 2)}  # fmt: skip
     llm.close()
     print(json.dumps(found), flush=True)
@@ -99,7 +99,7 @@ def start(folder: Path, keys: dict[str, str]) -> int:
 
 
 def anonymous() -> int:
-    """Bytes of this process's memory that no file backs."""
+    """Bytes of this process's memory that are not file-backed."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
 

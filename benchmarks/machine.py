@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured: hardware, versions, and how much of the machine others used."""
+"""The conditions of a measurement: hardware, versions, and how much of the machine other processes used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def memory_gib() -> float:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what is installed here and may matter."""
+    """Versions of installed packages that may matter."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def facts() -> dict[str, Any]:
-    """What every result file says of its machine."""
+    """Facts of the machine, for every result file."""
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "cpu": cpu_name(),
@@ -54,8 +54,8 @@ def facts() -> dict[str, Any]:
     }
 
 
-def family(pid: int | None = None) -> list[int]:
-    """A process and everything below it. The kernel lists children by thread."""
+def process_tree(pid: int | None = None) -> list[int]:
+    """A process and all its descendants. The kernel lists children by thread."""
     found, todo = [], [pid or os.getpid()]
     while todo:
         found.append(one := todo.pop())
@@ -63,12 +63,12 @@ def family(pid: int | None = None) -> list[int]:
             for thread in Path(f"/proc/{one}/task").iterdir():
                 todo += map(int, (thread / "children").read_text().split())
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has ended in the meantime
     return found
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Processor time of those processes so far."""
+    """CPU time of those processes so far."""
     total = 0
     for pid in pids:
         try:
@@ -80,13 +80,13 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def busy_seconds() -> float:
-    """Processor time of everybody so far."""
+    """CPU time of all processes so far."""
     values = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(values) - values[3] - values[4] - values[7]) / _TICKS
 
 
-class Others:
-    """While the block runs: how many cores went to processes that are not below this one.
+class OtherProcesses:
+    """Measures, during the block, how many cores other processes used.
 
     Attributes:
         cores: set at the end.
@@ -94,8 +94,8 @@ class Others:
 
     cores: float = 0.0
 
-    def __enter__(self) -> Others:
-        self._pids = family()
+    def __enter__(self) -> OtherProcesses:
+        self._pids = process_tree()
         self._busy, self._ours, self._began = busy_seconds(), cpu_seconds(self._pids), time.perf_counter()
         return self
 

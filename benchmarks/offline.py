@@ -1,11 +1,11 @@
-"""Engine-only benchmark: the same work on several engines, in turn, in one run.
+"""Engine-only benchmark: the same work on several engines, alternating, in one run.
 
     python benchmarks/offline.py MODEL --engine evener --engine transformers
     python benchmarks/offline.py MODEL --engine evener --engine llamacpp --set llamacpp:gguf=FILE.gguf
     python benchmarks/offline.py MODEL --engine evener --engine openai-url --set openai-url:url=http://HOST:PORT/v1
 
-Each engine lives in a process of its own; their repeats alternate, so that a machine that slows down slows all of them.
-Prints one JSON line an engine and job, then a table with ratios against the first engine. An engine that another Python
+Each engine has its own process; their repeats alternate, so that a machine that slows down slows all of them. Prints
+one JSON line for each engine and job, then a table with ratios to the first engine. For an engine that another Python
 has: EVENER_BENCH_PYTHON_LLAMACPP=/path/to/python.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import after_stdlib  # noqa: F401
 from engines import ENGINES
 from launch import HERE, EngineChild
-from machine import Others, facts
+from machine import OtherProcesses, facts
 from workload import Job, fixed, mixed
 
 
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(engine: str, given: Sequence[str]) -> list[str]:
-    """What of ``--set`` is for ``engine``."""
+    """The ``--set`` values for ``engine``."""
     found = []
     for text in given:
         name, colon, rest = text.partition(":")
@@ -64,7 +64,7 @@ def settings_of(engine: str, given: Sequence[str]) -> list[str]:
 
 
 def jobs_of(args: argparse.Namespace, seed: int) -> list[Job]:
-    """The jobs of one repeat; another seed gives other token ids, so that nothing is found in a cache."""
+    """The jobs of one repeat; each seed gives other token ids, so that nothing is in a cache."""
     lengths = [tuple(int(x) for x in text.split(",")) for text in args.fixed]
     lengths += [(size, args.input_len, args.output_len) for size in args.batch_size]
     jobs = [mixed(args.workload, args.vocab, seed)] if not lengths or args.mixed else []
@@ -97,7 +97,7 @@ def summary(label: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Markdown, each job's engines beside the first engine."""
+    """A Markdown table; each job's engines are compared with the first."""
     base = {r["job"]: r for r in found if r["engine"] == found[0]["engine"]}
     lines = [
         "| job | engine | useful tok/s | prompt tok/s | decode tok/s | the first engine is … × as fast |",
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for seed in range(args.repeats):
             for engine in engines:
                 for job in jobs_of(args, seed):
-                    with Others() as others:
+                    with OtherProcesses() as others:
                         first, total = engine.run(job)
                     rows.setdefault((engine.name, job.name), []).append(row_of(job, first, total, others.cores))
         by_name = {engine.name: engine for engine in engines}

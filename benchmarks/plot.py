@@ -1,4 +1,4 @@
-"""Pictures of results; the only module that needs matplotlib."""
+"""Plots of results; the only module that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _axes(count: int) -> Any:
 
 
 def sweep(rows: list[dict[str, Any]], path: Path) -> None:
-    """Throughput, time to first token and time between tokens over the load, a line an engine."""
+    """Plot throughput, time to first token and time between tokens over the load, one line for each engine."""
     by_rate = any(row["request_rate"] is not None for row in rows)
     key, name = ("request_rate", "requests/s sent") if by_rate else ("concurrency", "requests under way at most")
     figure, axes = _axes(3)

@@ -2,9 +2,9 @@
 
     python benchmarks/profile.py MODEL --fixed 16,128,64 --steps 8:24 --trace trace.json
 
-Ranges: ``step`` (one plan, with what is in it), ``forward``, ``logits``, and one for each op that the model calls, by
-its name in the manifest. Steps before the first one are the warm-up. Where steps are replayed as graphs there is one
-range a step: what is inside was recorded before; ``infer.use_cuda_graph=false`` shows it.
+Ranges: ``step`` (one plan, with its requests and tokens), ``forward``, ``logits``, and one for each op that the model
+calls, by its name in the manifest. Steps before the first one are the warm-up. If steps are replayed as graphs there is
+one range for each step; ``infer.use_cuda_graph=false`` shows what is inside.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepProfiler:
         self._mark()
 
     def _mark(self) -> None:
-        """Put a named range around everything of interest."""
+        """Put a named range around the step, the forward pass and each op."""
         runner = self._worker.runner
         for owner, name in ((runner, "forward"), (runner, "logits")):
             setattr(owner, name, self._ranged(name, getattr(owner, name)))
@@ -93,7 +93,7 @@ class StepProfiler:
         self._on = True
 
     def stop(self) -> None:
-        """End the range, if it is under way."""
+        """Stop the profiler, if it is running."""
         if self._on:
             self._on = False
             self.profile.stop()
@@ -114,7 +114,7 @@ def profiled(model: str, settings: dict[str, Any], first: int, last: int) -> Ite
 
 
 def by_range(profile: Any) -> list[dict[str, Any]]:
-    """Calls and host time of each of our ranges; steps are one line together."""
+    """Calls and host time of each of our ranges; all steps are one line."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for event in profile.key_averages():
         name = "step" if event.key.startswith("step ") else event.key

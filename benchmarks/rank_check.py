@@ -1,14 +1,14 @@
-"""Ranks on several accelerators of one machine: sums over them, timed inside captures, and tokens against one rank's.
+"""Ranks on several accelerators of one machine: all-reduces, timed inside captures, and tokens compared with one rank.
 
     python benchmarks/rank_check.py [sums] [pipe] [tokens] [--ranks 2] [--stages 1]
 
-``sums``: the backend's communicator and the library's alone, for sizes from a decode step's to a prefill's: right
-numbers, equal bits on all ranks, microseconds a sum in a captured row of them. ``pipe``: what pipeline stages rely on,
-between two devices: who posts does not wait, ids that are expected hold up no device, and the time of a round.
-``tokens``: random small models of several families, one rank against all of them, which share every layer and, with
-``--stages``, are stages too: prompts in pieces, prefixes met again, requests that give way and some that are aborted;
-captured where the device can (with --eager: both). What takes longer than ``--limit``
-seconds is ended, after each of its processes has shown where it stands.
+``sums``: the backend's communicator and the library alone, for sizes from a decode step to a prefill: correct values,
+equal bits on all ranks, microseconds per all-reduce in a captured sequence of them. ``pipe``: what pipeline stages rely
+on, between two devices: isend does not wait, a pending irecv does not block a device, and the time of a round.
+``tokens``: random small models of several families, one rank against all ranks, which share every layer and, with
+``--stages``, are pipeline stages too: prompts in chunks, prefix hits, preempted and aborted requests; with graph
+capture if the device can (with --eager: both). A part that takes longer than ``--limit`` seconds is ended, after each
+of its processes has printed its stack.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ from typing import Any
 import after_stdlib  # noqa: F401
 
 KIB = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-IN_A_ROW = 40
-#: Blocks of a pool in which the requests do not all fit; there are layers enough for a pool of a megabyte.
-SCARCE = 20
+SUMS_PER_CAPTURE = 40
+#: Blocks of a pool that is too small for all requests; the models have enough layers for a pool of a megabyte.
+SMALL_POOL_BLOCKS = 20
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "hidden_size": 512,
          "intermediate_size": 1024, "vocab_size": 4099, "num_hidden_layers": 8}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": HEADS,
-    "Qwen2": {**HEADS, "use_sliding_window": False},  # as published; with windows a request takes more of SCARCE
+    "Qwen2": {
+        **HEADS,
+        "use_sliding_window": False,
+    },  # as published; with windows a request takes more of SMALL_POOL_BLOCKS
     "Qwen3Moe": {**HEADS, "moe_intermediate_size": 256},
     "DeepseekV3": {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 512, "num_hidden_layers": 8},
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what was asked for; 0 if all of it was right."""
+    """Run the parts; 0 if all of them were correct."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["sums", "tokens"])
     parser.add_argument("--ranks", type=int, default=2)
@@ -53,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--limit", type=float, default=120, help="seconds for each model and for each other part")
     args = parser.parse_args(argv)
-    os.environ["PYTHONFAULTHANDLER"] = "1"  # a process that is told to abort shows its stacks
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a process that gets SIGABRT prints its stacks
     wrong = 0
     for part in args.parts:
         wrong += {"sums": sums, "pipe": pipe, "tokens": tokens}[part](args)
@@ -66,7 +69,7 @@ def _layout(text: str) -> tuple[int, int]:
 
 
 def sums(args: argparse.Namespace) -> int:
-    """One process a rank."""
+    """One process for each rank."""
     return _on_ranks(_rank, args.ranks, args)
 
 
@@ -76,7 +79,7 @@ def pipe(args: argparse.Namespace) -> int:
 
 
 def _on_ranks(work: Callable[..., None], ranks: int, args: argparse.Namespace) -> int:
-    """``work`` in a process for each rank; how many did not end well."""
+    """Run ``work`` in a process for each rank; returns how many failed."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         meet = f"file://{folder}/meet"
@@ -87,16 +90,16 @@ def _on_ranks(work: Callable[..., None], ranks: int, args: argparse.Namespace) -
         for process in started:
             process.join(max(0.0, until - time.monotonic()))
         for process in started:
-            _end(process)
+            _terminate(process)
     return sum(process.exitcode != 0 for process in started)
 
 
-def _end(process: Any) -> None:
-    """End what still runs of a process and its children; those that hang show where."""
+def _terminate(process: Any) -> None:
+    """End a process and its children that still run; a process that hangs prints its stacks."""
     if process.exitcode is not None:
         return
-    print(f"process {process.pid} hangs; the stacks of what it runs follow", file=sys.stderr, flush=True)
-    family = _family(process.pid)
+    print(f"process {process.pid} hangs; its stacks follow", file=sys.stderr, flush=True)
+    family = _process_tree(process.pid)
     for number in (signal.SIGABRT, signal.SIGKILL):
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
@@ -105,7 +108,7 @@ def _end(process: Any) -> None:
     process.join()
 
 
-def _family(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     """Children before their parents, and the process itself."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -121,24 +124,24 @@ def _family(pid: int) -> list[int]:
 def _stage(rank: int, ranks: int, meet: str) -> None:
     import torch
 
-    from evener.distributed.default import communicators
-    from evener.search import Search
+    from evener.backend_search import BackendSearch
+    from evener.distributed.communicators import communicator_factory
 
-    loaded = Search(None).load({})
+    loaded = BackendSearch(None).load({})
     device = loaded.open_device(rank)
     device.select()
-    factory, where, row = communicators(loaded.communicator(), device), device.torch_device, dict[str, Any]()
+    factory, where, row = communicator_factory(loaded.communicator(), device), device.torch_device, dict[str, Any]()
     began = time.perf_counter()
     stream, ids = (factory(name, range(ranks), rank, ranks, meet) for name in ("pp", "ids"))
     stream.barrier()
     row["open_s"] = round(time.perf_counter() - began, 2)
     sampled = [torch.full((256,), n, dtype=torch.int32, device=where) for n in range(6)]
-    arriving = [ids.expect(torch.empty_like(each), 1) for each in sampled] if rank == 0 else []
+    arriving = [ids.irecv(torch.empty_like(each), 1) for each in sampled] if rank == 0 else []
     stream.barrier()
     if rank == 1:
-        kept = [ids.post(each, 0) for each in sampled]
+        kept = [ids.isend(each, 0) for each in sampled]
         began = time.perf_counter()
-        device.synchronize()  # as each capture does: this must not wait for what the other does next
+        device.synchronize()  # as each capture does: it must not wait for the other rank's next call
         row["synchronize_s"] = round(time.perf_counter() - began, 3)
     stream.barrier()
     for arrived, right in zip(arriving, sampled, strict=False):
@@ -147,11 +150,11 @@ def _stage(rank: int, ranks: int, meet: str) -> None:
     posted = Path(meet.removeprefix("file://") + "-posted")
     began = time.perf_counter()
     if rank == 0:
-        kept = [stream.post(each, 1) for each in hidden]
+        kept = [stream.isend(each, 1) for each in hidden]
         row["post_s"] = round(time.perf_counter() - began, 3)
         posted.touch()
     else:
-        while not posted.exists():  # who posts must not wait until the other receives: both would hang
+        while not posted.exists():  # isend must not wait until the other side receives: both would hang
             time.sleep(0.01)
         for right in hidden:
             assert torch.equal(stream.receive(torch.empty_like(right), 0), right), "streams came in another order"
@@ -163,24 +166,24 @@ def _stage(rank: int, ranks: int, meet: str) -> None:
             began = time.perf_counter()
         kept = kept[-4:]
         if rank == 0:
-            kept.append(stream.post(few, 1))
-            ids.expect(sampled[0], 1)()
+            kept.append(stream.isend(few, 1))
+            ids.irecv(sampled[0], 1)()
         else:
             stream.receive(few, 0)
-            kept.append(ids.post(sampled[0], 0))
+            kept.append(ids.isend(sampled[0], 0))
     device.synchronize()
     row["round_us"] = round((time.perf_counter() - began) / count * 1e6, 1)
     stream.barrier()
-    # In one piece: the other rank writes to the same place.
+    # In one write: the other rank writes to the same output.
     os.write(sys.stdout.fileno(), (json.dumps({"part": "pipe", "rank": rank, **row}) + "\n").encode())
 
 
 def _rank(rank: int, ranks: int, meet: str) -> None:
     import torch
 
-    from evener.search import Search
+    from evener.backend_search import BackendSearch
 
-    loaded = Search(None).load({})
+    loaded = BackendSearch(None).load({})
     device = loaded.open_device(rank)
     device.select()
     offer = loaded.communicator()
@@ -210,11 +213,11 @@ def _rank(rank: int, ranks: int, meet: str) -> None:
 
 
 def _captured(end: Any, tensor: Any, device: Any, graphs: Any) -> float:
-    """Microseconds of one sum among many in a capture."""
+    """Microseconds per all-reduce in a capture of many."""
     import torch
 
     def segment() -> None:
-        for _ in range(IN_A_ROW):
+        for _ in range(SUMS_PER_CAPTURE):
             end.all_reduce(tensor.mul_(0.25))
 
     with torch.inference_mode():
@@ -229,11 +232,11 @@ def _captured(end: Any, tensor: Any, device: Any, graphs: Any) -> float:
         for _ in range(10):
             replay()
         device.synchronize()
-    return (time.perf_counter() - began) / 10 / IN_A_ROW * 1e6
+    return (time.perf_counter() - began) / 10 / SUMS_PER_CAPTURE * 1e6
 
 
 def tokens(args: argparse.Namespace) -> int:
-    """Random prompts through one rank and through all; for how many models answers differ, or do not come."""
+    """Random prompts on one rank and on all; returns the number of models whose answers differ or are missing."""
     wrong, layouts = 0, args.layouts or [(args.ranks, args.stages)]
     for family in args.families:
         for captured in (False, True) if args.eager else (True,):
@@ -245,7 +248,7 @@ def tokens(args: argparse.Namespace) -> int:
 
 
 def _within(limit: float, *words: Any) -> list[dict[str, Any]] | None:
-    """What ``_compared`` finds, in a process of its own; None if it fails or takes longer."""
+    """The result of ``_compared`` in a process of its own; None if it fails or takes longer."""
     context = multiprocessing.get_context("spawn")
     found, tell = context.Pipe(duplex=False)
     process = context.Process(target=_compared, args=(tell, *words))
@@ -255,11 +258,11 @@ def _within(limit: float, *words: Any) -> list[dict[str, Any]] | None:
     try:
         said: list[dict[str, Any]] | None = found.recv() if answered else None
         return said
-    except EOFError:  # it has died, and said why
+    except EOFError:  # it has failed and printed why
         return None
     finally:
         process.join(20 if answered else 0)
-        _end(process)
+        _terminate(process)
 
 
 def _compared(tell: Any, family: str, layouts: Sequence[tuple[int, int]], captured: bool) -> None:
@@ -281,12 +284,12 @@ def _compared(tell: Any, family: str, layouts: Sequence[tuple[int, int]], captur
 def _answers(
     folder: Path, family: str, ranks: int, stages: int, captured: bool
 ) -> tuple[dict[str, list[int]], list[str]]:
-    """Tokens by request, of an engine with room and of one where requests give way to each other and some are aborted;
-    and what did not happen that should have."""
+    """Tokens by request, of an engine with a large pool and of one with preemptions and aborts; and which expected
+    events did not happen."""
     from evener.config import from_overrides
-    from evener.engine.messages import Ready
-    from evener.engine.start import start_engine
-    from evener.testing.naive import find_architecture
+    from evener.engine.processes.start import start_engine
+    from evener.engine.wire.messages import Ready
+    from evener_conformance.naive.model import find_architecture
 
     shape = {**find_architecture(f"{family}ForCausalLM").tiny_config(), **FAMILIES[family]}
     folder.mkdir(parents=True)
@@ -299,16 +302,16 @@ def _answers(
     seen, page = {"prefix_hits": 0, "preemptions": 0}, 0
     for scarce in (False, True):
         if scarce:
-            keys["infer.kv_memory"] = page * SCARCE
+            keys["infer.kv_memory"] = page * SMALL_POOL_BLOCKS
         client = start_engine(from_overrides(folder, keys), "process" if ranks * stages > 1 else "inline")
         try:
             ready = client.receive(None)[0]
             assert isinstance(ready, Ready), ready
-            memory: Any = ready.info["memory"]
+            memory: Any = ready.info.memory
             page = memory["block_bytes"]
             for name in ("first", "again"):
                 name += ", scarce" if scarce else ", roomy"
-                found, stats = _played(client, shape["vocab_size"], name, scarce)
+                found, stats = _run_requests(client, shape["vocab_size"], name, scarce)
                 answers |= found
             seen = {name: count + getattr(stats, name) for name, count in seen.items()}
         finally:
@@ -316,12 +319,12 @@ def _answers(
     return answers, [name for name, count in seen.items() if not count]
 
 
-def _played(client: Any, vocabulary: int, name: str, aborts: bool) -> tuple[dict[str, list[int]], Any]:
-    """Answers to prompts of several lengths, greedy and not, of which two begin alike; with ``aborts`` one of them is
-    ended on the way, and left out."""
+def _run_requests(client: Any, vocabulary: int, name: str, aborts: bool) -> tuple[dict[str, list[int]], Any]:
+    """Answers to prompts of several lengths, greedy and sampled, two with a common prefix; with ``aborts`` one request
+    is aborted and left out."""
     import random
 
-    from evener.engine.messages import Abort, Dead, Finished, GetStats, NewRequest, Sampling, StatsReport, Tokens
+    from evener.engine.wire.messages import Abort, Dead, Finished, GetStats, NewRequest, Sampling, StatsReport, Tokens
 
     rng = random.Random(4)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(n)] for n in (3, 17, 90, 150)]

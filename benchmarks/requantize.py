@@ -1,4 +1,5 @@
-"""A GGUF file in another type, by llama.cpp: ``requantize.py SOURCE TARGET BF16|F16|Q8_0|Q4_0``, run by its Python."""
+"""Convert a GGUF file to another type with llama.cpp: ``requantize.py SOURCE TARGET BF16|F16|Q8_0|Q4_0``, run by
+llama.cpp's Python."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The kernels that index by block table, under the vendor's memory checker, with small shapes.
+"""Run the kernels that index by block table under the vendor's memory checker, with small shapes.
 
     python benchmarks/sanitize.py [--tool memcheck] [--dtype bfloat16]
 
-``memcheck`` finds accesses outside of allocations; torch's caching allocator is off for it, so that every tensor is an
-allocation of its own. ``racecheck`` finds programs whose warps disagree about shared memory. Each runs in a child under
-``compute-sanitizer``, after a run without it that compiles the kernels. Exit status: 0 clean, 1 with findings, 2 where
-the tool is missing or the machine's runtime refuses it (gVisor does), which is said.
+``memcheck`` finds accesses outside of allocations; torch's caching allocator is off for it, so that every tensor has
+its own allocation. ``racecheck`` finds races in shared memory. Each runs in a child process under
+``compute-sanitizer``, after a run without it that compiles the kernels. Exit status: 0 clean, 1 with findings, 2 with a
+message if the tool is missing or the machine's runtime refuses it (gVisor does).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from evener.contracts.state import StateSpec
 
 TOOLS = ("memcheck", "racecheck")
-#: Where the tool lies when it is not on the PATH.
+#: Folders of the tool if it is not on the PATH.
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 FINDINGS = 9
 OPS = ("embedding", "take_rows", "penalize", "add_bias", "logprobs", "apply_mask")
@@ -33,7 +33,7 @@ COMPOSITES = {"attention_block": ("windowed",), "latent_attention_block": ("late
 
 
 def main(argv: Sequence[str]) -> int:
-    """Every tool that was asked for; the worst exit status."""
+    """Run every requested tool; returns the worst exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", choices=TOOLS, action="append", help="one of them (default: both)")
     parser.add_argument("--dtype", default="bfloat16")
@@ -49,18 +49,18 @@ def main(argv: Sequence[str]) -> int:
     command = [sys.executable, str(Path(__file__).resolve()), "--here", "--dtype", args.dtype]
     warm = subprocess.run(command, capture_output=True, text=True, timeout=args.limit, check=False)
     if warm.returncode:
-        print(f"the kernels fail without a checker already:\n{warm.stdout[-3000:]}{warm.stderr[-3000:]}")
+        print(f"the kernels fail even without a checker:\n{warm.stdout[-3000:]}{warm.stderr[-3000:]}")
         return 1
     return max(check(tool, name, command, args.limit) for name in args.tool or TOOLS)
 
 
 def find_tool() -> str | None:
-    """The checker's path."""
+    """The path of the checker."""
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(PLACES))
 
 
 def check(tool: str, name: str, command: Sequence[str], limit: int) -> int:
-    """One tool over the whole run; prints its summary, and the first findings."""
+    """Run one tool; prints its summary and the first findings."""
     environ = dict(os.environ)
     if name == "memcheck":
         environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -72,15 +72,15 @@ def check(tool: str, name: str, command: Sequence[str], limit: int) -> int:
         print(f"== {name}: not done after {limit} s")
         return 1
     text = done.stdout + done.stderr
-    code, verdict = judge(done.returncode, text)
+    code, verdict = parse_verdict(done.returncode, text)
     print(f"== {name}: {verdict}, {time.perf_counter() - began:.0f} s", flush=True)
     if code:
         print("\n".join(text.splitlines()[:60]))
     return code
 
 
-def judge(status: int, text: str) -> tuple[int, str]:
-    """Exit status and verdict from those of the tool. A run that it could not follow proves nothing."""
+def parse_verdict(status: int, text: str) -> tuple[int, str]:
+    """Our exit status and verdict, from the tool's. A run that the tool could not follow proves nothing."""
     if re.search(r"Device not supported|Unable to (find|launch)|did not track the launch", text):
         return 2, "the machine's runtime refuses it"
     summaries = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)
@@ -93,7 +93,7 @@ def judge(status: int, text: str) -> tuple[int, str]:
 
 
 def here(dtype: str) -> int:
-    """The kernels themselves, in this process: 1 if one is wrong or refuses everything."""
+    """Run the kernels in this process: 1 if one is wrong or refuses everything."""
     bad = 0
     for name, passed, problems in results(dtype):
         print(f"{name}: {passed} passed{''.join(f'; {p}' for p in problems)}", flush=True)
@@ -102,13 +102,13 @@ def here(dtype: str) -> int:
 
 
 def results(dtype: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Name, number of cases that passed, and what is wrong, of each state provider and kernel."""
-    from evener.search import Search
-    from evener.testing.conformance.composites import check_composite
-    from evener.testing.conformance.ops import check_kernel
-    from evener.testing.conformance.state import SHAPES, check_provider
+    """(name, number of passed cases, problems) of each state provider and kernel."""
+    from evener.backend_search import BackendSearch
+    from evener_conformance.kit.composites import check_composite
+    from evener_conformance.kit.ops import check_kernel
+    from evener_conformance.kit.state import SHAPES, check_provider
 
-    loaded = Search(None).load({})
+    loaded = BackendSearch(None).load({})
     device = loaded.open_device()
     device.select()
     kernels = [p.value for p in loaded.kernels(device)]
@@ -137,7 +137,7 @@ def results(dtype: str) -> Iterator[tuple[str, int, list[str]]]:
 
 
 def _first(sizes: Callable[[StateSpec], Sequence[int]], spec: StateSpec) -> Sequence[int]:
-    """The size that a provider prefers."""
+    """The block size that a provider prefers."""
     return sizes(spec)[:1]
 
 

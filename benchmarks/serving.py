@@ -1,11 +1,11 @@
-"""Serving benchmark: load on servers that speak the OpenAI API, and what their clients see.
+"""Serving benchmark: load on servers with the OpenAI API, measured at the clients.
 
     python benchmarks/serving.py --model MODEL_DIR --requests 64 --request-rate 1 2 4 --output-len 64
     python benchmarks/serving.py --base-url http://127.0.0.1:21002 --batch-size 16 --input-len 128 --output-len 128
     python benchmarks/serving.py --model MODEL_DIR --engine evener --engine llamacpp --gguf FILE.gguf --requests 32
 
-It starts the servers that it is asked to (or takes one that runs), sends the same requests to each in turn, and prints
-rates and percentiles. ``serving_options.py`` has the options: those of chitu's benchmark_serving and KsanaLLM's
+It starts the given servers (or uses a running one), sends the same requests to each in turn, and prints rates and
+percentiles. ``serving_options.py`` has the options: those of chitu's benchmark_serving and KsanaLLM's
 benchmark_throughput, in both spellings.
 """
 
@@ -27,49 +27,49 @@ from typing import Any
 
 import after_stdlib  # noqa: F401
 from arrivals import offsets
-from dataset import Ask, Message, affixed, body_of, conversations, cut, length, random_ids
-from figures import METRICS, summary
+from dataset import Message, PromptRequest, affixed, body_of, conversations, cut, length, random_ids
 from launch import Server, start_server
-from machine import Others, facts
+from machine import OtherProcesses, facts
+from serving_metrics import METRICS, summary
 from serving_options import fields_of, parse
-from stream import Sample, post
+from stream_client import Sample, post
 
 
 class Source:
-    """Requests, as the options want them; every iteration gets others, every server the same."""
+    """Requests, as the options say; every iteration has new ones, every server gets the same."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._tokenizer = _tokenizer(args.tokenizer_path)
-        self._talks: list[list[Message]] = []
+        self._conversations: list[list[Message]] = []
         if args.dataset != "random":
-            self._talks = conversations(args.dataset, args.dataset_path, args.column, not args.no_header)
+            self._conversations = conversations(args.dataset, args.dataset_path, args.column, not args.no_header)
         if args.shuffle:
-            random.Random(args.seed).shuffle(self._talks)
+            random.Random(args.seed).shuffle(self._conversations)
 
-    def take(self, iteration: int) -> list[Ask]:
+    def take(self, iteration: int) -> list[PromptRequest]:
         """The requests of one iteration."""
         args, rng = self._args, random.Random(f"{self._args.seed}/{iteration}")
         first = iteration * args.requests
         return [self._one(rng, first + i) for i in range(args.requests)]
 
-    def _one(self, rng: random.Random, number: int) -> Ask:
+    def _one(self, rng: random.Random, number: int) -> PromptRequest:
         args = self._args
         new = length(rng, args.output_len, args.length_spread)
         size = length(rng, args.input_len or 128, args.length_spread)
-        if self._talks and args.input_len:
-            made = cut(self._talks, number, size, self._encode, self._decode)
-        elif self._talks:
-            talk = self._talks[number % len(self._talks)]
+        if self._conversations and args.input_len:
+            made = cut(self._conversations, number, size, self._encode, self._decode)
+        elif self._conversations:
+            talk = self._conversations[number % len(self._conversations)]
             if args.api == "chat" and args.template is None:
-                return Ask(talk, new)
+                return PromptRequest(talk, new)
             made = "\n".join(turn["content"] for turn in talk)
         elif args.api == "completions" and args.template is None:
-            return Ask(random_ids(rng, size, args.vocab), new)
+            return PromptRequest(random_ids(rng, size, args.vocab), new)
         else:
-            # Text that is made of tokens need not be tokenized to them again: cut what comes back.
+            # Text made of tokens may be tokenized to more of them: cut the result.
             made = self._decode(self._encode(self._decode(random_ids(rng, size, args.vocab)))[:size])
-        return Ask(affixed(made, args.template), new)
+        return PromptRequest(affixed(made, args.template), new)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -87,15 +87,19 @@ def _tokenizer(folder: Path | None) -> Any:
 
 
 async def load(
-    server: Server, asks: Sequence[Ask], args: argparse.Namespace, when: Sequence[float], concurrency: int | None
+    server: Server,
+    asks: Sequence[PromptRequest],
+    args: argparse.Namespace,
+    when: Sequence[float],
+    concurrency: int | None,
 ) -> list[Sample]:
-    """Send ``asks`` at the offsets ``when``, at most ``concurrency`` under way, and wait for every answer."""
+    """Send ``asks`` at the offsets ``when``, at most ``concurrency`` at a time, and wait for every answer."""
     room = asyncio.Semaphore(concurrency or len(asks))
     path = "/v1/chat/completions" if args.api == "chat" else "/v1/completions"
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     began, fields = time.perf_counter(), fields_of(args)
 
-    async def one(ask: Ask, offset: float) -> Sample:
+    async def one(ask: PromptRequest, offset: float) -> Sample:
         await asyncio.sleep(max(0.0, began + offset - time.perf_counter()))
         past_eos = server.past_eos if args.ignore_eos else {}
         body = {"model": server.model, **past_eos, **body_of(ask, args.api == "chat", fields)}
@@ -111,7 +115,7 @@ async def load(
 def run(
     servers: Sequence[Server], source: Source, args: argparse.Namespace, rate: float, concurrency: int | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """One point of the sweep on every server: a row each, and a record of each request."""
+    """Run one point of the sweep on every server: returns a row for each, and a record of each request."""
     samples: dict[str, list[Sample]] = {server.label: [] for server in servers}
     seconds, others = dict.fromkeys(samples, 0.0), {label: list[float]() for label in samples}
     records = []
@@ -119,7 +123,7 @@ def run(
         asks = source.take(iteration)
         when = offsets(len(asks), rate, burst=args.burst, poisson=args.arrival == "poisson", seed=args.seed + iteration)
         for server in servers:
-            with Others() as busy:
+            with OtherProcesses() as busy:
                 got = asyncio.run(load(server, asks, args, when, concurrency))
             samples[server.label] += got
             seconds[server.label] += max(s.ended for s in got) - min(s.sent for s in got)
@@ -138,7 +142,7 @@ def run(
     return rows, records
 
 
-def record(server: Server, rate: float, ask: Ask, sample: Sample) -> dict[str, Any]:
+def record(server: Server, rate: float, ask: PromptRequest, sample: Sample) -> dict[str, Any]:
     """One request for ``--output-csv``; times in milliseconds."""
     good = not sample.error
     return {
@@ -159,14 +163,14 @@ def too_slow(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> bool:
 
 
 def shown(row: dict[str, Any], args: argparse.Namespace) -> str:
-    """One row for a person."""
+    """Print one row in readable form."""
     rate, limit = row["request_rate"], row["concurrency"]
     head = f"{row['engine']}, {'all at once' if rate is None else f'{rate:g} requests/s'}"
     lines = [
         head + (f", at most {limit} under way" if limit else ""),
         f"  {row['completed']} of {row['requests']} requests in {row['duration_s']:.2f} s: "
         f"{row['request_throughput']:.2f} requests/s, {row['output_throughput']:.1f} output tokens/s, "
-        f"{row['total_token_throughput']:.1f} tokens/s in all",
+        f"{row['total_token_throughput']:.1f} tokens/s in total",
     ]
     if args.show_decode_token_throughput and row["decode_throughput"] is not None:
         lines.append(f"  {row['decode_throughput']:.1f} tokens/s after the first tokens")
@@ -180,7 +184,7 @@ def shown(row: dict[str, Any], args: argparse.Namespace) -> str:
 
 
 def write(args: argparse.Namespace, rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
-    """The files that were asked for."""
+    """Write the requested files."""
     about = {**facts(), "what": "serving", "model": Path(args.model).name if args.model else None}
     mode = "a" if args.append_result else "w"
     targets = [args.out_json] if args.out_json else []

@@ -1,7 +1,7 @@
 """The options of ``serving.py``.
 
-They are those of chitu's ``benchmark_serving`` and of KsanaLLM's ``benchmark_throughput``, under one spelling each; the
-old spellings are taken too. What they had and this has not, and why: ``NOT_HERE``.
+They are those of chitu's ``benchmark_serving`` and of KsanaLLM's ``benchmark_throughput``, with one spelling each; the
+old spellings are accepted too. ``NOT_HERE`` lists options that are not supported, and why.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dataset import KINDS
-from figures import METRICS, Goal
+from serving_metrics import METRICS, ServiceLevel
 
 SERVERS = ("evener", "llamacpp", "transformers", "openai-url")
 
 #: Options of the two programs that are refused, with what to do.
 NOT_HERE = {
-    "--backend": "every server is spoken to through the OpenAI API; name it with --engine",
+    "--backend": "all servers are used through the OpenAI API; name the server with --engine",
     "--triton_model_name": "the OpenAI API only; name the model with --served-model-name",
     "--clear_cache": "random prompts share no prefix; start the server with infer.prefix_cache=false to be sure",
     "--force-max-min-bs": "no server here waits for a batch to fill",
@@ -82,13 +82,13 @@ def _what_is_asked(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-header", action="store_true", help="the CSV file's first row is a prompt")
     group.add_argument("--shuffle", action="store_true", help="take the file's prompts in a random order")
     group.add_argument("--input-len", "--seq-len", "--random_input_len", type=_count, metavar="TOKENS",
-                       help="of made-up prompts (default 128); a file's are cut and joined to this")  # fmt: skip
+                       help="length of made-up prompts (default 128); a file's are cut and joined to this")  # fmt: skip
     group.add_argument("--output-len", "--max_new_tokens", type=_count, default=128, metavar="TOKENS")
     group.add_argument("--length-spread", type=float, default=0.0, metavar="X", help="lengths vary by up to this part")
     group.add_argument("--tokenizer-path", "--tokenizer_path", type=Path, metavar="DIR", help="has tokenizer.json: for "
                        "made-up text, and to cut prompts of a file")  # fmt: skip
     group.add_argument("--vocab", type=_count, default=40000, help="made-up token ids are below this")
-    group.add_argument("--template", metavar="TEXT", help="around each prompt of text, which stands for %%s")
+    group.add_argument("--template", metavar="TEXT", help="text around each prompt, which replaces %%s")
     group.add_argument("--requests", "--num-prompts", "--batch-size", "--prompt_num", type=_count, default=1,
                        help="requests of an iteration")  # fmt: skip
     group.add_argument("--seed", type=int, default=0)
@@ -155,7 +155,7 @@ def _results(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-csv", "--output_csv", type=Path, metavar="FILE", help="a CSV row for each request, "
                        "with its text")  # fmt: skip
     group.add_argument("--output-dir", type=Path, metavar="DIR", help="benchmark_results.jsonl in this folder")
-    group.add_argument("--append-result", action="store_true", help="append to JSON files; otherwise they begin anew")
+    group.add_argument("--append-result", action="store_true", help="append to JSON files instead of overwriting them")
     group.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the sweep; needs matplotlib")
 
 
@@ -171,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--base-url", help="of a server that runs already")
     group.add_argument("--host", help="the same in two parts")
     group.add_argument("--port", type=int)
-    group.add_argument("--served-model-name", help="what is sent as model; default: the first that the server lists")
+    group.add_argument("--served-model-name", help="the model name to send; default: the first that the server lists")
     group.add_argument("--gguf", type=Path, metavar="FILE", help="what llamacpp serves")
     group.add_argument("--threads", type=_count, help="of servers that are started")
     group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of evener serve")
@@ -218,12 +218,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.request_rate = [first + i * args.request_rate_step for i in range(args.request_rate_num_iters)]
     if args.mode == "sync":
         args.concurrency = [1]
-    args.goal = Goal(dict(args.goodput)) if args.goodput else None
+    args.goal = ServiceLevel(dict(args.goodput)) if args.goodput else None
     return args
 
 
 def fields_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What every body has beside its prompt and its length; only what was asked for."""
+    """Fields of every request body besides prompt and length; only those that were asked for."""
     fields = {
         "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k,
         "repetition_penalty": args.repetition_penalty, "n": args.n, "stop": args.stop,

@@ -1,9 +1,9 @@
-"""Every table and the picture of ``docs/performance.md`` in one run of about ten minutes on a quiet machine.
+"""All tables and the plot of ``docs/performance.md``, in one run of about ten minutes on an idle machine.
 
     python benchmarks/tables.py MODEL --out outputs/bench
 
-Engines alone (this one, transformers, and llama.cpp where ``make llamacpp`` has put it), servers under a sweep of
-rates, and what HTTP costs. Writes ``tables.md``, ``results.jsonl`` and ``sweep.png``; says what it left out and why.
+Engines alone (this one, transformers, and llama.cpp if ``make llamacpp`` installed it), servers under a sweep of rates,
+and the cost of HTTP. Writes ``tables.md``, ``results.jsonl`` and ``sweep.png``; prints what was left out and why.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def has(engine: str, module: str) -> bool:
 
 
 def requantized(source: Path, folder: Path, kind: str) -> Path:
-    """``source`` in another type, made by llama.cpp: as fast as a file that was always of that type."""
+    """``source`` converted to another type by llama.cpp: as fast as any file of that type."""
     target = folder / f"{source.name.split('.')[0]}.{kind}.gguf"
     if not target.exists():
         print(f"making {target.name}", flush=True)
@@ -50,7 +50,7 @@ class Tables:
     """The results so far.
 
     Args:
-        args: as the command line gave them.
+        args: the command line's options.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -93,14 +93,14 @@ class Tables:
         self._parts.append("## Servers\n\n" + sweep_table(rows) + "\n\n![sweep](sweep.png)")
 
     def http(self) -> None:
-        """What HTTP costs."""
+        """The cost of HTTP."""
         result = http_ratio.measure(http_ratio.parser().parse_args([str(self._args.model)]))
         self._keep([result])
         self._parts.append(
-            f"## What HTTP costs\n\n{result['streams']} streams of {result['input_len']} + {result['output_len']} "
+            f"## The cost of HTTP\n\n{result['streams']} streams of {result['input_len']} + {result['output_len']} "
             f"tokens: engine alone {result['engine_tok_s']} tokens/s, through HTTP {result['http_tok_s']}, pair by "
             f"pair {100 * result['ratio']:.1f} % (median; all: {result['ratios']}). "
-            f"Processor time a token, microseconds: {result['cpu_us_per_token']}."
+            f"CPU time per token, microseconds: {result['cpu_us_per_token']}."
         )
 
     def write(self) -> Path:

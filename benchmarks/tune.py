@@ -2,9 +2,9 @@
 
     python benchmarks/tune.py [MODEL ...] [--out FOLDER] [--limit SECONDS] [-- KEY=VALUE ...]
 
-MODEL is a name of ``shapes.py``. For each, FOLDER (or $OUT) gets ``<model>.json``, what ``evener tune`` wrote, and
-``tune-<model>.log``, what it said. A model that fails or takes too long leaves what was measured until then, and the
-next one runs.
+MODEL is a name of ``model_configs.py``. For each, FOLDER (or $OUT) gets the file of ``evener tune``, ``<model>.json``,
+and its output, ``tune-<model>.log``. If a model fails or takes too long, its measurements so far are kept and the next
+one runs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import after_stdlib  # noqa: F401
-from shapes import CONFIGS, write
+from model_configs import CONFIGS, write
 
-#: Models, the ops of theirs in which most of a step goes by, and the sizes of steps at which kernels have a choice.
+#: Models, their ops that take most of a step, and the step sizes for which there are several kernels.
 MODELS = {
     "qwen3-8b": ("attention_block,mlp_block,head", "1,2,4,8,16,32"),
     "qwen3-30b-a3b": ("attention_block,moe_block,head", "1,2,4,8,16,32,64,256"),
@@ -32,7 +32,7 @@ KEYS = ("load=dummy", "dtype=bfloat16", "infer.max_reqs=256", "infer.max_seq_len
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tune the models one after another; 0 if all of them ended well."""
+    """Tune the models one after another; 0 if all of them succeeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(CONFIGS)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tuning")))
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tune(model: str, args: argparse.Namespace, keys: Sequence[str]) -> int:
-    """One model, in a process of its own; its exit status."""
+    """Tune one model in its own process; returns the exit status."""
     ops, buckets = MODELS.get(model, ("", ""))
     log, began = args.out / f"tune-{model}.log", time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, log.open("w") as file:

@@ -1,4 +1,4 @@
-"""What every engine is asked to do: the same token ids, greedy, end tokens ignored."""
+"""The work for every engine: the same token ids, greedy, end tokens ignored."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Job:
 
     @property
     def useful(self) -> int:
-        """Tokens that were asked for."""
+        """Number of requested tokens."""
         return sum(self.counts)
 
     def to_json(self) -> dict[str, Any]:
-        """For another process; ``Job(**value)`` is the job again."""
+        """As data for another process; ``Job(**value)`` makes the job again."""
         return {"name": self.name, "prompts": self.prompts, "counts": self.counts}
 
 

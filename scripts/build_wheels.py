@@ -1,4 +1,4 @@
-"""Wheels of our distributions, and on request of everything they need: ``make wheels``, ``make wheelhouse``."""
+"""Build wheels of our distributions, and optionally of their dependencies: ``make wheels``, ``make wheelhouse``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build(distributions: Sequence[Path], out: Path) -> list[Path]:
 
 
 def dependencies(ours: Iterable[str]) -> list[str]:
-    """What ``ours`` and their extras need, as far as it is installed here, without torch and what only torch needs."""
+    """Dependencies of ``ours`` and their extras that are installed here, without torch and those of torch alone."""
     own = {canonicalize_name(name) for name in ours}
     todo = [(name, extra) for name in own for extra in ("", *_extras(name))]
     seen = set(todo)

@@ -1,6 +1,6 @@
 """``make run``: serve a real model, ask it one question over HTTP as any OpenAI client would, show the answer, stop.
 
-``--serve`` (``make serve``) only serves. The rest of the command line is given to ``evener serve`` as it is.
+``--serve`` (``make serve``) only serves. The rest of the command line is passed to ``evener serve``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from model_sources import SOURCES, models_root
 
 #: Seconds: the first start compiles the CPU's kernels, which a loaded machine does slowly.
 START_LIMIT = 300.0
-#: Seconds after which a start that is still under way says so, again and again.
+#: Seconds between messages that the server is still starting.
 PATIENCE = 5.0
 STOP_LIMIT = 30.0
 
@@ -36,7 +36,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What was streamed: seconds from the request to the first and last text; tokens as the server counts them."""
+    """A streamed answer: seconds from the request to the first and last text; tokens as the server counts them."""
 
     first: float
     last: float

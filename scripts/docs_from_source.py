@@ -1,4 +1,4 @@
-"""Markdown from the source of a module: docstring, classes, fields, methods, functions. Reads; imports nothing."""
+"""Markdown from the source of a module: docstring, classes, fields, methods, functions. It imports nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_text(path: Path) -> str:
-    """Everything public of one module."""
+    """Everything public in one module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     lines = path.read_text(encoding="utf-8").splitlines()
     parts = [docstring(tree)]
@@ -81,8 +81,12 @@ def inline(text: str) -> str:
 def _class(node: ast.ClassDef) -> str:
     marks = " ".join(ast.unparse(each) for each in node.decorator_list)
     named = ", arguments by name only" if "kw_only=True" in marks else ""
-    bases = [ast.unparse(base) for base in node.bases if ast.unparse(base) not in ("ABC", "Protocol", "NamedTuple")]
-    known = {"Protocol": "protocol", "NamedTuple": "named tuple"}
+    bases = [
+        ast.unparse(base)
+        for base in node.bases
+        if ast.unparse(base) not in ("ABC", "Protocol", "NamedTuple", "TypedDict")
+    ]
+    known = {"Protocol": "protocol", "NamedTuple": "named tuple", "TypedDict": "typed dict"}
     bare = next((known[base] for base in map(ast.unparse, node.bases) if base in known), "class")
     kind = f"frozen dataclass{named}" if "frozen=True" in marks else bare
     parts = [f"### `{node.name}`", f"*{kind}{' of ' + ', '.join(bases) if bases else ''}*", docstring(node)]
@@ -129,7 +133,7 @@ def _function(node: Function) -> str:
 
 
 def _constant(node: ast.Assign | ast.AnnAssign, lines: list[str]) -> str:
-    """An assignment that a ``#:`` comment explains."""
+    """An assignment with a ``#:`` comment."""
     comments: list[str] = []
     number = node.lineno - 2
     while lines[number].startswith("#:"):

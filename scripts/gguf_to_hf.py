@@ -1,7 +1,7 @@
-"""Turn one GGUF file into a model folder of the usual kind: config, tokenizer and bf16 safetensors.
+"""Convert one GGUF file to a usual model folder: config, tokenizer and bf16 safetensors.
 
-transformers does the reading (it un-permutes Llama's q and k and takes Gemma's 1 off the norms); what a GGUF file does
-not carry, or what transformers 5 writes in a way that older readers misread, is put right here.
+transformers reads the file (it un-permutes Llama's q and k and subtracts Gemma's 1 from the norms). This script adds
+what a GGUF file lacks, and corrects what transformers 5 writes in a way that older readers misread.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def convert(source: Source, gguf: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(out)
     _save_model(source, gguf, out)
-    _mend_config(out)
-    _mend_tokenizer(source, out)
+    _fix_config(out)
+    _fix_tokenizer(source, out)
     _write_generation_config(source, out)
     _check(source, out)
 
@@ -36,14 +36,14 @@ def _save_model(source: Source, gguf: Path, out: Path) -> None:
     if source.output_is_embedding:
         _tie_to_output(model)
     model = model.to(torch.bfloat16)
-    # save_pretrained refuses anything that still says it was loaded from a quantized file.
+    # save_pretrained refuses a model that is marked as loaded from a quantized file.
     for owner in (model, model.config):
         for name in ("hf_quantizer", "quantization_config"):
             if hasattr(owner, name):
                 delattr(owner, name)
     model.config.dtype = "bfloat16"
     model.save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)  # it is written through a temporary file that only its owner may read
+    (out / "model.safetensors").chmod(0o644)  # it was written through a temporary file that only its owner may read
 
 
 def _tie_to_output(model: Any) -> None:
@@ -54,8 +54,8 @@ def _tie_to_output(model: Any) -> None:
     model.tie_weights()
 
 
-def _mend_config(out: Path) -> None:
-    """Spell the rope base at the top level too: readers older than ``rope_parameters`` would take 10000."""
+def _fix_config(out: Path) -> None:
+    """Write the rope base at the top level too: readers older than ``rope_parameters`` would use 10000."""
     path = out / "config.json"
     config = json.loads(path.read_text())
     rope = config["rope_parameters"]
@@ -64,11 +64,11 @@ def _mend_config(out: Path) -> None:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     else:
         config["rope_theta"] = rope["rope_theta"]
-    config.pop("_model_name_or_path", None)  # the uploader's title, not a place
+    config.pop("_model_name_or_path", None)  # the uploader's title, not a path
     _dump(path, config)
 
 
-def _mend_tokenizer(source: Source, out: Path) -> None:
+def _fix_tokenizer(source: Source, out: Path) -> None:
     path = out / "tokenizer_config.json"
     config = json.loads(path.read_text())
     config["tokenizer_class"] = "PreTrainedTokenizerFast"  # "TokenizersBackend" is known to transformers 5 only
@@ -90,7 +90,7 @@ def _mend_tokenizer(source: Source, out: Path) -> None:
 
 
 def _write_generation_config(source: Source, out: Path) -> None:
-    """Ids only: the file knows no sampling defaults, and those of the upstream repository are not ours to guess."""
+    """Write ids only: the file has no sampling defaults, and those of the upstream repository are not known here."""
     model = json.loads((out / "config.json").read_text())
     ids: dict[str, Any] = {"bos_token_id": model.get("bos_token_id"), "eos_token_id": list(source.eos)}
     if model.get("pad_token_id") is not None:

@@ -1,13 +1,15 @@
-"""Kill, stop or cut off one process of an engine at a random moment, again and again, and look what is left.
+"""Kill, stop or cut off one process of an engine at a random moment, many times, and check that all ends well.
 
     python scripts/kill_ranks.py MODEL --draws 900 [--jobs 4] [--seed 0] [key=value …]
 
-Each draw starts an engine of worker processes (``infer.tp_size=2`` unless keys say otherwise), sends requests, and at a
-random moment does to one of its processes what its seed says: it is killed, stopped, or all its connections break, and
-break again. Then every request ends once, nothing is left running, and the next draw, which is the next start, works. A
-front end that is stopped cannot say anything: the others end without it, and it goes on and sees that, or is killed.
-After the last draw one more engine starts, answers and ends, and no file of any of them is left. Exits with 1 if one of
-these was not true. Linux.
+Each draw starts an engine with worker processes (``infer.tp_size=2`` unless a key says otherwise), sends requests, and
+injects one fault at a random moment, which its seed decides: a process is killed, is stopped, or loses all connections
+whenever it has some. After that each request must end exactly once, no process may be left, and the next draw must
+start. A front end that is stopped cannot report anything: the other processes must end without it; then it either
+continues and notices, or is killed. After the last draw one more engine must start, answer and end, and no file may be
+left.
+
+Exits with 1 if any of these checks fails. Linux only.
 """
 
 from __future__ import annotations
@@ -31,55 +33,55 @@ from typing import Any
 
 from evener.config import from_overrides, to_flat
 from evener.config.schema import Config
-from evener.engine.messages import Dead, Finished, NewRequest, Ready, Sampling
-from evener.engine.start import start_engine
+from evener.engine.processes.start import start_engine
+from evener.engine.wire.messages import Dead, Finished, NewRequest, Ready, Sampling
 
 ROLES = ("front end", "controller", "worker")
-DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "cut off": None}
-#: Seconds without a sign of life, and within which everything must be over.
-SILENCE, LIMIT = 4.0, 90.0
-#: Seconds between cuts: a connection that is made again is cut again.
-CUTS = 0.1
+FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "cut off": None}
+#: Seconds without a heartbeat until a process counts as dead, and the limit for everything to end.
+HEARTBEAT_TIMEOUT, LIMIT = 4.0, 90.0
+#: Seconds between cuts: connections that were made again are cut again.
+CUT_INTERVAL = 0.1
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What is done to whom, ``after`` seconds of work, or of the start if it is ``early``. A front end that was stopped
-    ``goes_on`` or is killed."""
+class Scenario:
+    """Which process gets which fault, and when: ``after`` seconds of work, or of the start if ``early``.
+    A stopped front end continues later if ``goes_on``, or is killed."""
 
     role: str
-    deed: str
+    fault: str
     worker: int
     early: bool
     after: float
     goes_on: bool
 
     @classmethod
-    def of(cls, seed: int, workers: int) -> Draw:
-        """The draw of a seed."""
-        dice = random.Random(seed)
-        role, deed = dice.choice(ROLES), dice.choice(sorted(DEEDS))
-        worker, early, after = dice.randrange(workers), dice.random() < 0.2, dice.uniform(0, 1.5)
-        return cls(role, deed, worker, early, after, goes_on=dice.random() < 0.5)
+    def of(cls, seed: int, workers: int) -> Scenario:
+        """The scenario of a seed."""
+        rng = random.Random(seed)
+        role, fault = rng.choice(ROLES), rng.choice(sorted(FAULTS))
+        worker, early, after = rng.randrange(workers), rng.random() < 0.2, rng.uniform(0, 1.5)
+        return cls(role, fault, worker, early, after, goes_on=rng.random() < 0.5)
 
     @property
     def kind(self) -> str:
-        """Role and deed in words."""
-        return f"{self.role} {self.deed}"
+        """Role and fault in words."""
+        return f"{self.role} {self.fault}"
 
     @property
     def silent(self) -> bool:
-        """Whether the front end will not say what it has seen."""
-        return self.role == "front end" and (self.deed == "killed" or (self.deed == "stopped" and not self.goes_on))
+        """Whether the front end cannot report what it has seen."""
+        return self.role == "front end" and (self.fault == "killed" or (self.fault == "stopped" and not self.goes_on))
 
 
 def requests(seed: int) -> list[NewRequest]:
-    """A few of different lengths."""
-    dice = random.Random(seed)
+    """A few requests of different lengths."""
+    rng = random.Random(seed)
     sampling = Sampling(temperature=0.0)
     return [
         NewRequest(
-            id=f"r{i}", prompt=[dice.randrange(3, 100) for _ in range(dice.randrange(1, 40))], max_tokens=60,
+            id=f"r{i}", prompt=[rng.randrange(3, 100) for _ in range(rng.randrange(1, 40))], max_tokens=60,
             sampling=sampling,
         )
         for i in range(6)
@@ -87,7 +89,7 @@ def requests(seed: int) -> list[NewRequest]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that ``pid`` has started, from every thread."""
+    """The processes that ``pid`` has started, from any of its threads."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         found += map(int, task.read_text().split())
@@ -95,7 +97,7 @@ def children(pid: int) -> list[int]:
 
 
 def tree(pid: int) -> list[int]:
-    """``pid`` and everything below it."""
+    """``pid`` and all its descendants."""
     try:
         return [pid, *(each for child in children(pid) for each in tree(child))]
     except FileNotFoundError:
@@ -103,7 +105,7 @@ def tree(pid: int) -> list[int]:
 
 
 def cut_off(pid: int) -> None:
-    """Shut down the process's sockets to others, as a cable does that is pulled; does nothing to one that has gone."""
+    """Shut down the sockets of a process, as if its cable were pulled. Does nothing if the process has ended."""
     import ctypes
     import socket
 
@@ -120,15 +122,15 @@ def cut_off(pid: int) -> None:
             copy = libc.syscall(438, handle, int(entry.name), 0)
             if copy >= 0:
                 with socket.socket(fileno=copy) as theirs, contextlib.suppress(OSError):  # it was never connected
-                    # One that listens has no cable; libraries abort if it is shut down.
+                    # Not those that listen: they have no connection, and libraries abort when they are shut down.
                     if not theirs.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         theirs.shutdown(socket.SHUT_RDWR)
     os.close(handle)
 
 
 def front_end(flat: dict[str, Any], seed: int) -> None:
-    """In the process that plays the front end: says what it has seen, a JSON line at a time."""
-    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    """Run a front end in this process. It prints what it sees as JSON lines."""
+    # A shell ignores SIGINT for the programs that it starts in the background, and their children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     client = start_engine(from_overrides(flat.pop("model"), flat), "process")
     ends: Counter[str] = Counter()
@@ -142,7 +144,7 @@ def front_end(flat: dict[str, Any], seed: int) -> None:
                 elif isinstance(event, Finished):
                     ends[event.id] += 1
                 elif isinstance(event, Dead):
-                    # As ``AsyncLLM`` does: whoever is open has ended with the engine.
+                    # As ``AsyncLLM`` does: the requests that are open end with the engine.
                     ends.update(message.id for message in requests(seed) if message.id not in ends)
                     print(json.dumps({"dead": event.reason, "ends": ends}), flush=True)
                     return
@@ -156,8 +158,8 @@ def front_end(flat: dict[str, Any], seed: int) -> None:
         client.close()
 
 
-def gone(pids: list[int], limit: float) -> list[int]:
-    """Those of ``pids`` that still live after ``limit`` seconds."""
+def wait_for_exit(pids: list[int], limit: float) -> list[int]:
+    """Wait until ``pids`` have ended, at most ``limit`` seconds. Returns those that still run."""
     until = time.monotonic() + limit
     while time.monotonic() < until:
         left = [pid for pid in pids if alive(pid)]
@@ -168,15 +170,15 @@ def gone(pids: list[int], limit: float) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-class Front:
-    """A front end in a process of its own, which logs to ``log``; whatever its run makes is below ``folder``."""
+class FrontEndProcess:
+    """A front end in a process of its own. It logs to ``log``; all files of its run are inside ``folder``."""
 
     def __init__(self, config: Config, seed: int, folder: str, log: Path) -> None:
         self.workers = config.infer.tp_size * config.infer.pp_size
@@ -194,29 +196,29 @@ class Front:
         self.lines.extend(map(json.loads, self.process.stdout))
 
     def wait_until(self, early: bool) -> None:
-        """Wait for its first word, or for the processes of an early draw."""
+        """Wait for its first line; for an early draw, until its processes run."""
         until = time.monotonic() + 4 * LIMIT
         while not (len(tree(self.process.pid)) >= 2 + self.workers if early else self.lines):
             assert self.process.poll() is None and time.monotonic() < until, "it did not start"
             time.sleep(0.02)
 
     def wait(self) -> None:
-        """Wait for its end and its last word."""
+        """Wait until it has ended and its last line was read."""
         self.process.wait(LIMIT)
         self._reader.join(LIMIT)
 
 
-def deal(draw: Draw, front: Front, target: int, others: list[int]) -> None:
-    """Do to ``target`` what the draw says, and wait until the front end has ended."""
-    if draw.deed == "cut off":
+def inject_fault(draw: Scenario, front: FrontEndProcess, target: int, others: list[int]) -> None:
+    """Inject the draw's fault into ``target``, and wait until the front end has ended."""
+    if draw.fault == "cut off":
         until = time.monotonic() + LIMIT
         while front.process.poll() is None and time.monotonic() < until:
             cut_off(target)
-            time.sleep(CUTS)
+            time.sleep(CUT_INTERVAL)
     else:
-        os.kill(target, DEEDS[draw.deed] or 0)
-    if (draw.role, draw.deed) == ("front end", "stopped"):
-        left = gone(others, LIMIT)
+        os.kill(target, FAULTS[draw.fault] or 0)
+    if (draw.role, draw.fault) == ("front end", "stopped"):
+        left = wait_for_exit(others, LIMIT)
         assert not left, f"the front end is stopped, and {left} of {others} still run"
         os.kill(target, signal.SIGCONT if draw.goes_on else signal.SIGKILL)
     try:
@@ -225,11 +227,11 @@ def deal(draw: Draw, front: Front, target: int, others: list[int]) -> None:
         raise AssertionError(f"the front end still waits; it saw {front.lines}") from None
 
 
-def play(draw: Draw, front: Front, seed: int) -> str:
-    """One draw; returns the reason that the front end was given.
+def play(draw: Scenario, front: FrontEndProcess, seed: int) -> str:
+    """Play one draw. Returns why the engine died, as the front end was told.
 
     Raises:
-        AssertionError: something that must hold does not.
+        AssertionError: a check has failed.
     """
     everybody: list[int] = []
     try:
@@ -239,19 +241,19 @@ def play(draw: Draw, front: Front, seed: int) -> str:
         assert len(everybody) >= 2 + front.workers, f"only {everybody} run"
         controller = children(front.process.pid)[0]
         of_role = {"front end": front.process.pid, "controller": controller}
-        deal(draw, front, of_role.get(draw.role) or children(controller)[draw.worker], everybody[1:])
-        left = gone(everybody, 30.0)
+        inject_fault(draw, front, of_role.get(draw.role) or children(controller)[draw.worker], everybody[1:])
+        left = wait_for_exit(everybody, 30.0)
         assert not left, f"{left} of {everybody} were left"
     finally:
         for pid in everybody or tree(front.process.pid):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         front.process.wait()
-    return "nobody to tell" if draw.silent else told(front.lines, seed)
+    return "nobody to tell" if draw.silent else death_reason(front.lines, seed)
 
 
-def told(lines: list[dict[str, Any]], seed: int) -> str:
-    """The reason that the front end was given, if what it has seen is right; raises as ``play``."""
+def death_reason(lines: list[dict[str, Any]], seed: int) -> str:
+    """Check the lines of a front end, and return the reason that it was given. Raises what ``play`` raises."""
     started = any("ready" in line for line in lines)
     last = lines[-1] if lines else {}
     assert not started or "dead" in last, f"no reason was given: {lines}"
@@ -263,25 +265,25 @@ def told(lines: list[dict[str, Any]], seed: int) -> str:
     return str(last.get("dead", "it did not start"))
 
 
-def judged(config: Config, seed: int, folder: str) -> tuple[Draw, bool]:
-    """Play the draw of a seed and print what came of it; whether all was right."""
-    draw = Draw.of(seed, config.infer.tp_size * config.infer.pp_size)
+def run_scenario(config: Config, seed: int, folder: str) -> tuple[Scenario, bool]:
+    """Play the draw of a seed and print its result. Returns the draw, and whether all checks held."""
+    draw = Scenario.of(seed, config.infer.tp_size * config.infer.pp_size)
     when = f"{seed}: {draw.kind} after {draw.after:.2f} s{' of the start' * draw.early}"
     with tempfile.TemporaryDirectory(prefix="draw-") as mine:
         log = Path(mine, "log")
         try:
-            print(f"{when}: {play(draw, Front(config, seed, folder, log), seed)}", flush=True)
+            print(f"{when}: {play(draw, FrontEndProcess(config, seed, folder, log), seed)}", flush=True)
         except AssertionError as error:
             print(f"{when}: WRONG: {error}\nIts log ends:\n{log.read_text(errors='replace')[-4000:]}", flush=True)
             return draw, False
     return draw, True
 
 
-def last_start(config: Config, folder: str) -> list[str]:
-    """Start one more engine, let it answer, and end it as people do; the files that are left of all."""
+def final_start(config: Config, folder: str) -> list[str]:
+    """Start one more engine, let it answer, and end it with Ctrl-C. Returns the files that all engines have left."""
     with tempfile.TemporaryDirectory(prefix="draw-") as mine:
         log = Path(mine, "log")
-        front = Front(config, 0, folder, log)
+        front = FrontEndProcess(config, 0, folder, log)
         front.wait_until(early=False)
         front.process.send_signal(signal.SIGINT)
         front.wait()
@@ -290,7 +292,7 @@ def last_start(config: Config, folder: str) -> list[str]:
 
 
 def main() -> int:
-    """Play the draws."""
+    """Play the draws and print a summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("keys", nargs="*")
@@ -303,11 +305,11 @@ def main() -> int:
         front_end(json.loads(arguments.front_end), arguments.seed)
         return 0
     keys = dict(key.split("=", 1) for key in arguments.keys)
-    config = from_overrides(arguments.model, {"infer.tp_size": 2, "infer.silence_limit": SILENCE, **keys})
+    config = from_overrides(arguments.model, {"infer.tp_size": 2, "infer.heartbeat_timeout": HEARTBEAT_TIMEOUT, **keys})
     seeds = range(arguments.seed, arguments.seed + arguments.draws)
     with tempfile.TemporaryDirectory(prefix="draws-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        played = list(pool.map(lambda seed: judged(config, seed, folder), seeds))
-        left = last_start(config, folder)
+        played = list(pool.map(lambda seed: run_scenario(config, seed, folder), seeds))
+        left = final_start(config, folder)
     wrong = Counter(draw.kind for draw, right in played if not right)
     kinds = Counter(draw.kind for draw, _ in played)
     print(json.dumps({"draws": len(played), "kinds": kinds, "wrong": wrong, "left": left}))

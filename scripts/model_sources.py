@@ -1,4 +1,4 @@
-"""Where the real models of tests and demos come from: packages of the package index, treated as data, never imported.
+"""The sources of the real models of tests and demos: packages of the package index, used as data, never imported.
 
 Nothing here imports anything outside the standard library, so that tests can ask for a folder without loading torch.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Raised by one whenever the conversion changes, so that folders written by an older one are made again.
+#: Raised by one when the conversion changes, so that folders of an older one are made again.
 RECIPE = 1
 
 #: Written last into a finished folder: the recipe, the source's hash and every file's size.
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """One model: its pieces, what they join to, and what a GGUF file does not say.
+    """One model: its pieces, the joined file, and facts that a GGUF file lacks.
 
     Attributes:
         name: the model folder's name.
@@ -50,9 +50,9 @@ class Source:
         max_length: ``model_max_length`` of the tokenizer: the context that the model was trained for.
         eos: ids that end a text; the first is the tokenizer's own.
         licence: shown when the model is fetched.
-        digits: the tokenizer cuts every digit apart before anything else (the GGUF file does not carry this).
-        nfc: the tokenizer normalizes to NFC first (the GGUF file does not carry this either).
-        output_is_embedding: the file stores the tied output twice and the better copy is the output's.
+        digits: the tokenizer first splits every digit (the GGUF file does not say so).
+        nfc: the tokenizer first normalizes to NFC (the GGUF file does not say so).
+        output_is_embedding: the file stores the tied weight twice, and the output's copy is the better one.
     """
 
     name: str
@@ -149,7 +149,7 @@ _GEMMA = Source(
     licence="Gemma terms of use (not open source): GEMMA_TERMS.html in the folder",
 )
 
-#: What ``--only`` takes.
+#: Values of ``--only``.
 SOURCES: Mapping[str, Source] = {"smollm2": _SMOLLM2, "qwen2.5": _QWEN, "gemma3": _GEMMA}
 
 

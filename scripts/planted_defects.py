@@ -1,4 +1,4 @@
-"""What the conformance kit finds of the faults in tests/packages/evener-backend-planted, each in a run of its own.
+"""Run the conformance kit on each fault in tests/packages/evener-backend-planted, one run for each.
 
     python scripts/planted_defects.py [NAME …] [--jobs 2] [--seed N]
 
@@ -23,7 +23,7 @@ PACKAGE = ROOT / "tests/packages/evener-backend-planted"
 
 
 def install(target: Path) -> None:
-    """Put the package into ``target``, as pip does."""
+    """Install the package into ``target`` with pip."""
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
          "--no-build-isolation", "--target", str(target), str(PACKAGE)],
@@ -31,7 +31,7 @@ def install(target: Path) -> None:
     )  # fmt: skip
 
 
-def judge(site: Path, defect: str, *words: str) -> tuple[bool, list[str]]:
+def run_kit(site: Path, defect: str, *words: str) -> tuple[bool, list[str]]:
     """Whether the kit lets the backend pass with this fault (empty: none), and the cases that failed."""
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     out = site.parent / f"{defect or 'none'}.json"
@@ -53,21 +53,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seed", type=int, help="of the kit; default: another one each time")
+    parser.add_argument("--seed", type=int, help="the kit's seed; default: a new one for each run")
     wanted = parser.parse_args()
     words = [] if wanted.seed is None else ["--seed", str(wanted.seed)]
     if unknown := set(wanted.names) - set(names):
-        parser.error(f"no fault is called {', '.join(sorted(unknown))}")
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}")
     missed = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(wanted.jobs) as pool:
         site = Path(folder) / "site"
         install(site)
-        passes, failed = judge(site, "", *words)
+        passes, failed = run_kit(site, "", *words)
         if not passes:
             print("the backend does not pass without a fault: " + "; ".join(failed))
             return 1
         names = wanted.names or names
-        for name, (passes, failed) in zip(names, pool.map(lambda n: judge(site, n, *words), names), strict=True):
+        for name, (passes, failed) in zip(names, pool.map(lambda n: run_kit(site, n, *words), names), strict=True):
             missed += [name] * passes
             found = f"caught by {len(failed)} cases; {failed[0] if failed else ''}"
             print(f"{name}: {'NOT CAUGHT' if passes else found}", flush=True)

@@ -1,8 +1,9 @@
-"""Recut a dense Llama folder into experts that give the same text: ``python scripts/recut_experts.py DENSE OUT``.
+"""Convert a dense Llama folder to an expert model that gives the same text: ``python scripts/recut_experts.py DENSE
+OUT``.
 
-Each MLP is cut into slices, and each slice becomes two equal experts, with router rows r and -r. A token then takes
-exactly one expert of every slice, and down projections are scaled by the number of slices, because the chosen experts'
-weights are all but equal. So routing is real and depends on the token, and the answer is the dense model's.
+Each MLP is split into slices, and each slice becomes two equal experts, with router rows r and -r. So a token chooses
+exactly one expert of every slice. Down projections are scaled by the number of slices, because the chosen experts'
+weights are almost equal. Routing is real and depends on the token, and the answer is that of the dense model.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 SLICES = 8
-#: Small, so that softmax over the chosen experts is almost even; large enough to decide.
+#: Small, so that softmax over the chosen experts is almost uniform, but large enough to decide the routing.
 ROUTER_SCALE = 2e-4
 
 
 def experts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The experts' tensors made of one MLP weight, ``model.layers.<i>.mlp.<part>_proj.weight``."""
+    """The experts' tensors from one MLP weight, ``model.layers.<i>.mlp.<part>_proj.weight``."""
     at, _, part = name.removesuffix("_proj.weight").rpartition(".")
     at = at.removesuffix("mlp") + "block_sparse_moe.experts"
     pieces = tensor.chunk(SLICES, 1 if part == "down" else 0)

@@ -1,6 +1,7 @@
 """The fenced blocks of the documents, by what their info strings say of them.
 
 ``file=PATH``     a file of an example package; a later block with the same path takes its place
+``from=PATH``     an excerpt, line by line, of a file below ``docs/examples``
 ``smallest``      (beside ``file=``) the file belongs to the smallest version of the package
 ``run``           a shell command or Python program that works as it stands
 ``serve``         a shell command that serves until it is stopped
@@ -13,9 +14,11 @@ In blocks that are run, ``MODEL_DIR`` stands for a model folder.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +26,7 @@ from pathlib import Path
 from source_tree import ROOT
 
 DOCS = ROOT / "docs"
+EVENER = "import sys; from evener.cli.main import main; sys.exit(main())"
 _FENCE = re.compile(r"^```(\S*)[ \t]*(.*?)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -93,3 +97,38 @@ def install(files: Mapping[str, str], source: Path, target: Path) -> None:
         ],
         check=True,
     )
+
+
+def wheel_site(example: Path, folder: Path) -> Path:
+    """The wheel of the package ``example``, built offline and unpacked into a folder for PYTHONPATH."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
+         "--no-build-isolation", "--wheel-dir", str(folder), str(example)],
+        check=True,
+    )  # fmt: skip
+    zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(folder / "site")
+    return folder / "site"
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH of a child process that has ``folders`` before what this process has."""
+    return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
+
+
+def python(site: Path | tuple[Path, ...], home: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the folder ``home``, with the packages in ``site`` (one folder or several) and no settings of
+    evener's."""
+    folders = site if isinstance(site, tuple) else (site,)
+    mine = {key: value for key, value in os.environ.items() if not key.startswith("EVENER_")}
+    mine |= {
+        "PYTHONPATH": python_path(*folders),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "XDG_CACHE_HOME": str(home),
+        "COLUMNS": "400",
+    }
+    return subprocess.run([sys.executable, *words], cwd=home, env={**mine, **environ}, capture_output=True, text=True)
+
+
+def evener(site: Path, home: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command ``evener`` as ``python`` does."""
+    return python(site, home, "-c", EVENER, *words, **environ)

@@ -3,7 +3,7 @@
 A row's oracle makes a checkpoint. The naive engine reads it, and so does the real one on the CPU backend, in float32.
 Both give the oracle's logits; what the real engine says about them, over its own messages, are the log-probabilities of
 the whole vocabulary at every prompt token and behind every generated one. 64 greedy tokens are the oracle's by the rule
-of ``evener.testing.oracle``.
+of ``evener_conformance.oracle``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from family_table import Row
 
 from evener.config import from_overrides
 from evener.contracts.media import MediaPrompt
-from evener.engine.controller import Controller
-from evener.engine.messages import NewRequest, Sampling, TokenLogprobs
-from evener.engine.start import build_controller
-from evener.testing.naive import NaiveModel
-from evener.testing.oracle import Comparison, compare_greedy
-from evener.testing.reference_engine import Played, play
+from evener.engine.controller.controller import Controller
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling, TokenLogprobs
+from evener_conformance.naive.model import NaiveModel
+from evener_conformance.oracle import Comparison, compare_greedy
+from evener_conformance.reference.engine import RunResult, play
 
 PROMPT, ANSWER, BLOCK, SNAPSHOT = 41, 64, 16, 32
 SMALL = {"backend": "cpu", "dtype": "float32", "infer.max_seq_len": 128, "infer.max_reqs": 4, "infer.threads": 1,
@@ -80,7 +80,7 @@ class Engine:
         self.vocab: int = row.text["vocab_size"]
         self._ids = count()
 
-    def run(self, asked: Mapping[str, tuple[Sequence[int] | MediaPrompt, int, bool]], step_tokens: int) -> Played:
+    def run(self, asked: Mapping[str, tuple[Sequence[int] | MediaPrompt, int, bool]], step_tokens: int) -> RunResult:
         """Play greedy requests, by name (prompt, tokens, whether its prompt is scored), ``step_tokens`` a step."""
         self.controller.scheduler.step_tokens = step_tokens
         return play(self.controller, [self._request(name, *each) for name, each in asked.items()])
@@ -95,7 +95,7 @@ class Engine:
         name = f"resumed{next(self._ids)}"
         return self.run({name: (tokens, length, False)}, 128).tokens[name]
 
-    def assert_logits(self, played: Played, name: str, theirs: torch.Tensor, tolerance: float) -> None:
+    def assert_logits(self, played: RunResult, name: str, theirs: torch.Tensor, tolerance: float) -> None:
         """What was said of a request are the last rows of the oracle's logits [n, vocab]; of a scored prompt, all."""
         said = [*played.prompt_logprobs[name], *played.logprobs[name]]
         ours = torch.stack([self._dense(each) for each in said])

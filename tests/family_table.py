@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from family_oracles import TRANSFORMERS, Oracle, Plain
-from plain_baichuan import Baichuan13B
-from plain_models import Baichuan, ChatGLM, Qwen
-from plain_vision import QwenVL
+from reference_baichuan import Baichuan13B
+from reference_models import Baichuan, ChatGLM, Qwen
+from reference_vision import QwenVL
 
-from evener.testing.naive import find_architecture
+from evener_conformance.naive.model import find_architecture
 
 #: A change that takes a key out of the config.
 ABSENT = "absent"

@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from evener.testing.naive import find_architecture
-from evener.testing.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from evener_conformance.naive.model import find_architecture
+from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
 PATIENCE = 120.0
@@ -45,8 +45,8 @@ import sys
 import time
 from pathlib import Path
 
-if sys.orig_argv[2:4] == ["evener.engine.child", "worker"]:
-    from evener.engine.worker import Worker
+if sys.orig_argv[2:4] == ["evener.engine.processes.child", "worker"]:
+    from evener.engine.worker.worker import Worker
 
     held = Worker.{method}
 
@@ -78,7 +78,7 @@ class Hold:
         (folder / "sitecustomize.py").write_text(_HOLD.format(method=method, when=when, file=str(self._file)))
         self.environ = {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Go on, for good."""
         self._file.touch()
 

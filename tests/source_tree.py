@@ -87,6 +87,25 @@ def imports(module: Module, known: Iterable[str]) -> list[Import]:
     return found
 
 
+def named_modules(module: Module, among: Mapping[str, Module]) -> list[Import]:
+    """The modules of ``among`` that ``module`` names in a string, as ``"package.module"`` or ``"package.module:name"``.
+
+    Such a string stands for an import that happens later. Docstrings do not count, nor do names of packages: loggers
+    and groups of entry points have the same.
+    """
+    known = {name for name, each in among.items() if each.path.name != "__init__.py"}
+    ignored = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            ignored.add(id(node.value))
+    return [
+        Import(target, node.lineno, lazy=True, typing=False)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored
+        if (target := node.value.partition(":")[0]) in known
+    ]
+
+
 def _absolute(node: ast.ImportFrom, module: Module) -> str:
     if not node.level:
         return node.module or ""

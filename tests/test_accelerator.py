@@ -1,5 +1,5 @@
-"""What an accelerator computes, on the accelerator: kernels against references, captured steps against eager ones, and
-whole models against transformers. Marked ``gpu``; skipped with the reason where there is none."""
+"""Tests on an accelerator: kernels against references, captured steps against eager ones, and whole models against
+transformers. Marked ``gpu``; skipped with the reason if there is none."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import pytest
 import torch
 from test_memory_measured import step as largest_step
 
+from evener.backend_search import BackendSearch
 from evener.config import from_overrides
-from evener.engine.clients import InlineClient
-from evener.engine.messages import Abort, Finished, NewRequest, Ready, Sampling, Tokens
-from evener.engine.start import start_engine
-from evener.engine.worker import Worker
+from evener.engine.processes.local_clients import InlineClient
+from evener.engine.processes.start import start_engine
+from evener.engine.wire.messages import Abort, Finished, NewRequest, Ready, Sampling, Tokens
+from evener.engine.worker.worker import Worker
 from evener.errors import NoBackendError, ResolveError
-from evener.search import Search
-from evener.testing.conformance.outcome import CaseResult
-from evener.testing.conformance.plan import Plan, Request
-from evener.testing.conformance.subject import Subject, open_subject
-from evener.testing.naive import find_architecture
-from evener.testing.oracle import Comparison, compare_greedy, generate
+from evener_conformance.kit.checklist import Checklist, CheckRequest
+from evener_conformance.kit.outcome import CaseResult
+from evener_conformance.kit.subject import Subject, open_subject
+from evener_conformance.naive.model import find_architecture
+from evener_conformance.oracle import Comparison, compare_greedy, generate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 @cache
 def found() -> Subject | str:
-    """The machine's accelerator, or why there is none. One that is here and cannot be used is an error, no reason."""
+    """The machine's accelerator, or the reason why there is none. One that is here but cannot be used is an error."""
     try:
-        loaded = Search(None).load({})
+        loaded = BackendSearch(None).load({})
     except NoBackendError as error:
         return str(error)
     subject = open_subject(loaded.backend.name)
@@ -54,12 +54,12 @@ def accelerator() -> Subject:
 
 
 @pytest.mark.parametrize("area", ["device", "primitives", "attention", "composites", "model"])
-def test_it_passes_the_kit(accelerator: Subject, area: str) -> None:
+def test_passes_the_conformance_kit(accelerator: Subject, area: str) -> None:
     results: list[CaseResult] = []
-    for check in Plan(accelerator, Request(5, (area,))).checks:
-        print(check.name, flush=True)  # with -s the last one is in the log of a process that died
+    for check in Checklist(accelerator, CheckRequest(5, (area,))).checks:
+        print(check.name, flush=True)  # with -s, the log of a process that crashed names the last one
         results += check.run()
-        accelerator.device.synchronize()  # what failed on the device raises here, not in a later check or a destructor
+        accelerator.device.synchronize()  # an error on the device is raised here, not in a later check or a destructor
     assert not [str(r)[:400] for r in results if r.outcome in ("failed", "unknown")]
 
 
@@ -191,29 +191,25 @@ def test_a_library_that_is_installed_gives_the_tokens_of_our_own_kernels(
         for both in zip(*said, strict=True)
     ]
     print(f"{name}: equal tokens of {len(said[0][0])} by request: {same}", flush=True)
-    # In bfloat16 another order of sums decides a tie otherwise, and what follows is another text.
+    # In bfloat16 another order of sums may decide a tie differently; the text after it then differs.
     assert sorted(same)[len(same) // 4] >= 8, same
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_a_model_takes_what_was_planned_on_the_device(
-    accelerator: Subject, captured: bool, tmp_path: Path
-) -> None:
+def test_a_model_takes_what_was_planned_on_the_device(accelerator: Subject, captured: bool, tmp_path: Path) -> None:
     shape = {**COMMON, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 32000}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**find_architecture("Qwen3ForCausalLM").tiny_config(), **shape})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({**find_architecture("Qwen3ForCausalLM").tiny_config(), **shape}))
     keys = {"load": "dummy", "dtype": "bfloat16", "infer.kv_memory": "512MiB", "infer.max_seq_len": 1024,
             "infer.max_reqs": 32, "infer.step_tokens": 4096, "infer.use_cuda_graph": captured}  # fmt: skip
     torch.accelerator.memory.empty_cache()
     before = torch.accelerator.memory.memory_allocated()
-    worker = Worker(from_overrides(tmp_path, keys), Search(accelerator.name))
+    worker = Worker(from_overrides(tmp_path, keys), BackendSearch(accelerator.name))
     torch.accelerator.memory.reset_peak_memory_stats()
     for rows, tokens, temperature in ((1, 1000, 0.0), (32, 4096, 0.0), (32, 4096, 1.0), (32, 32, 1.0)):
         worker.execute(largest_step(worker, rows, tokens, temperature)).wait()
     measured = torch.accelerator.memory.max_memory_allocated() - before
     info: Any = worker.facts.info
-    planned = info["memory"]
+    planned = info.memory
     print(f"planned {planned['total']}, measured {measured}: {measured / planned['total'] - 1:+.2%}", flush=True)
     assert planned["measured_weights"] == pytest.approx(planned["weights"], rel=0.05)
     assert measured == pytest.approx(planned["total"], rel=0.05), planned

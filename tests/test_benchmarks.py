@@ -19,18 +19,18 @@ import pytest
 import sanitize
 import serving
 from arrivals import offsets
-from dataset import Ask, body_of, conversations, cut
-from figures import Goal, deviation, percentile, summary
+from dataset import PromptRequest, body_of, conversations, cut
 from hypothesis import given
 from hypothesis import strategies as st
+from model_configs import CONFIGS
 from served import tiny_model
+from serving_metrics import ServiceLevel, percentile, standard_deviation, summary
 from serving_options import NOT_HERE, fields_of, parse
-from shapes import CONFIGS
 from source_tree import ROOT
-from stream import Sample, read
+from stream_client import Sample, read
 
-from evener.testing.conformance.command import parser
-from evener.testing.conformance.outcome import AREAS
+from evener_conformance.command import command as conformance_command
+from evener_conformance.kit.outcome import AREAS
 
 BENCHMARKS = ROOT / "benchmarks"
 SMALL = ["load=dummy", "infer.kv_memory=8MiB", "infer.max_seq_len=256", "infer.max_reqs=8"]
@@ -53,7 +53,7 @@ def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> 
     import numpy as np
 
     assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-6)
-    assert deviation(values) == pytest.approx(float(np.std(values)), rel=1e-6, abs=1e-6)
+    assert standard_deviation(values) == pytest.approx(float(np.std(values)), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], 101), ([1.0], -1)])
@@ -64,7 +64,7 @@ def test_a_percentile_that_does_not_exist_is_refused(values: list[float], percen
 
 def test_a_summary_counts_tokens_and_times_of_answers_that_ended_well() -> None:
     samples = [sample(0, [0.5, 0.6, 0.8]), sample(1, [1.1, 1.3], tokens=5), sample(0, [], error="refused")]
-    row = summary(samples, 2.0, [50, 99], Goal({"ttft": 0.3}))
+    row = summary(samples, 2.0, [50, 99], ServiceLevel({"ttft": 0.3}))
     assert (row["requests"], row["completed"], row["failed"]) == (3, 2, 1)
     assert row["output_throughput"] == 4.0 and row["request_throughput"] == 1.0
     assert row["total_token_throughput"] == 14.0 and row["goodput"] == 0.5
@@ -81,7 +81,7 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 
 
 def test_goals_hold_for_each_request_by_itself() -> None:
-    goal = Goal({"ttft": 0.5, "itl": 0.1})
+    goal = ServiceLevel({"ttft": 0.5, "itl": 0.1})
     assert goal.met(sample(0, [0.5, 0.6]))
     assert not goal.met(sample(0, [0.6, 0.65]))
     assert not goal.met(sample(0, [0.1, 0.3]))
@@ -104,7 +104,7 @@ def test_poisson_arrivals_have_the_rate_that_was_asked_for_and_exponential_gaps(
     gaps = [b - a for a, b in itertools.pairwise(when)]
     assert len(when) == 20_000 and when == sorted(when)
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.03)
-    assert deviation(gaps) == pytest.approx(1 / 8, rel=0.03), "an exponential distribution's is its mean"
+    assert standard_deviation(gaps) == pytest.approx(1 / 8, rel=0.03), "an exponential distribution's is its mean"
     assert offsets(20_000, 8, seed=3) == when
 
 
@@ -153,12 +153,12 @@ def test_prompts_of_a_file_are_cut_and_joined_to_the_asked_length() -> None:
 
 def test_bodies_carry_only_what_was_asked_for() -> None:
     args = parse(["--base-url", "http://x", "--top-k", "3", "--extra-body", '{"min_p": 0.1}'])
-    body = body_of(Ask([1, 2], 5), False, fields_of(args))
+    body = body_of(PromptRequest([1, 2], 5), False, fields_of(args))
     assert body == {
         "temperature": 0.0, "top_k": 3, "min_p": 0.1, "max_tokens": 5, "prompt": [1, 2],
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    assert body_of(Ask("hi", 5), True, {})["messages"] == [{"role": "user", "content": "hi"}]
+    assert body_of(PromptRequest("hi", 5), True, {})["messages"] == [{"role": "user", "content": "hi"}]
 
 
 # Options
@@ -312,7 +312,7 @@ def test_a_sweep_over_a_csv_file_is_measured_written_and_drawn(model: Path, tmp_
 
 
 def test_what_installed_packages_cost_is_measured() -> None:
-    found = json.loads(program("descriptors.py", "--plugins", "2", "--repeats", "1"))
+    found = json.loads(program("plugin_startup.py", "--plugins", "2", "--repeats", "1"))
     assert found["plugins"] == 2 and found["seconds_with"] > 0
 
 
@@ -368,7 +368,7 @@ def test_every_part_of_the_accelerator_check_names_something_that_there_is() -> 
     for part in (*gpu_check.PARTS, "kit:collectives", "models"):
         command, (kind, _, name) = gpu_check.command_of(part, words), part.partition(":")
         if kind == "kit":
-            asked = parser().parse_args(command[command.index("conformance") + 1 :])
+            asked, _ = conformance_command().parse(command[command.index("conformance") + 1 :])
             assert asked.op[0] in AREAS and set(asked.dtype) <= {"float32", "float16", "bfloat16"}
         elif kind == "models":
             assert any(command[command.index("-k") + 1] in test for test in tests)
@@ -376,7 +376,7 @@ def test_every_part_of_the_accelerator_check_names_something_that_there_is() -> 
             assert part == "doctor" or (kind in ("speed", "eager", "profile", "experts") and name in CONFIGS), part
 
 
-def test_what_stages_rely_on_is_checked_between_two_ranks() -> None:
+def test_pipeline_transport_is_checked_between_two_ranks() -> None:
     rows = {row["rank"]: row for row in map(json.loads, program("rank_check.py", "pipe").splitlines())}
     assert "post_s" in rows[0] and rows[0]["round_us"] > 0 and "synchronize_s" in rows[1]
 
@@ -413,7 +413,7 @@ def test_tokens_of_stages_are_compared_with_those_of_one_rank() -> None:
 def test_a_run_under_the_checker_is_clean_only_if_it_was_followed_to_its_end(
     status: int, text: str, verdict: tuple[int, str]
 ) -> None:
-    code, words = sanitize.judge(status, text)
+    code, words = sanitize.parse_verdict(status, text)
     assert code == verdict[0]
     assert verdict[1] in words
 

@@ -39,7 +39,7 @@ def test_run_streams_the_answer_and_says_the_figures_beside_it(smollm2_dir: Path
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n") and "Paris" in done.stdout
     figures = done.stderr.splitlines()[-1]
-    assert figures.startswith("cpu (") and "tokens/s" in figures and figures.endswith("ended: stop")
+    assert figures.startswith("cpu (") and "tokens/s" in figures and figures.endswith("finish reason: stop")
 
 
 def test_run_json_is_one_document_for_programs(tiny: Path) -> None:
@@ -50,7 +50,7 @@ def test_run_json_is_one_document_for_programs(tiny: Path) -> None:
     assert answer["seconds_to_first_token"] > 0 and answer["backend_reason"] and isinstance(answer["text"], str)
 
 
-def test_a_speed_test_as_the_seeds_type_it_leaves_its_log_and_result(tiny: Path, tmp_path: Path) -> None:
+def test_legacy_benchmark_command_writes_log_and_result(tiny: Path, tmp_path: Path) -> None:
     words = (f"models.ckpt_dir={tiny}", "infer.do_load=false", "request.prompt_tokens_len=20",
              "request.max_new_tokens=9", "infer.max_seq_len=64", "infer.max_reqs=8", "executor=process")  # fmt: skip
     done = subprocess.run(
@@ -97,7 +97,7 @@ def test_doctor_says_0_with_a_backend_and_1_without() -> None:
     assert none.returncode == 1 and "EVENER_PLUGINS" in none.stdout
 
 
-def test_the_seeds_command_style_serves_with_a_warning_for_each_old_spelling(tiny: Path, tmp_path: Path) -> None:
+def test_legacy_command_style_serves_with_one_warning_per_legacy_key(tiny: Path, tmp_path: Path) -> None:
     command = (
         sys.executable, "-m", "evener", "models=tiny", f"models.ckpt_dir={tiny}", "serve.port=0", "infer.max_reqs=2",
         "infer.do_load=false", *SMALL,
@@ -140,15 +140,13 @@ def test_a_whole_file_is_read_from_config_name_and_the_command_line_wins(tiny: P
         (("models", "extra"), "unexpected argument 'extra'"),
     ],
 )
-def test_what_is_typed_wrongly_is_one_line_that_says_what_to_type(
-    tiny: Path, words: tuple[str, ...], said: str
-) -> None:
+def test_usage_errors_are_one_line_with_a_hint(tiny: Path, words: tuple[str, ...], said: str) -> None:
     done = run(*(word.format(model=tiny) for word in words))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_what_cannot_be_done_is_one_line_too(tmp_path: Path, tiny: Path) -> None:
+def test_runtime_errors_are_one_line(tmp_path: Path, tiny: Path) -> None:
     for words, said in (
         (("run", tmp_path / "none", "--prompt", "x"), "does not exist"),
         (("run", tiny, "--prompt", "x", *SMALL), "safetensors"),

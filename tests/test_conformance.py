@@ -1,4 +1,4 @@
-"""Every host backend that is installed, against the kit; accelerators answer to it on their own machines."""
+"""The conformance kit on every installed host backend; accelerators are checked on their own machines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 
 from evener.builtin import BUILTINS
-from evener.plugins.discover import discover
-from evener.testing.conformance.outcome import Check
-from evener.testing.conformance.plan import Plan, Request
-from evener.testing.conformance.subject import Subject, open_subject
+from evener.plugins.discover import installed_catalog
+from evener_conformance.kit.checklist import Checklist, CheckRequest
+from evener_conformance.kit.outcome import Check
+from evener_conformance.kit.subject import Subject, open_subject
 
-HOSTS = sorted(p.name for p in discover(builtins=BUILTINS).backends if "host" in p.descriptor.serves)
+HOSTS = sorted(p.name for p in installed_catalog(builtins=BUILTINS).backends if "host" in p.descriptor.serves)
 SEED = 11
 
 
@@ -27,7 +27,7 @@ def tiny_tensors(one_thread: None) -> None:
 
 
 def checks(backend: str, area: str, thorough: bool = False) -> list[Check]:
-    return Plan(subject(backend), Request(SEED, (area,), thorough=thorough)).checks
+    return Checklist(subject(backend), CheckRequest(SEED, (area,), thorough=thorough)).checks
 
 
 def wrong(backend: str, area: str, thorough: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""A vendor's wheel is built once, against contract version n; cores that come later speak n, n and n + 1, or n + 1."""
+"""A vendor's wheel is built once, against contract version n. Later cores speak n, or n and n + 1, or only n + 1."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from evener.plugins.discover import discover
 
 FROZEN = ROOT / "tests/packages/evener-backend-frozen"
 
-#: Of every file of the package, as it was published. If core cannot load it any more, core is what has to change; or
-#: the contract's version moves, in a release, and the package is thawed for that.
-DIGEST = "abb9a198d01583934c3a3f6fb68cdff3d3d1c48463d8f14662d1a9204821be1f"
+#: The packages of docs/examples as they were when core spoke version 1 of every contract. They import modules and names
+#: that core no longer has (`evener.layers.settings`), so they must be refused before anything of theirs is imported.
+OLD = ROOT / "tests/packages/wheels-of-contracts-1"
+
+#: Digest of all files of the frozen package. If core cannot load the package any more, change core; or, if the change
+#: is meant to break a contract, raise the contract's version and update the package with it.
+DIGEST = "3c601908ff73bd8dbd310955d76a216c3963716893e2d86e2468c162cddd5d19"
 
 #: Runs a tiny model in a core that speaks the contract versions given as JSON.
 RUN = """
@@ -40,10 +44,28 @@ try:
     with LLM(folder, load="dummy", dtype="float32", backend="frozen", **{"infer.kv_memory": "4MiB"}) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
         tokens = llm.generate([5, 7, 5], greedy)[0].outputs[0].token_ids
-        used = [row["buckets"] for row in llm.info["manifest"]["ops"] if row["provider"] == "frozen/ice_norm"]
+        used = [row["buckets"] for row in llm.info.manifest["ops"] if row["provider"] == "frozen/ice_norm"]
         print(json.dumps({"tokens": tokens, "used": bool(used)}))
 except EvenerError as error:
     print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+"""
+
+#: Starts the example backend and the example model of the wheels in a folder; prints what each run and each wheel says.
+RUN_OLD = """
+import json, sys
+from evener import LLM
+from evener.errors import EvenerError
+from evener.plugins.discover import discover
+
+wheels, model = sys.argv[1:]
+said = {p.distribution: f"{type(p.error).__name__}: {p.error}" for p in discover(path=[wheels], environ={}).problems}
+for run, options in (("backend", {"backend": "worked"}), ("model", {"backend": "cpu"})):
+    try:
+        LLM(model, load="dummy", dtype="float32", **options).close()
+    except EvenerError as error:
+        said[run] = f"{type(error).__name__}: {error}"
+said["imported"] = sorted(name for name in sys.modules if name.startswith(("evener_backend_w", "evener_model_")))
+print(json.dumps(said))
 """
 
 TINY = {
@@ -63,7 +85,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(installed: Path, tmp_path: Path) -> Any:
-    """``start(device=(1, 2))``: what a run says in a core that speaks these versions of these contracts."""
+    """``start(device=(2, 3))``: what a run says in a core that speaks these versions of these contracts."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
 
     def run(**spoken: tuple[int, int]) -> dict[str, Any]:
@@ -84,7 +106,7 @@ def test_the_package_is_what_was_published() -> None:
 
 
 def test_it_serves_a_model_in_the_core_of_its_time_and_in_one_that_speaks_the_next_version_too(start: Any) -> None:
-    today, tomorrow = start(), start(device=(1, 2), ops=(1, 2), probe=(1, 2), descriptor=(1, 2))
+    today, tomorrow = start(), start(device=(2, 3), ops=(2, 3), probe=(2, 3), descriptor=(1, 2))
     assert len(today["tokens"]) == 4 and today["used"]
     assert tomorrow == today
 
@@ -94,17 +116,44 @@ def test_a_core_that_speaks_only_later_versions_refuses_it_with_both_numbers(
     contract: str, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(installed))
-    found = discover(path=[str(installed)], environ={}, core_contracts={**CORE_CONTRACTS, contract: (2, 3)})
+    found = discover(path=[str(installed)], environ={}, core_contracts={**CORE_CONTRACTS, contract: (3, 4)})
     [problem] = found.problems
     assert isinstance(problem.error, ContractVersionError) and not found.backends
-    assert f"core speaks {contract} 2..3, this backend speaks 1" in str(problem.error)
+    assert f"core speaks {contract} 3..4, this backend speaks 2" in str(problem.error)
     assert "pip install -U evener-backend-frozen" in str(problem.error)
 
 
-def _files() -> list[Path]:
-    return sorted(p for p in FROZEN.rglob("*") if p.suffix in (".py", ".toml"))
+def test_wheels_of_the_examples_built_for_version_1_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    installed, model = tmp_path / "installed", tmp_path / "model"
+    install({p.relative_to(OLD).as_posix(): p.read_text() for p in _files(OLD)}, tmp_path / "source", installed)
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**TINY, "architectures": ["ExampleForCausalLM"]}))
+    words = [sys.executable, "-c", RUN_OLD, str(installed), str(model)]
+    done = subprocess.run(words, capture_output=True, text=True, env=_environ(installed, tmp_path))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said.pop("imported") == ["evener_backend_worked", "evener_model_example"]
+    for name, numbers in (
+        ("evener-backend-example", "core speaks probe 2, this backend speaks 1"),
+        ("evener-backend-worked", "core speaks probe 2, this backend speaks 1"),
+        ("evener-model-example", "core speaks architecture 2, this plugin speaks 1"),
+    ):
+        assert said[name].startswith("ContractVersionError: ")
+        assert numbers in said[name] and f"pip install -U {name}" in said[name]
+    assert "core speaks probe 2, this backend speaks 1" in said["backend"]
+    assert "'ExampleForCausalLM'" in said["model"]
+    assert "core speaks architecture 2, this plugin speaks 1" in said["model"]
+
+
+def test_every_package_of_this_repository_implements_the_versions_that_core_speaks() -> None:
+    assert [str(problem.error) for problem in discover(environ={}).problems] == []
+
+
+def _files(folder: Path = FROZEN) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".toml"))
 
 
 def _environ(installed: Path, home: Path) -> Mapping[str, str]:
     mine = {key: value for key, value in os.environ.items() if not key.startswith("EVENER_")}
-    return {**mine, "PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(home)}
+    path = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
+    return {**mine, "PYTHONPATH": path, "XDG_CACHE_HOME": str(home)}

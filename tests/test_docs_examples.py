@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs_blocks import DOCS, Block, blocks, documents, install, named, package_files
+from docs_blocks import DOCS, Block, blocks, documents, install, named, package_files, python_path
 from served import free_port
 from source_tree import ROOT
 
@@ -43,7 +43,7 @@ def environ(block: Block, packages: Path) -> dict[str, str]:
     found = {key: value for key, value in os.environ.items() if not key.startswith(("EVENER_", "ABACUS_"))}
     found["PATH"] = f"{Path(sys.executable).parent}:{found['PATH']}"
     if block.values.get("with") == "packages":
-        found["PYTHONPATH"] = str(packages)
+        found["PYTHONPATH"] = python_path(packages)
     return found
 
 
@@ -117,8 +117,8 @@ def test_the_server_of_a_document_answers_every_documents_clients(
 WATCH = """
 import json, sys
 from evener import LLM, SamplingParams
-from evener.engine.runner import PendingStep
-from evener.engine.worker import Worker
+from evener.engine.worker.runner import PendingStep
+from evener.engine.worker.worker import Worker
 from evener.frontend.frontend import Frontend
 
 seen = []
@@ -140,9 +140,9 @@ with LLM(sys.argv[1], **small) as llm:
     watch(Frontend, "handle", True, lambda found: seen.extend(map(repr, found[0])))
     watch(type(llm._client), "send", True, None)
     llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=3))
-    manifest = llm.info["manifest"]["ops"]
+    manifest = llm.info.manifest["ops"]
 with LLM(sys.argv[1], **small, **{"ops.decoder_layer": "reference"}) as llm:
-    expanded = llm.info["manifest"]["ops"]
+    expanded = llm.info.manifest["ops"]
 json.dump({"seen": seen, "manifest": manifest, "expanded": expanded}, sys.stdout)
 """
 

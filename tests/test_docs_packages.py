@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from docs_blocks import DOCS, install, named, package_files, write
+from docs_blocks import DOCS, EVENER, install, named, package_files, python_path, write
 from importlib_metadata import distributions
 
 BACKEND, MODEL = DOCS / "backend-author.md", DOCS / "model-author.md"
-EVENER = "import sys; from evener.cli.main import main; sys.exit(main())"
+ADVANCED = DOCS / "backend-author-advanced.md"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Place:
     @property
     def environ(self) -> dict[str, str]:
         mine = {key: value for key, value in os.environ.items() if not key.startswith(("EVENER_", "ABACUS_"))}
-        return {**mine, "PYTHONPATH": str(self.target), "XDG_CACHE_HOME": str(self.scratch), "COLUMNS": "400"}
+        return {**mine, "PYTHONPATH": python_path(self.target), "XDG_CACHE_HOME": str(self.scratch), "COLUMNS": "400"}
 
     def python(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -105,7 +105,7 @@ def plain(text: str) -> str:
     return re.sub(r" \((?:\d+\.\d s|cached answer)\)", "", re.sub(r"\s+", " ", text)).strip()
 
 
-def says(done: subprocess.CompletedProcess[str], error: str, document: Path = BACKEND) -> bool:
+def says(done: subprocess.CompletedProcess[str], error: str, document: Path = ADVANCED) -> bool:
     """Whether the output holds the message that the document shows for ``error``."""
     return plain(named(document, "error")[error]) in plain(done.stdout + done.stderr)
 
@@ -123,9 +123,9 @@ def test_the_packages_are_as_short_as_the_documents_say() -> None:
 def test_a_package_of_kernels_alone_is_described_as_the_page_shows() -> None:
     from evener.contracts.descriptor import CORE_CONTRACTS, Descriptor
     from evener.plugins.catalog import Origin
-    from evener.plugins.validate import check_contracts, check_descriptor
+    from evener.plugins.discover import check_contracts, check_descriptor
 
-    shown = eval(named(BACKEND, "name")["kernels-only"], {"Descriptor": Descriptor})
+    shown = eval(named(ADVANCED, "name")["kernels-only"], {"Descriptor": Descriptor})
     origin = Origin(group="evener.kernels", name="swift-beads", distribution="swift-beads", version="0.1.0")
     check_contracts(origin, check_descriptor(origin, shown), CORE_CONTRACTS)
     full = package_files(BACKEND)["evener-backend-abacus/evener_backend_abacus/__init__.py"]
@@ -136,7 +136,7 @@ def test_each_group_s_lengths_are_those_of_the_step_that_is_replayed() -> None:
     from evener.contracts.graph import GraphCapture, Replay
 
     names: dict[str, Any] = {"GraphCapture": GraphCapture, "Replay": Replay}
-    exec(named(BACKEND, "name")["graph-update"], names)
+    exec(named(ADVANCED, "name")["graph-update"], names)
     ran: list[Any] = []
     made: list[Any] = []
     step = SimpleNamespace(host_query_lens=[1, 1], host_kv_lens=[1, 1])
@@ -206,7 +206,7 @@ for backend in backends:
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
         found[backend] = {
             "tokens": [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)],
-            "info": {k: llm.info[k] for k in ("backend", "device", "manifest")},
+            "info": {k: getattr(llm.info, k) for k in ("backend", "device", "manifest")},
         }
 json.dump({"runs": found, "rows": calls}, sys.stdout)
 """
@@ -247,7 +247,7 @@ def test_an_option_of_the_backend_is_checked_before_it_is_imported_and_reaches_i
 from evener import LLM
 keys = {"abacus.rods": "8", "infer.kv_memory": "4MiB"}
 with LLM("haiku", load="dummy", backend="abacus", **keys) as llm:
-    print(*[row["buckets"] for row in llm.info["manifest"]["ops"] if row["provider"] == "abacus/bead_norm"])
+    print(*[row["buckets"] for row in llm.info.manifest["ops"] if row["provider"] == "abacus/bead_norm"])
 """
     done = place.python("-c", code, **place.chip)
     assert done.stdout.strip() == "['1', '2', '3..4', '5..8']", done.stderr
@@ -285,7 +285,7 @@ INIT, PROBE, DEVICE, HOOKS, KERNELS = (
     [
         ("import", (INIT, "from evener", "raise RuntimeError('no beads')\nfrom evener")),
         ("torch", (INIT, "from evener", "import torch\nfrom evener")),
-        ("contract", (INIT, '"device": 1', '"device": 2')),
+        ("contract", (INIT, '"device": 2', '"device": 3')),
     ],
 )
 def test_a_backend_whose_descriptor_is_of_no_use_is_left_out_with_a_warning(

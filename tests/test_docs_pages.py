@@ -1,12 +1,18 @@
-"""What the operator's pages promise to be complete is complete."""
+"""Pages are complete where they must be, and claims come with their results."""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
+import pytest
 from docs_blocks import DOCS
+from performance_page import COMPARISON, PAGE, RESULTS, records, table, with_tables
 
 from evener import errors
+
+_CHECK = {"subject", "check", "outcome", "device", "software", "date", "command"}
 
 
 def test_every_error_class_has_a_place_in_troubleshooting() -> None:
@@ -21,3 +27,46 @@ def test_the_operators_pages_lead_to_each_other() -> None:
     guide = (DOCS / "operator.md").read_text("utf-8")
     for name in ("serving", "configuration", "troubleshooting", "from-other-engines", "performance"):
         assert f"({name}.md)" in guide
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: path.stem)
+def test_each_result_says_what_was_measured_where_when_and_by_which_command(path: Path) -> None:
+    for line in path.read_text("utf-8").splitlines():
+        record = json.loads(line)
+        if path.name.startswith("support-"):
+            assert record.keys() >= _CHECK
+        elif path.parent == RESULTS:
+            assert record.keys() >= {"device", "model", "date", "command"}
+            assert "theirs" not in record or record.keys() >= set(COMPARISON)
+
+
+def test_a_ratio_says_how_many_times_as_fast_we_are_whatever_the_unit() -> None:
+    ours = {"h200": ("Qwen3-0.6B", "0.79 ms", "vLLM 0.24.0: 1.63", "2.06", "34%"),
+            "cpu-zen5": ("SmolLM2-135M-Instruct, bfloat16", "362.7 tokens/s", "padded: 94.3", "3.85", "|")}  # fmt: skip
+    for name, cells in ours.items():
+        first = table(name).splitlines()[2]
+        assert all(cell in first for cell in cells), first
+    assert records("h200")[0]["theirs"] == 1.63
+
+
+def test_a_table_of_the_performance_page_without_an_end_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"add <!-- end --> behind each"):
+        with_tables(PAGE.read_text("utf-8") + "<!-- table: h200 -->\n")
+
+
+def test_cells_of_the_support_page_are_short_and_each_claim_leads_to_its_results() -> None:
+    for line in (DOCS / "support.md").read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("| ") else []
+        assert all(len(cell.split()) <= 25 for cell in cells), line
+        if any(re.fullmatch(r"\d{4}-\d\d-\d\d", cell) for cell in cells):
+            assert "](results/" in cells[-1], line
+
+
+def test_cells_of_the_features_page_are_short() -> None:
+    cells = [
+        cell
+        for line in (DOCS / "features.md").read_text("utf-8").splitlines()
+        if line.startswith("| ")
+        for cell in line.split("|")
+    ]
+    assert [cell for cell in cells if len(cell.split()) > 25] == []

@@ -11,7 +11,7 @@ import pytest
 from evener.cli.explain import explain
 from evener.config import from_overrides
 from evener.errors import ConfigError
-from evener.testing.naive import find_architecture
+from evener_conformance.naive.model import find_architecture
 
 
 @pytest.fixture

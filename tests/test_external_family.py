@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_blocks import install
+from docs_blocks import install, python_path
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS / "packages/evener-model-again"
@@ -21,7 +21,7 @@ import torch
 from family_oracles import Transformers
 from family_runner import check
 from family_table import Row
-from evener.testing.naive import find_architecture
+from evener_conformance.naive.model import find_architecture
 from evener_models import descriptor
 
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(target: Path, scratch: Path, *words: str) -> str:
-    paths = {"PYTHONPATH": os.pathsep.join((str(target), str(TESTS))), "EVENER_DISABLE_PLUGINS": "evener-models"}
+    paths = {"PYTHONPATH": python_path(target, TESTS), "EVENER_DISABLE_PLUGINS": "evener-models"}
     done = subprocess.run(
         [sys.executable, *words], env={**os.environ, **paths}, cwd=scratch, capture_output=True, text=True
     )

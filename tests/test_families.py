@@ -10,7 +10,7 @@ from family_runner import check
 from family_table import TABLE, Row
 
 from evener.layers import Builder
-from evener.testing.naive import find_architecture
+from evener_conformance.naive.model import find_architecture
 from evener_models import descriptor
 
 

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from evener import LLM, SamplingParams
 from evener.cli.explain import explain
 from evener.config import from_overrides
-from evener.engine.messages import NewRequest, Sampling
+from evener.engine.processes.rank_threads import rank_threads
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
 from evener.loading.checkpoint import open_checkpoint
-from evener.testing.rank_threads import rank_threads
-from evener.testing.reference_engine import play
+from evener_conformance.reference.engine import play
 
 WIDTH, INNER, VOCAB, LAYERS = 64, 96, 259, 2
 KEYS = {
@@ -54,7 +54,7 @@ def pair(tmp_path: Path, one_thread: None) -> Sequence[Path]:
     for name, (_, shape) in checkpoint.headers.items():
         stored = next(n for n in tensors if checkpoint._family.name(n) == name)  # type: ignore[attr-defined]
         tensor = dequantized(tensors[stored], "Q8_0") if len(shape) == 2 else tensors[stored]
-        if heads := checkpoint._family.heads_of(stored):  # type: ignore[attr-defined]
+        if heads := checkpoint._family.permuted_heads(stored):  # type: ignore[attr-defined]
             tensor = tensor.view(heads, -1, 2, WIDTH).transpose(1, 2).reshape(shape)
         plain[name] = tensor.contiguous()
     save_file(plain, folder / "model.safetensors")
@@ -67,7 +67,7 @@ def test_a_file_gives_the_tokens_of_its_folder_and_says_what_was_dequantized(pai
         with LLM(model, **{**KEEP, "ops.linear": "reference"}) as llm:
             outputs = llm.generate(["at t", "tea"], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
             texts.append([output.outputs[0].token_ids for output in outputs])
-            notes.append(llm.info["manifest"]["dequantized"])  # type: ignore[index]
+            notes.append(llm.info.manifest["dequantized"])  # type: ignore[index]
     assert texts[0] == texts[1]
     assert "dequantized from q8_0 to float32" in notes[0][0] and notes[1] == []
 
@@ -91,7 +91,7 @@ def test_ranks_cut_blocks_without_dequantizing_them_and_give_the_tokens_of_one(p
         with rank_threads(from_overrides(str(pair[0]), {**keys, "infer.tp_size": ranks})) as (controller, executor):
             found.append(play(controller, asked).tokens)
         for worker in executor.workers:
-            assert worker.facts.info["manifest"]["packings"]["cpu.blocks"] == 4 * LAYERS + 1
+            assert worker.facts.info.manifest["packings"]["cpu.blocks"] == 4 * LAYERS + 1
             down = [w for w in worker.assembly.build.weights if getattr(w, "name", "").endswith("down_proj")]
             assert {w.parts[0].format.storage for w in down} == {"q8_0"}
     assert found[0] == found[1] and len(set(found[0]["a"])) > 5

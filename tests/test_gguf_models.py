@@ -14,14 +14,14 @@ import torch
 from model_sources import SOURCES, models_root
 
 from evener.config import from_overrides
-from evener.engine.clients import InlineClient
-from evener.engine.executor import InlineExecutor
-from evener.engine.messages import Ready
-from evener.engine.start import start_engine
-from evener.engine.worker import Worker
+from evener.engine.processes.local_clients import InlineClient
+from evener.engine.processes.start import start_engine
+from evener.engine.wire.messages import Ready
+from evener.engine.worker.inline_executor import InlineExecutor
+from evener.engine.worker.worker import Worker
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_checkpoint
-from evener.testing.oracle import Comparison, compare_greedy, generate, teacher_forced
+from evener_conformance.oracle import Comparison, compare_greedy, generate, teacher_forced
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(1500)]
 

@@ -20,7 +20,7 @@ import schemathesis
 from asgi_calls import Answer, Call, InProcess
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import given as given_by
-from malformed import CHAT, COMPLETIONS, HEADERS, Malformed
+from malformed_requests import CHAT, COMPLETIONS, HEADERS, Malformed
 from schemathesis import GenerationMode
 from served import Served, eventually, tiny_model
 
@@ -203,7 +203,7 @@ class Raw:
             b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"PRI * HTTP/2.0", b"GET /%ZZ HTTP/1.1", b"G\xffT / HTTP/1.1",
             b"OPTIONS * HTTP/1.1", b"GET http://x/ HTTP/1.1", b"GET / HTTP/1.1 x", b"CONNECT a:1 HTTP/1.1",
         ])  # fmt: skip
-        return [line + b"\r\nHost: x\r\n\r\n"]
+        return [line + b"\r\nHost: localhost\r\n\r\n"]
 
     def lengths(self) -> list[bytes]:
         length = self._rng.choice(
@@ -256,7 +256,8 @@ class Raw:
         )
 
     def _head(self, lines: bytes) -> bytes:
-        return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + lines + b"\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        return head + lines + b"\r\n\r\n"
 
     def _body(self) -> bytes:
         return json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": self._rng.randint(1, 5)}).encode()

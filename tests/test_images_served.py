@@ -18,17 +18,17 @@ import tokenizers
 from family_oracles import Plain
 from family_table import QWEN_VL, Row
 from PIL import Image
-from plain_vision import QwenVL
+from reference_vision import QwenVL
 
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.contracts.media import MediaPrompt
-from evener.engine.start import start_engine
+from evener.engine.processes.start import start_engine
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.settings import FrontendSettings
-from evener.testing.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from evener_server import images
 from evener_server.app import create_app
 
@@ -141,25 +141,25 @@ async def test_the_api_refuses_an_address_and_says_what_to_send(config: Config) 
     answer = await Post(config)(messages=asks("Look", part("https://example.org/cat.png")))
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "messages[0].content[1].image_url.url"
-    assert "fetches nothing" in error["message"] and "data:image/png;base64" in error["message"]
+    assert "does not fetch images" in error["message"] and "data:image/png;base64" in error["message"]
 
 
 @pytest.mark.parametrize(
     ("link", "words"),
     [
-        ("http://example.org/cat.png", "is an address, and this server fetches nothing"),
-        ("file:///etc/passwd", "fetches nothing"),
+        ("http://example.org/cat.png", "is an address, but this server does not fetch images"),
+        ("file:///etc/passwd", "does not fetch images"),
         ("data:image/png,abc", "has no base64"),
         ("data:image/png;base64", "has no base64"),
-        ("data:image/png;base64,@@@", "is no valid base64"),
-        (url(b""), "is no image that can be read"),
-        (url(b"%PDF-1.4 no image"), "is no image that can be read"),
-        (url(png(0)[:200]), "is no image that can be read"),
+        ("data:image/png;base64,@@@", "is not valid base64"),
+        (url(b""), "cannot be read as an image"),
+        (url(b"%PDF-1.4 no image"), "cannot be read as an image"),
+        (url(png(0)[:200]), "cannot be read as an image"),
     ],
 )
 def test_what_is_no_image_is_refused_with_its_place(link: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
-        images.decoded([{"role": "system", "content": "see"}, *asks("a", part(link))])
+        images.decode_images([{"role": "system", "content": "see"}, *asks("a", part(link))])
     assert refused.value.param == "messages[1].content[1].image_url.url" and refused.value.status == 400
 
 
@@ -169,16 +169,16 @@ def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(side: int
     # The size is read from the header: nobody has to hold 10 GB to say that it has.
     huge = data[:16] + side.to_bytes(4, "big") * 2 + data[24:29]
     huge += zlib.crc32(huge[12:29]).to_bytes(4, "big") + data[33:]
-    with pytest.raises(RequestError, match=r"is too large.*and 1,560 of 67,108,864 are left"):
+    with pytest.raises(RequestError, match=r"is too large.*but 1,560 of the request's 67,108,864 are left"):
         images.open_image(huge, "here", 39 * 40)
 
 
 def test_the_images_of_a_request_are_counted_and_so_are_their_pixels_together(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="send at most 32"):
-        images.decoded(asks(*[part(url(png(0)))] * 33))
+        images.decode_images(asks(*[part(url(png(0)))] * 33))
     monkeypatch.setattr(images, "MAX_PIXELS", 31 * 57 * 2 + 5)
-    with pytest.raises(RequestError, match="it has 57 x 31 pixels, and 5 of 3,539 are left") as refused:
-        images.decoded(asks(part(url(png(0))), "and", part(url(png(1))), part(url(png(2)))))
+    with pytest.raises(RequestError, match="it has 57 x 31 pixels, but 5 of the request's 3,539 are left") as refused:
+        images.decode_images(asks(part(url(png(0))), "and", part(url(png(1))), part(url(png(2)))))
     assert refused.value.param == "messages[0].content[3].image_url.url"
 
 
@@ -192,7 +192,7 @@ def test_a_missing_pillow_is_named_with_what_to_type(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("messages", "error", "words"),
     [
-        (asks("<img></img>", seen(png(0))), RequestError, "1 images and its text 2 marks"),
+        (asks("<img></img>", seen(png(0))), RequestError, "has 1 images, but its text has 2 image marks"),
         (asks("<img>cat.png</img>", seen(png(0))), RequestError, "leave it out"),
         (asks(*[seen(png(0))] * 29), ContextLengthError, "shorten the prompt"),
         ([{"role": "user", "content": [seen(png(0)), "hi"]}], RequestError, "of type None"),

@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from evener.backend_search import BackendSearch
 from evener.config import from_overrides
-from evener.engine.messages import Sampling
-from evener.engine.plan import Admission, Plan, TableUpdate
-from evener.engine.worker import Worker
-from evener.search import Search
-from evener.testing.naive import find_architecture
+from evener.engine.wire.messages import Sampling
+from evener.engine.wire.plan import Admission, Plan, TableUpdate
+from evener.engine.worker.worker import Worker
+from evener_conformance.naive.model import find_architecture
 
 
 class Meter(TorchDispatchMode):
@@ -63,9 +63,9 @@ def step(worker: Worker, rows: int, tokens: int, temperature: float) -> Plan:
 
 def compare(model: Path, **keys: Any) -> None:
     """Each part as planned, and all of it within 5 %."""
-    worker = Worker(from_overrides(model, {"backend": "cpu", **keys}), Search("cpu"))
+    worker = Worker(from_overrides(model, {"backend": "cpu", **keys}), BackendSearch("cpu"))
     info: Any = worker.facts.info
-    planned, config = info["memory"], worker.assembly.config
+    planned, config = info.memory, worker.assembly.config
     assert planned["measured_weights"] == pytest.approx(planned["weights"], rel=0.05)
     assert planned["measured_mapped"] == planned["mapped"]
     assert worker._pool.nbytes == planned["state"]
@@ -81,7 +81,7 @@ def compare(model: Path, **keys: Any) -> None:
     groups = worker.assembly.geometry.groups
     scratch = max(
         *(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups),
-        worker.assembly.resolver.workspace,
+        worker.assembly.resolver.footprint.workspace,
     )
     workspace = peak + scratch
     measured = planned["measured_weights"] + worker._pool.nbytes + rows + workspace

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from evener.cli.explain import explain, render
 from evener.config import from_overrides
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.start import build_controller
-from evener.testing.naive import NaiveModel, find_architecture
-from evener.testing.oracle import Comparison, compare_greedy
-from evener.testing.reference_engine import play
-from evener_models.mxfp4 import Mxfp4Scheme
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener_conformance.naive.model import NaiveModel, find_architecture
+from evener_conformance.oracle import Comparison, compare_greedy
+from evener_conformance.reference.engine import play
+from evener_formats.mxfp4 import Mxfp4Scheme
 
 CONFIG = {**find_architecture("GptOssForCausalLM").tiny_config(), "num_hidden_layers": 2}
 CONFIG["layer_types"] = CONFIG["layer_types"][:2]
@@ -81,18 +81,18 @@ def test_a_backend_that_reads_the_blocks_keeps_them_and_counts_what_they_take(
     _, folder = packed
     ids = prompt_of(CONFIG["vocab_size"])
     (kept, info), (_, wider) = greedy(folder, ids, ANSWER), greedy(folder, ids, 1, **WIDER)
-    assert info["manifest"]["dequantized"] == []
+    assert info.manifest["dequantized"] == []
     found = explain(from_overrides(str(folder), SMALL))
     assert found["packings"]["cpu.blocks"] == 2 * CONFIG["num_hidden_layers"]
-    assert found["memory"]["weights"] == info["memory"]["weights"]
+    assert found["memory"]["weights"] == info.memory["weights"]
     saved = NUMBERS * (4 - 17 / 32)  # less what fills up tiles of so few columns
-    assert 0.97 * saved < wider["memory"]["weights"] - info["memory"]["weights"] < saved
+    assert 0.97 * saved < wider.memory["weights"] - info.memory["weights"] < saved
     # Activations have 16 bits beside blocks, so the tokens are nearly those of transformers.
     rows = NaiveModel(folder, schemes=(Mxfp4Scheme(),)).greedy_gaps(ids, kept)
     assert max(rows) < 5e-3
 
 
-def test_what_nobody_keeps_packed_is_dequantized_and_explained_with_the_bytes_that_it_takes(
+def test_unpacked_weights_are_dequantized_and_explain_reports_their_bytes(
     packed: tuple[Logits, Path], one_thread: None
 ) -> None:
     _, folder = packed
@@ -104,5 +104,5 @@ def test_what_nobody_keeps_packed_is_dequantized_and_explained_with_the_bytes_th
     assert line.startswith(f"{count} tensors are dequantized from float4_e2m1 to bfloat16, {more:,} bytes more (")
     assert line in render(found, 400)
     _, info = greedy(folder, [3, 4, 5], 2, **keys)
-    assert info["manifest"]["dequantized"] == [line]
-    assert info["memory"]["weights"] == found["memory"]["weights"] > NUMBERS * 2
+    assert info.manifest["dequantized"] == [line]
+    assert info.memory["weights"] == found["memory"]["weights"] > NUMBERS * 2

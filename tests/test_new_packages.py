@@ -15,7 +15,7 @@ import pytest
 from docs_blocks import DOCS
 
 from evener.cli.main import main
-from evener.cli.new import KINDS, render, words_of
+from evener_conformance.new import KINDS, render, template_variables
 
 EXAMPLES = DOCS / "examples"
 EVENER = "import sys; from evener.cli.main import main; sys.exit(main())"
@@ -31,7 +31,7 @@ for backend in backends:
     with LLM(folder, load="dummy", dtype="float32", backend=backend, **small) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
         tokens = [o.outputs[0].token_ids for o in llm.generate([[5, 7, 5], list(range(7, 97))], greedy)]
-        found.append([tokens, sorted({row["provider"] for row in llm.info["manifest"]["ops"]})])
+        found.append([tokens, sorted({row["provider"] for row in llm.info.manifest["ops"]})])
 json.dump(found, sys.stdout)
 """
 
@@ -93,7 +93,7 @@ def test_the_new_model_runs_on_the_new_backend_and_gives_the_cpu_s_tokens(site: 
 def test_the_package_passes_the_tests_that_come_with_it(kind: str, site: Path, tmp_path: Path) -> None:
     folder = tmp_path / "package"
     shutil.copytree(EXAMPLES / f"evener-{kind}-example", folder)
-    # Of the kit, which is the backend's test, what is about the package's own kernel and device.
+    # The backend's test is the kit; only the checks of the package's own kernel and device run here.
     part = ["-k", "rms_norm or device"] if kind == "backend" else []
     done = python(site, folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", *part,
                   EXAMPLE_PRETEND="1")  # fmt: skip
@@ -132,6 +132,6 @@ def test_a_wrong_request_says_what_to_type_and_writes_nothing(
 
 
 def test_a_name_is_spelt_as_each_place_wants_it() -> None:
-    assert words_of("my-chip_2") == {
+    assert template_variables("my-chip_2") == {
         "name": "my-chip_2", "module": "my_chip_2", "NAME": "MY_CHIP_2", "Class": "MyChip2", "Name": "My-chip_2",
     }  # fmt: skip

@@ -13,7 +13,8 @@ from build_wheels import build, dependencies
 from packaging.requirements import Requirement
 from source_tree import ROOT
 
-FOLDERS = [ROOT / "core", ROOT / "models", ROOT / "server", *(p.parent for p in ROOT.glob("backends/*/pyproject.toml"))]
+SHARED = ("core", "formats", "models", "conformance", "server")
+FOLDERS = [*(ROOT / name for name in SHARED), *(p.parent for p in ROOT.glob("backends/*/pyproject.toml"))]
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ import evener
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
-from evener.engine.plan import Plan
-from evener.engine.runner import PendingStep
-from evener.engine.worker import Worker
+from evener.engine.wire.plan import Plan
+from evener.engine.worker.runner import PendingStep
+from evener.engine.worker.worker import Worker
 from evener.errors import ConfigError, ContextLengthError, EngineDeadError, EvenerError, RequestError
 
 SMALL = {"infer.kv_memory": 2**26, "infer.max_seq_len": 256, "infer.max_reqs": 8}
@@ -149,7 +149,7 @@ def test_a_folder_with_only_its_config_runs_on_made_up_weights(bare: Path) -> No
         LLM(bare, **{**TINY, "load": "auto"})
 
 
-def test_two_live_in_one_process_and_one_outlives_the_other(tiny: Path, bare: Path) -> None:
+def test_two_llms_in_one_process_and_one_outlives_the_other(tiny: Path, bare: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     with LLM(tiny, **TINY) as one:
         other = LLM(bare, **{**TINY, "seed": 7})
@@ -232,7 +232,7 @@ def test_ranks_in_one_process_run_where_a_debugger_sees_them_and_give_the_tokens
 
 
 @pytest.mark.parametrize("ranks", [{"infer.tp_size": 2}, {"infer.pp_size": 2}], ids=["parts", "stages"])
-def test_what_a_rank_in_this_process_raises_comes_out_with_its_traceback_and_no_thread_stays(
+def test_an_error_of_a_rank_in_this_process_is_raised_with_its_traceback_and_leaves_no_thread(
     ranks: dict[str, int], tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     execute = Worker.execute

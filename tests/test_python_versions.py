@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from evener.testing.installed import write_distribution
+from evener_conformance.distributions import write_distribution
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("core", "formats", "models", "conformance", "server", "backends/cpu")
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 #: What the torch-free parts need; the ranges stand in core/pyproject.toml.
 NEEDED = ("pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "jinja2", "tokenizers", "pyzmq",
           "safetensors")  # fmt: skip
 TESTING = ("pytest", "hypothesis", "pytest-timeout", "pytest-asyncio", "packaging")
-MODULES = ("evener", "evener.plugins.choose", "evener.config", "evener.cli.main", "evener.engine.scheduler",
-           "evener.search", "evener.layers", "evener.ops.schemas", "evener_models", "evener_server",
+MODULES = ("evener", "evener.plugins.choose", "evener.config", "evener.cli.main", "evener.engine.controller.scheduler",
+           "evener.backend_search", "evener.layers", "evener.ops.schemas", "evener_models", "evener_server",
            "evener_backend_cpu")  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def test_a_supported_python_imports_what_is_torch_free_and_passes_the_plugin_tes
     install = [sys.executable, "-m", "pip", "--python", inside, "install", "-q", "--disable-pip-version-check",
                "--no-compile"]  # fmt: skip
     subprocess.run([*install, "hatchling", "editables", *map(requirement, NEEDED), *TESTING], check=True)
-    folders = (flag for folder in ("core", "models", "server", "backends/cpu") for flag in ("-e", ROOT / folder))
+    folders = (flag for folder in FOLDERS for flag in ("-e", ROOT / folder))
     subprocess.run([*install, "--no-deps", "--no-build-isolation", *folders], check=True)
     # Some tests try to import torch too early; an empty package stands for it.
     site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))

@@ -11,15 +11,15 @@ import torch
 from family_oracles import Logits, Plain
 from family_runner import ANSWER, SMALL, Engine, prompt_of
 from family_table import QWEN_VL, Row
-from plain_vision import QwenVL
+from reference_vision import QwenVL
 
 from evener.config import from_overrides
 from evener.contracts.media import MediaPrompt, make_item
-from evener.engine.messages import NewRequest, Sampling
-from evener.testing.naive import NaiveModel, find_architecture
-from evener.testing.oracle import Comparison, compare_greedy
-from evener.testing.rank_threads import rank_threads
-from evener.testing.reference_engine import play
+from evener.engine.processes.rank_threads import rank_threads
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener_conformance.naive.model import NaiveModel, find_architecture
+from evener_conformance.oracle import Comparison, compare_greedy
+from evener_conformance.reference.engine import play
 
 VISUAL: dict[str, Any] = QWEN_VL["visual"]  # type: ignore[assignment]
 START, SIZE, ROWS = VISUAL["image_start_id"], VISUAL["image_size"], VISUAL["n_queries"]
@@ -106,7 +106,7 @@ def test_logits_and_sixty_four_greedy_tokens_are_the_oracles_with_images_whereve
 
             compare_greedy(lambda ids, name=name: logits(name, ids), [prompt.ids], [tokens], resume, result)
     result.check()
-    assert not any(kept.users for kept in engine.controller.scheduler.media._kept.values())
+    assert not any(kept.users for kept in engine.controller.scheduler.media._cached_items.values())
     first = [logits(name, prompts[name].ids)[-1] for name in ("two", "third")]
     assert float((first[0] - first[1]).abs().max()) > 0.1, "the model sees"
 

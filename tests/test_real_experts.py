@@ -12,7 +12,7 @@ import torch
 
 from evener.contracts.ops import OpFunction, Use
 from evener.ops.reference import experts as reference
-from evener.testing.naive import NaiveModel
+from evener_conformance.naive.model import NaiveModel
 
 TEXT = """The bar that lets horses of different strength pull one load is called an evener. It hangs behind the team
 on a single pin, and each horse is hitched to one end of it. When one of them pulls harder, the bar turns about its

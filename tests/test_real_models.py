@@ -1,5 +1,4 @@
-"""The engine on real models, against transformers: greedy tokens, alone and in company, and bf16 within its rounding.
-"""
+"""The engine on real models, against transformers: greedy tokens, alone and batched, and bf16 within its rounding."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ import pytest
 import torch
 
 from evener.config import from_overrides
-from evener.engine.clients import InlineClient
-from evener.engine.executor import InlineExecutor
-from evener.engine.messages import Finished, NewRequest, Ready, Sampling, Tokens
-from evener.engine.start import start_engine
-from evener.testing.oracle import Comparison, compare_greedy, generate, teacher_forced
+from evener.engine.processes.local_clients import InlineClient
+from evener.engine.processes.start import start_engine
+from evener.engine.wire.messages import Finished, NewRequest, Ready, Sampling, Tokens
+from evener.engine.worker.inline_executor import InlineExecutor
+from evener_conformance.oracle import Comparison, compare_greedy, generate, teacher_forced
 
 #: Whole models in float32 on two cores: minutes, not seconds; on old ones with other work half an hour.
 pytestmark = pytest.mark.timeout(2400)

@@ -1,4 +1,4 @@
-"""The scripts behind ``make``: the cache of models and the demo, without a network and without a model."""
+"""The scripts behind ``make``: the model cache and the demo, without network and without a model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_a_killed_fetch_left_behind_is_made_again(source: Source, tmp_path:
     assert not (root / ".tmp-old").exists()
 
 
-def test_a_cut_file_and_another_recipe_are_noticed(tmp_path: Path) -> None:
+def test_a_truncated_file_and_another_recipe_are_noticed(tmp_path: Path) -> None:
     source = SOURCES["smollm2"]
     folder = tmp_path / source.name
     folder.mkdir()
@@ -101,7 +101,7 @@ def test_a_cut_file_and_another_recipe_are_noticed(tmp_path: Path) -> None:
     assert problem(source, tmp_path) == "config.json is missing or has another size"
 
 
-def test_models_live_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_sets_the_folder_of_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EVENER_MODELS", str(tmp_path))
     assert models_root() == tmp_path
     monkeypatch.delenv("EVENER_MODELS")

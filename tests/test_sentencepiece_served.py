@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import piece_models
 import pytest
+import sentencepiece_models
 
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
-from evener.engine.start import start_engine
+from evener.engine.processes.start import start_engine
 from evener.frontend.settings import FrontendSettings
-from evener.testing.naive import find_architecture
+from evener_conformance.naive.model import find_architecture
 from evener_server.app import create_app
 
 LIMITS = {
@@ -31,8 +31,10 @@ TEXT = "你好，the thunder\n  12 👋"
 
 def write_folder(path: Path, kind: str) -> tuple[Path, Any]:
     """What the hub has of a model, without the code; and SentencePiece's own library."""
-    model = piece_models.train(**piece_models.OPTIONS["Baichuan 1" if kind == "Baichuan" else "ChatGLM"])
-    library = piece_models.library(model)
+    model = sentencepiece_models.train(
+        **sentencepiece_models.OPTIONS["Baichuan 1" if kind == "Baichuan" else "ChatGLM"]
+    )
+    library = sentencepiece_models.library(model)
     (path / "tokenizer.model").write_bytes(model)
     architecture = "BaichuanForCausalLM" if kind == "Baichuan" else "ChatGLMModel"
     size = library.vocab_size() + 20
@@ -84,8 +86,8 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}<start>{{ m.role }}\n{{ m.cont
 
 @pytest.mark.parametrize("kind", ["Llama", pytest.param("Gemma", marks=pytest.mark.slow)])
 def test_a_model_without_code_of_its_own_takes_text_and_chats(kind: str, tmp_path: Path) -> None:
-    model = piece_models.train(**piece_models.OPTIONS[kind])
-    library = piece_models.library(model)
+    model = sentencepiece_models.train(**sentencepiece_models.OPTIONS[kind])
+    library = sentencepiece_models.library(model)
     count, bos = library.vocab_size(), library.bos_id()
     config = {**find_architecture(f"{kind}ForCausalLM").tiny_config(), "vocab_size": count + 2}
     tokenizer = {"tokenizer_class": f"{kind}Tokenizer", "chat_template": TEMPLATE, "added_tokens_decoder": {

@@ -19,7 +19,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from served import EVENER, PATIENCE, Hold, Served, descendants, eventually, free_port, tiny_model
 
-from evener.run_folder import sweep
+from evener.run_folder import remove_stale_folders
 
 CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
 SMALL = ("infer.kv_memory=268435456", "infer.max_seq_len=1024")
@@ -54,7 +54,7 @@ PATIENT = """
 import sys
 from evener.cli.main import main
 from evener_server import process
-process._LAST_WORDS_SECONDS = 600.0
+process._DEAD_GRACE_SECONDS = 600.0
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
 
@@ -187,7 +187,7 @@ def test_content_may_be_parts_and_every_role_has_its_place(client: OpenAI) -> No
     assert answer.choices[0].message.content
 
 
-def test_what_cannot_be_served_is_an_exception_of_its_kind_that_names_the_field(client: OpenAI) -> None:
+def test_an_invalid_request_raises_its_own_exception_class_that_names_the_field(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="SmolLM2-135M-Instruct") as missing:
         chat(client, model="gpt-4o")
     assert missing.value.code == "model_not_found"
@@ -323,7 +323,9 @@ def idle(served: Served) -> bool:
 def test_a_killed_worker_ends_its_requests_with_the_reason_and_the_server_is_alive_but_not_ready(
     mortal: Served,
 ) -> None:
-    (worker,) = (pid for pid, command in descendants(mortal.process.pid).items() if "engine.child worker" in command)
+    (worker,) = (
+        pid for pid, command in descendants(mortal.process.pid).items() if "engine.processes.child worker" in command
+    )
     with connect(mortal) as client:
         stream = complete(client, model=mortal.name, stream=True, max_tokens=1900, extra_body={"ignore_eos": True})
         next(iter(stream))
@@ -343,7 +345,9 @@ def test_a_killed_worker_ends_its_requests_with_the_reason_and_the_server_is_ali
 
 
 def test_a_worker_that_dies_at_rest_is_noticed(mortal: Served) -> None:
-    (worker,) = (pid for pid, command in descendants(mortal.process.pid).items() if "engine.child worker" in command)
+    (worker,) = (
+        pid for pid, command in descendants(mortal.process.pid).items() if "engine.processes.child worker" in command
+    )
     os.kill(worker, signal.SIGKILL)
     eventually(lambda: mortal.get("/ready").status_code == 503)
     assert mortal.get("/health").status_code == 200 and mortal.get("/stats").status_code == 503
@@ -362,8 +366,8 @@ def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(folder: Pa
         )  # fmt: skip
         next(iter(stream))
         tiny.process.send_signal(signal.SIGTERM)
-        tiny.wait_for("SIGTERM: 1 requests may run")
-        hold.let_go()
+        tiny.wait_for("SIGTERM: 1 running requests have")
+        hold.release()
         *_, last = stream
         assert last.usage is not None and last.usage.completion_tokens == 1000
         assert tiny.process.wait(PATIENCE) == 0
@@ -390,11 +394,11 @@ def stop_while_it_starts(folder: Path, number: signal.Signals, temporary: Path) 
     held.mkdir()
     # Nothing is ever loaded: a busy machine could give this process no time until the engine had started.
     environ = {**os.environ, **Hold(held, None).environ, "TMPDIR": str(temporary)}
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ) as process:
         # As soon as the controller is there: it takes no messages before the model is loaded.
-        eventually(lambda: any("engine.child controller" in each for each in descendants(process.pid).values()))
+        eventually(
+            lambda: any("engine.processes.child controller" in each for each in descendants(process.pid).values())
+        )
         below = descendants(process.pid)
         process.send_signal(number)
         assert process.wait(PATIENCE) == 128 + number
@@ -403,4 +407,4 @@ def stop_while_it_starts(folder: Path, number: signal.Signals, temporary: Path) 
     assert said.count("\n") == 1 and f"{number.name}: stopped before the engine had started" in said
     eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below))
     # A worker that had just begun may be the last to end, and what it left is the next start's to remove.
-    eventually(lambda: sweep(temporary) or not list(temporary.glob("evener-*")))
+    eventually(lambda: remove_stale_folders(temporary) or not list(temporary.glob("evener-*")))

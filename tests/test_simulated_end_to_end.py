@@ -1,5 +1,4 @@
-"""The simulated device behind the commands that people type, and beside the CPU backend. Level L3: plumbing, not a
-chip's numbers."""
+"""The simulated device with the user's commands, compared with the CPU backend. Level L3: not a real chip's numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ import torch
 from served import Served, tiny_model
 from source_tree import ROOT
 
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.start import build_controller
-from evener.testing.rank_threads import RankThreads
-from evener.testing.reference_engine import Played, play, small_config
-from evener.testing.simulated import DEVICES, descriptor, install_simulated_backend
-from evener.testing.simulated.constraints import Constraints
-from evener.testing.simulated.device import SimulatedDevice
+from evener.engine.processes.rank_threads import RankThreads
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener_conformance.reference.engine import RunResult, play, small_config
+from evener_conformance.simulated import DEVICES, descriptor, install_simulated_backend
+from evener_conformance.simulated.constraints import Constraints
+from evener_conformance.simulated.device import SimulatedDevice
 
 LIMITS = {"infer.max_seq_len": 256, "infer.kv_memory": 2**24}
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 16}
@@ -28,7 +27,7 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 16}
 
 @pytest.fixture(autouse=True)
 def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Path:
-    """The simulated backend for this process and those that it starts."""
+    """Install the simulated backend for this process and its children."""
     folder = tmp_path / "installed"
     install_simulated_backend(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -36,7 +35,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None)
     return folder
 
 
-def answers(folder: Path, **options: Any) -> Played:
+def answers(folder: Path, **options: Any) -> RunResult:
     config = small_config(folder, "Llama", HEADS, **{**LIMITS, **options})
     controller, _ = build_controller(config)
     try:
@@ -46,7 +45,7 @@ def answers(folder: Path, **options: Any) -> Played:
 
 
 def traffic() -> dict[str, Any]:
-    """Chunks, company, a prefix that comes again, greedy and sampled."""
+    """Requests that need chunks, batching and a prefix hit, greedy and sampled."""
     ids = [5 + 7 * i % 190 for i in range(150)]
     warm = Sampling(temperature=0.8, seed=3)
     asked = {"long": (ids, Sampling(temperature=0.0)), "short": (ids[3:9], Sampling(temperature=0.0)), "warm":
@@ -79,8 +78,8 @@ def test_two_ranks_in_one_process_have_a_chip_each_and_give_the_tokens_of_one(tm
     try:
         taken = [chips.memory_allocated(index) - was for index, was in enumerate(before)]
         for rank, worker in enumerate(executor.workers):
-            plan = worker.facts.info["memory"]
-            assert worker.assembly.device.index == rank and f"simulated chip {rank}" in worker.facts.info["device"]
+            plan = worker.facts.info.memory
+            assert worker.assembly.device.index == rank and f"simulated chip {rank}" in worker.facts.info.device
             assert taken[rank] >= plan["measured_weights"] + plan["state"] > plan["state"] > 0
         assert taken[2:] == [0, 0]
         two = play(controller, **traffic())
@@ -90,7 +89,7 @@ def test_two_ranks_in_one_process_have_a_chip_each_and_give_the_tokens_of_one(tm
 
 
 def test_a_rank_that_reads_the_memory_of_anothers_chip_is_an_error() -> None:
-    SimulatedDevice(0, Constraints.hard())
+    SimulatedDevice(0, Constraints.all_on())
     here, there = (torch.ones(2, 2, device=f"simulated:{index}") for index in (0, 1))
     assert (here @ there.to("simulated:0")).device.index == 0 and (there @ there).device.index == 1
     with pytest.raises(RuntimeError, match="aten::mm was given tensors of simulated:0 and simulated:1; a chip"):

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from evener.backend_search import BackendSearch
 from evener.cli.explain import explain
 from evener.config import from_overrides
 from evener.config.schema import Config
-from evener.engine.controller import Controller
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.start import build_controller
-from evener.engine.worker import Worker
-from evener.search import Search
-from evener.testing.naive import find_architecture
-from evener.testing.rank_threads import rank_threads
-from evener.testing.reference_engine import Played, play
+from evener.engine.controller.controller import Controller
+from evener.engine.processes.rank_threads import rank_threads
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener.engine.worker.worker import Worker
+from evener_conformance.naive.model import find_architecture
+from evener_conformance.reference.engine import RunResult, play
 
 SMALL = {"backend": "cpu", "load": "dummy", "dtype": "float32", "infer.max_seq_len": 160, "infer.max_reqs": 4,
          "infer.step_tokens": 24, "infer.threads": 1, "infer.kv_memory": 2**24, "infer.block_size": 16,
@@ -52,7 +52,7 @@ def configured(folder: Path, family: str, **more: Any) -> Config:
     return from_overrides(str(folder), {**SMALL, **more})
 
 
-def answers(controller: Controller, vocab: int) -> Played:
+def answers(controller: Controller, vocab: int) -> RunResult:
     """A long prompt in chunks, two short ones beside it, the long one again, and two with noise."""
     noise = torch.Generator().manual_seed(5)
     ids = torch.randint(3, vocab, (60,), generator=noise).tolist()
@@ -106,14 +106,14 @@ def test_the_kernels_of_one_rank_serve_between_the_sums(tmp_path: Path) -> None:
 def test_a_ranks_state_and_weights_are_its_share(tmp_path: Path) -> None:
     config = configured(tmp_path, "Llama", **{"infer.kv_memory": 12 * 147_456})
     shared = configured(tmp_path, "Llama", **{"infer.kv_memory": 12 * 147_456, "infer.tp_size": 4})
-    one = Worker(config, Search("cpu"))
+    one = Worker(config, BackendSearch("cpu"))
     with rank_threads(shared) as (_, executor):
         ranks = executor.workers
     assert {w.assembly.geometry.block_bytes * 4 for w in ranks} == {one.assembly.geometry.block_bytes}
     assert len({w.facts.blocks for w in ranks}) == 1 and ranks[0].facts.blocks > 3 * one.facts.blocks
     explained = explain(shared)
-    assert explained["memory"]["weights"] == ranks[0].facts.info["memory"]["weights"]
+    assert explained["memory"]["weights"] == ranks[0].facts.info.memory["weights"]
     for worker in ranks:
-        memory = worker.facts.info["memory"]
+        memory = worker.facts.info.memory
         assert memory["measured_weights"] == memory["weights"] - memory["mapped"]
-        assert memory["weights"] < 0.4 * one.facts.info["memory"]["weights"]
+        assert memory["weights"] < 0.4 * one.facts.info.memory["weights"]

@@ -15,17 +15,16 @@ from evener.cli import main as cli
 from evener.config import from_overrides
 from evener.errors import MemoryPlanError
 from evener.resolution.tuning import decode
-from evener.testing.graph_backend import install_graph_backend
-from evener.testing.installed import write_distribution
-from evener.testing.naive import find_architecture
-from evener.testing.tuning.run import tune
-from evener.testing.tuning.tuner import _differences
+from evener.tuning.tuner import _differences, tune
+from evener_conformance.distributions import write_distribution
+from evener_conformance.graph.backend import install_graph_backend
+from evener_conformance.naive.model import find_architecture
 
 DESCRIPTOR = """
 from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
-    name="planted", summary="kernels that lose", contracts={"ops": 1}, module="planted.kernels",
+    name="planted", summary="kernels that lose", contracts={"ops": 2}, module="planted.kernels",
     needs=frozenset({"namespace:cpu"}), ops=("embedding", "rms_norm", "add_rms_norm", "act_and_mul"),
 )
 """
@@ -102,7 +101,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> 
     (site / "planted/kernels.py").write_text(KERNELS)
     monkeypatch.syspath_prepend(str(site))
     # Not the whole cache: compiled kernels are there too.
-    monkeypatch.setattr("evener.resolution.tuning_files.default_folder", lambda: tmp_path / "tuning")
+    monkeypatch.setattr("evener.resolution.tuning.default_folder", lambda: tmp_path / "tuning")
     for name in ("planted", "planted.kernels"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     folder = tmp_path / "model"
@@ -115,7 +114,7 @@ def serve(model: Path, **keys: Any) -> tuple[list[int], dict[str, Any]]:
     """Greedy tokens, and the manifest."""
     with LLM(model, **{**KEYS, **keys}) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
-        return llm.generate([1, 2, 3], greedy)[0].outputs[0].token_ids, llm.info["manifest"]
+        return llm.generate([1, 2, 3], greedy)[0].outputs[0].token_ids, llm.info.manifest
 
 
 def rows(manifest: dict[str, Any], op: str) -> list[dict[str, Any]]:
@@ -190,12 +189,12 @@ def test_tune_refuses_a_model_that_does_not_fit(model: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["--op", "rms_norn"], "unknown op 'rms_norn'; did you mean 'rms_norm'? Those are what the model calls."),
+        (["--op", "rms_norn"], "unknown op 'rms_norn'; did you mean 'rms_norm'? The model calls these ops."),
         (["--buckets", "17"], "--buckets 17: steps have 1 to 16 tokens (infer.step_tokens)"),
-        (["infer.tp_size=2"], "evener tune runs on one device; leave infer.tp_size and infer.pp_size out"),
+        (["infer.tp_size=2"], "evener tune runs on one device: leave infer.tp_size and infer.pp_size out"),
     ],
 )
-def test_what_cannot_be_tuned_is_said(
+def test_untunable_arguments_are_reported(
     words: list[str], fault: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = [f"{key}={value}" for key, value in KEYS.items()]
@@ -227,7 +226,7 @@ def test_on_a_device_that_captures_steps_captured_calls_are_timed_and_nobody_els
         (64, 1, False, True), (64, 0, False, False),
     ],
 )  # fmt: skip
-def test_only_composites_may_be_off_and_in_few_rows(rows: int, changed: int, composite: bool, wrong: bool) -> None:
+def test_only_composites_may_differ_and_in_few_rows(rows: int, changed: int, composite: bool, wrong: bool) -> None:
     want = torch.randn(rows, 16, generator=torch.Generator().manual_seed(0))
     got = want * 1.0001
     got[:changed] = -want[:changed]

@@ -47,7 +47,7 @@ def test_warnings_go_to_standard_error_and_more_into_the_file(
     assert "loud" in (err := capfd.readouterr().err) and "soft" not in err
 
 
-def test_a_level_that_was_asked_for_holds_for_both(
+def test_a_configured_level_applies_to_stderr_and_file(
     set_up: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     set_up(file=str(tmp_path / "log"), level="debug")
@@ -56,7 +56,7 @@ def test_a_level_that_was_asked_for_holds_for_both(
     assert stderr_level() == logging.DEBUG
 
 
-def test_setting_up_again_replaces_what_was_set_up(set_up: Any, tmp_path: Path) -> None:
+def test_repeated_setup_replaces_earlier_handlers(set_up: Any, tmp_path: Path) -> None:
     set_up(file=str(tmp_path / "first"))
     set_up(file=str(tmp_path / "second"))
     log.info("once")
@@ -117,7 +117,7 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
     assert sorted(words) == sorted(50 * ["a" * 3000] + 50 * ["b" * 3000])
 
 
-def test_a_file_that_was_moved_away_is_made_anew(set_up: Any, tmp_path: Path) -> None:
+def test_a_rotated_log_file_is_reopened(set_up: Any, tmp_path: Path) -> None:
     set_up(file=str(tmp_path / "log"))
     log.info("old")
     (tmp_path / "log").rename(tmp_path / "log.1")
@@ -125,6 +125,6 @@ def test_a_file_that_was_moved_away_is_made_anew(set_up: Any, tmp_path: Path) ->
     assert "old" in (tmp_path / "log.1").read_text() and "new" in (tmp_path / "log").read_text()
 
 
-def test_a_file_that_cannot_be_written_is_said_with_its_key(set_up: Any, tmp_path: Path) -> None:
+def test_an_unwritable_log_file_is_a_config_error_with_its_key(set_up: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log\.file=.*/missing/log cannot be written: No such file"):
         set_up(file=str(tmp_path / "missing/log"))

@@ -39,7 +39,7 @@ def owner(where: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
         yield Path(process.stdout.readline().strip()), process
 
 
-def test_a_folder_is_its_users_own_and_goes_when_it_is_closed(where: Path) -> None:
+def test_a_folder_is_private_and_removed_on_close(where: Path) -> None:
     folder = RunFolder()
     Path(folder.path, "file").touch()
     assert Path(folder.path).stat().st_mode & 0o777 == 0o700
@@ -55,7 +55,7 @@ def test_a_folder_too_deep_for_sockets_is_refused_with_what_to_set(
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     folder = RunFolder()
-    with pytest.raises(ConfigError, match="too long a path for sockets: set TMPDIR to a shorter one"):
+    with pytest.raises(ConfigError, match="is too long for sockets: set TMPDIR to a shorter one"):
         folder.socket("controller")
     folder.close()
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
@@ -64,7 +64,7 @@ def test_a_folder_too_deep_for_sockets_is_refused_with_what_to_set(
     short.close()
 
 
-def test_a_folder_that_closes_takes_those_of_children_that_were_killed_along(
+def test_closing_a_folder_removes_those_of_killed_children(
     where: Path, owner: tuple[Path, subprocess.Popen[str]]
 ) -> None:
     theirs, child = owner
@@ -76,9 +76,7 @@ def test_a_folder_that_closes_takes_those_of_children_that_were_killed_along(
     assert not list(where.iterdir())
 
 
-def test_a_killed_runs_folder_goes_when_the_next_starts_and_one_of_a_run_that_lives_stays(
-    where: Path, owner: tuple[Path, subprocess.Popen[str]]
-) -> None:
+def test_only_folders_of_dead_runs_are_removed_at_start(where: Path, owner: tuple[Path, subprocess.Popen[str]]) -> None:
     theirs, process = owner
     other = where / "evener-models"
     other.mkdir()

@@ -10,7 +10,7 @@ import pytest
 
 from evener.errors import ArchitectureError
 from evener.layers import AttentionConfig, Builder, DecoderLayer, MLPConfig, RotaryConfig, alibi_slopes
-from evener.testing.naive import NaiveModel, find_architecture
+from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_models import descriptor
 from evener_models.qwen import ntk_alpha
 
@@ -94,16 +94,16 @@ def test_a_config_value_that_is_missing_or_not_implemented_is_named(
         ({"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": "absent"}, False),
     ],
 )
-def test_a_baichuan_is_told_by_its_width_to_have_linear_biases(sizes: dict[str, Any], biased: bool) -> None:
+def test_baichuan_uses_alibi_by_hidden_size(sizes: dict[str, Any], biased: bool) -> None:
     [kind] = {(slot.attention.slopes is not None) for slot in declare("Baichuan", **sizes).slots}
     assert kind is biased
 
 
-def test_the_factor_on_a_qwen_1s_base_grows_in_steps_of_powers_of_two() -> None:
+def test_the_ntk_alpha_of_qwen_1_grows_in_steps_of_powers_of_two() -> None:
     assert [ntk_alpha(n, 8) for n in (1, 8, 9, 16, 17, 32, 33)] == [1, 1, 3, 3, 7, 7, 15]
 
 
-def test_a_qwen_1_within_its_length_has_no_factors_on_queries() -> None:
+def test_qwen_1_within_its_trained_length_does_not_scale_queries() -> None:
     made, config = find_architecture("QWenLMHeadModel"), find_architecture("QWenLMHeadModel").tiny_config()
     for length, scaled in ((256, False), (257, True)):
         build = Builder("float32", length)
@@ -114,29 +114,29 @@ def test_a_qwen_1_within_its_length_has_no_factors_on_queries() -> None:
 PUBLISHED_GLM = {"architectures": ["ChatGLMModel"], "padded_vocab_size": 65024, "rope_ratio": 16}
 
 
-def test_a_chatglm_of_a_longer_context_says_which_it_is() -> None:
+def test_a_chatglm_with_a_rope_ratio_must_name_its_version() -> None:
     made, tiny = find_architecture("ChatGLMModel"), find_architecture("ChatGLMModel").tiny_config()
-    with pytest.raises(ArchitectureError, match=r"rope_ratio = 16 means.*chatglm2-6b-32k.*chatglm3-6b-32k"):
+    with pytest.raises(ArchitectureError, match=r"rope_ratio = 16 has different .*chatglm2-6b-32k.*chatglm3-6b-32k"):
         made({**tiny, **PUBLISHED_GLM}, Builder("float32", 64))
     for name in ("THUDM/chatglm2-6b-32k", "THUDM/chatglm3-6b-32k"):
         made({**tiny, **PUBLISHED_GLM, "_name_or_path": name}, Builder("float32", 64))
 
 
-def test_a_chatglm_1_is_refused_for_its_attention() -> None:
+def test_chatglm_1_is_refused_because_its_attention_is_not_causal() -> None:
     config = {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "position_encoding_2d": True,
               "inner_hidden_size": 16384}  # fmt: skip
-    with pytest.raises(ArchitectureError, match="ChatGLM 1's prompt sees the whole prompt"):
+    with pytest.raises(ArchitectureError, match="in ChatGLM 1, prompt tokens attend to later ones"):
         find_architecture("ChatGLMModel")(config, Builder("float32", 64))
 
 
 @pytest.mark.parametrize("key", ["no_bias", "clip_qkv", "alibi_bias_max", "qk_ln"])
-def test_an_mpt_that_transformers_would_not_compute_is_refused(key: str) -> None:
+def test_mpt_variants_that_transformers_does_not_implement_are_refused(key: str) -> None:
     change: dict[str, Any] = {"no_bias": False} if key == "no_bias" else {"attn_config": {key: 6}}
     with pytest.raises(ArchitectureError, match=key):
         declare("Mpt", **change)
 
 
-def test_heads_have_one_slope_each() -> None:
+def test_alibi_has_one_slope_per_head() -> None:
     layer = AttentionConfig(heads=6, kv_heads=6, head_dim=4, rotary=RotaryConfig(0), slopes=alibi_slopes(5))
     with pytest.raises(ArchitectureError, match="5 slopes for 6 heads"):
         DecoderLayer(Builder("float32", 64), "model.layers.0", 24, layer, MLPConfig(inner=8), 1e-6)

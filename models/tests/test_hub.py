@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from evener.config import Config, from_overrides
-from evener.config.source import with_local_model
+from evener.config.local_model import with_local_model
 from evener.errors import CheckpointError
 
 SHA = "a" * 40
@@ -132,7 +132,7 @@ def names(config: Config) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_model_is_fetched_once_without_what_is_not_needed_and_keeps_its_name(hub: Hub, ask: Any) -> None:
+def test_a_model_is_downloaded_once_without_unneeded_files_and_keeps_its_name(hub: Hub, ask: Any) -> None:
     config = ask("org/tiny")
     assert names(config) == {
         "config.json", "tokenizer.json", "model.safetensors", "additional_chat_templates/rag.jinja"
@@ -155,13 +155,13 @@ def test_one_file_of_a_model_is_named_after_its_id(hub: Hub, ask: Any) -> None:
     hub.models["org/files"] = {"q4.gguf": b"GGUF", "q8.gguf": b"GGUF"}
     config = ask("org/files/q4.gguf")
     assert (Path(config.model).name, config.serve.served_model_name) == ("q4.gguf", "org/files/q4.gguf")
-    with pytest.raises(CheckpointError, match=r"files \(q4\.gguf, q8\.gguf\); name one, as in org/files/q4\.gguf"):
+    with pytest.raises(CheckpointError, match=r"per file \(q4\.gguf, q8\.gguf\); name one, as in org/files/q4\.gguf"):
         ask("org/files")
     with pytest.raises(CheckpointError, match=r"has no file 'q9\.gguf'"):
         ask("org/files/q9.gguf")
 
 
-def test_a_broken_download_goes_on_where_it_ended(hub: Hub, ask: Any) -> None:
+def test_a_broken_download_continues_where_it_stopped(hub: Hub, ask: Any) -> None:
     whole = bytes(range(256)) * (50 << 10)  # more than the library takes at a time
     hub.models["org/big"] = {**FILES, "model.safetensors": whole}
     hub.breaks_after = len(whole) - 100
@@ -170,8 +170,10 @@ def test_a_broken_download_goes_on_where_it_ended(hub: Hub, ask: Any) -> None:
     assert ranges[0] is None and ranges[1] is not None and ranges[1].startswith("bytes=10485760-")
 
 
-def test_offline_uses_what_was_fetched_and_says_what_was_not(hub: Hub, ask: Any) -> None:
-    with pytest.raises(CheckpointError, match="has not been fetched yet, and being offline is asked for"):
+def test_offline_uses_downloaded_models_and_names_a_missing_one(hub: Hub, ask: Any) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"has not been downloaded yet, and hub\.offline or HF_HUB_OFFLINE is set"
+    ):
         ask("org/tiny", **{"hub.offline": True})
     fetched = ask("org/tiny")
     hub.models.clear()
@@ -181,11 +183,11 @@ def test_offline_uses_what_was_fetched_and_says_what_was_not(hub: Hub, ask: Any)
 @pytest.mark.parametrize(
     ("model", "keys", "words"),
     [
-        ("org/none", {}, r"org/none is no path here, .* has no org/none, or not for everybody: check the name"),
+        ("org/none", {}, r"org/none is not a path on .*, where org/none does not exist or is private: check"),
         ("org/tiny", {"hub.revision": "v9"}, r"has no org/tiny at revision 'v9'; set hub\.revision"),
     ],
 )
-def test_what_the_hub_does_not_have_is_named(model: str, keys: Any, words: str, hub: Hub, ask: Any) -> None:
+def test_a_model_that_the_hub_does_not_have_is_named(model: str, keys: Any, words: str, hub: Hub, ask: Any) -> None:
     with pytest.raises(CheckpointError, match=words):
         ask(model, **keys)
 
@@ -200,15 +202,15 @@ def test_a_private_model_needs_the_token(hub: Hub, ask: Any, monkeypatch: pytest
 
 def test_a_hub_that_cannot_be_reached_is_an_error_that_says_so(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match="org/tiny is no path here, so it is looked for on the hub"):
+    with pytest.raises(CheckpointError, match="org/tiny is not a path on this machine, so it is looked for on the hub"):
         ask("org/tiny")
 
 
 @pytest.mark.parametrize("model", ["./a/b", "/a/b", "a", "../a/b"])
-def test_what_cannot_be_an_id_is_a_path(model: str, ask: Any) -> None:
+def test_a_name_that_cannot_be_an_id_is_a_path(model: str, ask: Any) -> None:
     assert ask(model).model == model
 
 
-def test_what_is_neither_a_path_nor_an_id_is_an_error(ask: Any) -> None:
-    with pytest.raises(CheckpointError, match="no installed package fetches it; check the path"):
+def test_a_name_that_is_neither_a_path_nor_an_id_is_an_error(ask: Any) -> None:
+    with pytest.raises(CheckpointError, match="no installed package can fetch it; check the path"):
         ask("a/b/c")

@@ -15,7 +15,7 @@ from family_oracles import logits_of
 from family_runner import check, prompt_of
 from family_table import TABLE, V2, V3, V32, Row
 
-from evener.testing.naive import NaiveModel
+from evener_conformance.naive.model import NaiveModel
 
 MODES = ("none", "absorb-without-precomp", "absorb")
 LATENT = [name for name, row in TABLE.items() if row.architecture in (V2, V3)]
@@ -23,7 +23,7 @@ LATENT = [name for name, row in TABLE.items() if row.architecture in (V2, V3)]
 
 @pytest.mark.parametrize("mode", ["none", "absorb"])
 @pytest.mark.parametrize("case", LATENT)
-def test_a_way_to_absorb_passes_as_the_default_does(case: str, mode: str, tmp_path: Path, one_thread: None) -> None:
+def test_absorb_modes_give_the_logits_of_the_default(case: str, mode: str, tmp_path: Path, one_thread: None) -> None:
     check(replace(TABLE[case], keys={"infer.mla_absorb": mode}), tmp_path)
 
 
@@ -36,7 +36,7 @@ def test_sparse_attention_is_not_dense(tiny_model: Any) -> None:
 
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", 0.1)])
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "float8_e4m3fn"])
-def test_ways_to_absorb_agree_over_narrow_latent_state(
+def test_absorb_modes_agree_over_narrow_latent_state(
     dtype: str, close: float, state_dtype: str, tiny_model: Any, one_thread: None
 ) -> None:
     # Rounding to bf16 may make another expert the better one, and then the logits are others: no experts there.
@@ -55,7 +55,7 @@ def test_ways_to_absorb_agree_over_narrow_latent_state(
     assert close * scale < lost < 0.6 * scale if dtype == "float32" else lost < 0.6 * scale
 
 
-def test_layers_of_multi_token_prediction_are_passed_over(tiny_model: Any) -> None:
+def test_layers_of_multi_token_prediction_are_not_read(tiny_model: Any) -> None:
     from safetensors.torch import load_file, save_file
 
     model, folder = tiny_model(Row(V3, {"num_nextn_predict_layers": 1}))
@@ -71,7 +71,7 @@ V3_CONFIG = Path(__file__).parent / "data" / "deepseek_v3_config.json"
 _DECLARE = """
 import json, math, sys
 from evener.layers.builder import Builder
-from evener.layers.declared import Table
+from evener.contracts.declared import Table
 from evener_models.deepseek_v3 import DeepseekV3ForCausalLM
 build = Builder("bfloat16", 4096, absorb="none")
 model = DeepseekV3ForCausalLM(json.load(open(sys.argv[1])), build)

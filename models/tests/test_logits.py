@@ -12,7 +12,7 @@ from family_oracles import logits_of
 from family_runner import assert_naive_logits, prompt_of
 from family_table import GEMMA, LLAMA, QWEN2, TABLE, Row
 
-from evener.testing.naive import NaiveModel
+from evener_conformance.naive.model import NaiveModel
 
 
 def assert_same(folder: Path, model: Any) -> None:

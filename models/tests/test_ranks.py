@@ -11,10 +11,10 @@ from family_oracles import logits_of
 from family_runner import prompt_of
 from family_table import Row
 
+from evener.distributed.thread_communicator import MirrorCommunicator, run_on_threads
 from evener.errors import ConfigError
 from evener.layers import Builder
-from evener.testing.communicators import Mirror, on_threads
-from evener.testing.naive import NaiveModel, find_architecture
+from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_models import descriptor
 
 PLAIN_ROPE = {"rope_theta": 20000.0, "rope_type": "default"}
@@ -77,7 +77,7 @@ def shared(family: str, heads: int, kv_heads: int, changes: dict[str, Any]) -> d
 
 def ranks_logits(folder: Path | dict[str, Any], ranks: int, ids: list[int], **choices: Any) -> list[torch.Tensor]:
     """Every rank's logits, of a prompt in pieces."""
-    return on_threads(ranks, lambda end: NaiveModel(folder, communicator=end, **choices).logits(ids, chunk=9))
+    return run_on_threads(ranks, lambda end: NaiveModel(folder, communicator=end, **choices).logits(ids, chunk=9))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,7 +97,9 @@ def smallest(config: dict[str, Any]) -> int:
     """The fewest ranks that can share a model."""
     for size in range(2, 12):
         try:
-            find_architecture(config["architectures"][0])(config, Builder("float32", 64, communicator=Mirror(size)))
+            find_architecture(config["architectures"][0])(
+                config, Builder("float32", 64, communicator=MirrorCommunicator(size))
+            )
         except ConfigError:
             continue
         return size
@@ -105,7 +107,7 @@ def smallest(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("architecture", descriptor.architectures)
-def test_ranks_have_the_logits_of_one_with_random_weights_that_are_slices_of_its(architecture: str) -> None:
+def test_ranks_with_slices_of_random_weights_have_the_logits_of_one_rank(architecture: str) -> None:
     config = {**find_architecture(architecture).tiny_config(), **EVEN.get(architecture, {})}
     ids = prompt_of(config.get("text_config", config)["vocab_size"], 12)
     [one], more = ranks_logits(config, 1, ids), ranks_logits(config, smallest(config), ids)
@@ -127,7 +129,7 @@ def test_ranks_have_the_logits_of_one_with_random_weights_that_are_slices_of_its
          "1, 2, 3"),
     ],
 )  # fmt: skip
-def test_what_ranks_cannot_share_is_refused_with_the_sizes_that_fit(
+def test_layers_that_ranks_cannot_share_are_refused_with_the_sizes_that_fit(
     changes: dict[str, int], ranks: int, message: str
 ) -> None:
     config = {**find_architecture("LlamaForCausalLM").tiny_config(), **changes}
@@ -138,8 +140,8 @@ def test_what_ranks_cannot_share_is_refused_with_the_sizes_that_fit(
 
 def test_ranks_hold_their_share_of_the_bytes_and_no_more() -> None:
     config = shared("Qwen3Moe", 8, 8, {"intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": 256})
-    whole = NaiveModel(config).bytes.counted
-    tables = on_threads(4, lambda end: NaiveModel(config, communicator=end).bytes.counted)
+    whole = NaiveModel(config).bytes.allocated
+    tables = run_on_threads(4, lambda end: NaiveModel(config, communicator=end).bytes.allocated)
     replicated = 4 * len(tables) * 60_000  # routers, norms and tables
     assert whole < sum(tables) < whole + replicated
     assert max(tables) < 0.4 * whole

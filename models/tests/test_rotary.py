@@ -56,7 +56,7 @@ def test_a_fixed_ntk_factor_makes_theta_larger_once_for_all() -> None:
     torch.testing.assert_close(table(config, 100), table(larger, 100))
 
 
-def test_the_first_spellings_of_longrope_mean_the_same() -> None:
+def test_early_names_of_longrope_mean_the_same() -> None:
     new = {"rope_parameters": {"rope_theta": 1e4, **SCALINGS["longrope"]}, "max_position_embeddings": 64}
     factors = {key: LONGROPE[key] for key in ("short_factor", "long_factor")}
     old = {"rope_theta": 1e4, "rope_scaling": {"type": "su", **factors}, "original_max_position_embeddings": 32}

@@ -14,7 +14,7 @@ from family_runner import check, prompt_of
 from family_table import GPT_OSS, LLAMA_4, V3, Row
 
 from evener.ops.reference import experts
-from evener.testing.naive import NaiveModel
+from evener_conformance.naive.model import NaiveModel
 
 CASES = {"several groups": {}, "one group": {"n_group": 1, "topk_group": 1}}
 
@@ -110,7 +110,7 @@ def test_every_token_goes_to_the_experts_that_transformers_chooses(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_of_equal_scores_and_equal_groups_the_lowest_ids_are_chosen_in_every_engine(
+def test_routing_ties_choose_the_lowest_expert_ids_in_every_engine(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
     oracle = Tied()
@@ -151,7 +151,7 @@ def test_softmax_of_the_best_and_sigmoids_of_the_best_go_to_transformers_experts
 
 
 @pytest.mark.parametrize("scoring", ["softmax_top", "sigmoid"])
-def test_of_equal_logits_the_lowest_ids_are_chosen(scoring: str) -> None:
+def test_router_logit_ties_choose_the_lowest_expert_ids(scoring: str) -> None:
     static = {"top": 3, "scoring": scoring, "renormalize": False, "scale": 1.0, "groups": 1, "top_groups": 1,
               "group_best": 1}  # fmt: skip
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 2.0, 1.0], [0.0] * 6, [3.0, 3.0, 4.0, 3.0, 3.0, 3.0]])

@@ -16,8 +16,8 @@ import uvicorn
 
 from evener.async_llm import AsyncLLM
 from evener.frontend.settings import FrontendSettings
-from evener.testing.fake_engine import FakeEngine
-from evener.testing.tiny_tokenizer import write_tiny_tokenizer
+from evener_conformance.fake_engine import FakeEngine
+from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 from evener_server.app import create_app
 from evener_server.body import BodyLimits
 from evener_server.process import bind

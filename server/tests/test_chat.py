@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evener.engine.messages import NewRequest
-from evener.testing.fake_engine import FakeEngine
+from evener.engine.wire.messages import NewRequest
+from evener_conformance.fake_engine import FakeEngine
 
 EOS = 258
 
@@ -150,7 +150,7 @@ def test_an_answer_can_be_sent_back_as_it_came(make_api: Any) -> None:
 
 
 def test_a_model_without_a_template_says_so(make_api: Any, error: Any, tmp_path: Any) -> None:
-    from evener.testing.tiny_tokenizer import write_tiny_tokenizer
+    from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
     api = make_api(model=write_tiny_tokenizer(tmp_path, chat_template=None))
     response = api.chat()

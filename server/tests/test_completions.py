@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evener.testing.fake_engine import FakeEngine
+from evener_conformance.fake_engine import FakeEngine
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from evener.engine.messages import NewRequest
-from evener.testing.fake_engine import FakeEngine
+from evener.engine.wire.messages import NewRequest
+from evener_conformance.fake_engine import FakeEngine
 from evener_server.body import BodyLimits
 
 LONG = 100_000
@@ -83,7 +83,7 @@ def test_a_client_that_leaves_in_the_middle_ends_its_request(make_server: Any, e
     eventually(server.idle, "an idle server")
 
 
-def test_a_client_that_closes_only_its_sending_half_is_taken_for_gone(make_server: Any, eventually: Any) -> None:
+def test_half_closed_connection_counts_as_disconnect(make_server: Any, eventually: Any) -> None:
     engine = FakeEngine(info_overrides={"max_model_len": 2 * LONG})
     engine.hold()
     server = make_server(engine)

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from evener.testing.fake_engine import FakeEngine
-from evener_server.activity import Activity
+from evener_conformance.fake_engine import FakeEngine
 from evener_server.metrics import Histogram
+from evener_server.stats_logger import StatsLogger
 
 
 def values(text: str) -> dict[str, float]:
@@ -89,7 +89,7 @@ def test_it_answers_while_there_is_no_engine(make_api: Any) -> None:
     assert found["evener:generation_tokens_total"] == 0
 
 
-def test_two_applications_in_one_process_count_apart(make_api: Any) -> None:
+def test_two_applications_in_one_process_have_separate_metrics(make_api: Any) -> None:
     first, second = make_api(), make_api()
     first.complete(max_tokens=2)
     assert read(first)["evener:generation_tokens_total"] == 2
@@ -106,30 +106,30 @@ def test_a_histogram_counts_a_bound_in_the_bucket_that_it_ends() -> None:
 
 def test_the_log_line_says_what_happened_and_nothing_when_nothing_did(make_api: Any) -> None:
     api = make_api()
-    activity, now = Activity(api.app.state.service), time.monotonic()
+    stats_logger, now = StatsLogger(api.app.state.service), time.monotonic()
     report = api.run(api.llm.stats())
-    assert activity.line(report, now + 10) is None
+    assert stats_logger.line(report, now + 10) is None
     api.complete(prompt="hello", max_tokens=20)
-    line = activity.line(api.run(api.llm.stats()), now + 20)
+    line = stats_logger.line(api.run(api.llm.stats()), now + 20)
     assert line is not None
     for part in ("running 0, waiting 0", "prompt 0.5 tokens/s", "generation 2.0 tokens/s", "ended 1", "first token"):
         assert part in line
-    assert activity.line(api.run(api.llm.stats()), now + 30) is None
+    assert stats_logger.line(api.run(api.llm.stats()), now + 30) is None
 
 
 def test_the_log_line_comes_by_itself(make_api: Any, caplog: pytest.LogCaptureFixture) -> None:
     import asyncio
 
     api = make_api()
-    activity = Activity(api.app.state.service)
+    stats_logger = StatsLogger(api.app.state.service)
     api.complete(max_tokens=2)
 
     async def wait() -> None:
-        task = asyncio.ensure_future(activity.run(0.001))
-        while not any(record.name == "evener_server.activity" for record in caplog.records):
+        task = asyncio.ensure_future(stats_logger.run(0.001))
+        while not any(record.name == "evener_server.stats_logger" for record in caplog.records):
             await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    with caplog.at_level("INFO", "evener_server.activity"):
+    with caplog.at_level("INFO", "evener_server.stats_logger"):
         api.run(asyncio.wait_for(wait(), 120))

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from evener.testing.fake_engine import FakeEngine
+from evener_conformance.fake_engine import FakeEngine
 
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evener.engine.messages import NewRequest
-from evener.testing.fake_engine import FakeEngine
+from evener.engine.wire.messages import LogitBias, NewRequest
+from evener_conformance.fake_engine import FakeEngine
 from evener_server.protocol import ChatBody, CompletionBody, parse_body
 
 
@@ -26,8 +26,8 @@ def test_penalties_biases_and_limits_reach_the_engine(make_api: Any) -> None:
         sampling = message.sampling
         assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -1, 1.25)
         assert {4, 9} <= set(message.stop_token_ids) and message.max_time == 30
-        assert sampling.bias[0] == (5, 3.0, 0)
-        assert sampling.bias[1:] == [(token, -float("inf"), 2) for token in message.stop_token_ids]
+        assert sampling.bias[0] == LogitBias(5, 3.0)
+        assert sampling.bias[1:] == [LogitBias(token, -float("inf"), 2) for token in message.stop_token_ids]
 
 
 def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(api: Any) -> None:
@@ -108,7 +108,7 @@ def test_best_of_keeps_the_likeliest_and_bills_all(make_api: Any) -> None:
     assert api.llm.num_open == 0
 
 
-def test_best_of_as_many_as_are_wanted_changes_nothing(api: Any, sse: Any) -> None:
+def test_best_of_equal_to_n_changes_nothing(api: Any, sse: Any) -> None:
     asked: dict[str, Any] = {"prompt": "ab", "n": 2, "max_tokens": 3}
     plain, same = (api.complete(**asked, **extra).json() for extra in ({}, {"best_of": 2}))
     assert plain["choices"] == same["choices"] and plain["usage"] == same["usage"]

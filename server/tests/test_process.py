@@ -25,7 +25,7 @@ import asyncio, logging, sys, threading
 from pathlib import Path
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
-from evener.testing.fake_engine import FakeEngine
+from evener_conformance.fake_engine import FakeEngine
 from evener_server.process import serve
 
 class Engine(FakeEngine):
@@ -141,7 +141,7 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(serve: Any, 
     assert served.process.wait(120) == 0
 
 
-def test_requests_that_outlast_the_limit_are_ended_with_a_reason(serve: Any, http: httpx.Client) -> None:
+def test_requests_exceeding_the_drain_timeout_are_aborted_with_a_reason(serve: Any, http: httpx.Client) -> None:
     served = serve(0.05)
     with _stream(http, served) as response:
         lines = (line for line in response.iter_lines() if line)
@@ -150,7 +150,9 @@ def test_requests_that_outlast_the_limit_are_ended_with_a_reason(serve: Any, htt
         *_, last = lines
     assert "shutting down" in last and '"error"' in last
     assert served.process.wait(120) == 0
-    served.wait_for("1 requests did not end within 0.05 s")  # it may still be on its way through the pipe
+    served.wait_for(
+        "aborting 1 requests that did not finish within 0.05 s"
+    )  # it may still be on its way through the pipe
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -173,7 +175,7 @@ def test_a_port_in_use_is_an_error_before_the_engine_starts(folder: Path) -> Non
             main([str(folder), f"serve.port={port}"])
 
 
-def test_an_address_that_is_not_here_is_an_error() -> None:
+def test_binding_to_a_foreign_address_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         bind("192.0.2.1", 0)
     with pytest.raises(ConfigError, match=r"serve\.host=no such host"):

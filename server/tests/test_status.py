@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evener.testing.fake_engine import FakeEngine
+from evener_conformance.fake_engine import FakeEngine
 
 
 def test_the_model_is_listed_and_found_by_name(api: Any, error: Any) -> None:

@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 
 from evener.cli.main import main
-from evener.engine.messages import NewRequest
+from evener.engine.wire.messages import NewRequest
 from evener.errors import EngineDeadError, EngineError, RequestError
 from evener.sampling_params import SamplingParams
-from evener.testing.fake_engine import FakeEngine
-from evener.testing.tiny_tokenizer import EOS_ID as EOS
+from evener_conformance.fake_engine import FakeEngine
+from evener_conformance.tiny_tokenizer import EOS_ID as EOS
 from evener_server.chat_command import Conversation
 from evener_server.chat_models import ChatModel, LocalModel, Messages, RemoteModel
 from evener_server.chat_screen import MarkdownScreen, PlainScreen, split_blocks
@@ -93,7 +93,7 @@ def test_commands_change_the_conversation_and_are_not_sent(loop: Any, capsys: py
         [("user", "two"), ("assistant", "ab two"), ("user", "/etc/passwd?")],
     ]
     errors = capsys.readouterr().err
-    assert "there is no /nothing" in errors and errors.count("/reset begins anew") == 2
+    assert "unknown command /nothing" in errors and errors.count("/reset: new conversation") == 2
 
 
 def test_a_question_that_fails_is_forgotten_and_the_talk_goes_on(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,10 +134,10 @@ def test_a_server_answers_and_its_first_model_is_taken(make_server: Any, loop: A
     loop.run_until_complete(model.close())
 
 
-def test_what_a_server_refuses_is_said_in_its_words(make_server: Any, loop: Any, capsys: Any) -> None:
+def test_an_error_of_the_server_is_shown_in_its_own_words(make_server: Any, loop: Any, capsys: Any) -> None:
     model = remote(make_server().url, "other")
     assert talk(model, loop, "hi") == 1
-    assert "the server says 404: model 'other' does not exist here" in capsys.readouterr().err
+    assert "the server answers 404: model 'other' does not exist here" in capsys.readouterr().err
     loop.run_until_complete(model.close())
 
 

@@ -18,9 +18,9 @@ import numpy
 import pytest
 import torch
 
+from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, WeightPart, block_format, plain
-from evener.devices.native_code import Unavailable
 from evener_backend_cpu.block_packing import FORMATS, KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import SOURCES, Native
@@ -105,7 +105,9 @@ def distance(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, bias: tor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("storage", list(KINDS))
-def test_a_product_with_blocks_is_that_with_their_values(device: CpuDevice, storage: str, dtype: str) -> None:
+def test_a_product_with_quantized_blocks_matches_the_dequantized_product(
+    device: CpuDevice, storage: str, dtype: str
+) -> None:
     for rows, columns in ((1, 256), (16, 512), (37, 768)):
         weight = part(storage, rows, columns, seed=rows)
         values = dequantized(weight)
@@ -142,7 +144,7 @@ def test_parts_of_one_layer_may_have_different_formats_or_none(device: CpuDevice
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(device: CpuDevice, dtype: str) -> None:
+def test_rows_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice, dtype: str) -> None:
     packed = device.blocks.pack([part("q4_k", 50, 512), part("q6_k", 41, 512)], dtype, torch.device("cpu"))
     x = rows_of(512, 512, dtype)
     whole = multiply(device, packed, x)
@@ -157,7 +159,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(dev
         device.limit_threads(before)
 
 
-def test_every_power_of_two_is_a_scale(device: CpuDevice) -> None:
+def test_mxfp4_scales_cover_every_power_of_two(device: CpuDevice) -> None:
     scale = torch.arange(256, dtype=torch.uint8)[:, None]
     weight = torch.full((256, 1, 16), 0x52, dtype=torch.uint8)  # 1, 3, 1, 3, …
     stored = WeightPart("x", 256, 32, MXFP4, {"weight": weight, "scale": scale})
@@ -167,7 +169,7 @@ def test_every_power_of_two_is_a_scale(device: CpuDevice) -> None:
     torch.testing.assert_close(got[40:255], 2.0 ** (torch.arange(40.0, 255.0) - 127), rtol=1e-4, atol=0)
 
 
-def test_what_is_not_a_number_stays_so(device: CpuDevice) -> None:
+def test_nan_inputs_stay_nan(device: CpuDevice) -> None:
     packed = device.blocks.pack([part("q8_0", 16, 64)], "float32", torch.device("cpu"))
     x = torch.randn(3, 64)
     x[0, 40], x[1, 7], x[2] = float("nan"), float("inf"), 0
@@ -189,7 +191,7 @@ def test_sizes_are_known_before_anything_is_packed(device: CpuDevice) -> None:
 def test_refusals_name_the_reason(device: CpuDevice) -> None:
     blocks = device.blocks
     cases = (
-        ([part("float32", 8, 64)], "float32", "nothing is in blocks"),
+        ([part("float32", 8, 64)], "float32", "no part is block-quantized"),
         ([part("q8_0", 8, 64)], "float16", "not float16"),
         ([WeightPart("x", 8, 320, block_format("q4_k"))], "float32", "320 columns"),
         ([WeightPart("x", 8, 320, replace(MXFP4, group=16))], "float32", "block format float4_e2m1"),

@@ -10,20 +10,20 @@ import gguf
 import pytest
 import torch
 
+from evener.contracts.declared import LinearWeight, StackedWeight, Table
 from evener.contracts.ops import Bucket, OpCall, OpFunction
 from evener.contracts.quant import WeightPart, block_format, plain
+from evener.contracts.weights import MoEWeights
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight, StackedWeight, Table
 from evener.layers.experts import MoEConfig
 from evener.layers.norms import norm_common
-from evener.ops.expert_composites import MoEWeights
+from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
-from evener.resolution.resolver import load_reference
-from evener.testing.conformance.ops import no_other_op
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear, NativeMoeBlock
 from evener_backend_cpu.native_library import Native
+from evener_conformance.kit.ops import forbid_nested_ops
 
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
 HIDDEN, CPU = 96, torch.device("cpu")
@@ -110,7 +110,9 @@ class Block:
 
     def expected(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         def use(op: str, /, **static: Any) -> OpFunction:
-            run: OpFunction = load_reference(SCHEMAS[op])({**static, "dtype": "float32", "out": "float32"}, no_other_op)
+            run: OpFunction = load_reference(SCHEMAS[op])(
+                {**static, "dtype": "float32", "out": "float32"}, forbid_nested_ops
+            )
             if op != "add_rms_norm":
                 return run
 
@@ -152,13 +154,13 @@ def check(block: Block, x: torch.Tensor, stream: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("storage", ["", "q8_0", "q4_1"], ids=["plain", "q8_0", "q4_1"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_block_is_its_expansion(device: CpuDevice, kind: str, storage: str, dtype: str) -> None:
+def test_the_moe_block_matches_its_expansion(device: CpuDevice, kind: str, storage: str, dtype: str) -> None:
     block = Block(device, KINDS[kind], dtype, storage)
     for tokens in (1, 3, 5, 40):
         check(block, *block.inputs(tokens))
 
 
-def test_any_load_and_more_tokens_than_a_panel(device: CpuDevice) -> None:
+def test_unbalanced_expert_load_and_more_tokens_than_a_panel(device: CpuDevice) -> None:
     block = Block(device, KINDS["softmax"], "float32")
     check(block, *block.inputs(300, alike=True))
     check(block, *block.inputs(1100))
@@ -166,9 +168,7 @@ def test_any_load_and_more_tokens_than_a_panel(device: CpuDevice) -> None:
 
 @pytest.mark.parametrize("storage", ["", "q4_1"], ids=["plain", "q4_1"])
 @pytest.mark.parametrize("dtype", list(CLOSE))
-def test_a_token_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
-    device: CpuDevice, dtype: str, storage: str
-) -> None:
+def test_experts_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice, dtype: str, storage: str) -> None:
     block = Block(device, KINDS["grouped sigmoid"], dtype, storage)
     x, stream = block.inputs(600)
     whole, before = block.native(x, stream)[0], device.threads
@@ -181,7 +181,7 @@ def test_a_token_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
         device.limit_threads(before)
 
 
-def test_the_map_says_where_an_expert_is_and_what_is_elsewhere_adds_nothing(device: CpuDevice) -> None:
+def test_experts_are_found_through_the_slot_map_and_remote_ones_add_nothing(device: CpuDevice) -> None:
     block = Block(device, KINDS["softmax"], "float32")
     experts = 16
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(1)).int()
@@ -212,7 +212,7 @@ def _stack(device: CpuDevice, storage: str, dtype: str) -> tuple[Any, torch.Tens
 
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("storage", ["q8_0", "q5_1", "q4_0"])
-def test_a_stack_in_blocks_multiplies_as_its_numbers_do(device: CpuDevice, storage: str, dtype: str) -> None:
+def test_a_quantized_expert_stack_matches_its_dequantized_product(device: CpuDevice, storage: str, dtype: str) -> None:
     packed, values = _stack(device, storage, dtype)
     static: Mapping[str, Any] = {"experts": 7, "rows": 49, "columns": 512, "dtype": dtype}
     kernel = NativeGroupedLinear(device)
@@ -232,8 +232,8 @@ def test_refusals_name_the_reason(device: CpuDevice) -> None:
     common = norm_common(build, 32, 1e-5, 0.0, "rms")
     _, static = MoEConfig(experts=2, top=1, inner=32).declare(build, "layer", common)
     for change, reason in (
-        ({"activation": "relu"}, "relu"), ({"scoring": "sinkhorn"}, "sinkhorn"), ({"weigh_input": True}, "inputs"),
-        ({"dtype": "float16"}, "not float16"),
+        ({"activation": "relu"}, "relu"), ({"scoring": "sinkhorn"}, "sinkhorn"),
+        ({"router_weight_on_input": True}, "inputs"), ({"dtype": "float16"}, "not float16"),
     ):  # fmt: skip
         call = OpCall("moe_block", {**static, **change}, Bucket(1, 1), device.capabilities)
         refusal = NativeMoeBlock(device).supports(call)

@@ -11,17 +11,20 @@ import gguf
 import pytest
 import torch
 
+from evener.contracts.declared import LinearWeight, Table
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
 from evener.contracts.quant import BLOCKS, PackedWeight, QuantFormat, WeightPart, block_format, plain
 from evener.contracts.state import StateStep
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight, Table
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
 from evener.layers.rotary import RotaryConfig
+from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
-from evener.resolution.resolver import Market, Offer, Resolver, load_reference
+from evener.plugins.catalog import Provided
+from evener.resolution.candidates import Candidates
+from evener.resolution.resolver import Resolver
 from evener_backend_cpu.composites import COMPOSITES
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import Native
@@ -77,7 +80,7 @@ def test_linear(device: CpuDevice, dtype: str, tokens: int, rows: int, columns: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_linear_has_the_same_bits_in_any_company(device: CpuDevice, dtype: str) -> None:
+def test_linear_is_batch_invariant(device: CpuDevice, dtype: str) -> None:
     x, w = noise(70, 200, dtype=dtype), noise(100, 200, dtype=dtype)
     run = built(device, "linear", {"rows": 100, "columns": 200, "dtype": dtype, "out": dtype})
     whole = run(x, packed(w))
@@ -149,9 +152,9 @@ def test_sampling_picks_the_references_tokens_from_a_whole_vocabulary(
     logits = noise(rows, 32011, dtype=dtype) * spread
     logits[1, ::2] = -torch.inf  # as a mask leaves it
     top_k, top_p, min_p = (torch.tensor(column) for column in zip(*FILTERS * 2, strict=True))
-    heat = torch.tensor([0.7] * len(FILTERS) + [1.0] * (len(FILTERS) - 1) + [0.0])
+    temperature = torch.tensor([0.7] * len(FILTERS) + [1.0] * (len(FILTERS) - 1) + [0.0])
     seed = torch.arange(rows, dtype=torch.int32) * 977 - 5000
-    inputs = (logits, heat, top_k.int(), top_p, min_p, seed, torch.arange(rows, dtype=torch.int32))
+    inputs = (logits, temperature, top_k.int(), top_p, min_p, seed, torch.arange(rows, dtype=torch.int32))
     static = {"vocab": 32011, "filters": True}
     assert built(device, "sample", static)(*inputs).tolist() == reference("sample", static)(*inputs).tolist()
 
@@ -196,17 +199,17 @@ class Model:
         offered = ops | {"linear"} if storages else ops  # packings are those of kernels for "linear"
         kernels = [kind(device) for kind in (*PRIMITIVES, *COMPOSITES) if kind.op in offered]
         self.state = PagedState(device) if native else ReferenceState()
-        offers = [Offer(k, "cpu", "0") for k in kernels] if native else []
-        market = Market(
+        offers = [Provided(k, "cpu", "cpu", "0") for k in kernels] if native else []
+        available = Candidates(
             schemas=SCHEMAS,
             kernels=offers,
-            states=[Offer(self.state, "cpu", "0")],
+            states=[Provided(self.state, "cpu", "cpu", "0")],
             reference_state=ReferenceState(),
             reference_packing=PLAIN,
             device=device.capabilities,
             buckets=[Bucket(1, 512)],
         )
-        self.resolver = Resolver(market)
+        self.resolver = Resolver(available)
         self.resolver.states(self.builder.slots)
         linears = [w for w in self.builder.weights if isinstance(w, LinearWeight)]
         turn = cycle(storages)
@@ -347,9 +350,7 @@ def compare_layers(device: CpuDevice, dtype: str, family: str, granularity: str,
 
 @pytest.mark.parametrize("storages", [(), MIXED], ids=["plain", "blocks"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_of_a_layer_has_the_same_bits_in_any_company(
-    device: CpuDevice, dtype: str, storages: Sequence[str]
-) -> None:
+def test_a_decoder_layer_is_batch_invariant(device: CpuDevice, dtype: str, storages: Sequence[str]) -> None:
     attention, mlp = AttentionConfig(**ATTENTIONS["plain"]), MLPConfig(**MLPS["plain"])
     x = noise(300, 96, dtype=dtype)
     together = Model(device, dtype, attention, mlp, {"decoder_layer"}, True, storages=storages)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
-from evener.devices.native_code import Unavailable
 from evener.errors import BackendError
 from evener_backend_cpu import descriptor, isa, memory, native_library, plugin, probe
 from evener_backend_cpu.device import CpuDevice
@@ -153,7 +153,7 @@ def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing_behind(empty_cache
 
 def test_another_processor_gets_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(native_library, "compiled", lambda *how: (asked.append(how), Unavailable("not now"))[1])
+    monkeypatch.setattr(native_library, "compile_library", lambda *how: (asked.append(how), Unavailable("not now"))[1])
     here = isa.read()
     for processor in (here, isa.Processor("another", here.variant, here.features - {"avx2"})):
         assert load(processor) == Unavailable("not now")

@@ -160,7 +160,7 @@ def test_attention_equals_the_reference_on_pages_full_of_nan(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_result_does_not_depend_on_company_chunks_or_threads(
+def test_attention_is_invariant_to_batch_chunking_and_threads(
     device: CpuDevice, dtype: str, window: int | None
 ) -> None:
     provider = PagedState(device)
@@ -196,7 +196,7 @@ def test_blocks_survive_export_import_and_copy(device: CpuDevice, dtype: str) ->
         assert torch.equal(got, want[torch.tensor([1, 2, 1])])
 
 
-def test_tokens_that_belong_to_no_request_attend_to_nothing(device: CpuDevice) -> None:
+def test_padding_tokens_get_zero_output(device: CpuDevice) -> None:
     case = Case(requests=[(0, 5)])
     provider = PagedState(device)
     table, blocks = case.tables()
@@ -218,7 +218,7 @@ def test_tokens_that_belong_to_no_request_attend_to_nothing(device: CpuDevice) -
     [
         ({"head_dim": 72}, "multiple of 16"),
         ({"dtype": "float16"}, "float32 or bfloat16"),
-        ({"heads": 8}, "evenly"),
+        ({"heads": 8}, "not a multiple"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(

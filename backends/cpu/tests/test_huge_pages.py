@@ -29,12 +29,12 @@ def test_a_packed_weight_is_the_plain_one(dtype: str) -> None:
         got, want = packing.pack(given, dtype, CPU), PLAIN.pack(given, dtype, CPU)
         assert torch.equal(got.data, want.data) and got.data.is_contiguous()
         assert (got.layout, got.shape, got.nbytes) == (want.layout, want.shape, want.nbytes)
-        assert got.nbytes == packing.nbytes(given, dtype) and not packing.keeps(given)
+        assert got.nbytes == packing.nbytes(given, dtype) and not packing.keeps_storage(given)
     stacks = [p.pack_stack([parts(3, 4)] * 3, 3, dtype, CPU) for p in (packing, PLAIN)]
     assert stacks[0].shape == stacks[1].shape == (3, 7, 24)
 
 
-def test_an_arena_gives_room_that_nobody_else_has_and_that_outlives_it() -> None:
+def test_arena_tensors_do_not_overlap_and_outlive_the_arena() -> None:
     arena, given = Arena(), []
     for number, shape in enumerate([(3, 5), (70 << 20,), (1,), (40 << 20,), (30 << 20,), (7, 2)]):
         made = arena.take(shape, torch.uint8)
@@ -48,7 +48,7 @@ def test_an_arena_gives_room_that_nobody_else_has_and_that_outlives_it() -> None
     assert [int(t.flatten()[-1]) for t in given] == list(range(6))
 
 
-def test_the_option_and_the_system_decide(tmp_path: Path) -> None:
+def test_huge_pages_are_used_only_if_enabled_and_available(tmp_path: Path) -> None:
     assert CpuDevice(0, {"huge_pages": "off"}).plain is PLAIN
     if available():
         assert isinstance(CpuDevice(0, {}).plain, HugePacking)

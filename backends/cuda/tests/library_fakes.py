@@ -1,4 +1,4 @@
-"""The libraries' documented semantics in plain torch, under their published signatures.
+"""The libraries' documented semantics in plain torch, with_signature_of their published signatures.
 
 A call is bound to the signature in ``signatures.json`` first, so that a name which the library does not have fails as
 it would there; what a stand-in does not compute must have been left out.
@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-SIGNATURES: dict[str, dict[str, list[list[str]]]] = json.loads(
-    (Path(__file__).parent / "signatures.json").read_text()
-)
+SIGNATURES: dict[str, dict[str, list[list[str]]]] = json.loads((Path(__file__).parent / "signatures.json").read_text())
 _KINDS = {
     "needed": inspect.Parameter.POSITIONAL_OR_KEYWORD, "optional": inspect.Parameter.POSITIONAL_OR_KEYWORD,
     "*": inspect.Parameter.VAR_POSITIONAL, "keyword": inspect.Parameter.KEYWORD_ONLY,
@@ -36,7 +34,7 @@ def published(release: str, name: str) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def under(release: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_signature_of(release: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The function behind the release's signature: it gets what was given, by name."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +77,7 @@ def flash_attn(page: int = 256, release: str = "flash_attn-2.8.3.post2") -> Modu
         assert {t.stride(-1) for t in (q, k, v, table)} == {1}
         assert {t.dtype for t in (table, *ints)} == {torch.int32}
 
-    @under(release, "flash_attn_with_kvcache")
+    @with_signature_of(release, "flash_attn_with_kvcache")
     def with_kvcache(q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, block_table: Any, softmax_scale: float,
                      causal: bool, window_size: tuple[int, int], softcap: float) -> torch.Tensor:  # fmt: skip
         checked(q, k_cache, v_cache, block_table, cache_seqlens)
@@ -90,7 +88,7 @@ def flash_attn(page: int = 256, release: str = "flash_attn-2.8.3.post2") -> Modu
             for row, (blocks, n) in enumerate(zip(block_table, cache_seqlens.tolist(), strict=True))
         ])  # fmt: skip
 
-    @under(release, "flash_attn_varlen_func")
+    @with_signature_of(release, "flash_attn_varlen_func")
     def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
                softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float,
                block_table: Any) -> torch.Tensor:  # fmt: skip
@@ -153,11 +151,11 @@ def flash_mla(release: str = "flash_mla-1.0.0.dev0") -> ModuleType:
     """FlashMLA: one length of queries a call, pages of 64 tokens; the schedule of the same lengths."""
     module = ModuleType("flash_mla")
 
-    @under(release, "get_mla_metadata")
+    @with_signature_of(release, "get_mla_metadata")
     def get_mla_metadata(**given: Any) -> tuple[Any, Any]:
         return ("schedule", None if "args" in given else "splits")
 
-    @under(release, "flash_mla_with_kvcache")
+    @with_signature_of(release, "flash_mla_with_kvcache")
     def with_kvcache(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: int,
                      tile_scheduler_metadata: Any, num_splits: Any, softmax_scale: float,
                      causal: bool) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -182,12 +180,12 @@ def deep_gemm(release: str = "sgl_deep_gemm-0.2.5", tile: int = 128) -> ModuleTy
         for tensor in tensors:
             assert tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.shape[-1] % 8 == 0
 
-    @under(release, "bf16_gemm_nt")
+    @with_signature_of(release, "bf16_gemm_nt")
     def gemm(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> None:
         checked(a, b, d)
         d.copy_(a.float() @ b.float().T)
 
-    @under(release, "m_grouped_bf16_gemm_nt_contiguous")
+    @with_signature_of(release, "m_grouped_bf16_gemm_nt_contiguous")
     def grouped(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, grouped_layout: torch.Tensor) -> None:
         checked(a, b, d)
         assert grouped_layout.dtype == torch.int32 and len(a) == len(d) == len(grouped_layout) and len(a) % tile == 0

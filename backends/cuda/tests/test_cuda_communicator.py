@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from evener.testing.communicators import Mirror, ThreadCommunicator, on_threads
+from evener.distributed.thread_communicator import MirrorCommunicator, ThreadCommunicator, run_on_threads
 from evener_backend_cuda import communicator as module
-from evener_backend_cuda.communicator import SMALL, connect_pairs, open_communicator
+from evener_backend_cuda.communicator import PEER_SUM_MAX_BYTES, connect_pairs, open_communicator
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``open_communicator`` does, over ranks that are not there."""
     told: dict[str, Any] = {"reachable": True, "peers": [], "connected": []}
-    monkeypatch.setattr(module, "open_torch_communicator", lambda library, name, ranks, *_: Mirror(len(ranks)))
+    monkeypatch.setattr(
+        module, "open_torch_communicator", lambda library, name, ranks, *_: MirrorCommunicator(len(ranks))
+    )
     monkeypatch.setattr(module, "connect_pairs", lambda base, where: told["connected"].append(base))
-    monkeypatch.setattr(module, "_reachable", lambda base: told["reachable"])
+    monkeypatch.setattr(module, "_can_access_peers", lambda base: told["reachable"])
     monkeypatch.setattr(module, "PeerCommunicator", lambda base, limit: told["peers"].append((base.size, limit)))
     return told
 
@@ -29,17 +31,17 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [("tp", 2, True, True), ("tp", 4, True, True), ("tp", 3, True, False), ("pp", 2, True, False),
      ("tp", 2, False, False)],
 )  # fmt: skip
-def test_ranks_that_share_layers_and_reach_each_other_add_up_small_sums_themselves(
+def test_small_all_reduces_use_peer_memory_only_for_connected_tp_ranks(
     name: str, size: int, reachable: bool, peers: bool, opened: dict[str, Any]
 ) -> None:
     opened["reachable"] = reachable
     end = open_communicator(name, range(size), 0, size, "file:///nowhere")
-    assert opened["peers"] == ([(size, SMALL[size])] if peers else [])
-    assert isinstance(end, Mirror) != peers
+    assert opened["peers"] == ([(size, PEER_SUM_MAX_BYTES[size])] if peers else [])
+    assert isinstance(end, MirrorCommunicator) != peers
     assert opened["connected"] == ([end] if name == "pp" else []), "stages meet before the first of them sends"
 
 
-def test_every_pair_of_stages_meets_in_both_directions_in_an_order_in_which_nobody_waits_for_ever() -> None:
+def test_connecting_all_pairs_in_both_directions_does_not_deadlock() -> None:
     sent: list[tuple[int, int]] = []
 
     class Meeting(ThreadCommunicator):
@@ -59,5 +61,5 @@ def test_every_pair_of_stages_meets_in_both_directions_in_an_order_in_which_nobo
         end.__class__ = Meeting
         connect_pairs(end, torch.device("cpu"))
 
-    on_threads(4, work)
+    run_on_threads(4, work)
     assert sorted(sent) == list(itertools.permutations(range(4), 2)), "streams go up and ids come down"

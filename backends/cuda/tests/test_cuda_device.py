@@ -8,7 +8,7 @@ from typing import Any
 from evener_backend_cuda.plugin import CudaDevice
 
 
-def test_a_gpu_counts_what_was_asked_for_and_not_the_blocks_that_were_given_for_it() -> None:
+def test_peak_memory_counts_requested_bytes_not_allocator_blocks() -> None:
     asked, given = {"current": 100, "peak": 900}, {"peak": 5000}
 
     def work() -> None:

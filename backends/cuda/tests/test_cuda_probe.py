@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evener.plugins.torch_marks import TorchMarks
+from evener.backend.torch_marks import TorchMarks
 from evener_backend_cuda import descriptor, nvml
 from evener_backend_cuda.capability import capabilities
 from evener_backend_cuda.probe import marks, probe
@@ -42,12 +42,12 @@ def test_marks_fit_where_there_is_a_node_and_a_torch_for_it(dev: Path) -> None:
     found = marks(dev, torch=OURS)
     assert found.fit
     assert "nvidia0" in found.reasons[0]
-    assert found.bus == ("10de:*",)
+    assert found.pci_ids == ("10de:*",)
 
 
 def test_marks_do_not_fit_without_a_node_and_still_claim_the_bus(tmp_path: Path) -> None:
     found = marks(tmp_path, torch=OURS)
-    assert (found.fit, found.bus) == (False, ("10de:*",))
+    assert (found.fit, found.pci_ids) == (False, ("10de:*",))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_marks_decline_a_torch_that_is_not_ours(dev: Path, torch: TorchMarks, wo
     assert word in found.reasons[0]
 
 
-def test_visible_devices_are_part_of_what_an_answer_is_cached_by(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices_are_part_of_the_probe_cache_key(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = marks(dev, torch=OURS).cache_key
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert marks(dev, torch=OURS).cache_key != before
@@ -104,7 +104,7 @@ def test_nvml_says_why_it_refuses(tmp_path: Path) -> None:
         ((7, 0), {"float32", "float16"}, set()),
         ((8, 0), {"float32", "float16", "bfloat16"}, set()),
         ((8, 9), {"float32", "float16", "bfloat16"}, {"fp8"}),
-        ((9, 0), {"float32", "float16", "bfloat16"}, {"fp8", "overlap"}),
+        ((9, 0), {"float32", "float16", "bfloat16"}, {"fp8", "overlap", "warpgroups"}),
         ((10, 0), {"float32", "float16", "bfloat16"}, {"fp8", "overlap"}),
     ],
 )

@@ -7,20 +7,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shapes import CONFIGS
+from model_configs import CONFIGS
 
 import evener_backend_cuda
 import evener_kernels_triton
+from evener.contracts.declared import LinearWeight
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
+from evener.plugins.catalog import Provided
 from evener.resolution.buckets import token_buckets
-from evener.resolution.resolver import Market, Offer, Resolver
-from evener.resolution.tuning import Tuned, decode
-from evener.testing.naive import find_architecture
+from evener.resolution.candidates import Candidates
+from evener.resolution.resolver import Resolver
+from evener.resolution.tuning import TuningTable, decode
 from evener_backend_cuda.capability import capabilities
+from evener_conformance.naive.model import find_architecture
 from evener_kernels_triton import plugin as triton
 
 FILES = sorted((Path(evener_backend_cuda.__file__).parent / "measured").glob("*.json"))
@@ -33,7 +35,7 @@ def test_there_are_files_where_the_descriptor_says() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_is_whole_and_names_what_there_is(path: Path) -> None:
+def test_tuning_files_are_valid_and_name_existing_kernels(path: Path) -> None:
     file = decode(path.read_bytes())
     assert (file.bench.device, file.bench.variant) == ("NVIDIA H200", "sm_90")
     assert {"torch", "driver", "cuda", "triton"} <= file.bench.conditions.keys()
@@ -52,10 +54,10 @@ def test_every_file_is_whole_and_names_what_there_is(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_models_own_shapes_find_what_was_measured_and_every_variant_that_is_taken_is_still_offered(
+def test_model_shapes_match_the_tuning_entries_and_chosen_variants_still_exist(
     path: Path,
 ) -> None:
-    file, tuned = decode(path.read_bytes()), Tuned()
+    file, tuned = decode(path.read_bytes()), TuningTable()
     tuned.add(path.name, file.entries)
     config = CONFIGS[path.stem.removeprefix("h200-")]
     device = SimpleNamespace(capabilities=capabilities((9, 0), 132, 232448))
@@ -63,9 +65,9 @@ def test_the_models_own_shapes_find_what_was_measured_and_every_variant_that_is_
     find_architecture(config["architectures"][0])(config, build)
     given: dict[str, Any] = {"device": device, "options": {}}
     resolver = Resolver(
-        Market(
-            schemas=SCHEMAS, kernels=[Offer(k, "triton", "0") for k in triton.evener_kernels(**given)],
-            states=[Offer(s, "triton", "0") for s in triton.evener_state_providers(**given)],
+        Candidates(
+            schemas=SCHEMAS, kernels=[Provided(k, "triton", "triton", "0") for k in triton.evener_kernels(**given)],
+            states=[Provided(s, "triton", "triton", "0") for s in triton.evener_state_providers(**given)],
             reference_state=ReferenceState(), reference_packing=PLAIN, device=device.capabilities,
             buckets=token_buckets(256), tuned=tuned,
         )

@@ -16,15 +16,15 @@ from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import PackedWeight
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateTensor
 from evener.ops.reference.linear import grouped_linear
-from evener.testing.conformance.ops import no_other_op
-from evener.testing.conformance.state import SHAPES, Shape, check_provider
-from evener.testing.reference_device import HostDevice
 from evener_backend_cuda import descriptor
 from evener_backend_cuda.deep_gemm import DeepGemmGroupedLinear, DeepGemmLinear
 from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
 from evener_backend_cuda.library import Library
+from evener_conformance.kit.ops import forbid_nested_ops
+from evener_conformance.kit.state import SHAPES, Shape, check_provider
+from evener_conformance.reference.device import HostDevice
 
 PAIRS = (
     Shape(9, 3, 64, 64), Shape(4, 1, 64, 64, window=7), Shape(4, 2, 64, 64, window=24, softcap=5.0),
@@ -73,7 +73,7 @@ UNITS: list[Any] = [
 
 @pytest.mark.parametrize(("make", "fake", "options", "release", "shapes"), UNITS)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_a_unit_keeps_the_contract_with_its_library_as_published(
+def test_a_library_provider_keeps_the_state_contract(
     make: Any, fake: Any, options: Any, release: tuple[str, str], shapes: Any, dtype: str,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -111,15 +111,17 @@ def test_an_absent_library_says_which_version_to_install_and_how(make: Any, word
 
 
 def one_library(**fields: Any) -> Library:
-    return Library(**{"module": "some_library_of_ours", "distributions": ("some-library",), "least": "2.6",
+    return Library(**{"module": "some_library_of_ours", "distributions": ("some-library",), "min_version": "2.6",
                       "extra": "some", **fields})  # fmt: skip
 
 
-def test_an_old_a_broken_and_a_foreign_library_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_old_broken_and_unsupported_libraries_give_different_reasons(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     install(monkeypatch, tmp_path, None, "some-library", "2.10.1rc1")
-    assert "2.10.1rc1 is installed and does not import (No module named" in (one_library().refusal("sm_90") or "")
-    old = one_library(least="2.11").refusal("sm_90") or ""
-    assert "2.10.1rc1 is installed, 2.11 is the oldest that fits; pip install 'evener-backend-cuda[some]'" in old
+    assert "2.10.1rc1 is installed but does not import (No module named" in (one_library().refusal("sm_90") or "")
+    old = one_library(min_version="2.11").refusal("sm_90") or ""
+    assert "2.10.1rc1 is too old, 2.11 or later is needed; pip install 'evener-backend-cuda[some]'" in old
     assert "sm_80 and later, not for sm_75" in (one_library().refusal("sm_75") or "")
     assert "not for this device" in (one_library().refusal("") or "")
     assert "kernels for sm_90, not for sm_100" in (one_library(architectures=("sm_90",)).refusal("sm_100") or "")
@@ -127,7 +129,7 @@ def test_an_old_a_broken_and_a_foreign_library_are_told_apart(monkeypatch: pytes
     assert one_library().refusal("sm_120") is None
 
 
-def test_every_spelling_of_the_seeds_leads_to_a_unit_that_the_package_delivers() -> None:
+def test_every_legacy_key_alias_names_a_provided_kernel_or_state_provider() -> None:
     wanted = {target.partition("=")[2] for target in descriptor.aliases.values()}
     assert wanted == {*descriptor.states, DeepGemmGroupedLinear.name}
     assert {"infer.attn_type=flash_attn", "infer.attn_type=flash_infer", "infer.attn_type=flash_mla"} <= set(
@@ -135,7 +137,7 @@ def test_every_spelling_of_the_seeds_leads_to_a_unit_that_the_package_delivers()
     )
 
 
-def test_a_plan_is_made_once_a_step_in_turns_and_not_for_requests_without_tokens(
+def test_flashinfer_plans_once_per_step_and_skips_requests_without_tokens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install(monkeypatch, tmp_path, fakes.flashinfer(), *FI)
@@ -171,7 +173,7 @@ def call_of(op: str, **static: Any) -> OpCall:
 
 
 @pytest.mark.parametrize("tile", [8, 128])
-def test_products_with_experts_equal_the_reference_wherever_pairs_go(
+def test_grouped_linear_matches_the_reference_for_any_routing(
     tile: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install(monkeypatch, tmp_path, fakes.deep_gemm(tile=tile), *GEMM)
@@ -181,7 +183,7 @@ def test_products_with_experts_equal_the_reference_wherever_pairs_go(
     packed = PackedWeight("plain", tuple(weight.shape), weight, weight.nbytes)
     kernel, call = DeepGemmGroupedLinear(), call_of("grouped_linear", experts=5)
     assert kernel.supports(call) is None
-    run, want = kernel.build(call), grouped_linear(call.static, no_other_op)
+    run, want = kernel.build(call), grouped_linear(call.static, forbid_nested_ops)
     for slots in (
         torch.randint(-1, 5, (70, 3), generator=noise), torch.full((64, 2), 4), torch.full((64, 1), -1),
         torch.zeros(0, 2, dtype=torch.int64),
@@ -196,7 +198,7 @@ def test_products_with_experts_equal_the_reference_wherever_pairs_go(
             assert not got[slots < 0].any()
 
 
-def test_products_with_one_matrix_equal_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_linear_matches_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, tmp_path, fakes.deep_gemm(), *GEMM)
     x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((70, 64), (48, 64), (48,)))
     packed = PackedWeight("plain", (48, 64), weight, weight.nbytes)
@@ -211,11 +213,11 @@ def test_products_with_one_matrix_equal_the_reference(monkeypatch: pytest.Monkey
     [
         ({"dtype": "float16"}, "computes in bfloat16, not in float16"),
         ({"out": "float32"}, "not in bfloat16 to float32"),
-        ({"rows": 33}, "takes rows and columns that 8 divides, not 33 x 64"),
+        ({"rows": 33}, "needs rows and columns that are multiples of 8, not 33 x 64"),
     ],
 )
 @pytest.mark.parametrize("kernel", [DeepGemmLinear(), DeepGemmGroupedLinear()], ids=lambda k: k.op)
-def test_a_product_that_it_cannot_make_is_refused_with_the_reason(
+def test_unsupported_products_are_refused_with_the_reason(
     kernel: Any, change: Any, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     absent = "sgl-deep-gemm 0.2.5 or later is not installed; pip install 'evener-backend-cuda[deep-gemm]'"

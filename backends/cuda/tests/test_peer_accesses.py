@@ -18,7 +18,7 @@ def rank_memory() -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [4 * EACH, 3 * EACH + 20, 4])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_adds_what_its_peer_has_laid_down_and_tells_it(rank: int, count: int) -> None:
+def test_each_rank_sums_its_peers_data_and_signals_them(rank: int, count: int) -> None:
     """The peer has come already: programs of the interpreter do not wait for each other."""
     blocks, other = -(-count // EACH), 1 - rank
     shared = [rank_memory() for _ in range(RANKS)]
@@ -42,7 +42,7 @@ def test_each_rank_adds_what_its_peer_has_laid_down_and_tells_it(rank: int, coun
         assert told.tolist() == rounds[:blocks].tolist() == [now] * blocks
 
 
-def test_a_region_that_is_too_small_for_a_block_is_seen() -> None:
+def test_a_region_that_is_too_small_for_a_block_is_detected() -> None:
     shared = [rank_memory()[: DATA + 4 * 40] for _ in range(RANKS)]
     for each in shared:
         each[:DATA].view(torch.int32).fill_(1)

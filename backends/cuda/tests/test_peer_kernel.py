@@ -28,9 +28,7 @@ def compiled() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernel_moves_sixteen_bytes_at_a_time_and_orders_what_it_tells_its_peers(
-    case: str, compiled: dict[str, str]
-) -> None:
+def test_the_kernel_uses_16_byte_accesses_and_release_acquire_signals(case: str, compiled: dict[str, str]) -> None:
     text, ranks = compiled[case], int(case.split()[0])
     assert text.count("atom.global.sys.release.exch") == ranks - 1
     assert len(re.findall(r"(?:atom|ld)\S*\.acquire\S*", text)) >= ranks - 1

@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from evener.contracts.device import DeviceCapabilities
@@ -25,13 +26,13 @@ from evener.layers.experts import MoEConfig
 from evener.layers.latent import LatentConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
-from evener.testing.conformance.composites import Family, TinyModel, families
-from evener.testing.reference_device import HostDevice
+from evener_conformance.kit.composites import Family, TinyModel, families
+from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import grouped, scores, sort
-from evener_kernels_triton.linear import few, gemv
+from evener_kernels_triton.linear import few_tokens_linear, gemv
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
-from evener_kernels_triton.sampling import choose, choose_filtered
+from evener_kernels_triton.sampling import choose, sample_filtered
 from evener_kernels_triton.tuning import Tuning
 
 META = torch.device("meta")
@@ -44,8 +45,8 @@ TYPES = {
 #: What such a device says of itself: units, shared memory, bfloat16, and what else it can.
 FACTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "cuda:75": (40, 64 << 10, False, ()), "cuda:80": (108, 163 << 10, True, ()),
-    "cuda:90": (132, 227 << 10, True, ("overlap", "fp8")), "cuda:100": (148, 227 << 10, True, ("overlap", "fp8")),
-    "hip": (104, 64 << 10, True, ()),
+    "cuda:90": (132, 227 << 10, True, ("overlap", "fp8", "warpgroups")),
+    "cuda:100": (148, 227 << 10, True, ("overlap", "fp8")), "hip": (104, 64 << 10, True, ()),
 }  # fmt: skip
 
 
@@ -66,6 +67,9 @@ class Recorder:
                 signature[p.name], constants[(index,)] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[p.name], aligned[(index,)] = "*" + TYPES[value.dtype], [["tt.divisibility", 16]]
+            elif hasattr(value, "block_shape"):
+                box = ", ".join(map(str, value.block_shape))
+                signature[p.name] = f"tensordesc<{TYPES[value.base.dtype]}[{box}],{value.layout!r}>"
             elif isinstance(value, float):
                 signature[p.name] = "fp32"
             else:
@@ -91,11 +95,12 @@ def record(target: str) -> Recorder:
     large = Family("large", AttentionConfig(heads=32, kv_heads=8, head_dim=128, rotary=RotaryConfig(128), qk_norm=True),
                    MLPConfig(inner=192))  # fmt: skip
     many = Family("many experts", large.attention, MoEConfig(experts=128, top=8, inner=768))
-    served = [f for f in families() if f.calls("attention_block") or f.calls("moe_block") or f.name in LATENT]
+    noise = torch.randn(64, 96)
+    small = [family for family in families() if family.hidden == noise.shape[1]]
+    served = [f for f in small if f.calls("attention_block") or f.calls("moe_block") or f.name in LATENT]
     for family in (large, many, *_large_latent(states[1], device, dtype), *served):
         latent = isinstance(family.attention, LatentConfig)
         model = TinyModel(device, dtype, family, kernels, states[latent], BUILTIN)
-        noise = torch.randn(64, 96)
         with torch.inference_mode():
             for counts, before in (((1, 1), (3, 9)), ((1,), (5,)), ((33, 30), (0, 0))):
                 model.step(noise[: sum(counts)], before, counts)
@@ -104,7 +109,7 @@ def record(target: str) -> Recorder:
         for rows, columns in ((6144, 4096), (24576, 4096), (4096, 12288), (1024, 3072)):
             x = torch.empty(tokens, columns, dtype=getattr(torch, dtype), device=META)
             w = torch.empty(rows, columns, dtype=getattr(torch, dtype), device=META)
-            few(tuning, x.dtype, x, w)
+            few_tokens_linear(tuning, x.dtype, x, w)
             if tokens == 1:
                 gemv(tuning, x, w, x.dtype, activation="silu")
     _experts(tuning, getattr(torch, dtype))
@@ -113,9 +118,10 @@ def record(target: str) -> Recorder:
     choose(tuning, logits)
     floats = torch.empty(4, device=META)
     choose(tuning, logits, floats, ints, ints)
-    choose_filtered(logits, floats, ints, floats, floats, ints, ints)
+    sample_filtered(logits, floats, ints, floats, floats, ints, ints)
     act_rows(tuning, torch.empty(4, 96, dtype=getattr(torch, dtype), device=META), 48, "gelu")
     _long_step(states[0], device, getattr(torch, dtype), dtype)
+    _long_prompts(states[0], device, getattr(torch, dtype), dtype)
     _latent_steps(states[1], device, getattr(torch, dtype), dtype)
     for kernel in kernels:
         static = {"scale": 3.0, "dtype": dtype, "cap": 5.0, "vocab": 151936, "hidden": 96, "eps": 1e-5, "offset": 0.0}
@@ -139,16 +145,24 @@ def record(target: str) -> Recorder:
 
 def _experts(tuning: Tuning, kind: torch.dtype) -> None:
     """The products of a large model's experts, from a few tokens to many."""
-    for rise, fall in (((128, 1536, 2048), (128, 2048, 768)), ((64, 2816, 2048), (64, 2048, 1408))):
+    for gate_up_weight, down_weight in (((128, 1536, 2048), (128, 2048, 768)), ((64, 2816, 2048), (64, 2048, 1408))):
         for tokens in (2, 16, 64, 256, 1024, 8192):
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
-            x = torch.empty(tokens, rise[2], dtype=kind, device=META)
-            scores(tuning, x, torch.empty(rise[0], rise[2], dtype=kind, device=META))
-            work = sort(tuning, slots, rise[0], tokens)
-            inside = torch.empty(slots.numel(), fall[2], dtype=kind, device=META)
-            grouped(tuning, x, torch.empty(rise, dtype=kind, device=META), inside, work, share=True, activation="silu")
-            fallen = torch.empty(slots.numel(), fall[1], dtype=kind, device=META)
-            grouped(tuning, inside, torch.empty(fall, dtype=kind, device=META), fallen, work, share=False)
+            x = torch.empty(tokens, gate_up_weight[2], dtype=kind, device=META)
+            scores(tuning, x, torch.empty(gate_up_weight[0], gate_up_weight[2], dtype=kind, device=META))
+            work = sort(tuning, slots, gate_up_weight[0], tokens)
+            inside = torch.empty(slots.numel(), down_weight[2], dtype=kind, device=META)
+            grouped(
+                tuning,
+                x,
+                torch.empty(gate_up_weight, dtype=kind, device=META),
+                inside,
+                work,
+                share=True,
+                activation="silu",
+            )
+            down_output = torch.empty(slots.numel(), down_weight[1], dtype=kind, device=META)
+            grouped(tuning, inside, torch.empty(down_weight, dtype=kind, device=META), down_output, work, share=False)
 
 
 def _large_latent(provider: Any, device: HostDevice, dtype: str) -> tuple[Family, ...]:
@@ -208,6 +222,20 @@ def _long_step(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str)
     provider.attend(views, meta, torch.empty(2, 32, 128, dtype=kind, device=META))
 
 
+def _long_prompts(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str) -> None:
+    """Prompts of 2,048 tokens beside a request that decodes, heads of three lengths, whole and in windows."""
+    ints = torch.empty(4098, dtype=torch.int32, device=META)
+    counts, lengths = (1, 2048, 2048), (4096, 4096, 2048)
+    table = torch.empty(3, 128, dtype=torch.int32, device=META)
+    step = StateStep(4097, 3, 2048, 4096, ints[:4], ints[:3], ints[:4097], ints[:4097], table, counts, lengths)
+    for heads, kv_heads, d, window in ((32, 8, 128, None), (8, 4, 256, None), (8, 4, 256, 1024), (32, 8, 64, 1024)):
+        tensors = tuple(StateTensor(name, (kv_heads, d), dtype) for name in ("key", "value"))
+        spec = StateSpec("window" if window else "full", tensors, window=window)
+        storage = torch.empty(9, provider.bytes_per_block(spec, 32), dtype=torch.uint8, device=META)
+        meta = provider.prepare(step, spec, AttentionSpec(heads, d, d**-0.5, dtype=dtype), 32)
+        provider.attend(provider.bind(storage, spec, 32), meta, torch.empty(4097, heads, d, dtype=kind, device=META))
+
+
 def compile_all(target: str, one: bool) -> dict[str, Any]:
     """How many launches were compiled, and errors by launch."""
     kind, _, arch = target.partition(":")
@@ -220,7 +248,8 @@ def compile_all(target: str, one: bool) -> dict[str, Any]:
     for function, signature, constants, options in launches:
         attrs = options.pop("attrs")
         try:
-            source = ASTSource(function, signature, constants, attrs)
+            gluon = getattr(function, "is_gluon", bool)()
+            source = (GluonASTSource if gluon else ASTSource)(function, signature, constants, attrs)
             made = triton.compile(source, target=where, options=options)
         except Exception as error:  # a compiler's; it is the finding
             lines = [line for line in str(error).splitlines() if line.strip()]

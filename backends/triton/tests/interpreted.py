@@ -18,7 +18,7 @@ import triton.runtime.interpreter as interpreter
 from evener.contracts.ops import Kernel, OpSchema
 from evener.contracts.state import StateProvider
 from evener.ops.schemas import BUILTIN
-from evener.testing.reference_device import HostDevice
+from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 
 #: What a device takes along the second and the third axis of a grid.
@@ -89,7 +89,7 @@ def _start_in_order() -> None:
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None
 
 
-class _Checked:
+class _CheckedMemory:
     """The interpreter's memory, where a launch reaches nothing but the tensors it was given: what a device answers with
     an error that ends the process, or with nothing at all, raises here. So does an address between two elements."""
 
@@ -164,7 +164,7 @@ def every_access_checked(*others: torch.Tensor) -> Iterator[Counter[str]]:
     addresses they find in their tensors; and where a device takes no grid like theirs. Gives the programs of each
     kernel."""
     memory, prepare = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
-    checked = _Checked(memory, others)
+    checked = _CheckedMemory(memory, others)
 
     def prepared(self: Any, args: Any, kwargs: Any) -> Any:
         found = prepare(self, args, kwargs)

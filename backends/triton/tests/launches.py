@@ -1,4 +1,4 @@
-"""Makes the same calls of plain and of ``Launched`` kernels over a driver that records what reaches its launcher.
+"""Makes the same calls of plain and of ``FastLaunchFunction`` kernels over a driver that records its launches.
 
 Prints one JSON object: ``wrong``, calls that differ; ``asked``, calls for which Triton is asked every time; the same of
 prepared kernels; and what ``hooks``, ``nothing_is_kept`` and ``asked_elsewhere`` return. For a process of its own:
@@ -23,8 +23,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from evener.contracts.device import DeviceCapabilities
-from evener.testing.reference_device import HostDevice
-from evener_kernels_triton.jit.launch import Launched, Prepared, launched
+from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton.jit.launch import FastLaunchFunction, PreparedLaunch, fast_launch
 from evener_kernels_triton.linear import skinny
 from evener_kernels_triton.plugin import evener_state_providers
 from evener_kernels_triton.primitives import norm_rows
@@ -130,15 +130,15 @@ def real_calls() -> Iterator[tuple[Any, dict[str, Call]]]:
     device = HostDevice(0)
     device.capabilities = DeviceCapabilities(dtypes=frozenset({"float32", "bfloat16"}), features=features)
     found: dict[Any, Call] = {}
-    short = Launched._launch
-    Launched._launch = lambda self, grid, /, *args, **kwargs: found.update({self: (grid, args, kwargs)})
+    short = FastLaunchFunction._launch
+    FastLaunchFunction._launch = lambda self, grid, /, *args, **kwargs: found.update({self: (grid, args, kwargs)})
     tuning = Tuning.of(device.capabilities)
     x, w = torch.zeros(16, 1024, dtype=torch.bfloat16), torch.zeros(1024, 1024, dtype=torch.bfloat16)
     skinny(tuning, x, w, x.dtype)
     norm_rows(tuning, x, None, w[0], 1e-6, 0.0, x.dtype)
     aot.META = torch.device("cpu")
     aot._long_step(evener_state_providers(device, {})[0], device, torch.bfloat16, "bfloat16")
-    Launched._launch = short
+    FastLaunchFunction._launch = short
     assert {"skinny_kernel", "rms_norm_kernel", "decode_kernel", "write_kernel"} <= {k.__name__ for k in found}
     for kernel, (grid, args, kwargs) in found.items():
         calls: dict[str, Call] = {"as launched": (grid, args, kwargs)}
@@ -160,7 +160,7 @@ def outcome(kernel: Any, call: Call, device: int) -> tuple[Any, bool]:
     except Exception as error:  # Triton's; it is the outcome
         return type(error).__name__, True
     ((found, reached),) = REACHED
-    assert compiled is None or compiled.hash == found  # of ``Prepared`` it is None
+    assert compiled is None or compiled.hash == found  # of ``PreparedLaunch`` it is None
     plain = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in reached[9:]]
     return (found, reached[:6], [(type(v), repr(v)) for v in plain]), reached[7] is not None
 
@@ -171,8 +171,8 @@ def compare(
     """Calls that differ, and those for which Triton was asked every time. Each round has its own kernels and order."""
     wrong, asked = [], set(calls)
     for seed in range(rounds):
-        plain, quick = make(), launched(make())
-        assert type(quick) is Launched and type(plain) is JITFunction
+        plain, quick = make(), fast_launch(make())
+        assert type(quick) is FastLaunchFunction and type(plain) is JITFunction
         order = [(name, device) for name in calls for device in range(devices)] * 2
         if seed:
             random.Random(seed).shuffle(order)
@@ -190,7 +190,7 @@ class Given:
     """A prepared kernel that is called as others are, with what it has been told or without."""
 
     def __init__(self, **fixed: Any) -> None:
-        self.prepared, self.fixed = Prepared(launched(triton.jit(tiny)), **fixed), fixed
+        self.prepared, self.fixed = PreparedLaunch(fast_launch(triton.jit(tiny)), **fixed), fixed
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.prepared(
@@ -236,7 +236,7 @@ def prepared() -> tuple[list[str], list[str]]:
 
 def hooks() -> list[Any]:
     """What is heard of calls before, while and after a profiler and other hooks listen; and which way each went."""
-    kernel, call = launched(triton.jit(tiny)), tiny_calls()["base"]
+    kernel, call = fast_launch(triton.jit(tiny)), tiny_calls()["base"]
     heard: list[Any] = []
     ways: list[Any] = [outcome(kernel, call, 0)[1] for _ in range(2)]
     for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
@@ -257,14 +257,14 @@ def hooks() -> list[Any]:
 
 def asked_elsewhere() -> list[bool]:
     """Whether Triton is asked, the same call twice, where the backend also looks at the sizes of tensors."""
-    kernel, call = launched(triton.jit(tiny)), tiny_calls()["base"]
+    kernel, call = fast_launch(triton.jit(tiny)), tiny_calls()["base"]
     Driver.target = GPUTarget("hip", "gfx942", 64)
     return [outcome(kernel, call, 0)[1] for _ in range(2)]
 
 
 def nothing_is_kept() -> int:
-    """Kernels that are remembered where ``run`` is replaced by something that compiles none, as ``aot.py`` does."""
-    kernel, (grid, args, kwargs) = launched(triton.jit(tiny)), tiny_calls()["base"]
+    """Kernels that are memoized where ``run`` is replaced by something that compiles none, as ``aot.py`` does."""
+    kernel, (grid, args, kwargs) = fast_launch(triton.jit(tiny)), tiny_calls()["base"]
     run = JITFunction.run
     JITFunction.run = lambda self, *args, **kwargs: None
     driver.set_active(None)  # nor is there a driver

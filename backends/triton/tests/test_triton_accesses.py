@@ -17,10 +17,10 @@ from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
 from evener.layers.experts import MoEConfig
 from evener.ops.reference.state import ReferenceState
-from evener.testing.conformance.composites import GARBAGE, TinyModel, families
-from evener.testing.conformance.witness import Witness
-from evener.testing.reference_device import HostDevice
-from evener_kernels_triton.experts import Work, grouped, sort
+from evener_conformance.kit.composites import GARBAGE, TinyModel, families
+from evener_conformance.kit.fallback_monitor import HostCopyMonitor
+from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton.experts import ExpertAssignment, grouped, sort
 from evener_kernels_triton.linear import gemv, skinny
 from evener_kernels_triton.tuning import Tuning
 
@@ -32,7 +32,7 @@ LARGE = Tuning.of(LargeDevice(0).capabilities)
 @pytest.fixture(autouse=True)
 def careful(one_thread: None) -> Iterator[None]:
     """Tensors are tiny or not there, every access is checked, and memory that nobody wrote is poison."""
-    with every_access_checked(), Witness(HostDevice(0)):
+    with every_access_checked(), HostCopyMonitor(HostDevice(0)):
         yield
 
 
@@ -78,7 +78,7 @@ def test_a_grid_that_devices_do_not_take_raises(grid: tuple[int, ...]) -> None:
         copy_kernel[grid](torch.zeros(8), torch.zeros(8), 8, SIZE=16)
 
 
-def test_of_a_launch_the_last_program_can_run_alone() -> None:
+def test_the_last_program_of_a_launch_can_run_alone() -> None:
     x, y = torch.arange(12.0), torch.zeros(12)
     with last_programs_alone():
         copy_kernel[(3,)](x, y, 12, SIZE=4)
@@ -124,7 +124,7 @@ def state_of(provider: StateProvider) -> tuple[StateSpec, AttentionSpec]:
 
 
 @pytest.mark.parametrize("provider", host_states(LargeDevice), ids=lambda p: p.name)
-def test_blocks_of_a_pool_with_more_elements_than_int32_counts_are_found(provider: StateProvider) -> None:
+def test_pools_with_more_elements_than_int32_are_addressed_correctly(provider: StateProvider) -> None:
     spec, attention = state_of(provider)
     page = provider.bytes_per_block(spec, 32)
     blocks = (5 << 30) // page
@@ -189,7 +189,7 @@ def test_stacks_with_more_elements_than_int32_counts_are_read_to_their_end(flip:
     lists, counts = torch.zeros(matrices, pairs, dtype=torch.int32), torch.zeros(matrices, dtype=torch.int32)
     lists[-1], counts[-1] = torch.arange(pairs), pairs
     y = torch.zeros(pairs, rows, dtype=torch.bfloat16)
-    run: Callable[[], Any] = lambda: grouped(tuning, x, w, y, Work(slots, lists, counts), share=True)  # noqa: E731
+    run: Callable[[], Any] = lambda: grouped(tuning, x, w, y, ExpertAssignment(slots, lists, counts), share=True)  # noqa: E731
     if flip:
         with last_programs_alone():
             run()
@@ -198,7 +198,7 @@ def test_stacks_with_more_elements_than_int32_counts_are_read_to_their_end(flip:
     torch.testing.assert_close(y, x @ w[-1].T, rtol=2e-2, atol=2e-1)
 
 
-def test_matrices_of_a_stack_that_no_token_chose_take_no_part() -> None:
+def test_experts_without_tokens_are_skipped() -> None:
     noise = torch.Generator().manual_seed(2)
     w, x = torch.randn(7, 24, 40, generator=noise), torch.randn(20, 40, generator=noise)
     slots = torch.where(torch.rand(20, 2, generator=noise) < 0.5, -1, 6).int()
@@ -218,25 +218,27 @@ def kernel(op: str, **static: Any) -> Any:
     return found.build(OpCall(op, static, Bucket(1, 4), HostDevice(0).capabilities))
 
 
-def test_an_id_is_one_of_the_vocabulary_whatever_the_logits_are() -> None:
+def test_sampled_ids_are_in_the_vocabulary_for_nan_and_inf_logits() -> None:
     logits = torch.full((4, 37), float("nan"))
     logits[1] = float("-inf")
     logits[2, 5], logits[3, 36] = 1.0, 2.0
-    heat, ints = torch.tensor([0.0, 0.7, 0.0, 0.7]), torch.arange(4, dtype=torch.int32)
+    temperature, ints = torch.tensor([0.0, 0.7, 0.0, 0.7]), torch.arange(4, dtype=torch.int32)
     none, all_ = torch.zeros(4), torch.ones(4)
     chosen = [kernel("greedy", vocab=37)(logits)]
     for filters in (False, True):
         sample = kernel("sample", vocab=37, filters=filters)
-        chosen.append(sample(logits, heat, ints * 0, all_, none, ints, ints))
+        chosen.append(sample(logits, temperature, ints * 0, all_, none, ints, ints))
     for ids in chosen:
         assert ((ids >= 0) & (ids < 37)).all(), "the next step reads the row of such an id"
     for ids in chosen[:2]:
         assert ids[2:].tolist() == [5, 36], "what is no number never wins"
 
 
-@pytest.mark.parametrize("family", [f for f in families() if isinstance(f.mlp, MoEConfig)], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "family", [f for f in families() if isinstance(f.mlp, MoEConfig) and f.hidden < 128], ids=lambda f: f.name
+)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_tokens_that_are_no_numbers_go_to_experts_that_there_are(family: Any, tokens: int) -> None:
+def test_nan_tokens_are_routed_to_existing_experts(family: Any, tokens: int) -> None:
     kernels = [k for k in host_kernels(composite=True) if k.op == "moe_block"]
     model = TinyModel(HostDevice(0), "float32", family, kernels, ReferenceState(), list(schemas().values()))
     x = torch.randn(tokens, 96)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+# runs: backends/triton/tests/aot.py
 SCRIPT = Path(__file__).parent / "aot.py"
-QUICK = ("cuda:90", "hip:gfx906")
 TARGETS = ("cuda:75", "cuda:80", "cuda:90", "cuda:100", "hip:gfx906", "hip:gfx90a", "hip:gfx942")
 
 
@@ -24,13 +24,6 @@ def compiled(target: str, *flags: str) -> dict[str, object]:
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, object] = json.loads(done.stdout)[target]
     return found
-
-
-@pytest.mark.parametrize("target", QUICK)
-def test_each_kernel_compiles_for(target: str) -> None:
-    found = compiled(target, "--one")
-    assert found["errors"] == {}
-    assert found["launches"] >= 17  # type: ignore[operator]
 
 
 @pytest.mark.slow

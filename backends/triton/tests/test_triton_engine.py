@@ -10,8 +10,8 @@ import interpreted  # noqa: F401  (repairs the interpreter)
 import pytest
 
 from evener import LLM, SamplingParams
-from evener.testing.installed import write_distribution
-from evener.testing.naive import find_architecture
+from evener_conformance.distributions import write_distribution
+from evener_conformance.naive.model import find_architecture
 
 
 def answers(folder: Path, **overrides: Any) -> tuple[list[list[int]], dict[str, Any]]:
@@ -26,7 +26,7 @@ def answers(folder: Path, **overrides: Any) -> tuple[list[list[int]], dict[str, 
     ]
     with LLM(folder, **{**common, **overrides}) as llm:
         outputs = llm.generate([list(range(3, 21)), [7, 8]], params)
-        return [list(o.outputs[0].token_ids) for o in outputs], llm.info["manifest"]
+        return [list(o.outputs[0].token_ids) for o in outputs], llm.info.manifest
 
 
 @pytest.mark.slow
@@ -41,9 +41,7 @@ def test_tokens_are_those_of_the_references(
     config = find_architecture(f"{family}ForCausalLM").tiny_config()
     (tmp_path / "config.json").write_text(json.dumps(config))
     got, manifest = answers(tmp_path, backend="interpreted")
-    want, _ = answers(
-        tmp_path, backend="interpreted", **{"infer.op_impl": "ref", "infer.attn_type": "ref"}
-    )
+    want, _ = answers(tmp_path, backend="interpreted", **{"infer.op_impl": "ref", "infer.attn_type": "ref"})
     assert got == want
     second = "moe_block" if family in ("Qwen3Moe", "DeepseekV2") else "mlp_block"
     first = ("latent", "latent_attention_block") if family == "DeepseekV2" else ("paged", "attention_block")
@@ -71,7 +69,7 @@ def test_biased_and_penalized_requests_with_logprobs_are_answered_as_by_the_refe
                 "infer.op_impl": impl, "infer.kv_memory": 1 << 20, "backend": "interpreted"}  # fmt: skip
         with LLM(tmp_path, **keys) as llm:
             outputs = [o.outputs[0] for o in llm.generate([[3, 4, 5], [7, 8, 7]], params)]
-            chosen = {row["op"]: row["provider"] for row in llm.info["manifest"]["ops"]}
+            chosen = {row["op"]: row["provider"] for row in llm.info.manifest["ops"]}
         for op in ("add_bias", "penalize", "logprobs"):
             assert chosen[op] == (f"triton/triton.{op}" if impl == "auto" else "reference")
         found.append(([list(o.token_ids) for o in outputs], outputs[0].logprobs or ()))

@@ -13,7 +13,7 @@ import pytest
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.rows import softcap_kernel
 
 SCRIPT = Path(__file__).parent / "launches.py"
@@ -38,7 +38,7 @@ def test_each_call_reaches_the_launcher_as_tritons_own_does(found: dict[str, Any
     assert found["wrong"] == []
 
 
-def test_triton_is_asked_each_time_only_about_calls_that_are_not_plain(found: dict[str, Any]) -> None:
+def test_only_unusual_calls_use_tritons_own_launch_every_time(found: dict[str, Any]) -> None:
     asked = [name for name in found["asked"] if name not in ("grid (1,)", "grid (2, 3)", "grid (4, 5, 6)")]
     assert asked == found["asked"], "a grid that is a tuple goes the short way"
     assert [name for name in asked if not name.startswith(ALWAYS)] == []
@@ -69,8 +69,8 @@ def test_nothing_is_remembered_of_a_launch_that_compiled_nothing(found: dict[str
     assert found["kept"] == 0
 
 
-def test_the_interpreters_functions_stay_as_they_are() -> None:
+def test_interpreted_functions_are_not_wrapped() -> None:
     function = triton.jit(softcap_kernel.fn)
     assert type(function) is InterpretedFunction
-    assert launched(function) is function
+    assert fast_launch(function) is function
     assert type(function) is InterpretedFunction

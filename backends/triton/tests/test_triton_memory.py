@@ -15,10 +15,8 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import PackedWeight
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
-from evener.ops.composites import AttentionWeights, MLPWeights
-from evener.ops.expert_composites import MoEWeights
-from evener.ops.latent import LatentWeights
-from evener.testing.reference_device import HostDevice
+from evener.contracts.weights import AttentionWeights, LatentWeights, MLPWeights, MoEWeights
+from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonHead, TritonMlpBlock, TritonNormQkvRotaryWrite
 from evener_kernels_triton.experts import TritonGroupedLinear, TritonMoeBlock
 from evener_kernels_triton.latent import TritonLatentAttentionBlock
@@ -85,7 +83,7 @@ def attention(tuning: Tuning, tokens: int) -> tuple[dict[str, Any], AttentionWei
     return static, weights, views, provider.prepare(step, spec, how, 32)
 
 
-def taken_and_named(kind: Any, tokens: int) -> tuple[int, int]:
+def peak_and_workspace(kind: Any, tokens: int) -> tuple[int, int]:
     """Bytes that a call holds at its peak beside inputs and results, and those that the kernel names."""
     tuning = Tuning.of(GPU)
     x, stream = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(tokens, HIDDEN)
@@ -116,7 +114,8 @@ def taken_and_named(kind: Any, tokens: int) -> tuple[int, int]:
         static = {
             **COMMON, "experts": EXPERTS, "top": TOP, "groups": 1, "top_groups": 1, "group_best": 1, "scale": 1.0,
             "scoring": "softmax", "renormalize": True, "inner": SHARED, "activation": "silu", "alpha": 1.0,
-            "limit": 0.0, "weigh_input": False, "post_norm": False, "shared_inner": SHARED, "shared_gate": None,
+            "limit": 0.0, "router_weight_on_input": False, "post_norm": False, "shared_inner": SHARED,
+            "shared_gate": None,
             "gate_up": declared(moe.gate_up), "down": declared(moe.down),
             "shared_gate_up": declared(packed(2 * SHARED, HIDDEN)), "shared_down": declared(packed(HIDDEN, SHARED)),
         }  # fmt: skip
@@ -124,7 +123,7 @@ def taken_and_named(kind: Any, tokens: int) -> tuple[int, int]:
 
 
 def measured(kernel: Any, static: dict[str, Any], tokens: int, inputs: tuple[Any, ...]) -> tuple[int, int]:
-    """As ``taken_and_named``, of a call with these inputs."""
+    """As ``peak_and_workspace``, of a call with these inputs."""
     call = OpCall(kernel.op, static, Bucket(tokens, tokens), GPU)
     run = kernel.build(call)
     with torch.inference_mode():
@@ -139,8 +138,8 @@ def measured(kernel: Any, static: dict[str, Any], tokens: int, inputs: tuple[Any
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 512])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.op)
-def test_a_composite_names_what_it_takes_at_a_models_widths(kind: Any, tokens: int) -> None:
-    taken, named = taken_and_named(kind, tokens)
+def test_composite_workspace_covers_peak_memory_at_model_sizes(kind: Any, tokens: int) -> None:
+    taken, named = peak_and_workspace(kind, tokens)
     assert taken <= named + (32 << 10), f"it takes {taken} bytes and names {named}"
     if tokens == 512:
         assert named <= 1.5 * taken + (4 << 20), f"it names {named} bytes and takes {taken}"
@@ -197,7 +196,7 @@ def latent(heads: int, q_rank: int, before: list[int], counts: list[int]) -> tup
 )
 @pytest.mark.parametrize("q_rank", [0, Q_RANK])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_attention_over_latents_names_what_it_takes(
+def test_latent_attention_workspace_covers_peak_memory(
     heads: int, q_rank: int, before: list[int], counts: list[int], most: bool
 ) -> None:
     taken, named = latent(heads, q_rank, before, counts)
@@ -207,7 +206,7 @@ def test_attention_over_latents_names_what_it_takes(
 
 
 @pytest.mark.parametrize(("tokens", "top", "matrices"), [(1, 8, 128), (8192, 8, 128), (8192, 8, 16), (2000, 1, 16)])
-def test_products_with_stacked_matrices_name_their_lists_of_pairs(tokens: int, top: int, matrices: int) -> None:
+def test_grouped_linear_workspace_covers_its_pair_lists(tokens: int, top: int, matrices: int) -> None:
     rows = columns = 32
     x, slots = torch.zeros(tokens, columns, dtype=torch.bfloat16), torch.zeros(tokens, top, dtype=torch.int32)
     weight = packed(matrices, rows, columns)

@@ -12,9 +12,9 @@ import pytest
 from evener.config import from_overrides
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
-from evener.testing.installed import write_distribution
-from evener.testing.naive import find_architecture
-from evener.testing.tuning.run import tune
+from evener.tuning.tuner import tune
+from evener_conformance.distributions import write_distribution
+from evener_conformance.naive.model import find_architecture
 from evener_kernels_triton.tuning import Tuning
 from evener_kernels_triton.variants import combined, products
 
@@ -35,7 +35,7 @@ def test_a_product_has_a_few_other_sizes_that_differ_from_its_rule_and_fit_into_
     assert offered == products(LARGE, call, rows, columns), "a file names them by what they are"
     own = LARGE.skinny(tokens, rows, columns, 2)
     for variant in offered:
-        p = LARGE.varied(variant).skinny(tokens, rows, columns, 2)
+        p = LARGE.with_changes(variant).skinny(tokens, rows, columns, 2)
         if tokens > 1 and "library" not in variant:
             assert p != own and p.stages * (p.m + p.n) * p.k * 2 <= LARGE.shared
 
@@ -49,24 +49,24 @@ def test_parts_of_a_composite_change_alone_and_together() -> None:
             {"enter.n": 1, "project.library": 1},
         )
     }  # fmt: skip
-    changed = LARGE.varied({"enter.n": 1, "project.library": 1})
-    assert changed.part("enter").stream(4096, 4096, 1) != LARGE.stream(4096, 4096, 1)
-    assert changed.part("project").stream(4096, 4096, 1) == LARGE.stream(4096, 4096, 1)
+    changed = LARGE.with_changes({"enter.n": 1, "project.library": 1})
+    assert changed.part("enter").persistent_gemv(4096, 4096, 1) != LARGE.persistent_gemv(4096, 4096, 1)
+    assert changed.part("project").persistent_gemv(4096, 4096, 1) == LARGE.persistent_gemv(4096, 4096, 1)
     assert changed.part("project").changed("library") and not changed.part("enter").changed("library")
-    assert changed.stream(4096, 4096, 1) == LARGE.stream(4096, 4096, 1), (
+    assert changed.persistent_gemv(4096, 4096, 1) == LARGE.persistent_gemv(4096, 4096, 1), (
         "what belongs to a part is no change of the whole"
     )
 
 
-def test_a_rule_answers_every_launch_of_one_size_with_what_it_worked_out_for_the_first() -> None:
+def test_tuning_rules_are_memoized_by_arguments() -> None:
     tuning = Tuning(132, 227 << 10, True)
     first = tuning.skinny(16, 4096, 4096, 2)
     assert tuning.skinny(16, 4096, 4096, 2) is first
     assert tuning.skinny(17, 4096, 4096, 2) != first != tuning.skinny(16, 1024, 4096, 2)
-    assert tuning.few(33, 4096) and not tuning.few(33, 151936)
-    changed = tuning.varied({"splits": first.splits * 2})
+    assert tuning.uses_own_product(33, 4096) and not tuning.uses_own_product(33, 151936)
+    changed = tuning.with_changes({"splits": first.splits * 2})
     assert changed.skinny(16, 4096, 4096, 2).splits == first.splits * 2
-    assert tuning.skinny(16, 4096, 4096, 2) is first and changed == tuning.varied({"splits": first.splits * 2})
+    assert tuning.skinny(16, 4096, 4096, 2) is first and changed == tuning.with_changes({"splits": first.splits * 2})
 
 
 @pytest.mark.slow
@@ -81,10 +81,10 @@ def test_every_variant_agrees_with_the_reference(
         tmp_path, "evener-backend-interpreted", {"evener.backends": {"interpreted": "triton_host:descriptor"}}
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("evener.testing.tuning.timing.FIRST", 1)
-    monkeypatch.setattr("evener.testing.tuning.timing.ROUNDS", 0)
-    monkeypatch.setattr("evener.testing.tuning.record.FEWEST", 1)
-    monkeypatch.setattr("evener.testing.tuning.record.MOST", 1)
+    monkeypatch.setattr("evener.tuning.tuner.FIRST_ROUNDS", 1)
+    monkeypatch.setattr("evener.tuning.tuner.ROUNDS", 0)
+    monkeypatch.setattr("evener.tuning.record.MIN_CALLS", 1)
+    monkeypatch.setattr("evener.tuning.record.MAX_CALLS", 1)
     config = {**find_architecture(f"{family}ForCausalLM").tiny_config(), "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     keys: dict[str, Any] = {

@@ -9,12 +9,12 @@ from evener.contracts.descriptor import Descriptor
 from evener.contracts.device import Device
 from evener.contracts.hooks import hookimpl
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
-from evener.testing.reference_device import HostDevice
+from evener_conformance.reference.device import HostDevice
 
 descriptor = Descriptor(
     name="interpreted",
     summary="host memory, Triton's interpreter; for tests",
-    contracts={"probe": 1, "device": 1},
+    contracts={"probe": 2, "device": 2},
     probe="triton_host",
     module="triton_host",
     serves=frozenset({"namespace:cpu", "triton"}),

@@ -1,4 +1,4 @@
-"""evener: a slim core for large language models, and every kind of hardware a package of its own.
+"""evener: an engine for large language models with a small core; each kind of hardware is a package of its own.
 
 ::
 
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from evener.async_llm import AsyncLLM
-    from evener.frontend.outputs import CompletionOutput, RequestOutput
+    from evener.contracts.outputs import CompletionOutput, RequestOutput
     from evener.llm import LLM
     from evener.sampling_params import SamplingParams
 
     __version__: str
 
-_HOMES = {
+_LAZY_EXPORTS = {
     "AsyncLLM": "evener.async_llm",
-    "CompletionOutput": "evener.frontend.outputs",
+    "CompletionOutput": "evener.contracts.outputs",
     "LLM": "evener.llm",
-    "RequestOutput": "evener.frontend.outputs",
+    "RequestOutput": "evener.contracts.outputs",
     "SamplingParams": "evener.sampling_params",
 }
 
@@ -39,8 +39,8 @@ def __getattr__(name: str) -> object:
         from importlib_metadata import version
 
         return version("evener")
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _LAZY_EXPORTS:
+        return getattr(import_module(_LAZY_EXPORTS[name]), name)
     raise AttributeError(f"module 'evener' has no attribute {name!r}")
 
 

@@ -1,5 +1,5 @@
-"""``python -m evener``: the seeds' style, ``models=… models.ckpt_dir=… serve.port=…``, serves; a command's name first
-is ``evener``."""
+"""``python -m evener``: with the legacy arguments ``models=… models.ckpt_dir=… serve.port=…`` it serves; with a command
+first it is the same as ``evener``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from evener.cli.main import main
 
 
 def run(argv: list[str]) -> int:
-    """Run one command line; returns the exit code. Keys without a command mean ``serve``."""
-    from evener.config.seeds import environment_notes
+    """Run one command line; returns the exit code. Without a command the keys are for ``serve``."""
+    from evener.config.legacy_keys import unused_legacy_env_notes
 
     first = argv[0] if argv else ""
     if not argv and not os.environ.get("CONFIG_NAME"):
         return main(["--help"])
-    style_of_seeds = "=" in first or not argv or (first.startswith("--") and first not in ("--help", "--version"))
-    if not style_of_seeds:
+    legacy_style = "=" in first or not argv or (first.startswith("--") and first not in ("--help", "--version"))
+    if not legacy_style:
         return main(argv)
-    for note in environment_notes(os.environ):
+    for note in unused_legacy_env_notes(os.environ):
         print(f"warning: {note}", file=sys.stderr)
     return main(["serve", *argv])
 

@@ -1,7 +1,7 @@
 """``AsyncLLM``: one engine for many asyncio tasks.
 
-A reader thread waits for the engine's events and hands them over to the event loop in batches: however many requests
-run, the loop is woken once for all the events of a step. Everything else happens on the loop.
+A reader thread waits for the engine's events and passes them to the event loop in batches: the loop is woken once for
+all events of a step, however many requests run. Everything else happens on the loop.
 """
 
 from __future__ import annotations
@@ -11,28 +11,31 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.media import MediaPrompt
-from evener.engine.client import EngineClient
-from evener.engine.messages import Dead, FromController, GetStats, Ready, StatsReport
-from evener.errors import EngineDeadError, EngineError, EvenerError, OverloadedError, RequestError
+from evener.contracts.outputs import Delta, RequestOutput
+from evener.engine.processes.launch import join_script
+from evener.engine.wire.client import EngineClient
+from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.wire.messages import Dead, FromController, GetStats, Ready, StatsReport
+from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
+from evener.frontend.capacity import Capacity, Reservation
 from evener.frontend.chat import Chat
 from evener.frontend.frontend import Frontend, Kind
-from evener.frontend.outputs import Delta, OutputBuilder, RequestOutput
+from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.stream import RequestStream
 from evener.frontend.tokenizer import Tokenizer
-from evener.launch import join_script
 from evener.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from evener.config import Config
 
-#: Prompts with more characters are tokenized in a thread, so that the loop goes on.
+#: Prompts with more characters are tokenized in a thread, so that they do not block the loop.
 _INLINE_CHARS = 4000
-_NOT_READY = "the engine is not ready yet: wait for wait_ready()"
 
 
 class AsyncLLM:
@@ -40,10 +43,10 @@ class AsyncLLM:
 
     Args:
         client: the engine.
-        model_dir: folder with tokenizer and template; None: what ``Ready.info["model"]`` says.
+        model_dir: folder with tokenizer and template; None: the engine's ``EngineInfo.model``.
         settings: the front end's settings, instead of ``model_dir``.
-        max_queue: samples that may wait: with ``Ready.info["max_reqs"]`` (0 if absent) + ``max_queue`` of them open,
-            new requests are refused; None: no limit.
+        max_queue: samples that may wait: with ``EngineInfo.max_reqs`` + ``max_queue`` of them open, new requests are
+            refused; None: no limit.
     """
 
     def __init__(
@@ -57,11 +60,16 @@ class AsyncLLM:
         self.max_queue = max_queue
         self._client, self._settings = client, settings or FrontendSettings(model_dir=model_dir)
         self._loop = asyncio.get_running_loop()
+        # Not asyncio's own threads: a burst of long texts must not delay other work. Renderings take turns anyway.
+        self._texts, self._renderings = ThreadPoolExecutor(2, "evener-text"), ThreadPoolExecutor(1, "evener-render")
         self._frontend: Frontend | None = None
         self._chat: Chat | None = None
-        self._built: tuple[Frontend, Chat] | None = None
-        self._info: dict[str, object] = {}
-        self._dead_reason: str | None = None
+        self._prepared: tuple[Frontend, Chat] | None = None
+        self._capacity: Capacity | None = None
+        #: What the engine reported when it became ready; None before.
+        self.info: EngineInfo | None = None
+        #: Why the engine has stopped; None while it runs.
+        self.dead_reason: str | None = None
         self._start_error: EvenerError | None = None
         self._draining = False
         self._streams: dict[str, RequestStream] = {}
@@ -70,7 +78,7 @@ class AsyncLLM:
         self._idle = asyncio.Event()
         self._idle.set()
         self._inbox: deque[FromController] = deque()
-        #: Set once the engine is gone or closed; see ``dead_reason``.
+        #: Set when the engine has stopped or was closed; see ``dead_reason``.
         self.died = asyncio.Event()
         self._inbox_lock = threading.Lock()
         self._closing = threading.Event()
@@ -79,13 +87,13 @@ class AsyncLLM:
 
     @classmethod
     async def start(cls, config: Config, mode: Literal["thread", "process"] = "process") -> AsyncLLM:
-        """Start an engine and wait until it is ready. Under ``torchrun`` as ``LLM``: this returns in rank 0 only.
+        """Start an engine and wait until it is ready. Under ``torchrun`` this returns in rank 0 only, as for ``LLM``.
 
         Raises:
-            EvenerError: what stopped the engine or the front end from starting.
+            EvenerError: the engine or the front end could not start.
         """
-        from evener.config.source import with_local_model
-        from evener.engine.start import start_engine
+        from evener.config.local_model import with_local_model
+        from evener.engine.processes.start import start_engine
 
         config = await asyncio.to_thread(with_local_model, config)
         join_script(config)
@@ -93,7 +101,7 @@ class AsyncLLM:
         try:
             client = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # The thread goes on; what it makes must not stay.
+            # The thread continues; close the engine that it starts.
             starting.add_done_callback(_close_result)
             raise
         llm = cls(client, settings=FrontendSettings.from_config(config), max_queue=config.serve.max_queue)
@@ -105,45 +113,48 @@ class AsyncLLM:
         return llm
 
     async def wait_ready(self) -> None:
-        """Wait for the engine's first event.
+        """Wait until the engine is ready.
 
         Raises:
-            EvenerError: what stopped the engine or the front end from starting.
+            EvenerError: the engine or the front end could not start.
         """
         await self._ready_or_dead.wait()
         if self._start_error is not None:
             raise self._start_error
-        self._check_alive()
+        self._alive_frontend()
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
-        return self._frontend is not None and self._dead_reason is None and not self._draining
+        """Whether requests are accepted."""
+        return self._frontend is not None and self.dead_reason is None and not self._draining
 
     @property
     def alive(self) -> bool:
-        """False once the engine is gone or closed; ``dead_reason`` says why."""
-        return self._dead_reason is None
-
-    @property
-    def dead_reason(self) -> str | None:
-        """Why the engine is gone; None while it lives."""
-        return self._dead_reason
-
-    @property
-    def info(self) -> dict[str, object]:
-        """``Ready.info``; empty before."""
-        return self._info
+        """False when the engine has stopped or was closed; ``dead_reason`` says why."""
+        return self.dead_reason is None
 
     @property
     def num_open(self) -> int:
-        """Samples that have not ended."""
+        """Number of samples that have not ended."""
         return 0 if self._frontend is None else self._frontend.num_open
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None when its folder has none."""
+        """The model's tokenizer; None if its folder has none."""
         return self._ready_frontend().tokenizer
+
+    def reserve(self, samples: int, param: str = "n") -> Reservation:
+        """Reserve room for samples before ``submit`` or ``submit_chat``: for a caller that has work to do first, or
+        several prompts. Use it as a context manager; leaving it frees what was not submitted.
+
+        Raises:
+            RequestError: more samples than ever fit; ``param`` is the field that asks for them.
+            OverloadedError: too many samples are open.
+            EngineDeadError: the engine has stopped, is not ready or is draining.
+        """
+        self._ready_frontend()
+        assert self._capacity is not None, "made together with the front end"
+        return self._capacity.reserve(samples, param)
 
     async def submit(
         self,
@@ -152,30 +163,41 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         kind: Kind = "completion",
+        reservation: Reservation | None = None,
     ) -> RequestStream:
-        """Check and send a request. Whatever is wrong with it is raised here, before the first delta.
+        """Check and send a request. Errors in the request are raised here, before the first delta.
+
+        Args:
+            reservation: the result of ``reserve``; None: room is reserved here.
 
         Raises:
             RequestError, ContextLengthError: the request is invalid.
             OverloadedError: too many samples are open.
-            EngineDeadError: the engine is gone, not ready or draining.
+            EngineDeadError: the engine has stopped, is not ready or is draining.
         """
         frontend = self._ready_frontend()
         wanted = params or SamplingParams(detokenize=frontend.tokenizer is not None)
-        self._check_room(wanted.n)
+        if reservation is None:
+            with self.reserve(wanted.n) as room:
+                return await self.submit(prompt, wanted, request_id=request_id, kind=kind, reservation=room)
         if frontend.plugins:
-            # In a thread: what a plugin does may take a while, and others are served meanwhile.
-            prompt, wanted = await asyncio.to_thread(frontend.plugins.before, prompt, wanted, kind)
-            self._ready_frontend()
-            self._check_room(wanted.n)
+            # In a thread: a plugin may take a while and must not block the loop.
+            samples = wanted.n
+            prompt, wanted = await self._loop.run_in_executor(
+                self._texts, frontend.plugins.preprocess, prompt, wanted, kind
+            )
+            if wanted.n != samples:
+                reservation.add(wanted.n - samples)
         text = prompt if isinstance(prompt, str) else None
         if text is not None and len(text) > _INLINE_CHARS:
-            prompt = await asyncio.to_thread(frontend.encode, text, wanted, kind)
-            self._ready_frontend()
-            self._check_room(wanted.n)
+            prepared = await self._loop.run_in_executor(self._texts, frontend.prepare, text, wanted, kind)
+        else:
+            prepared = frontend.prepare(prompt, wanted, kind)
+        self._ready_frontend()  # the engine may have stopped meanwhile
         request_id = request_id or uuid.uuid4().hex
-        messages = frontend.submit(prompt, wanted, request_id, kind)
-        stream = RequestStream(request_id, text, messages[0].prompt, wanted.n, self.abort)
+        messages = frontend.submit(prepared, request_id)
+        reservation.use(wanted.n)
+        stream = RequestStream(request_id, text, prepared.ids, wanted.n, self.abort)
         self._streams[request_id] = stream
         self._idle.clear()
         for message in messages:
@@ -192,21 +214,30 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        reservation: Reservation | None = None,
     ) -> RequestStream:
         """``submit`` of a conversation, rendered with the model's chat template.
 
         Raises:
-            TemplateError: there is no template, or it refused the messages or took too long.
+            TemplateError: the model has no template, or the template refused the messages or took too long.
             RequestError, OverloadedError, EngineDeadError: as ``submit``.
         """
         self._ready_frontend()
-        self._check_room(1 if params is None else params.n)
         assert self._chat is not None, "made together with the front end"
-        text = await asyncio.to_thread(
-            self._chat.prompt, messages, tools=tools, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message, template_kwargs=template_kwargs,
-        )  # fmt: skip
-        return await self.submit(text, params, request_id=request_id, kind="chat")
+        with reservation or self.reserve(1 if params is None else params.n) as room:
+            rendering = self._renderings.submit(
+                self._chat.prompt, messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, template_kwargs=template_kwargs,
+            )  # fmt: skip
+            try:
+                limit = None if params is None else params.max_time
+                text = await asyncio.wait_for(asyncio.wrap_future(rendering), limit)
+            except asyncio.TimeoutError as error:
+                if not rendering.cancel():
+                    self._chat.interrupt()
+                message = "max_time passed before the messages were rendered; send a larger max_time"
+                raise RenderTimeoutError(message, "max_time", "deadline_exceeded") from error
+            return await self.submit(text, params, request_id=request_id, kind="chat", reservation=room)
 
     async def stream(
         self,
@@ -216,7 +247,7 @@ class AsyncLLM:
         request_id: str | None = None,
         kind: Kind = "completion",
     ) -> AsyncIterator[Delta]:
-        """``submit`` and its deltas as one asynchronous generator; closing it aborts the request."""
+        """``submit``, then its deltas, as one asynchronous generator; closing it aborts the request."""
         async with await self.submit(prompt, params, request_id=request_id, kind=kind) as stream:
             async for delta in stream:
                 yield delta
@@ -229,7 +260,7 @@ class AsyncLLM:
         request_id: str | None = None,
         kind: Kind = "completion",
     ) -> AsyncIterator[RequestOutput]:
-        """Everything so far, each time there is more; the last one is ``finished``. Closing the generator aborts the
+        """The whole output so far, each time it grows; the last one is ``finished``. Closing the generator aborts the
         request.
 
         Raises:
@@ -245,42 +276,40 @@ class AsyncLLM:
                     raise kinds(f"request {stream.request_id}: {delta.error}")
                 builder.add(delta)
                 output = builder.snapshot()
-                yield plugins.whole(output) if output.finished else output
+                yield plugins.postprocess(output) if output.finished else output
 
     def abort(self, request_id: str) -> None:
-        """End a request; its stream gets last deltas with reason ``abort``. An unknown id is ignored: it has ended."""
+        """Abort a request; its stream ends with deltas of finish reason ``abort``. Unknown ids are ignored."""
         if self._frontend is not None:
             for message in self._frontend.abort(request_id):
                 self._client.send(message)
 
     async def stats(self) -> StatsReport:
-        """How busy the engine is. Callers that wait at the same time get one report.
+        """The engine's statistics. Callers that wait at the same time share one report.
 
         Raises:
-            EngineDeadError: the engine is gone or not ready.
+            EngineDeadError: the engine has stopped or is not ready.
         """
-        self._check_alive()
-        if self._frontend is None:
-            raise EngineDeadError(_NOT_READY)
+        self._alive_frontend()
         if self._report is None:
             self._report = self._loop.create_future()
             self._client.send(GetStats())
-        # Shielded: one caller that is cancelled must not take the report from the others.
+        # Shielded: if one caller is cancelled, the others still get the report.
         return await asyncio.shield(self._report)
 
     async def warm_up_chat(self) -> None:
-        """Start what renders chat templates, so that the first chat does not wait for it.
+        """Start the process that renders chat templates, so that the first chat does not wait for it.
 
         Raises:
             TemplateError: it does not start.
-            EngineDeadError: the engine is gone or not ready.
+            EngineDeadError: the engine has stopped or is not ready.
         """
         self._ready_frontend()
         assert self._chat is not None, "made together with the front end"
         await asyncio.to_thread(self._chat.warm_up)
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait for the open ones; False if ``timeout`` seconds were not enough."""
+        """Refuse new requests and wait for the open ones; False if they do not end within ``timeout`` seconds."""
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
@@ -296,30 +325,24 @@ class AsyncLLM:
         await asyncio.to_thread(self._client.close)
         await asyncio.to_thread(self._reader.join)
         self._dispatch()
-        self._die("it was closed")
+        self._mark_dead("it was closed")
+        for pool in (self._texts, self._renderings):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._chat is not None:
             await asyncio.to_thread(self._chat.close)
 
     def _ready_frontend(self) -> Frontend:
-        self._check_alive()
-        if self._frontend is None:
-            raise EngineDeadError(_NOT_READY)
+        frontend = self._alive_frontend()
         if self._draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
+        return frontend
+
+    def _alive_frontend(self) -> Frontend:
+        if self.dead_reason is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.dead_reason}")
+        if self._frontend is None:
+            raise EngineDeadError("the engine is not ready yet: wait for wait_ready()")
         return self._frontend
-
-    def _check_alive(self) -> None:
-        if self._dead_reason is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._dead_reason}")
-
-    def _check_room(self, n: int) -> None:
-        if self.max_queue is None:
-            return
-        limit = int(self._info.get("max_reqs", 0)) + self.max_queue  # type: ignore[call-overload]
-        if n > limit:
-            raise RequestError(f"n is {n}, but at most {limit} samples are taken at a time: ask for fewer", "n")
-        if self.num_open + n > limit:
-            raise OverloadedError(f"{self.num_open} requests are open and {limit} are allowed: try again in a moment")
 
     def _read(self) -> None:
         """The reader thread."""
@@ -327,9 +350,9 @@ class AsyncLLM:
             try:
                 events = self._client.receive(0.5)
             except EvenerError as error:
-                self._start_error = error if self._built is None else None
+                self._start_error = error if self._prepared is None else None
                 events = [Dead(str(error))]
-            except Exception as error:  # whatever breaks the channel ends every request with that reason
+            except Exception as error:  # a broken channel ends every request with that reason
                 events = [Dead(f"reading its events failed with {type(error).__name__}: {error}")]
             events = [event if not isinstance(event, Ready) else self._prepare(event) for event in events]
             if events:
@@ -344,11 +367,11 @@ class AsyncLLM:
     def _prepare(self, event: Ready) -> Ready | Dead:
         """Build the front end here, not on the loop: a large vocabulary takes a second."""
         try:
-            self._built = self._settings.build(event.info)
+            self._prepared = self._settings.build(event.info)
         except EvenerError as error:
             self._start_error = error
             return Dead(str(error))
-        except Exception as error:  # a defect of ours: without an answer ``wait_ready`` would wait for ever
+        except Exception as error:  # a bug of ours: otherwise ``wait_ready`` would wait for ever
             return Dead(f"building its front end failed with {type(error).__name__}: {error}")
         return event
 
@@ -357,47 +380,46 @@ class AsyncLLM:
             events, self._inbox = self._inbox, deque()
         try:
             for event in events:
-                self._take(event)
+                self._handle_event(event)
         except Exception as error:
-            # Without this every open stream would wait for ever.
-            self._die(f"its front end failed with {type(error).__name__}: {error}")
+            # Otherwise every open stream would wait for ever.
+            self._mark_dead(f"its front end failed with {type(error).__name__}: {error}")
             raise
 
-    def _take(self, event: FromController) -> None:
+    def _handle_event(self, event: FromController) -> None:
         if isinstance(event, Ready):
             self._become_ready(event)
         elif isinstance(event, Dead):
-            self._die(event.reason)
+            self._mark_dead(event.reason)
         elif isinstance(event, StatsReport):
-            self._take_report(event)
+            waiting, self._report = self._report, None
+            if waiting is not None and not waiting.done():
+                waiting.set_result(event)
         elif self._frontend is not None:
             deltas, replies = self._frontend.handle(event)
             for reply in replies:
                 self._client.send(reply)
-            self._give_out(deltas)
-
-    def _take_report(self, report: StatsReport) -> None:
-        waiting, self._report = self._report, None
-        if waiting is not None and not waiting.done():
-            waiting.set_result(report)
+            self._deliver(deltas)
 
     def _become_ready(self, event: Ready) -> None:
-        assert self._built is not None, "the reader thread built it before it handed Ready over"
-        self._info, (self._frontend, self._chat) = event.info, self._built
+        assert self._prepared is not None, "the reader thread built it before it handed Ready over"
+        self.info, (self._frontend, self._chat) = event.info, self._prepared
+        limit = None if self.max_queue is None else event.info.max_reqs + self.max_queue
+        self._capacity = Capacity(limit, lambda: self.num_open)
         self._ready_or_dead.set()
 
-    def _die(self, reason: str) -> None:
-        if self._dead_reason is None:
-            self._dead_reason = reason
+    def _mark_dead(self, reason: str) -> None:
+        if self.dead_reason is None:
+            self.dead_reason = reason
         if self._frontend is not None:
-            self._give_out(self._frontend.handle(Dead(self._dead_reason))[0])
+            self._deliver(self._frontend.handle(Dead(self.dead_reason))[0])
         if self._report is not None and not self._report.done():
-            self._report.set_exception(EngineDeadError(f"the engine has stopped: {self._dead_reason}"))
-            self._report.exception()  # seen: a caller that has gone leaves no complaint behind
+            self._report.set_exception(EngineDeadError(f"the engine has stopped: {self.dead_reason}"))
+            self._report.exception()  # read once, or asyncio warns if no caller waits any more
         self._ready_or_dead.set()
         self.died.set()
 
-    def _give_out(self, deltas: list[Delta]) -> None:
+    def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is not None:

@@ -1,4 +1,4 @@
-"""Where things are kept that can be made again: answers of probes, measured times, compiled code."""
+"""The cache folder, for files that can be made again: probe results, kernel timings, compiled code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder(part: str, environ: Mapping[str, str] | None = None) -> Path:
-    """``$XDG_CACHE_HOME/evener/<part>``, or below ``~/.cache``; nobody has made it yet.
+    """``$XDG_CACHE_HOME/evener/<part>``, or ``~/.cache/evener/<part>``; it is not created here.
 
     Args:
         environ: where ``XDG_CACHE_HOME`` is read; default ``os.environ``.

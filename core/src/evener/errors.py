@@ -1,28 +1,28 @@
-"""Every exception that evener raises on purpose.
+"""All exceptions that evener raises on purpose.
 
 ::
 
     EvenerError
     ├── ConfigError                 an option, key or value that cannot be used
-    │   └── UnknownNameError        a name nobody registered (carries a did-you-mean)
-    ├── PluginError                 something about an installed package
-    │   ├── DescriptorError         its descriptor is malformed or promises what it does not deliver
-    │   ├── ContractVersionError    it speaks a contract version that this core does not
+    │   └── UnknownNameError        a name that is not registered (suggests a similar one)
+    ├── PluginError                 a problem with an installed package
+    │   ├── DescriptorError         its descriptor is malformed or declares something that it does not have
+    │   ├── ContractVersionError    it needs a contract version that this core does not have
     │   ├── HookError               a misspelt, unmarked or failing hook
     │   ├── DuplicateNameError      two packages registered the same name
-    │   └── BackendError            finding or choosing the device
-    │       ├── ProbeError          its marks fit but the probe failed or hung
-    │       └── NoBackendError      nothing can run here, or what was asked for is not installed
-    ├── ResolveError                no provider may serve a call site (fallback budget)
+    │   └── BackendError            finding or choosing the device failed
+    │       ├── ProbeError          its platform marks match but the probe failed or hung
+    │       └── NoBackendError      no backend can run here, or the requested one is not installed
+    ├── ResolveError                no provider may run an op (see max_fallback)
     ├── CheckpointError             a model folder or weight file that cannot be used
-    ├── ArchitectureError           the checkpoint asks for an architecture nobody registered
+    ├── ArchitectureError           the checkpoint has an architecture that no package registered
     ├── MemoryPlanError             the model and its state do not fit
     ├── RequestError                one request is invalid (HTTP 400)
     │   ├── ContextLengthError      the prompt, or prompt + max_tokens, is too long
     │   ├── TemplateError           the chat template refused the messages
     │   └── RequestPluginError      a request plugin failed on it (HTTP 500)
     ├── OverloadedError             too many requests are waiting (HTTP 429)
-    └── EngineError                 the engine cannot go on
+    └── EngineError                 the engine cannot continue
         └── EngineDeadError         a worker or the controller is gone (HTTP 503)
 
 A message says what was asked, what is wrong, and what to type next.
@@ -43,13 +43,13 @@ class ConfigError(EvenerError):
 
 
 class UnknownNameError(ConfigError):
-    """A name nobody registered.
+    """A name that is not registered.
 
     Args:
         what: the kind of thing, as a noun phrase ("option", "architecture").
-        name: what was asked for.
+        name: the unknown name.
         known: the names that exist.
-        hint: what to type next, when a did-you-mean is not enough.
+        hint: what to type next, if the suggestion of a similar name is not enough.
     """
 
     def __init__(self, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
@@ -58,15 +58,15 @@ class UnknownNameError(ConfigError):
 
 
 class PluginError(EvenerError):
-    """Something about an installed package."""
+    """A problem with an installed package."""
 
 
 class DescriptorError(PluginError):
-    """A descriptor is malformed, or the module does not deliver what it promises."""
+    """A descriptor is malformed, or declares something that its module does not have."""
 
 
 class ContractVersionError(PluginError):
-    """A package speaks a contract version that this core does not."""
+    """A package needs a contract version that this core does not have."""
 
 
 class HookError(PluginError):
@@ -88,15 +88,15 @@ class BackendError(PluginError):
 
 
 class ProbeError(BackendError):
-    """A backend's marks fit this machine but its probe failed or hung."""
+    """A backend's platform marks match this machine but its probe failed or hung."""
 
 
 class NoBackendError(BackendError):
-    """No installed backend can run here, or the one asked for is not installed."""
+    """No installed backend can run here, or the requested one is not installed."""
 
 
 class ResolveError(EvenerError):
-    """No provider may serve a call site."""
+    """No provider may run an op at a call site."""
 
 
 class CheckpointError(EvenerError):
@@ -104,7 +104,7 @@ class CheckpointError(EvenerError):
 
 
 class ArchitectureError(EvenerError):
-    """The checkpoint asks for an architecture nobody registered, or for a variant it does not implement."""
+    """The checkpoint has an architecture that no package registered, or a variant that it does not implement."""
 
 
 class MemoryPlanError(EvenerError):
@@ -112,7 +112,7 @@ class MemoryPlanError(EvenerError):
 
 
 class RequestError(EvenerError):
-    """One request is invalid. ``param`` names the field, ``code`` is OpenAI's error code where it has one."""
+    """One request is invalid. ``param`` names the field; ``code`` is OpenAI's error code, if it has one."""
 
     status = 400
 
@@ -132,6 +132,12 @@ class TemplateError(RequestError):
     """The chat template refused the messages, or took too long."""
 
 
+class RenderTimeoutError(TemplateError):
+    """A conversation was not rendered in time, and not because of its template."""
+
+    status = 504
+
+
 class RequestPluginError(RequestError):
     """A request plugin failed; the message names it."""
 
@@ -146,7 +152,7 @@ class OverloadedError(EvenerError):
 
 
 class EngineError(EvenerError):
-    """The engine cannot go on."""
+    """The engine cannot continue."""
 
 
 class EngineDeadError(EngineError):
@@ -156,14 +162,14 @@ class EngineDeadError(EngineError):
 
 
 def _sentence(text: str, hint: str) -> str:
-    """``text`` and then ``hint`` as a sentence of its own."""
+    """``text``, followed by ``hint`` as its own sentence."""
     if not hint:
         return text
     return f"{text} {hint}" if text.endswith("?") else f"{text}. {hint}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?``, else what exists, or that nothing does."""
+    """``; did you mean 'x'?`` for a similar name, else the known names, or that there are none."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:

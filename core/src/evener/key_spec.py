@@ -1,8 +1,8 @@
-"""What one key takes, the core's own or a package's: its kind, limits and help; parsing text and checking values.
+"""What one key of the core or of a package takes: its kind, limits and help; parsing and checking of values.
 
-``parse`` turns what a person typed (text from a command line, typed values from YAML or Python) into a typed value;
-``check`` says whether a typed value may be used. The dataclasses of ``config.schema`` call ``check`` when they are
-built, so there is no way around it.
+``parse`` turns what the user gave (text from a command line, typed values from YAML or Python) into a typed value;
+``check`` checks a typed value. The dataclasses of ``config.schema`` call ``check`` when they are built, so every value
+is checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _YES = frozenset({"true", "yes", "on", "1"})
 _NO = frozenset({"false", "no", "off", "0"})
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-_NOUNS = {
+_KIND_DESCRIPTIONS = {
     "str": "text",
     "path": "a path",
     "int": "an integer",
@@ -31,7 +31,7 @@ _NOUNS = {
     "size": "bytes ('4GiB'), or a fraction of the free memory ('0.4' or '40%')",
     "names": "a list of names",
 }
-#: Bytes under which a size is surely a mistake (``kv_memory=4`` for 4 GiB).
+#: A smaller size in bytes is surely a mistake (``kv_memory=4`` instead of 4 GiB).
 _SMALLEST_SIZE = 2**20
 
 
@@ -41,16 +41,16 @@ class KeySpec:
 
     Attributes:
         help: one sentence.
-        kind: the type of its values, beside ``auto`` and ``none``.
-        default: the value when nobody sets it; ``dataclasses.MISSING`` where one must be given.
+        kind: the type of its values, besides ``auto`` and ``none``.
+        default: the value if the key is not set; ``dataclasses.MISSING`` if it must be set.
         auto: ``"auto"`` is allowed.
         none: ``None`` (typed ``none`` or ``null``) is allowed.
         choices: the only values allowed; empty means any of ``kind``.
-        claimable: values beyond ``choices`` may be claimed by an installed package's aliases.
+        claimable: an installed package may define further values with its ``aliases``.
         minimum: the smallest number allowed.
         maximum: the largest number allowed.
-        supported: the values that this version honours; empty means all.
-        missing: what is not built yet, as a noun phrase; said when a value is outside ``supported``.
+        supported: the values that this version supports; empty means all.
+        missing: what is not built yet, as in "data parallelism is"; for the error about an unsupported value.
         words: other spellings of values, ``{"bf16": "bfloat16"}``.
     """
 
@@ -75,9 +75,9 @@ class KeySpec:
         return cls(help=option.help, kind=kind, default=default, none=default is None, choices=option.choices)
 
     def takes(self) -> str:
-        """What may be typed, in words: ``"an integer of at least 1, or auto"``."""
-        words = [] if self.choices else [_NOUNS[self.kind] + self._limits()]
-        words += [shown(choice) for choice in self.choices]
+        """The allowed values in words: ``"an integer of at least 1 or auto"``."""
+        words = [] if self.choices else [_KIND_DESCRIPTIONS[self.kind] + self._limits()]
+        words += [format_value(choice) for choice in self.choices]
         if self.auto and "auto" not in self.choices:
             words.append("auto")
         if self.none:
@@ -91,7 +91,7 @@ class KeySpec:
 
 
 def parse(key: str, spec: KeySpec, raw: object) -> Any:
-    """The typed value of ``raw``; text is read as ``spec.kind`` says, anything else is taken as it is.
+    """The typed value of ``raw``; text is read as ``spec.kind`` says, other values stay as they are.
 
     Raises:
         ConfigError: the text cannot be read as a value of this key.
@@ -101,7 +101,7 @@ def parse(key: str, spec: KeySpec, raw: object) -> Any:
     if isinstance(raw, os.PathLike) and spec.kind == "path":
         raw = os.fspath(raw)
     if not isinstance(raw, str):
-        return _integral(raw) if spec.kind == "float" else raw
+        return _int_to_float(raw) if spec.kind == "float" else raw
     text = raw.strip() if spec.kind not in ("str", "path") else raw
     word = spec.words.get(text.lower(), text)
     if spec.none and word.lower() in ("none", "null", "~"):
@@ -119,7 +119,7 @@ def parse(key: str, spec: KeySpec, raw: object) -> Any:
 
 
 def _read(spec: KeySpec, text: str) -> Any:
-    """Text as a bool, number or size; None when it is not one."""
+    """Text as a bool, number or size; None if it is not one."""
     if spec.kind == "bool":
         return True if text.lower() in _YES else False if text.lower() in _NO else None
     if spec.kind == "size":
@@ -139,15 +139,15 @@ def _size(text: str) -> int | float | None:
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else None
 
 
-def _integral(raw: object) -> object:
+def _int_to_float(raw: object) -> object:
     return float(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
 
 
 def read(key: str, spec: KeySpec, raw: object) -> Any:
-    """``parse`` and ``check``: the value that may be used.
+    """``parse``, then ``check``: the checked value.
 
     Raises:
-        ConfigError: of either.
+        ConfigError: as ``parse`` and ``check``.
     """
     value = parse(key, spec, raw)
     check(key, spec, value)
@@ -155,16 +155,16 @@ def read(key: str, spec: KeySpec, raw: object) -> Any:
 
 
 def check(key: str, spec: KeySpec, value: object) -> None:
-    """Say whether ``value`` may be used for ``key``.
+    """Check that ``value`` may be used for ``key``.
 
     Raises:
-        ConfigError: it is of the wrong type, outside its limits, not among the choices, or not in this version.
+        ConfigError: it has the wrong type, is out of range, is not among the choices, or is not supported yet.
     """
     is_kind = isinstance(value, tuple) if spec.kind == "names" else _is_kind(spec, value)
     if spec.supported and not _is_among(value, spec.supported) and is_kind:
-        may = " or ".join(shown(choice) for choice in spec.supported if choice != ())
-        # A list may hold secrets: it is not repeated.
-        asked = key if spec.kind == "names" else f"{key}={shown(value)}"
+        may = " or ".join(format_value(choice) for choice in spec.supported if choice != ())
+        # A list may contain secrets, such as API keys: it is not shown.
+        asked = key if spec.kind == "names" else f"{key}={format_value(value)}"
         raise ConfigError(
             f"{asked} is not in this version: {spec.missing} not built yet; leave {key} out"
             + (f", or set {key}={may}" if may else "")
@@ -174,7 +174,7 @@ def check(key: str, spec: KeySpec, value: object) -> None:
     if spec.choices:
         _check_choice(key, spec, value)
     elif not _is_kind(spec, value):
-        raise ConfigError(f"{key}={value!r} is not {_NOUNS[spec.kind]}; it takes {spec.takes()}")
+        raise ConfigError(f"{key}={value!r} is not {_KIND_DESCRIPTIONS[spec.kind]}; it takes {spec.takes()}")
     _check_limits(key, spec, value)
 
 
@@ -182,14 +182,14 @@ def _check_choice(key: str, spec: KeySpec, value: object) -> None:
     if _is_among(value, spec.choices):
         return
     if spec.claimable:
-        choices = [shown(choice) for choice in spec.choices]
+        choices = [format_value(choice) for choice in spec.choices]
         near = did_you_mean(str(value), choices) if _nearest(spec, str(value)) else ""
         raise ConfigError(
-            f"no installed package serves {key}={value}{near}; it takes {spec.takes()}, or what an installed "
-            f"package claims (`evener plugins` lists packages). Leave {key} out and the fastest that fits is taken"
+            f"no installed package defines {key}={value}{near}; it takes {spec.takes()}, or a value that an installed "
+            f"package defines (`evener plugins` lists packages). Leave {key} out to use the fastest that fits"
         )
     raise ConfigError(
-        f"{key}={shown(value)} is not a value of {key}; it takes {spec.takes()}" + _nearest(spec, str(value))
+        f"{key}={format_value(value)} is not a value of {key}; it takes {spec.takes()}" + _nearest(spec, str(value))
     )
 
 
@@ -219,18 +219,18 @@ def _is_kind(spec: KeySpec, value: object) -> bool:
 
 
 def _is_among(value: object, choices: tuple[Any, ...]) -> bool:
-    """Membership that keeps 1 and True apart."""
+    """Membership that does not treat 1 and True as equal."""
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
 def _nearest(spec: KeySpec, text: str) -> str:
-    words = [shown(choice) for choice in spec.choices] + (["auto"] if spec.auto else [])
+    words = [format_value(choice) for choice in spec.choices] + (["auto"] if spec.auto else [])
     hint = did_you_mean(text, words) if words else ""
     return hint if "did you mean" in hint else ""
 
 
-def shown(value: object) -> str:
-    """A value as somebody would type it."""
+def format_value(value: object) -> str:
+    """A value as the user would type it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -7,43 +7,44 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from evener.contracts.media import MediaPrompt
-from evener.engine.client import EngineClient
-from evener.engine.messages import Dead, Ready
+from evener.contracts.outputs import RequestOutput
+from evener.engine.processes.launch import join_script
+from evener.engine.wire.client import EngineClient
+from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.wire.messages import Dead, Ready
 from evener.errors import EngineDeadError, EngineError, RequestError
 from evener.frontend.frontend import Kind
-from evener.frontend.outputs import OutputBuilder, RequestOutput
+from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.tokenizer import Tokenizer
-from evener.launch import join_script
 from evener.sampling_params import SamplingParams
 
 Messages = list[dict[str, Any]]
 
 
 class LLM:
-    """A model that is ready to generate. Several can live in one process; one serves one call at a time.
+    """A model that is ready to generate. A process can have several; each handles one call at a time.
 
     The scheduler runs in this process, in the caller's thread; so does the worker, unless ``executor=process``. Several
-    workers get processes of their own, or are threads of this one with ``executor=inline``, for a debugger.
-    In a script under ``torchrun`` whose model is shared by all ranks, this returns in rank 0 only: the others become
-    its workers, and their processes end with it.
+    workers run in their own processes, or with ``executor=inline`` as threads of this one, for a debugger.
+    In a script under ``torchrun`` with several ranks, this returns in rank 0 only: the other ranks become its workers,
+    and their processes end with it.
 
     Args:
-        model: the model: a folder, a file, or its id on a hub.
+        model: a folder, a file, or an id on a hub.
         overrides: config keys with dots: ``LLM(folder, dtype="bfloat16", **{"infer.tp_size": 2})``.
 
     Raises:
-        EvenerError: whatever stands in the way of starting (config, backend, checkpoint, memory).
+        EvenerError: the engine cannot start (config, backend, checkpoint, memory).
     """
 
     def __init__(self, model: str | Path, **overrides: object) -> None:
         from evener.config import from_overrides
-        from evener.config.source import with_local_model
-        from evener.engine.start import start_engine
+        from evener.config.local_model import with_local_model
+        from evener.engine.processes.start import start_engine
 
         config = with_local_model(from_overrides(str(model), overrides))
         join_script(config)
@@ -53,15 +54,15 @@ class LLM:
     def from_client(
         cls, client: EngineClient, model_dir: Path | None = None, settings: FrontendSettings | None = None
     ) -> LLM:
-        """On an engine that was started elsewhere, or a fake one. ``model_dir`` has tokenizer and template; None: as
-        ``Ready.info["model"]`` says. ``settings`` stands for ``model_dir`` and more."""
+        """For an engine that was started elsewhere, or a fake one. ``model_dir`` has tokenizer and template; None: the
+        engine's ``EngineInfo.model``. ``settings`` replaces ``model_dir``."""
         llm = cls.__new__(cls)
         llm._start(client, settings or FrontendSettings(model_dir=model_dir))
         return llm
 
     def _start(self, client: EngineClient, settings: FrontendSettings) -> None:
         self._client = client
-        # A script that ends without ``close`` leaves no worker to find that out by itself.
+        # Closes the engine also if a script ends without ``close``.
         self._end = weakref.finalize(self, client.close)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -75,7 +76,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None when its folder has none."""
+        """The model's tokenizer; None if its folder has none."""
         return self._frontend.tokenizer
 
     def generate(
@@ -85,18 +86,18 @@ class LLM:
         *,
         raise_on_error: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts; the outputs are in their order.
+        """Complete prompts; returns the outputs in the order of the prompts.
 
         Args:
-            prompts: text, ids (a flat list of int is one prompt), ids with rows that stand for some of them
+            prompts: text, token ids (a flat list of int is one prompt), ids with embedding rows for some of them
                 (``MediaPrompt``), or a list of those.
             sampling_params: for all prompts, or a list with one for each.
-            raise_on_error: False returns a request that failed with ``error`` set and ``finish_reason`` ``error``.
+            raise_on_error: False: a failed request is returned with ``error`` set and ``finish_reason`` ``error``.
 
         Raises:
             RequestError: a prompt or its parameters are invalid; nothing was submitted then.
             EngineError: a request failed in the engine; raised after all others have ended.
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine has stopped.
         """
         return self._run(_as_prompts(prompts), sampling_params, "completion", raise_on_error)
 
@@ -111,7 +112,7 @@ class LLM:
         template_kwargs: dict[str, Any] | None = None,
         raise_on_error: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template.
+        """Answer one conversation, or a list of them, with the model's chat template.
 
         Raises:
             RequestError, TemplateError: a conversation cannot be used; nothing was submitted then.
@@ -119,7 +120,7 @@ class LLM:
         """
         if not isinstance(messages, (list, tuple)) or not messages:
             raise RequestError(
-                "messages must be a conversation or a list of conversations, with something in it", "messages"
+                "messages must be a conversation or a list of conversations, and must not be empty", "messages"
             )
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         texts = [
@@ -139,9 +140,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(
@@ -157,27 +156,26 @@ class LLM:
                 raise EngineDeadError("this LLM was closed: make another")
             if self._dead_reason is not None:
                 raise EngineDeadError(f"the engine has stopped: {self._dead_reason}")
-            changed = [self._frontend.plugins.before(p, s, kind) for p, s in zip(prompts, params, strict=True)]
+            changed = [self._frontend.plugins.preprocess(p, s, kind) for p, s in zip(prompts, params, strict=True)]
             prompts, params = [p for p, _ in changed], [s for _, s in changed]
-            encoded = [self._frontend.encode(p, s, kind) for p, s in zip(prompts, params, strict=True)]
-            given = [p if isinstance(p, MediaPrompt) else ids for p, ids in zip(prompts, encoded, strict=True)]
+            prepared = [self._frontend.prepare(p, s, kind) for p, s in zip(prompts, params, strict=True)]
             builders: dict[str, OutputBuilder] = {}
             try:
-                for prompt, ids, taken, wanted in zip(prompts, encoded, given, params, strict=True):
+                for prompt, ready in zip(prompts, prepared, strict=True):
                     request_id = str(next(self._numbers))
-                    requests = self._frontend.submit(taken, wanted, request_id, kind)
+                    requests = self._frontend.submit(ready, request_id)
                     text = prompt if isinstance(prompt, str) else None
-                    builders[request_id] = OutputBuilder(request_id, text, ids, wanted.n)
+                    builders[request_id] = OutputBuilder(request_id, text, ready.ids, ready.params.n)
                     for request in requests:
                         self._client.send(request)
                 self._collect(builders)
             except BaseException:
-                # Also at Ctrl-C: what still runs would take the next call's place.
+                # Also after Ctrl-C: requests that still run would slow down the next call.
                 for request_id in builders:
                     for message in self._frontend.abort(request_id):
                         self._client.send(message)
                 raise
-        outputs = [self._frontend.plugins.whole(builder.snapshot()) for builder in builders.values()]
+        outputs = [self._frontend.plugins.postprocess(builder.snapshot()) for builder in builders.values()]
         failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None and raise_on_error:
             error = EngineError if self._dead_reason is None else EngineDeadError
@@ -198,7 +196,7 @@ class LLM:
                 for delta in deltas:
                     builder = builders.get(delta.request_id)
                     if builder is None:
-                        continue  # of a call that was interrupted
+                        continue  # it belongs to a call that was interrupted
                     builder.add(delta)
                     if builder.finished:
                         unfinished.discard(delta.request_id)
@@ -215,7 +213,7 @@ class LLM:
             )
         return given
 
-    def _wait_ready(self) -> dict[str, object]:
+    def _wait_ready(self) -> EngineInfo:
         while True:
             for event in self._client.receive(None):
                 if isinstance(event, Ready):

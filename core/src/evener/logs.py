@@ -1,8 +1,7 @@
 """Where log lines go: standard error and a file, as text or as JSON. Torch-free.
 
-Processes of one run append to one file: a line is one write, so lines never mix, and a file that was moved away (by
-logrotate) is made anew. ``request_id`` is put around whatever is done for one request, and every line from there
-carries it.
+All processes of a run append to one file. A line is one write, so lines never mix; a file that was moved away (by
+logrotate) is created again. ``request_id`` is set while a request is handled, and every log line then has it.
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ from evener.errors import ConfigError
 if TYPE_CHECKING:
     from evener.config.schema import LogConfig
 
-#: The request that the current task works for; None outside of one.
+#: The request that the current task handles; None outside of requests.
 request_id: ContextVar[str | None] = ContextVar("evener_request_id", default=None)
 
 
-def set_up_logging(config: LogConfig, quiet: int = logging.WARNING) -> None:
-    """Send this process's log where ``config`` says; what an earlier call set up is taken down. A program
-    that has handlers of its own keeps them, and gets no others.
+def set_up_logging(config: LogConfig, default_level: int = logging.WARNING) -> None:
+    """Set up this process's log as ``config`` says; handlers from an earlier call are removed. If the program has set
+    up handlers itself, nothing changes.
 
     Args:
-        quiet: the least level on standard error where ``config`` does not say.
+        default_level: the minimum level on standard error if ``config`` does not set one.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     root = logging.getLogger()
-    ours: list[logging.Handler] = [handler for handler in root.handlers if isinstance(handler, (_Stderr, _Appender))]
+    ours = [handler for handler in root.handlers if isinstance(handler, (_StderrHandler, _AppendHandler))]
     if len(ours) < len(root.handlers):
         return
-    asked = None if config.level == "auto" else logging.getLevelName(config.level.upper())
-    formatter = _Json() if config.format == "json" else _Text()
-    errors = _Stderr(sys.stderr)
-    errors.setLevel(quiet if asked is None else asked)
+    configured = None if config.level == "auto" else logging.getLevelName(config.level.upper())
+    formatter = _JsonFormatter() if config.format == "json" else _TextFormatter()
+    errors = _StderrHandler(sys.stderr)
+    errors.setLevel(default_level if configured is None else configured)
     handlers: list[logging.Handler] = [errors]
     if config.file is not None:
-        handlers.append(file_handler(config.file, logging.INFO if asked is None else asked))
-    for handler in ours:
-        root.removeHandler(handler)
-        handler.close()
+        handlers.append(file_handler(config.file, logging.INFO if configured is None else configured))
+    for old in ours:
+        root.removeHandler(old)
+        old.close()
     for handler in handlers:
         handler.setFormatter(formatter)
         root.addHandler(handler)
@@ -55,8 +54,8 @@ def set_up_logging(config: LogConfig, quiet: int = logging.WARNING) -> None:
 
 
 def stderr_level() -> int:
-    """The least level that this process says on standard error; its children say as much."""
-    found = (handler.level for handler in logging.getLogger().handlers if isinstance(handler, _Stderr))
+    """This process's minimum log level on standard error; its child processes use the same."""
+    found = (handler.level for handler in logging.getLogger().handlers if isinstance(handler, _StderrHandler))
     return next(found, logging.getLogger("evener").getEffectiveLevel())
 
 
@@ -67,20 +66,20 @@ def file_handler(path: str, level: int = logging.INFO) -> logging.Handler:
         ConfigError: it cannot be written.
     """
     try:
-        handler = _Appender(path)
+        handler = _AppendHandler(path)
     except OSError as error:
-        raise ConfigError(f"log.file={path} cannot be written: {error.strerror}; name a file that can") from error
-    handler.setFormatter(_Text())
+        raise ConfigError(f"log.file={path} cannot be written: {error.strerror}; set another file") from error
+    handler.setFormatter(_TextFormatter())
     handler.setLevel(level)
     return handler
 
 
-class _Stderr(logging.StreamHandler[Any]):
+class _StderrHandler(logging.StreamHandler[Any]):
     pass
 
 
-class _Appender(WatchedFileHandler):
-    """One ``write`` a line: the kernel keeps lines of several processes whole."""
+class _AppendHandler(WatchedFileHandler):
+    """One ``write`` call per line: so the kernel never mixes lines of several processes."""
 
     stream: Any
 
@@ -95,7 +94,7 @@ class _Appender(WatchedFileHandler):
             self.handleError(record)
 
 
-class _Text(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
@@ -104,8 +103,8 @@ class _Text(logging.Formatter):
         return line if of is None or f"request_id={of}" in line else f"{line} request_id={of}"
 
 
-class _Json(logging.Formatter):
-    """One object a line; a record's ``fields`` stand beside the rest."""
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line; a record's ``fields`` are added to it."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

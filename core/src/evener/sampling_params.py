@@ -1,4 +1,4 @@
-"""``SamplingParams``: what a caller may ask of one request."""
+"""``SamplingParams``: the parameters of one request."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from dataclasses import dataclass, field
 
 from evener.errors import RequestError
 
-#: At most this many likeliest tokens at a position: host work a step is bounded.
+#: Top tokens reported per position: limits the host's work in a step.
 MAX_LOGPROBS = 20
-#: Far beyond it all tokens are equally likely, and float32 overflows.
+#: At much larger values all tokens are equally likely, and float32 overflows.
 MAX_TEMPERATURE = 1000.0
-#: The work on each token grows with the stop strings.
+#: The work for each token grows with the stop strings.
 MAX_STOPS, MAX_STOP_CHARS = 32, 1024
-#: Ids of one request whose logits are changed: by ``logit_bias``, and by ``min_tokens`` those that end a sample.
+#: Token ids of one request whose logits are changed: by ``logit_bias``, and stop tokens by ``min_tokens``.
 MAX_BIASES = 1024
 MAX_LOGIT_BIAS, MAX_STOP_IDS = 512, 256
-#: Penalties far from 1 leave nothing of the model, and logits beyond what float32 holds.
+#: Penalties far from 1 make the model's output meaningless, and logits overflow float32.
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 _SEED_LIMIT = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample one request. None means "not said": ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
-    ``repetition_penalty`` then come from the model's ``generation_config.json`` where it has them (its ``do_sample`` is
-    not read), else they are 1.0, 1.0, 0, 0.0 and 1.0.
+    """How to sample one request. If ``temperature``, ``top_p``, ``top_k``, ``min_p`` or ``repetition_penalty`` is None,
+    the value in the model's ``generation_config.json`` is used (its ``do_sample`` is ignored), or else 1.0, 1.0, 0, 0.0
+    and 1.0.
 
     Attributes:
-        n: samples of the prompt.
+        n: number of samples for the prompt.
         temperature: 0 is greedy; at most 1,000.
-        top_p: keep the likeliest tokens whose probabilities add up to this; in (0, 1].
-        top_k: keep this many of the likeliest tokens; 0 or -1 keeps all.
-        min_p: drop tokens less likely than this times the likeliest; in [0, 1].
-        seed: the same seed gives the same tokens, in any company; None draws one.
-        max_tokens: at most this many new tokens. None: the rest of the context for chat, 16 for completions and
+        top_p: sample from the likeliest tokens whose probabilities add up to this; in (0, 1].
+        top_k: sample from this many of the likeliest tokens; 0 or -1: from all.
+        min_p: drop tokens less likely than this times the likeliest token; in [0, 1].
+        seed: the same seed gives the same tokens, whatever else is in the batch; None: a random seed.
+        max_tokens: maximum number of new tokens. None: the rest of the context for chat, 16 for completions and
             ``generate``.
-        min_tokens: at least this many new tokens: until then no EOS or stop token can come, and no stop string ends the
-            sample.
+        min_tokens: minimum number of new tokens: before, EOS and stop tokens are not sampled, and stop strings do not
+            end the sample.
         stop: string or strings that end the sample.
-        stop_token_ids: ids that end it as an EOS token does; they are not part of the text.
-        ignore_eos: go on after an EOS token; None: as the engine's ``infer.stop_with_eos`` says, which is not to.
-        frequency_penalty: taken from a token's logit for each time that the sample has it; in [-2, 2].
-        presence_penalty: taken from it once if the sample has it; in [-2, 2].
-        repetition_penalty: divides the logit of a token that prompt or sample have if that is positive, else multiplies
-            it; in [0.01, 100]. 1.0 is off.
-        logit_bias: what is added to the logits of single ids; in [-100, 100] each, at most 512 ids.
-        logprobs: report the sampled token's log-probability and this many of the likeliest; None reports none. They are
-            the model's own, before penalties, biases, temperature and filters.
-        prompt_logprobs: the same for the prompt's tokens; cached state of the prompt is not used then.
-        max_time: seconds after which the sample ends with what it has, waiting included.
-        detokenize: False gives ids only.
-        include_stop_str_in_output: leave the stop string in the text.
+        stop_token_ids: token ids that end the sample as EOS does; they are not part of the text.
+        ignore_eos: continue after an EOS token; None: as the engine's ``infer.stop_with_eos`` says (default: stop).
+        frequency_penalty: subtracted from a token's logit for each occurrence in the sample; in [-2, 2].
+        presence_penalty: subtracted from a token's logit once if it occurs in the sample; in [-2, 2].
+        repetition_penalty: for tokens in the prompt or the sample, divides a positive logit and multiplies a negative
+            one; in [0.01, 100]. 1.0 is off.
+        logit_bias: token id to what is added to its logit; values in [-100, 100], at most 512 ids.
+        logprobs: return the sampled token's log-probability and this many of the likeliest; None: none. They are the
+            model's own, before penalties, biases, temperature and filters.
+        prompt_logprobs: the same for the prompt's tokens; the prefix cache is not used for the prompt then.
+        max_time: seconds, waiting included, after which the sample ends with the tokens so far.
+        detokenize: False returns ids only.
+        include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -121,7 +121,7 @@ class SamplingParams:
         lists = {"stop_token_ids": (self.stop_token_ids, Sequence, MAX_STOP_IDS)}
         for name, (ids, kind, limit) in {**lists, "logit_bias": (self.logit_bias, Mapping, MAX_LOGIT_BIAS)}.items():
             if not isinstance(ids, kind) or len(ids) > limit or not all(type(i) is int and i >= 0 for i in ids):
-                raise RequestError(f"{name} must have at most {limit} token ids, and nothing else", name)
+                raise RequestError(f"{name} must contain only token ids, at most {limit} of them", name)
         for value in self.logit_bias.values():
             _number("logit_bias", math.nan if value is None else value, -100.0, 100.0)
 
@@ -147,5 +147,5 @@ def _number(name: str, value: object, low: float, high: float, open_low: bool = 
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
         limits = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        without = f", {low:g} excluded" if open_low else ""
+        without = f" but not {low:g}" if open_low else ""
         raise RequestError(f"{name} must be a number {limits}{without}, not {value!r}", name)

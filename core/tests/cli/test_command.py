@@ -33,7 +33,9 @@ def test_a_wrong_own_option_names_the_command_and_its_help(command: Command) -> 
 
 
 def test_two_models_are_an_error(command: Command) -> None:
-    with pytest.raises(ConfigError, match="unexpected argument '/b'; options are written key=value or --key value"):
+    with pytest.raises(
+        ConfigError, match="unexpected argument '/b': the model comes first, then options as key=value or --key value"
+    ):
         read_config(command, ["/a", "/b"], {})
 
 
@@ -52,12 +54,12 @@ def test_old_spellings_are_warned_about_on_standard_error(command: Command, caps
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "warning: models.ckpt_dir=/m: models.ckpt_dir is an old spelling; write model=/m",
-        "warning: infer.do_load=False: infer.do_load is an old spelling; write load=dummy",
+        "warning: models.ckpt_dir=/m: models.ckpt_dir is a legacy key; write model=/m",
+        "warning: infer.do_load=False: infer.do_load is a legacy key; write load=dummy",
     ]
 
 
-def test_more_ranks_than_are_used_is_an_error_that_says_how_to_start(command: Command, tmp_path: Path) -> None:
+def test_wrong_world_size_is_an_error_that_says_how_to_start(command: Command, tmp_path: Path) -> None:
     started = {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "here",
                "MASTER_PORT": "29500"}  # fmt: skip
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=8: 8 ranks were started, .* start one process without torchrun"):
@@ -66,23 +68,23 @@ def test_more_ranks_than_are_used_is_an_error_that_says_how_to_start(command: Co
         read_config(command, [str(tmp_path)], {**started, "RANK": "", "LOCAL_RANK": "x"})
     assert read_config(command, ["/m"], {"WORLD_SIZE": "1"})[1].model == "/m"
     assert read_config(command, ["/m"], {"WORLD_SIZE": "8"}, ranks=False)[1].model == "/m"
-    with pytest.raises(ConfigError, match="executor=inline has all ranks in one process, torchrun one for each"):
+    with pytest.raises(
+        ConfigError, match="executor=inline runs all ranks in one process, but torchrun starts one process for each"
+    ):
         read_config(command, [str(tmp_path), "executor=inline", "infer.tp_size=8"], started)
 
 
-def test_a_made_up_prompt_is_for_run_only(command: Command) -> None:
-    with pytest.raises(
-        ConfigError, match=r"request.prompt_tokens_len .* `evener pull` gets its prompts from elsewhere"
-    ):
+def test_prompt_tokens_len_is_accepted_by_run_only(command: Command) -> None:
+    with pytest.raises(ConfigError, match=r"request.prompt_tokens_len .* `evener pull` does not use it"):
         read_config(command, ["/m", "request.prompt_tokens_len=5"], {})
     assert read_config(Command("run", ""), ["/m", "request.prompt_tokens_len=5"], {})[1].request.prompt_tokens_len == 5
 
 
-def test_variables_of_the_seeds_set_the_log_unless_it_is_typed(
+def test_legacy_env_variables_set_the_log_unless_given_on_the_command_line(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     environ = {"KLLM_LOG_LEVEL": "DEBUG", "KLLM_LOG_FILE": "/tmp/a.log", "KLLM_OTHER": "x"}
     config = read_config(command, ["/m", "log.level=warning"], environ)[1]
     assert (config.log.level, config.log.file) == ("warning", "/tmp/a.log")
     assert read_config(command, ["/m"], environ)[1].log.level == "debug"
-    assert "KLLM_LOG_LEVEL is an old spelling; write log.level=DEBUG" in capsys.readouterr().err
+    assert "KLLM_LOG_LEVEL is a legacy variable; write log.level=DEBUG" in capsys.readouterr().err

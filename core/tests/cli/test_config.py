@@ -36,7 +36,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return call
 
-    monkeypatch.setattr("evener.plugins.discover.discover", lambda: SimpleNamespace(packages=(), commands=dict))
+    monkeypatch.setattr(
+        "evener.plugins.discover.installed_catalog", lambda: SimpleNamespace(packages=(), commands=dict)
+    )
     monkeypatch.setattr("evener.plugins.choose.choose", record("selection"))
     selection = SimpleNamespace(reason="highest score 10")
     loaded = SimpleNamespace(backend=backend, selection=selection, open_device=lambda: device)
@@ -49,7 +51,7 @@ def test_config_prints_every_value_with_its_reason(
 ) -> None:
     assert main(["config", str(model), "infer.depth=1"]) == 0
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()}
-    assert lines["dtype"] == "float32 the checkpoint is bfloat16, which this device cannot compute"
+    assert lines["dtype"] == "float32 the checkpoint is bfloat16, which this device does not support"
     assert lines["infer.max_seq_len"] == "2048 max_position_embeddings of the checkpoint"
     assert lines["infer.depth"] == "1 as asked"
     assert lines["backend"] == "test highest score 10"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -16,34 +17,34 @@ from evener.cli import version
 from evener.cli.config import keys
 from evener.config.schema import key_specs
 from evener.errors import DescriptorError, EngineError
-from evener.plugins.target import Target
-from evener.testing.installed import write_distribution
+from evener.plugins.catalog import LazyImport
+from evener_conformance.distributions import write_distribution
 
 Calls = list[list[str]]
 
 
-def target(name: str, path: str) -> Target:
-    return Target(kind="command", name=name, path=path, package="pack", distribution="evener-pack")
+def target(name: str, path: str) -> LazyImport:
+    return LazyImport(kind="command", name=name, path=path, package="pack", distribution="evener-pack")
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Target]:
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, LazyImport]:
     """The commands that packages bring: none, until a test adds some."""
-    commands: dict[str, Target] = {}
+    commands: dict[str, LazyImport] = {}
 
     class Catalog:
         packages = problems = ()
         disabled: tuple[object, ...] = ()
 
-        def commands(self) -> dict[str, Target]:
+        def commands(self) -> dict[str, LazyImport]:
             return commands
 
-    monkeypatch.setattr("evener.plugins.discover.discover", Catalog)
+    monkeypatch.setattr("evener.plugins.discover.installed_catalog", Catalog)
     return commands
 
 
 @pytest.fixture
-def brought(installed: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> Calls:
+def brought(installed: dict[str, LazyImport], monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A package's ``serve`` that records what it was given."""
     calls: Calls = []
 
@@ -57,7 +58,7 @@ def brought(installed: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 def test_help_lists_every_command_and_how_to_get_those_that_are_missing(
-    installed: dict[str, Target], capsys: pytest.CaptureFixture[str]
+    installed: dict[str, LazyImport], capsys: pytest.CaptureFixture[str]
 ) -> None:
     installed["graze"] = target("graze", "a:b")
     assert cli.main(["--help"]) == cli.main([]) == 0
@@ -65,10 +66,12 @@ def test_help_lists_every_command_and_how_to_get_those_that_are_missing(
     for name in ("run", "serve", "config", "plugins", "doctor", "models", "version", "graze"):
         assert f"\n  {name} " in out
     assert 'serve a model over HTTP (pip install "evener[serve]")' in out and "from evener-pack" in out
+    for name in ("conformance", "new"):
+        assert re.search(rf"\n  {name} +.* \(pip install evener-conformance\)\n", out)
 
 
 def test_an_unknown_command_is_an_error_with_the_nearest_one(
-    installed: dict[str, Target], capsys: pytest.CaptureFixture[str]
+    installed: dict[str, LazyImport], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["confg"]) == 2
     assert (
@@ -77,11 +80,30 @@ def test_an_unknown_command_is_an_error_with_the_nearest_one(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "install"),
+    [
+        ("serve", 'pip install "evener[serve]"'),
+        ("conformance", "pip install evener-conformance"),
+        ("new", "pip install evener-conformance"),
+    ],
+)
 def test_a_command_whose_package_is_missing_says_what_to_install(
-    installed: dict[str, Target], capsys: pytest.CaptureFixture[str]
+    name: str, install: str, installed: dict[str, LazyImport], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["serve", "/m"]) == 2
-    assert 'type: pip install "evener[serve]"' in capsys.readouterr().err
+    assert cli.main([name, "/m"]) == 2
+    assert capsys.readouterr().err == f"error: `evener {name}` needs a package that is not installed; type: {install}\n"
+
+
+def test_help_shows_the_commands_of_evener_conformance_where_it_is_installed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in ("conformance", "new"):
+        assert re.search(rf"\n  {name} ", out)
+    assert "evener-conformance" not in out
+    assert {"conformance", "new"} <= cli.installed_commands().keys()
 
 
 def test_a_missing_command_names_packages_that_are_installed_and_cannot_be_used(
@@ -98,9 +120,9 @@ def test_a_package_brings_commands_and_their_exit_codes(brought: Calls) -> None:
     assert brought == [["/m", "infer.depth=1"]]
 
 
-def test_a_package_cannot_take_a_built_in_command(installed: dict[str, Target]) -> None:
+def test_a_package_cannot_take_a_built_in_command(installed: dict[str, LazyImport]) -> None:
     installed["run"] = target("run", "a:b")
-    with pytest.raises(DescriptorError, match="evener-pack brings a command 'run', which is evener's own"):
+    with pytest.raises(DescriptorError, match="evener-pack declares a command 'run', which is a built-in command"):
         cli.installed_commands()
 
 
@@ -127,14 +149,14 @@ def test_python_m_evener_serves_a_whole_file(brought: Calls, monkeypatch: pytest
 
 
 def test_python_m_evener_with_a_command_is_evener(
-    installed: dict[str, Target], capsys: pytest.CaptureFixture[str]
+    installed: dict[str, LazyImport], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert module.run([]) == module.run(["--help"]) == 0
     assert capsys.readouterr().out.count("usage: evener COMMAND") == 2
     assert module.run(["confg"]) == 2
 
 
-def test_python_m_evener_points_out_variables_of_the_seeds(
+def test_python_m_evener_warns_about_legacy_env_variables(
     brought: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CINFER_WITH_CYTHON", "1")
@@ -165,22 +187,22 @@ def failing(error: BaseException) -> Callable[[list[str]], int]:
         (
             ZeroDivisionError("by zero"),
             1,
-            "error: ZeroDivisionError: by zero; this is a fault of evener or of a package; EVENER_DEBUG=1 shows where, "
-            "for the report to its author\n",
+            "error: ZeroDivisionError: by zero; this is a bug in evener or in a package: set EVENER_DEBUG=1 to see "
+            "the stack trace, and report it\n",
         ),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(
     error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "find", lambda name: failing(error))
+    monkeypatch.setattr(cli, "find_command", lambda name: failing(error))
     monkeypatch.delenv("EVENER_DEBUG", raising=False)
     assert cli.main(["run"]) == code
     assert capsys.readouterr() == ("", message)
 
 
 def test_evener_debug_shows_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find", lambda name: failing(EngineError("gone")))
+    monkeypatch.setattr(cli, "find_command", lambda name: failing(EngineError("gone")))
     monkeypatch.setenv("EVENER_DEBUG", "1")
     with pytest.raises(EngineError, match="gone"):
         cli.main(["run"])
@@ -197,7 +219,7 @@ def test_help_imports_neither_torch_nor_hydra() -> None:
 
 
 def test_config_keys_lists_every_key_with_its_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: dict[str, Target]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: dict[str, LazyImport]
 ) -> None:
     assert key_specs().keys() <= {row["key"] for row in keys()}
     assert cli.main(["config", "--keys", "--json"]) == 0
@@ -205,7 +227,7 @@ def test_config_keys_lists_every_key_with_its_help(
     assert all(row["help"] and row["takes"] for row in rows)
     assert cli.main(["config", "--keys"]) == 0
     out = capsys.readouterr().out
-    assert "serve.port\n    Port to listen on; 0 takes a free one.\n" in out
+    assert "serve.port\n    Port to listen on; 0: any free port.\n" in out
     assert "\n    It takes an integer from 0 to 65535; default 21002.\n" in out
 
 
@@ -234,7 +256,7 @@ def test_models_says_family_state_and_oracle_and_why_one_cannot_be_used(
     write_distribution(tmp_path, "odd", {"evener.plugins": {"odd": "odd_models:descriptor"}})
     (tmp_path / "odd_models.py").write_text(
         "from evener.contracts.descriptor import Descriptor\n"
-        "descriptor = Descriptor(name='odd', summary='for tests', contracts={'descriptor': 1, 'architecture': 1},\n"
+        "descriptor = Descriptor(name='odd', summary='for tests', contracts={'descriptor': 1, 'architecture': 2},\n"
         "    architectures={'NoneForCausalLM': 'odd_gone:Gone', 'OddForCausalLM': 'odd_model:Odd'})\n"
     )
     (tmp_path / "odd_model.py").write_text(

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from evener.cli.main import main
-from evener.cli.outputs import Outputs
-from evener.frontend.outputs import Delta
+from evener.cli.outputs import OutputFolder
+from evener.contracts.outputs import Delta
+from evener.engine.wire.engine_info import EngineInfo
 
 
 class FakeStream:
@@ -39,8 +40,10 @@ class FakeLLM:
     closed: int
 
     def __init__(self) -> None:
-        self.info = {"backend": "test", "backend_reason": "the only one", "vocab_size": 10}
-        self.info["config"] = {"dtype": {"value": "float32", "reason": "as asked"}}
+        self.info = EngineInfo(
+            model="", served_name="test", max_model_len=9, vocab_size=10, backend="test",
+            backend_reason="the only one", config={"dtype": {"value": "float32", "reason": "as asked"}},
+        )  # fmt: skip
         self.tokenizer = SimpleNamespace(encode=lambda text: [ord(c) for c in text])
 
     @classmethod
@@ -79,7 +82,9 @@ def test_the_answer_goes_to_standard_output_and_figures_to_standard_error(
     assert main(["run", str(folder), "--prompt", "Hi", "--max-tokens", "5", "--temperature", "0", "seed=3"]) == 0
     out, err = capsys.readouterr()
     assert out == "Hello\n"
-    assert err.startswith("test (the only one); 3 + 2 tokens; first after ") and err.endswith("; ended: stop\n")
+    assert err.startswith("test (the only one); 3 + 2 tokens; first token after ") and err.endswith(
+        "; finish reason: stop\n"
+    )
     config, prompt, params = llm.asked
     assert (config.seed, prompt, params.max_tokens, params.temperature, params.ignore_eos) == (3, "Hi", 5, 0.0, False)
     assert llm.closed == 1
@@ -119,7 +124,7 @@ def test_a_prompt_is_repeated_or_cut_to_the_length_that_is_asked_for(
     assert prompt == [ord(c) for c in ids] and params.ignore_eos is False
 
 
-def test_with_both_lengths_the_answer_ends_at_nothing_else(llm: type[FakeLLM], folder: Path) -> None:
+def test_fixed_prompt_and_output_lengths_ignore_eos(llm: type[FakeLLM], folder: Path) -> None:
     assert main(["run", str(folder), "request.prompt_tokens_len=6", "request.max_new_tokens=7"]) == 0
     assert llm.asked[2].ignore_eos is True and llm.asked[2].max_tokens == 7
 
@@ -128,7 +133,7 @@ def test_a_prompt_without_tokens_cannot_be_repeated(
     llm: type[FakeLLM], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", str(folder), "--prompt", "", "request.prompt_tokens_len=6"]) == 2
-    assert "--prompt '' has no tokens here" in capsys.readouterr().err and llm.closed == 1
+    assert "repeats the tokens of --prompt, but '' has none" in capsys.readouterr().err and llm.closed == 1
 
 
 def left(parent: Path) -> Path:
@@ -137,14 +142,14 @@ def left(parent: Path) -> Path:
     return folder
 
 
-def test_a_run_with_fixed_lengths_leaves_its_keys_and_its_result_under_outputs(
+def test_run_with_fixed_lengths_writes_config_and_result_to_outputs(
     llm: type[FakeLLM], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["request.prompt_tokens_len=6", "request.max_new_tokens=7", "ops.attention=reference", "seed=3"]
     assert main(["run", str(folder), *words]) == 0
     made = left(tmp_path / "outputs")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", str(made.relative_to(tmp_path / "outputs")))
-    assert f"left in outputs/{made.parent.name}/{made.name}" in capsys.readouterr().err
+    assert f"output folder: outputs/{made.parent.name}/{made.name}" in capsys.readouterr().err
     result = json.loads((made / "result.json").read_text())
     assert result["text"] == "Hello" and result["model"] == str(folder) and result["sampling"]["max_tokens"] == 7
     assert json.loads((made / "resolved.json").read_text())["dtype"]["reason"] == "as asked"
@@ -156,7 +161,7 @@ def test_a_run_with_fixed_lengths_leaves_its_keys_and_its_result_under_outputs(
     assert left(tmp_path / "again").is_dir()
 
 
-def test_a_question_leaves_nothing_unless_it_is_asked_to(llm: type[FakeLLM], folder: Path, tmp_path: Path) -> None:
+def test_run_writes_no_output_folder_by_default(llm: type[FakeLLM], folder: Path, tmp_path: Path) -> None:
     assert main(["run", str(folder), "--prompt", "Hi"]) == 0
     assert main(["run", str(folder), "request.prompt_tokens_len=6", "outputs=none"]) == 0
     assert not (tmp_path / "outputs").exists()
@@ -166,11 +171,11 @@ def test_a_question_leaves_nothing_unless_it_is_asked_to(llm: type[FakeLLM], fol
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
     now = datetime(2030, 1, 2, 3, 4, 5)
-    names = [Outputs(tmp_path, now).folder.relative_to(tmp_path) for _ in range(3)]
+    names = [OutputFolder(tmp_path, now).folder.relative_to(tmp_path) for _ in range(3)]
     assert [str(name) for name in names] == ["2030-01-02/03-04-05", "2030-01-02/03-04-05-1", "2030-01-02/03-04-05-2"]
 
 
-def test_a_folder_that_cannot_be_made_is_said_with_its_key(
+def test_unwritable_output_folder_error_names_the_key(
     llm: type[FakeLLM], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -189,13 +194,13 @@ def test_the_prompt_may_come_from_standard_input(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ([], 2, "needs --prompt TEXT, or request.prompt_tokens_len=N"),
+        ([], 2, "needs a prompt: --prompt TEXT, or request.prompt_tokens_len=N"),
         (["--prompt", "a", "--system", "b"], 2, "--system needs a chat template"),
         (["--prompt", "a", "--temperature", "-1"], 1, "temperature must be"),
         (["--prompt", "a", "--max-tokens", "0"], 1, "max_tokens must be"),
     ],
 )
-def test_what_cannot_be_run_is_one_line_before_an_engine_is_started(
+def test_invalid_arguments_fail_with_one_line_before_the_engine_starts(
     words: list[str], code: int, message: str, llm: type[FakeLLM], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", str(folder), *words]) == code

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evener.cli.main import main
-from evener.testing.installed import install_reference_backend
+from evener_conformance.distributions import install_reference_backend
 
 from ..plugins.conftest import Site, score_of
 
@@ -63,7 +63,7 @@ def tiny(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_a_backend_that_lost_says_to_whom_and_what_its_probe_saw(
+def test_unchosen_backend_names_the_winner_and_its_probe_result(
     site: Site, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.add("backend", "slow", probe=score_of(20, "it crawls"))
@@ -125,10 +125,10 @@ def test_a_package_that_was_switched_off_names_the_switch(
         ("plugin", 'aliases={"infer.attn_type=bead": "ops.attention=bead"}', "bead", "spelling"),
     ],
 )
-def test_what_a_refused_package_announces_is_refused_with_it(
+def test_contributions_of_a_refused_package_are_refused(
     kind: str, field: str, name: str, what: str, site: Site, ask: Any
 ) -> None:
-    needed = '"ops": 1, "quant": 1, "architecture": 1, "request_plugin": 1, "checkpoint": 1'
+    needed = '"ops": 2, "quant": 2, "architecture": 2, "request_plugin": 1, "checkpoint": 1'
     site.add(kind, "owner", f'needs=frozenset({{"beads"}}), {field}', contracts=needed, module="")
     [answer] = ask(name)
     assert (answer["what"], answer["package"], answer["verdict"]) == (what, "dist-owner 1.0", "refused")
@@ -142,7 +142,7 @@ def test_a_kernel_is_known_by_name_and_sends_to_a_model_for_its_sizes(site: Site
     assert "evener why-not small_norm MODEL" in answer["reasons"][-1]
 
 
-def test_in_a_model_a_kernel_serves_some_sizes_and_is_passed_over_at_others(site: Site, ask: Any, tiny: str) -> None:
+def test_kernel_is_used_for_some_sizes_and_skipped_for_others(site: Site, ask: Any, tiny: str) -> None:
     site.add("kernels", "swift", 'ops=("rms_norm",)', module=KERNEL)
     found = ask("small_norm", tiny)
     by_verdict = {each["verdict"]: each for each in found}
@@ -158,7 +158,7 @@ def test_an_op_in_a_model_lists_who_serves_it_and_why_the_others_do_not(site: Si
     assert used and {each["name"] for each in used} == {"reference"}
     assert all(each["reasons"] == ["not swift/small_norm: ops.rms_norm=reference"] for each in used)
     nobody = [each for each in ask("embedding", tiny) if each["verdict"] == "used"]
-    assert [each["reasons"] for each in nobody] == [["no chosen package brings a kernel for it"]]
+    assert [each["reasons"] for each in nobody] == [["no chosen package has a kernel for it"]]
 
 
 def test_an_op_that_nobody_accelerates_is_served_by_the_reference_where_a_model_calls_it(
@@ -209,7 +209,7 @@ def test_a_name_that_nothing_has_is_an_error_with_the_nearest_one_and_what_to_in
     assert "evener why-not NAME [MODEL]" in capsys.readouterr().err
 
 
-def test_people_read_a_line_for_each_thing_and_its_reasons_below(
+def test_text_output_has_one_line_per_answer_with_reasons_below(
     site: Site, ask: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del ask

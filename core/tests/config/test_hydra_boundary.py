@@ -23,20 +23,20 @@ def typed(*words: str, model: str | None = "/m", file: str | None = None, packag
     "path",
     ["/data/a b", "/d/a=b,c", "/d/it's", '/d/"x"', "/d/a\\", "/d/(x)[1]{2}", "/d/#1 %~+!@&|;:<>?*", "[x]", "/d/é中"],
 )
-def test_paths_with_odd_characters_arrive_letter_by_letter(path: str, nothing_installed: Packages) -> None:
+def test_paths_with_special_characters_are_kept_verbatim(path: str, nothing_installed: Packages) -> None:
     assert typed(f"model={path}", model=None, packages=nothing_installed).model == path
     assert typed(model=path, packages=nothing_installed).model == path
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.text(alphabet="ab=,'\"\\ [](){}:%#~+-/\n\té", min_size=1, max_size=8))
-def test_any_text_arrives_letter_by_letter(text: str) -> None:
+def test_any_text_is_kept_verbatim(text: str) -> None:
     if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
         return  # quoted text is the grammar's own
     assert compose_flat((), [Override("model", text, text)], Packages(lambda: []))["model"] == text
 
 
-def test_quoted_text_lists_and_interpolations_are_hydras(nothing_installed: Packages) -> None:
+def test_quoted_text_lists_and_interpolations_are_parsed_by_hydra(nothing_installed: Packages) -> None:
     config = typed('serve.served_model_name="a b"', "serve.api_keys=[]", packages=nothing_installed)
     assert (config.serve.served_model_name, config.serve.api_keys) == ("a b", ())
     named = typed("serve.served_model_name=${dtype}", "dtype=float16", packages=nothing_installed)
@@ -100,7 +100,7 @@ def test_a_file_is_found_by_path_or_by_name_here_or_in_config(tmp_path: Path) ->
     assert find_file("a.yaml", tmp_path) == tmp_path / "a.yaml"
     assert find_file("a", tmp_path) == tmp_path / "a.yaml"
     assert find_file("b", tmp_path) == tmp_path / "config" / "b.yaml"
-    with pytest.raises(ConfigError, match=r"config file 'c' is not there; looked for .*c\.yaml, .*config/c\.yaml"):
+    with pytest.raises(ConfigError, match=r"config file 'c' does not exist; looked for .*c\.yaml, .*config/c\.yaml"):
         find_file("c", tmp_path)
     (tmp_path / "d.yml").write_text("")
     with pytest.raises(ConfigError, match=r"must end in \.yaml; rename it"):

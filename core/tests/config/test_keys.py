@@ -39,7 +39,7 @@ def test_an_unknown_key_is_an_error_that_names_the_one_that_was_meant(
     assert "`evener config --keys` lists every option" in str(caught.value)
 
 
-def test_a_key_like_no_other_says_where_the_list_is(packages: Packages) -> None:
+def test_unknown_key_without_a_close_match_points_to_the_key_list(packages: Packages) -> None:
     with pytest.raises(UnknownNameError) as caught:
         from_overrides("m", {"zzz.qqq": 1}, packages)
     assert str(caught.value) == ("unknown option 'zzz.qqq' (in 'zzz.qqq=1'). `evener config --keys` lists every option")
@@ -74,15 +74,15 @@ def test_a_value_that_a_package_claims_is_rewritten_and_said(packages: Packages)
     assert built.config.infer.attn_type == "auto"
     assert built.config.ops == {"attention": "wid-get"}
     assert built.config.options == {"wid-get": {"mode": "wild"}}
-    assert "infer.attn_type=widget means ops.attention=wid-get here: package 'wid-get' claims it" in built.notes
+    assert "infer.attn_type=widget is read as ops.attention=wid-get, as package 'wid-get' defines it" in built.notes
 
 
 def test_a_value_that_nobody_claims_says_that_no_installed_package_serves_it(nothing_installed: Packages) -> None:
     with pytest.raises(
-        ConfigError, match=r"no installed package serves infer.attn_type=widget; .* auto or ref, or what"
+        ConfigError, match=r"no installed package defines infer.attn_type=widget; .* auto or ref, or a value"
     ):
         from_overrides("m", {"infer.attn_type": "widget"}, nothing_installed)
-    with pytest.raises(ConfigError, match=r"no installed package serves infer.op_impl=rfe; did you mean 'ref'"):
+    with pytest.raises(ConfigError, match=r"no installed package defines infer.op_impl=rfe; did you mean 'ref'"):
         from_overrides("m", {"infer.op_impl": "rfe"}, nothing_installed)
 
 
@@ -90,7 +90,7 @@ def test_a_spelling_that_two_packages_claim_differently_is_an_error_with_both() 
     def claim(name: str) -> Descriptor:
         return Descriptor(name=name, summary="", contracts={}, aliases={"infer.attn_type=x": f"ops.attention={name}"})
 
-    with pytest.raises(ConfigError, match=r"claimed by a and b for different things; type one of: ops\.attention=a"):
+    with pytest.raises(ConfigError, match=r"has different meanings in a and b; type one of: ops\.attention=a"):
         from_overrides("m", {"infer.attn_type": "x"}, Packages(lambda: [claim("a"), claim("b")]))
 
 
@@ -125,7 +125,7 @@ def test_a_flag_without_its_value_and_a_short_option_say_what_to_type() -> None:
         split_command_line(["-p", "3"])
 
 
-def test_the_last_of_two_wins_and_a_second_model_is_an_error(nothing_installed: Packages) -> None:
+def test_last_override_wins_and_a_second_model_is_an_error(nothing_installed: Packages) -> None:
     with pytest.raises(ConfigError, match="the model is given twice: '/a' and 'model=/b'; keep one"):
         from_overrides("/a", {"model": "/b"}, nothing_installed)
     assert from_overrides("/a", {"model": "/a"}, nothing_installed).config.model == "/a"
@@ -138,7 +138,9 @@ def test_no_model_is_an_error_that_shows_both_ways_to_name_it(nothing_installed:
 
 def test_a_package_that_takes_no_options_says_so() -> None:
     bare = Descriptor(name="my-chip", summary="Takes nothing.", contracts={})
-    with pytest.raises(ConfigError, match=r"my-chip\.fan=1 cannot be set: my-chip takes no options; leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"my-chip\.fan=1 cannot be set: package my-chip has no options; leave it out"
+    ):
         from_overrides("m", {"my-chip.fan": 1}, Packages(lambda: [bare]))
     other = replace(bare, options={"fans": Option(type=int, default=1, help="")})
     with pytest.raises(UnknownNameError, match=r"did you mean 'my-chip\.fans'"):

@@ -9,7 +9,7 @@ import pytest
 
 from evener.config.build import from_overrides
 from evener.config.checkpoint import ModelFacts, facts_of, read_model_facts
-from evener.config.host import usable_cores
+from evener.config.cpu_cores import usable_cores
 from evener.config.packages import Packages
 from evener.config.resolve import GIB, DeviceFacts, ResolvedConfig, resolve_config
 from evener.config.schema import key_specs
@@ -35,7 +35,7 @@ def resolve(
     return resolve_config(config, model, device, serving)
 
 
-def test_auto_becomes_values_with_reasons_and_the_request_stays_as_it_was() -> None:
+def test_auto_resolves_to_values_with_reasons_without_changing_the_config() -> None:
     resolved = resolve()
     assert (resolved.dtype, resolved.reasons["dtype"]) == ("bfloat16", "the checkpoint's own, emulated on this device")
     assert (resolved.max_seq_len, resolved.max_reqs, resolved.step_tokens) == (8192, 64, 2048)
@@ -70,26 +70,27 @@ def test_a_type_that_the_device_lacks_is_an_error_when_asked_and_float32_when_no
     plain = dataclasses.replace(HOST, emulated=frozenset())
     resolved = resolve(plain)
     assert resolved.dtype == "float32"
-    assert resolved.reasons["dtype"] == "the checkpoint is bfloat16, which this device cannot compute"
+    assert resolved.reasons["dtype"] == "the checkpoint is bfloat16, which this device does not support"
     with pytest.raises(
-        ConfigError, match="dtype=float16 cannot be computed on Some CPU; it has float32: leave dtype out"
+        ConfigError, match="dtype=float16 is not supported on Some CPU, which has float32: leave dtype out"
     ):
         resolve(plain, asked={"dtype": "float16"})
 
 
-def test_the_longest_request_follows_the_checkpoint_up_to_a_cap_that_is_said() -> None:
+def test_auto_max_seq_len_follows_the_checkpoint_up_to_a_cap() -> None:
     long = dataclasses.replace(MODEL, max_positions=262_144)
     resolved = resolve(model=long)
     assert resolved.max_seq_len == 32_768
     assert (
-        "allows 262144; capped for memory, infer.max_seq_len=262144 takes all" in resolved.reasons["infer.max_seq_len"]
+        "limited to save memory; the checkpoint allows 262144: infer.max_seq_len=262144"
+        in resolved.reasons["infer.max_seq_len"]
     )
     assert resolve(model=long, asked={"infer.max_seq_len": 262_144}).max_seq_len == 262_144
     stretched = dataclasses.replace(long, trained_positions=8192)
     assert resolve(model=stretched).max_seq_len == 8192
-    assert "allows 262144 with infer.max_seq_len=262144" in resolve(model=stretched).reasons["infer.max_seq_len"]
+    assert "allows 262144: infer.max_seq_len=262144" in resolve(model=stretched).reasons["infer.max_seq_len"]
     assert resolve(model=stretched, asked={"infer.max_seq_len": 262_144}).max_seq_len == 262_144
-    with pytest.raises(ConfigError, match=r"infer.max_seq_len=9000 is more than the 8192 positions"):
+    with pytest.raises(ConfigError, match=r"infer.max_seq_len=9000 is more than the checkpoint's 8192 positions"):
         resolve(asked={"infer.max_seq_len": 9000})
     with pytest.raises(ConfigError, match=r"no max_position_embeddings; set infer.max_seq_len=TOKENS"):
         resolve(model=dataclasses.replace(MODEL, max_positions=None))
@@ -107,7 +108,7 @@ def test_a_server_gets_a_worker_process_unless_it_is_told_otherwise() -> None:
     assert resolve(asked={"executor": "process"}).executor == "process"
 
 
-def test_what_the_engine_finds_out_makes_a_new_object() -> None:
+def test_with_value_returns_a_new_resolved_config() -> None:
     before = resolve()
     after = before.with_value("infer.block_size", 16, "every provider offers it")
     assert (before.block_size, after.block_size) == ("auto", 16)
@@ -119,7 +120,7 @@ def test_every_key_is_printed_with_its_value_and_reason() -> None:
     rows = {key: (value, reason) for key, value, reason in resolved.rows()}
     assert rows.keys() == key_specs().keys()
     assert all(reason for _, reason in rows.values())
-    assert rows["seed"] == (7, "as asked") and rows["infer.depth"] == (2, "one is computed, others are read")
+    assert rows["seed"] == (7, "as asked") and rows["infer.depth"] == (2, "one is computed, one is read")
     assert rows["infer.max_reqs"] == (64, "for host memory") and rows["backend"][0] == "host"
     assert json.loads(json.dumps(resolved.to_json()))["dtype"]["value"] == "bfloat16"
     assert len(resolved.text().splitlines()) == len(rows)
@@ -141,7 +142,7 @@ def test_both_spellings_of_a_checkpoints_type_and_nested_settings_are_read() -> 
         ({"seq_length": "long"}, (None, None)),
     ],
 )
-def test_a_length_has_many_names_and_the_shortest_is_what_was_trained_on(
+def test_context_length_is_read_from_every_known_key(
     config: dict[str, object], lengths: tuple[int | None, int | None]
 ) -> None:
     facts = facts_of("m", config)
@@ -174,5 +175,5 @@ def test_hardware_threads_of_one_core_count_once_and_a_containers_share_limits_t
     assert usable_cores(cpus, tmp_path, cgroup)[0] == 2
     (cgroup / "cpu.max").write_text("50000 100000\n")
     assert usable_cores(cpus, tmp_path, cgroup) == (
-        1, "the container's share of time is 1 of 2 physical cores among the 4 CPUs that this process may use"
+        1, "the container's CPU quota is 1 of 2 physical cores among the 4 CPUs that this process may use"
     )  # fmt: skip

@@ -56,7 +56,7 @@ def test_every_key_but_the_model_has_a_default_that_this_version_honours(key: st
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_key_means_the_same_as_word_as_flag_and_from_python(key: str, nothing_installed: Packages) -> None:
+def test_every_key_parses_the_same_as_override_flag_and_python_value(key: str, nothing_installed: Packages) -> None:
     text, value = other_value(KEYS[key])
     flag = "--" + key.replace("_", "-")
     ways = [[f"{key}={text}"], [f"{flag}={text}"], [flag, text], [f"++{key}={text}"]]
@@ -99,7 +99,7 @@ def test_a_number_that_is_too_small_or_no_number_is_an_error_that_says_what_it_t
         ("trust_model_code", True, "code from a model's folder"),
     ],
 )
-def test_what_is_not_built_yet_is_an_error_that_says_so(
+def test_a_feature_that_is_not_built_yet_is_an_error_that_says_so(
     key: str, value: object, missing: str, nothing_installed: Packages
 ) -> None:
     with pytest.raises(ConfigError, match=f"not in this version: {missing} (is|are) not built yet; leave {key} out"):
@@ -145,7 +145,7 @@ def test_memory_without_its_unit_is_an_error_that_gives_it(nothing_installed: Pa
             from_overrides("m", {"infer.kv_memory": wrong}, nothing_installed)
 
 
-def test_a_config_survives_the_way_to_another_process_and_through_its_flat_form(packages: Packages) -> None:
+def test_config_survives_pickling_and_the_to_flat_round_trip(packages: Packages) -> None:
     asked = {"infer.depth": 1, "ops.attention": "wid-get", "wid-get.lanes": "8", "serve.served_model_name": "a b"}
     config = from_overrides("m", asked, packages).config
     assert pickle.loads(pickle.dumps(config)) == config

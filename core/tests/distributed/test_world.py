@@ -1,4 +1,4 @@
-"""Places of ranks."""
+"""How ranks are numbered and grouped."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def test_a_world_of_one_is_first_last_and_reports() -> None:
 
 @pytest.mark.parametrize("fields", [(0, 2, 0, 1, 1, 2), (2, 2, 0, 1, 2, 2), (0, 2, 0, 2, 0, 2)])
 def test_numbers_that_contradict_each_other_are_refused(fields: tuple[int, ...]) -> None:
-    with pytest.raises(EngineError, match="no place in a world"):
+    with pytest.raises(EngineError, match="contradicts itself"):
         World(*fields)

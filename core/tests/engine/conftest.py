@@ -15,15 +15,15 @@ from safetensors.torch import save_file
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
-from evener.engine.controller import Controller
-from evener.engine.messages import NewRequest, Ready
-from evener.engine.scheduler import Scheduler
-from evener.engine.state import StateManager
-from evener.layers.declared import LinearWeight, StackedWeight, Weight
-from evener.testing import reference_engine
-from evener.testing.installed import install_reference_backend
-from evener.testing.naive import NaiveModel
-from evener.testing.reference_engine import Played, small_config
+from evener.contracts.declared import LinearWeight, StackedWeight, Weight
+from evener.engine.controller.controller import Controller
+from evener.engine.controller.scheduler import Scheduler
+from evener.engine.controller.state import StateManager
+from evener.engine.wire.messages import NewRequest, Ready
+from evener_conformance.distributions import install_reference_backend
+from evener_conformance.naive.model import NaiveModel
+from evener_conformance.reference import engine as reference_engine
+from evener_conformance.reference.engine import RunResult, small_config
 
 
 @pytest.fixture(scope="session")
@@ -91,17 +91,17 @@ def shrink_pool() -> Callable[[Controller, int], None]:
 
 
 @pytest.fixture
-def play() -> Callable[..., Played]:
+def play() -> Callable[..., RunResult]:
     """See ``reference_engine.play``."""
     return reference_engine.play
 
 
 @pytest.fixture
-def drive() -> Callable[..., Played]:
+def drive() -> Callable[..., RunResult]:
     """``drive(client, messages)``: send all over a client and receive until each has ended or the engine is dead."""
 
-    def run(client: Any, messages: Sequence[NewRequest]) -> Played:
-        played, open_ids = Played(), {m.id for m in messages}
+    def run(client: Any, messages: Sequence[NewRequest]) -> RunResult:
+        played, open_ids = RunResult(), {m.id for m in messages}
         for message in messages:
             client.send(message)
         while open_ids and not played.dead:

@@ -1,4 +1,4 @@
-"""Clients in this process: what a failing step leaves behind."""
+"""Inline and threaded engine clients: what happens when a step fails."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from evener.engine.clients import InlineClient, ThreadClient
-from evener.engine.messages import Dead, Finished, NewRequest, Ready
-from evener.engine.plan import Plan, StepResult
-from evener.engine.start import build_controller
+from evener.engine.processes.local_clients import InlineClient, ThreadClient
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import Dead, Finished, NewRequest, Ready
+from evener.engine.wire.plan import Plan, StepResult
 from evener.errors import EngineDeadError, EngineError
 
 MESSAGES = [NewRequest(id=name, prompt=[1, 2, 3], max_tokens=9) for name in "ab"]
@@ -90,7 +90,7 @@ def test_a_defect_inside_an_inline_step_reaches_the_caller_and_leaves_no_request
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_defect_inside_a_threaded_step_ends_every_request_with_its_words(failing: Any) -> None:
+def test_an_exception_in_a_threaded_step_fails_every_request_with_its_message(failing: Any) -> None:
     controller, ready = failing(ZeroDivisionError("ours"))
     client = ThreadClient(controller, ready)
     send_all(client, controller.executor)
@@ -99,8 +99,8 @@ def test_a_defect_inside_a_threaded_step_ends_every_request_with_its_words(faili
     client.close()
 
 
-def test_a_step_that_reads_early_ends_its_requests_with_the_reason(make_config: Any) -> None:
-    from evener.testing.reference_executor import StrictExecutor, strict_controller
+def test_a_host_read_during_a_step_fails_its_requests_with_the_reason(make_config: Any) -> None:
+    from evener_conformance.reference.executor import StrictExecutor, strict_controller
 
     controller, executor = strict_controller(make_config(**{"reference.delay": True}))
     runner = executor.worker.runner
@@ -115,7 +115,7 @@ def test_a_step_that_reads_early_ends_its_requests_with_the_reason(make_config: 
     assert isinstance(executor, StrictExecutor) and controller.step() == []
 
 
-def test_an_executor_that_says_its_worker_is_gone_while_nothing_is_open_kills_the_engine(make_config: Any) -> None:
+def test_a_dead_worker_is_detected_while_the_engine_is_idle(make_config: Any) -> None:
     controller, _ = build_controller(make_config())
 
     class Gone(type(controller.executor)):  # type: ignore[misc]

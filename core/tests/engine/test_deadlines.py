@@ -1,13 +1,13 @@
-"""A request that has a deadline ends at it, wherever it is."""
+"""A request with a deadline ends at that time, whether it waits, runs or is in flight."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from evener.engine.controller import Controller
-from evener.engine.deadlines import Deadlines
-from evener.engine.messages import Finished, NewRequest, Sampling, Tokens
-from evener.engine.start import build_controller
+from evener.engine.controller.controller import Controller
+from evener.engine.controller.deadlines import Deadlines
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
 
 
 class Clock:
@@ -62,10 +62,36 @@ def test_a_deadline_does_not_outlive_its_request(make_config: Any) -> None:
     assert [e.reason for e in events if isinstance(e, Finished)] == ["length"]
 
 
-def test_the_clock_is_not_asked_while_nobody_has_a_deadline() -> None:
+def test_the_clock_is_not_read_without_deadlines() -> None:
     def never() -> float:
         raise AssertionError("nobody wants to know the time")
 
     deadlines = Deadlines(never)
     deadlines.set("a", None)
-    assert list(deadlines.passed()) == []
+    assert list(deadlines.expired()) == []
+
+
+def test_while_state_is_scarce_no_more_requests_wait_than_max_queue(make_config: Any, shrink_pool: Any) -> None:
+    config = make_config("Llama", {"num_hidden_layers": 1}, **{"infer.max_reqs": 8, "serve.max_queue": 2})
+    controller = controller_with(Clock(), config)
+    size = controller.scheduler.state.block_size
+    shrink_pool(controller, 4)
+
+    def large(number: int) -> NewRequest:
+        prompt = [number + 1] * (3 * size)
+        return NewRequest(id=f"r{number}", prompt=prompt, max_tokens=size, sampling=Sampling(temperature=0.0))
+
+    # One has three of the four blocks; the next is tried, and blocked.
+    assert not [e for e in controller.handle([large(0), large(1)]) if isinstance(e, Finished)]
+    steps = 0
+    while not controller.scheduler.blocked and steps < size:
+        steps += 1
+        controller.step()
+    assert controller.scheduler.blocked and len(controller.scheduler.waiting) == 1
+    refused = [e for e in controller.handle([large(i) for i in range(2, 6)]) if isinstance(e, Finished)]
+    assert [(e.id, e.reason, e.status) for e in refused] == [(f"r{i}", "error", 429) for i in (3, 4, 5)]
+    rest: list[Any] = []
+    while not controller.idle:
+        rest += controller.step()
+    assert {e.id: e.reason for e in rest if isinstance(e, Finished)} == dict.fromkeys(("r0", "r1", "r2"), "length")
+    assert not controller.scheduler.blocked

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from evener.cli.explain import explain
 from evener.cli.main import main
 from evener.config.schema import Config
-from evener.engine.start import build_controller
+from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError, UnknownNameError
 from evener.loading.safetensors_files import SafetensorsFile
 from evener.ops.reference.state import ReferenceState
@@ -35,18 +35,18 @@ def giant(tmp_path: Path, reference: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_explained_is_what_a_run_then_uses(make_config: Any) -> None:
+def test_explain_matches_what_a_run_uses(make_config: Any) -> None:
     config: Config = make_config("Gemma3")
     found, (_, ready) = explain(config), build_controller(config)
     info: Any = ready.info
-    assert found["ops"] == [row for row in info["manifest"]["ops"] if row["op"] != "attention"]
-    assert found["packings"] == info["manifest"]["packings"] and found["fallbacks"] == info["manifest"]["fallbacks"]
+    assert found["ops"] == [row for row in info.manifest["ops"] if row["op"] != "attention"]
+    assert found["packings"] == info.manifest["packings"] and found["fallbacks"] == info.manifest["fallbacks"]
     for name in ("weights", "tables", "workspace", "state", "blocks", "block_bytes"):
-        assert found["memory"][name] == info["memory"][name], name
-    assert found["graphs"]["reason"] in info["manifest"]["notes"]
+        assert found["memory"][name] == info.memory[name], name
+    assert found["graphs"]["reason"] in info.manifest["notes"]
 
 
-def test_each_state_group_has_its_provider_its_sizes_and_the_losers(make_config: Any) -> None:
+def test_explain_lists_provider_sizes_and_rejected_providers_of_each_state_group(make_config: Any) -> None:
     found = explain(make_config("Gemma3"))
     kinds = {group["kind"] for group in found["state"]}
     assert kinds == {"full", "window"}
@@ -56,17 +56,15 @@ def test_each_state_group_has_its_provider_its_sizes_and_the_losers(make_config:
     assert found["communicator"] == {"ranks": 1, "package": None, "used": False}
 
 
-def test_the_scratch_in_the_workspace_has_a_name(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_names_the_provider_of_scratch_memory(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config: Config = make_config("Gemma3")
     assert "scratch" not in " ".join(explain(config)["memory"]["lines"])
     monkeypatch.setattr(ReferenceState, "workspace", lambda self, spec, attention, tokens, longest: 3 << 20)
     found = explain(config)
-    assert found["memory"]["lines"][-1] == "of the workspace 3.0 MiB are scratch of reference"
+    assert found["memory"]["lines"][-1] == "the workspace holds 3.0 MiB of scratch memory for reference"
 
 
-def test_a_folder_with_a_config_alone_is_explained_as_it_is_described(
-    giant: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_works_with_only_a_config_json(giant: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(giant), "--backend", "reference", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["weights"] == "described by config.json alone"
@@ -78,7 +76,7 @@ def test_a_folder_with_a_config_alone_is_explained_as_it_is_described(
     assert rows["decoder_layer"]["sites"] == 126 and rows["decoder_layer"]["tokens"] == ["1..2048"]
 
 
-def test_the_text_says_the_same_to_a_person(giant: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_text_output_matches_json(giant: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(giant), "--backend", "reference"]) == 1
     text = capsys.readouterr().out
     for part in ("LlamaForCausalLM in bfloat16", "126 layers full", "decoder_layer", "1..2048", "communicator: none",
@@ -110,7 +108,7 @@ def wrong_names(make_lively: Any, monkeypatch: pytest.MonkeyPatch) -> Config:
     return config
 
 
-def test_weights_of_other_names_and_shapes_are_part_of_the_answer_by_their_headers_alone(
+def test_explain_reports_wrong_weight_names_and_shapes_from_headers(
     wrong_names: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = explain(wrong_names)
@@ -124,39 +122,38 @@ def test_weights_of_other_names_and_shapes_are_part_of_the_answer_by_their_heade
     assert "it fits\nbut the weights in" in capsys.readouterr().out
 
 
-def test_weights_that_are_the_model_s_own_are_no_problem_and_neither_are_those_of_a_stage(make_lively: Any) -> None:
+def test_explain_accepts_matching_weights_with_and_without_pipeline_stages(make_lively: Any) -> None:
     for more in ({}, {"infer.pp_size": 2}, {"infer.tp_size": 2}):
         found = explain(make_lively("Llama", None, **more))
         assert found["model"] == {**found["model"], "weights": "read from its files", "problem": None}
 
 
-def test_a_wrong_op_and_a_wrong_provider_come_with_the_nearest(make_config: Any) -> None:
+def test_unknown_op_and_provider_errors_suggest_the_nearest_name(make_config: Any) -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'ops.rms_nrom'.* did you mean 'ops.rms_norm'"):
         make_config(**{"ops.rms_nrom": "reference"})
     with pytest.raises(UnknownNameError, match=r"provider of rms_norm 'referense'.* did you mean 'reference'"):
         explain(make_config(**{"ops.rms_norm": "referense"}))
 
 
-def test_declaring_and_estimating_a_giant_imports_no_torch(tmp_path: Path) -> None:
+def test_declaring_and_estimating_a_large_model_imports_no_torch(tmp_path: Path) -> None:
     script = (
         "import json, sys\n"
         "from evener.contracts.quant import Packing\n"
         "from evener.layers.builder import Builder\n"
         "from evener.loading.estimate import estimate_weights\n"
-        "from evener.plugins.catalog import targets\n"
-        "from evener.plugins.discover import discover\n"
+        "from evener.plugins.discover import installed_catalog\n"
         "class Plain(Packing):\n"
         "    layout = 'plain'\n"
         "    def supports(self, parts, dtype): return None\n"
         "    def nbytes(self, parts, dtype): return sum(p.rows * p.columns * 2 for p in parts)\n"
         "    def pack(self, parts, dtype, device): raise AssertionError\n"
         "config = json.load(sys.stdin)\n"
-        "found = targets(discover().packages, 'architecture')\n"
+        "found = installed_catalog().lazy_imports('architecture')\n"
         "build = Builder('bfloat16', 4096)\n"
         "found[config['architectures'][0]].load()(config, build)\n"
         "for weight in build.weights:\n"
         "    if hasattr(weight, 'layout'): weight.layout = 'plain'\n"
-        "print(estimate_weights(build.weights, {'plain': Plain()}, None).counted)\n"
+        "print(estimate_weights(build.weights, {'plain': Plain()}, None).allocated)\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run(

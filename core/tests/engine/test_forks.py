@@ -1,4 +1,4 @@
-"""Forks of a running request in the engine: what both have in common is computed once, and no token changes."""
+"""Forks of a running request: the tokens that both share are computed once, and no sampled token changes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.start import build_controller
-from evener.testing.naive import NaiveModel
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener_conformance.naive.model import NaiveModel
 
 PROMPT = torch.randint(3, 150, (41,), generator=torch.Generator().manual_seed(2)).tolist()
 ANSWER = 9
@@ -27,7 +27,7 @@ def samples(forked: bool, count: int = 3, prompt: list[int] = PROMPT) -> list[Ne
 
 @pytest.mark.parametrize("step_tokens", [7, 64])
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "DeepseekV32", "Qwen3Next"])
-def test_samples_that_fork_compute_their_prompt_once_and_get_the_tokens_of_those_that_do_not(
+def test_forked_samples_compute_the_prompt_once_and_match_unforked_ones(
     family: str, step_tokens: int, make_lively: Any, play: Any, one_thread: None
 ) -> None:
     config = make_lively(family, **{"infer.step_tokens": step_tokens, "infer.prefix_cache": False})
@@ -41,9 +41,7 @@ def test_samples_that_fork_compute_their_prompt_once_and_get_the_tokens_of_those
     assert controllers[1].scheduler.state.pool.used == 0
 
 
-def test_a_fork_in_the_middle_of_a_prompt_goes_its_own_way_from_there(
-    make_lively: Any, play: Any, one_thread: None
-) -> None:
+def test_a_fork_in_the_middle_of_a_prompt_diverges_from_there(make_lively: Any, play: Any, one_thread: None) -> None:
     config = make_lively("Qwen3Next", **{"infer.step_tokens": 9})
     greedy = Sampling(temperature=0.0)
     other = [*PROMPT[:21], 7, 8, 9]
@@ -59,15 +57,13 @@ def test_a_fork_in_the_middle_of_a_prompt_goes_its_own_way_from_there(
 
 
 @pytest.mark.parametrize("gone", ["r0", "r1"])
-def test_forks_of_a_request_that_is_aborted_while_they_wait_run_by_themselves(
-    gone: str, make_lively: Any, play: Any, one_thread: None
-) -> None:
+def test_forks_of_an_aborted_parent_run_independently(gone: str, make_lively: Any, play: Any, one_thread: None) -> None:
     config = make_lively("Llama", **{"infer.step_tokens": 7})
     controller, _ = build_controller(config)
     for message in samples(True):
         controller.handle([message])
     controller.step()
-    assert [r.held for r in controller.scheduler.waiting] == [True, True]
+    assert [r.waits_for_parent for r in controller.scheduler.waiting] == [True, True]
     controller.scheduler.end(gone, "abort")
     forks = controller.scheduler.stats.forks
     played = play(controller, [NewRequest(id="later", prompt=[5], max_tokens=1)])
@@ -79,7 +75,7 @@ def test_forks_of_a_request_that_is_aborted_while_they_wait_run_by_themselves(
     assert controller.scheduler.state.pool.used == 0
 
 
-def test_a_fork_under_another_salt_or_with_scores_for_its_prompt_computes_all_of_it(
+def test_a_fork_with_another_salt_or_prompt_logprobs_computes_its_whole_prompt(
     make_lively: Any, play: Any, one_thread: None
 ) -> None:
     controller, _ = build_controller(make_lively("Llama"))

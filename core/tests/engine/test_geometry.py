@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from evener.contracts.declared import StateSlot
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
-from evener.engine.geometry import plan_geometry
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.start import build_controller
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener.engine.worker.geometry import plan_geometry
 from evener.errors import ConfigError, ResolveError
-from evener.layers.declared import StateSlot
 from evener.ops.reference.state import ReferenceState
-from evener.testing.reference_device import HostDevice
-from evener.testing.reference_engine import play
+from evener_conformance.reference.device import HostDevice
+from evener_conformance.reference.engine import play
 
 ATTENTION = AttentionSpec(heads=2, head_dim=8, scale=1.0)
 
@@ -45,7 +45,7 @@ def slots(*specs: StateSpec, provider: ReferenceState | None = None) -> list[Sta
     ]
 
 
-def test_fifteen_windows_and_three_full_layers_make_six_groups_of_three() -> None:
+def test_fifteen_sliding_and_three_full_layers_make_six_groups_of_three() -> None:
     layers = slots(*([WINDOW] * 5 + [FULL]) * 3)
     geometry = plan_geometry(layers, alignment=64)
     assert [(len(g.slots), g.spec.kind) for g in geometry.groups] == [(3, "window")] * 5 + [(3, "full")]
@@ -60,7 +60,7 @@ def test_equal_layers_are_one_group_and_waste_nothing() -> None:
     assert geometry.slab_bytes == FULL.nbytes * geometry.block_size
 
 
-def test_a_page_holds_the_largest_block_and_is_aligned() -> None:
+def test_a_slab_holds_the_largest_block_and_is_aligned() -> None:
     wide = StateSpec("full", tensors(3))
     geometry = plan_geometry(slots(WINDOW, wide), alignment=4096)
     assert geometry.slab_bytes % 4096 == 0 and geometry.slab_bytes >= wide.nbytes * geometry.block_size
@@ -69,7 +69,7 @@ def test_a_page_holds_the_largest_block_and_is_aligned() -> None:
 ROW = StateSpec("recurrent", (StateTensor("row", (1700, 8), "float32"),), per="request")
 
 
-def test_a_row_as_large_as_many_blocks_makes_no_block_larger() -> None:
+def test_a_large_recurrent_row_does_not_enlarge_blocks() -> None:
     geometry = plan_geometry(slots(*[ROW] * 3, FULL), alignment=64)
     rows, full = geometry.groups[0], geometry.groups[-1]
     assert rows.cut == 1 and full.cut >= 50

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from evener.engine.controller import Controller
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.start import build_controller
+from evener.engine.controller.controller import Controller
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 
 GREEDY = Sampling(temperature=0.0)
 RANDOM = Sampling(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=3, logprobs=4)
-ADJUSTED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.1, presence_penalty=0.5, bias=[(5, 1.0, 0)])
+ADJUSTED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.1, presence_penalty=0.5, bias=[LogitBias(5, 1.0)])
 LOOKUPS = ("pluggy", "evener.plugins", "evener.resolution.resolver", "evener.contracts.hooks")
 
 
@@ -90,7 +90,7 @@ def test_calls_of_a_decode_step_do_not_grow_with_the_context_or_the_vocabulary(c
         )
 
 
-def test_a_step_looks_nothing_up_and_calls_no_hook(calls: Any) -> None:
+def test_a_decode_step_calls_no_registry_and_no_hook(calls: Any) -> None:
     seen = calls(100, 1000, RANDOM).modules
-    assert "evener.engine.runner" in seen and "evener.ops.composites" in seen, "the profile saw a step"
+    assert "evener.engine.worker.runner" in seen and "evener.ops.composites" in seen, "the profile saw a step"
     assert not [m for m in seen if m.startswith(LOOKUPS)]

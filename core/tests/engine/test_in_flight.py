@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from evener.engine.controller import Controller
-from evener.engine.messages import Finish, NewRequest, Sampling
-from evener.engine.plan import Plan, StepResult
-from evener.engine.runner import ForwardStep, PendingStep, Runner
+from evener.engine.controller.controller import Controller
+from evener.engine.wire.messages import Finish, NewRequest, Sampling
+from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.worker.runner import ForwardStep, PendingStep, Runner
 from evener.errors import ConfigError, EngineError
-from evener.testing.naive import NaiveModel, find_architecture
-from evener.testing.reference_executor import StrictExecutor, strict_controller
+from evener_conformance.naive.model import NaiveModel, find_architecture
+from evener_conformance.reference.executor import StrictExecutor, strict_controller
 
 DELAYED = {"reference.delay": True}
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -226,7 +226,7 @@ class _Spy:
         return self._device.readback(tensor)
 
 
-def test_a_runner_that_looks_at_a_result_before_it_has_arrived_gets_poison(make_config: Any, play: Any) -> None:
+def test_reading_a_result_before_it_has_arrived_gives_poison_values(make_config: Any, play: Any) -> None:
     controller, executor = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
     executor.worker.runner.__class__ = _EarlyRunner
     played = play(controller, requests(2))
@@ -248,7 +248,7 @@ def test_a_result_is_not_ready_before_more_was_submitted_and_cannot_be_waited_fo
     assert copy.wait().tolist() == [0, 1, 2]
 
 
-def test_the_strict_executor_wants_the_delayed_device(make_config: Any) -> None:
+def test_the_strict_executor_requires_the_delayed_device(make_config: Any) -> None:
     with pytest.raises(ConfigError, match=r"set backend=reference and reference\.delay=true"):
         strict_controller(make_config())
 
@@ -264,9 +264,7 @@ def test_depths_agree_up_to_the_token_at_which_the_front_end_found_a_stop_string
         assert all(one.tokens[name] == free[0].tokens[name] for name in ("r0", "r2", "r3"))
 
 
-def test_who_lacks_a_block_gets_one_of_the_youngest_s_though_plans_are_in_flight(
-    make_config: Any, play: Any, shrink_pool: Any
-) -> None:
+def test_the_youngest_request_is_preempted_with_plans_in_flight(make_config: Any, play: Any, shrink_pool: Any) -> None:
     """Not: waits with all who came later until the oldest has ended."""
     lengths = {"old": 110, "middle": 60, "young": 60}
     messages = [NewRequest(id=name, prompt=[3 + n] * 9, max_tokens=lengths[name], sampling=GREEDY)

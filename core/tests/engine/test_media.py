@@ -1,4 +1,4 @@
-"""Rows that stand for tokens: whatever is chunked, cached, forked or preempted, each request reads its own."""
+"""Media rows: each request reads its own, also when prompts are chunked, cached, forked or preempted."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from evener.config.schema import Config
 from evener.contracts.media import MediaItem, MediaPrompt, make_item
 from evener.contracts.request_plugin import RequestPlugin
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.start import build_controller, start_engine
-from evener.engine.state import StateManager
+from evener.engine.controller.media import MediaPlanner
+from evener.engine.controller.state import StateManager
+from evener.engine.processes.start import build_controller, start_engine
+from evener.engine.wire.media import shared_prefix_length
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import EngineError, RequestError
 from evener.frontend.plugins import RequestPlugins
 from evener.llm import LLM
-from evener.media.items import parted
-from evener.media.planner import MediaPlanner
 from evener.sampling_params import SamplingParams
-from evener.testing.naive import NaiveModel
-from evener.testing.reference_executor import strict_controller
+from evener_conformance.naive.model import NaiveModel
+from evener_conformance.reference.executor import strict_controller
 
 from .traffic import CUTS, STEP_TOKENS, Pick, check_tokens, patient, picks
 
@@ -78,7 +78,7 @@ def naive(config: Config) -> NaiveModel:
     return model
 
 
-def test_two_pictures_with_the_same_ids_are_read_apart_in_one_step_in_chunks_and_from_the_cache(
+def test_images_with_equal_token_ids_are_kept_apart_in_batches_chunks_and_cache(
     config: Config, naive: NaiveModel, play: Any
 ) -> None:
     messages = [
@@ -96,12 +96,12 @@ def test_two_pictures_with_the_same_ids_are_read_apart_in_one_step_in_chunks_and
         assert again.tokens == wanted
         # Blocks of 16: a prefix ends inside of the picture, behind it, or before it.
         assert again.cached == {"one": 48, "other": 48, "text": 48, "both": 80, "last": 0}
-        assert not any(kept.users for kept in controller.scheduler.media._kept.values())
+        assert not any(kept.users for kept in controller.scheduler.media._cached_items.values())
         assert controller.scheduler.state.pool.used == 0
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_media_are_taken_in_without_waiting_for_a_device_that_is_behind(
+def test_media_upload_does_not_synchronize_with_the_device(
     depth: int, make_lively: Any, naive: NaiveModel, play: Any
 ) -> None:
     config = make_lively("Llama", **{"reference.delay": True, "infer.depth": depth, "infer.step_tokens": 40})
@@ -111,7 +111,7 @@ def test_media_are_taken_in_without_waiting_for_a_device_that_is_behind(
     assert played.tokens == {message.id: expected(naive, message) for message in messages}
 
 
-def test_what_a_block_is_found_by_holds_the_pictures_that_reach_into_it_and_where_they_lie(config: Config) -> None:
+def test_block_hash_includes_overlapping_images_and_their_positions(config: Config) -> None:
     controller, _ = build_controller(config)
     state: StateManager = controller.scheduler.state
 
@@ -127,8 +127,12 @@ def test_what_a_block_is_found_by_holds_the_pictures_that_reach_into_it_and_wher
     assert one[0] == other[0] and not set(one[1:]) & set(other[1:])
     assert digests([PAD] * 20, 0, [PAD] * 20)[1:] != digests([PAD] * 19, 0, [PAD] * 21)[1:]
     first = make_item(5, PICTURES[0].numpy())
-    assert parted([first], [first], 60) == 60 and parted([first], [], 60) == 5 and parted([], [], 3) == 3
-    assert parted([first], [make_item(5, PICTURES[1].numpy())], 60) == 5
+    assert (
+        shared_prefix_length([first], [first], 60) == 60
+        and shared_prefix_length([first], [], 60) == 5
+        and shared_prefix_length([], [], 3) == 3
+    )
+    assert shared_prefix_length([first], [make_item(5, PICTURES[1].numpy())], 60) == 5
 
 
 PROMPTS: list[tuple[Part, ...]] = [
@@ -138,7 +142,7 @@ PROMPTS: list[tuple[Part, ...]] = [
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_random_traffic_with_media_gets_the_naive_engines_tokens(
+def test_random_traffic_with_media_matches_the_naive_engine(
     examples: int, config: Config, naive: NaiveModel, play: Any, shrink_pool: Any
 ) -> None:
     seen = {"preemptions": 0, "prefix_hits": 0, "forks": 0, "evicted": 0}
@@ -178,7 +182,7 @@ def test_random_traffic_with_media_gets_the_naive_engines_tokens(
         played = play(controller, messages, aborts=aborts, arrivals={f"r{i}": p[2] for i, p in enumerate(picked)})
         check_tokens(played, picked, aborts, wanted)
         assert scheduler.state.pool.used == 0
-        assert not any(kept.users for kept in scheduler.media._kept.values())
+        assert not any(kept.users for kept in scheduler.media._cached_items.values())
         assert_kept(plans, room, step_tokens)
         seen["preemptions"] += scheduler.stats.preemptions
         seen["prefix_hits"] += scheduler.stats.prefix_hits
@@ -204,10 +208,10 @@ def assert_kept(plans: list[Any], room: int, step_rows: int) -> None:
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([(0, 5), (4, 3)], "one behind the other"),
-        ([(8, 5)], "inside of the prompt"),
+        ([(0, 5), (4, 3)], "without overlap"),
+        ([(8, 5)], "inside the prompt"),
         ([(0, 0)], "at least one row"),
-        ([(0, 9)], "has 9 rows; the engine keeps 8"),
+        ([(0, 9)], "has 9 rows, but the engine keeps 8"),
     ],
 )
 def test_a_request_whose_media_can_never_run_is_refused_with_the_reason(
@@ -221,7 +225,7 @@ def test_a_request_whose_media_can_never_run_is_refused_with_the_reason(
     assert end.reason == "error" and words in str(end.error) and end.status == 400
 
 
-def test_an_item_survives_the_way_between_processes() -> None:
+def test_a_media_item_survives_serialization() -> None:
     import msgspec
 
     item = make_item(3, PICTURES[3].numpy())
@@ -242,7 +246,7 @@ class Pictures(RequestPlugin):
         return {**request, "prompt": ids, "media": [*request["media"], make_item(at, rows)]}
 
 
-def test_a_request_plugin_puts_rows_of_its_own_into_a_prompt_in_pieces_that_the_engine_takes(
+def test_a_request_plugin_inserts_embedding_rows_into_a_prompt(
     make_lively: Any, naive: NaiveModel, one_thread: None
 ) -> None:
     config = make_lively("Llama", **{"infer.step_tokens": 24})
@@ -261,9 +265,9 @@ def test_a_request_plugin_puts_rows_of_its_own_into_a_prompt_in_pieces_that_the_
     [
         ([make_item(0, np.zeros((2, HIDDEN - 1), dtype=np.float32))], r"takes \[n, 60\] float32"),
         ([make_item(0, np.zeros((2, HIDDEN)))], "float64; this model takes"),
-        ([make_item(3, np.zeros((2, HIDDEN), dtype=np.float32))], "inside of the prompt"),
-        ([make_item(-1, np.zeros((2, HIDDEN), dtype=np.float32))], "inside of the prompt"),
-        ([make_item(1, np.zeros((2, HIDDEN), dtype=np.float32))] * 2, "one behind the other"),
+        ([make_item(3, np.zeros((2, HIDDEN), dtype=np.float32))], "inside the prompt"),
+        ([make_item(-1, np.zeros((2, HIDDEN), dtype=np.float32))], "inside the prompt"),
+        ([make_item(1, np.zeros((2, HIDDEN), dtype=np.float32))] * 2, "without overlap"),
         ([make_item(1, np.zeros((0, HIDDEN), dtype=np.float32))], "at least one row"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The memory plan: what fits, what does not, and the words for it."""
+"""The memory plan: what fits, what does not, and the error messages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from evener.contracts.device import MemoryInfo
-from evener.engine.memory import Demand, plan_memory
-from evener.engine.messages import NewRequest
-from evener.engine.start import build_controller
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest
+from evener.engine.worker.memory import MemoryDemand, plan_memory
 from evener.errors import MemoryPlanError
 from evener.loading.estimate import WeightEstimate
-from evener.testing.reference_device import HostDevice
-from evener.testing.reference_engine import play
+from evener_conformance.reference.device import HostDevice
+from evener_conformance.reference.engine import play
 
 KEYS = ("infer.max_seq_len", "infer.kv_memory")
 FEW = {"infer.max_seq_len": 100_000, "infer.kv_memory": 2**20, "infer.max_reqs": 1}
@@ -24,7 +24,7 @@ FEW = {"infer.max_seq_len": 100_000, "infer.kv_memory": 2**20, "infer.max_reqs":
 def test_a_model_that_cannot_fit_is_refused_before_a_weight_is_made_with_the_numbers(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evener.engine.worker.load_dummy", lambda *_: pytest.fail("weights were made"))
+    monkeypatch.setattr("evener.engine.worker.worker.load_dummy", lambda *_: pytest.fail("weights were made"))
     giant = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 80}
     with pytest.raises(MemoryPlanError) as error:
         build_controller(make_config("Llama", giant))
@@ -49,24 +49,24 @@ def test_state_that_is_too_small_for_one_request_is_refused_with_what_to_change(
             build_controller(make_config("Llama", long, **keys))
 
 
-def test_mapped_weights_that_are_more_than_the_machine_has_are_refused() -> None:
-    demand = Demand(WeightEstimate(0, 9 << 30), 0, 0, 1 << 20, 64, 1, 16, "bfloat16")
+def test_mapped_weights_larger_than_host_memory_are_rejected() -> None:
+    demand = MemoryDemand(WeightEstimate(0, 9 << 30), 0, 0, 1 << 20, 64, 1, 16, "bfloat16")
     problem = plan_memory(demand, MemoryInfo(7 << 30, 8 << 30), None).problem
     assert problem is not None and "weights take 9.00 GiB in bfloat16, and 7.00 GiB of 8.00 GiB are free" in problem
     assert "dtype=" not in problem
     assert plan_memory(demand, MemoryInfo(7 << 30, 12 << 30), None).problem is None
 
 
-def test_a_state_that_was_asked_for_and_is_more_than_there_is_is_refused_with_the_key() -> None:
-    demand = Demand(WeightEstimate(1 << 30, 0), 0, 0, 1 << 20, 1 << 20, 1, 16, "bfloat16")
+def test_too_large_a_kv_memory_is_rejected_with_the_key() -> None:
+    demand = MemoryDemand(WeightEstimate(1 << 30, 0), 0, 0, 1 << 20, 1 << 20, 1, 16, "bfloat16")
     problem = plan_memory(demand, MemoryInfo(2 << 30, 2 << 30), 3 << 30).problem
     assert problem is not None and "allows 3.00 GiB for state" in problem and "lower infer.kv_memory" in problem
 
 
-def test_weights_are_estimated_to_the_byte_that_is_held(make_config: Any) -> None:
+def test_weight_estimate_is_exact_to_the_byte(make_config: Any) -> None:
     for family in ("Llama", "Gemma3"):
         _, ready = build_controller(make_config(family))
-        memory: Any = ready.info["memory"]
+        memory: Any = ready.info.memory
         assert memory["measured_weights"] == pytest.approx(memory["weights"], rel=0.05)
         assert memory["total"] <= 8 << 30 and memory["state"] == memory["blocks"] * memory["block_bytes"]
 
@@ -79,7 +79,7 @@ def test_a_pool_for_one_longest_request_serves_it_and_others_after_it(make_confi
     assert set(played.reasons().values()) == {"length"} and controller.scheduler.state.pool.used == 0
 
 
-def test_on_a_device_with_memory_of_its_own_state_takes_what_a_warm_up_leaves(
+def test_on_a_device_with_its_own_memory_state_gets_what_warm_up_leaves(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = iter([2 << 20, 2 << 20, 1 << 20])  # asked for the options, for the plan, and after the warm-up
@@ -93,7 +93,7 @@ def test_on_a_device_with_memory_of_its_own_state_takes_what_a_warm_up_leaves(
     monkeypatch.setattr(HostDevice, "memory", lambda _: MemoryInfo(next(free), 2 << 20))
     keys = {"infer.kv_memory": "auto", "infer.max_reqs": 64, "infer.step_tokens": 64}
     controller, ready = build_controller(make_config(**keys))
-    memory: Any = ready.info["memory"]
+    memory: Any = ready.info.memory
     assert memory["blocks"] == int(0.95 * (1 << 20)) // memory["block_bytes"] == controller.scheduler.state.pool.count
     played = play(controller, [NewRequest(id="a", prompt=list(range(40)), max_tokens=8)])
     assert played.reasons() == {"a": "length"}

@@ -1,4 +1,4 @@
-"""One pool under every kind of state at once: a made-up model in random traffic, against the naive engine."""
+"""One pool for all kinds of state at once: a test model under random traffic, compared with the naive engine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.backend_search import BackendSearch
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
-from evener.engine.messages import Abort, Finish, NewRequest, Sampling
-from evener.engine.plan import Admission, Plan, TableUpdate
-from evener.engine.start import build_controller
-from evener.engine.state import StateManager
-from evener.engine.worker import Worker
-from evener.search import Search
-from evener.testing.installed import write_distribution
-from evener.testing.naive import NaiveModel
+from evener.engine.controller.state import StateManager
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import Abort, Finish, NewRequest, Sampling
+from evener.engine.wire.plan import Admission, Plan, TableUpdate
+from evener.engine.worker.worker import Worker
+from evener_conformance.distributions import write_distribution
+from evener_conformance.naive.model import NaiveModel
 
 from .traffic import CUTS, STEP_TOKENS, Pick, check_tokens, patient, picks
 
@@ -35,10 +35,8 @@ PROMPTS = [LONG, LONG[:64], [*LONG[:40], 1, 2], LONG[:32], [*LONG[:20], *[3] * 9
 @pytest.fixture
 def mixed(make_lively: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Any:
     """``mixed(**options)``: the made-up model's configuration, its package installed."""
-    here = Path(__file__).parent
     write_distribution(tmp_path / "installed", "mixed", {"evener.plugins": {"mixed": "mixed_model:descriptor"}})
-    for folder in (here, tmp_path / "installed"):
-        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     limits = {"infer.kv_memory": 2**24, "infer.snapshot_every": 32}
     return lambda **options: make_lively("Mixed", **{**limits, **options})
 
@@ -48,7 +46,7 @@ def naive(mixed: Any) -> NaiveModel:
     return NaiveModel(mixed().model, max_positions=128)
 
 
-def test_the_groups_have_every_kind_and_rows_do_not_make_blocks_large(mixed: Any) -> None:
+def test_mixed_model_has_groups_of_every_state_kind_without_enlarging_blocks(mixed: Any) -> None:
     controller, _ = build_controller(mixed())
     state = controller.scheduler.state
     assert {s.kind for s in state.specs} == {"full", "window", "chunk", "latent", "index", "recurrent"}
@@ -56,7 +54,7 @@ def test_the_groups_have_every_kind_and_rows_do_not_make_blocks_large(mixed: Any
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
+def test_random_traffic_matches_the_naive_engine_and_leaks_no_block(
     examples: int, mixed: Any, naive: NaiveModel, play: Any, shrink_pool: Any
 ) -> None:
     base: Config = mixed()
@@ -110,9 +108,9 @@ def test_random_traffic_gets_the_naive_engines_tokens_and_loses_no_block(
 
 
 @pytest.mark.parametrize("length", [19, 32, 48])
-def test_a_fork_goes_its_own_way_from_copied_state(length: int, mixed: Any, naive: NaiveModel) -> None:
+def test_a_fork_diverges_from_copied_state(length: int, mixed: Any, naive: NaiveModel) -> None:
     config: Config = mixed(**{"infer.step_tokens": 64})
-    worker = Worker(config, Search("reference"))
+    worker = Worker(config, BackendSearch("reference"))
     facts = worker.facts
     kinds = {kind.name: kind for kind in BUILTIN_KINDS}
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, cuts=facts.cuts)

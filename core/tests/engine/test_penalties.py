@@ -1,5 +1,5 @@
-"""Penalties, biases and barred tokens: exact against plain Python and transformers, and the same whatever happens to a
-request on its way."""
+"""Penalties, biases and forbidden tokens: equal to plain Python and transformers, and independent of batching,
+preemption and depth."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from evener.engine.controller import Controller
-from evener.engine.messages import NewRequest, Sampling
+from evener.engine.controller.controller import Controller
+from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.ops.reference import sampling as reference
-from evener.testing.naive import NaiveModel, find_architecture
-from evener.testing.reference_executor import strict_controller
+from evener_conformance.naive.model import NaiveModel, find_architecture
+from evener_conformance.reference.executor import strict_controller
 
 DELAYED = {"reference.delay": True}
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -36,9 +36,9 @@ def adjusted(message: NewRequest) -> Callable[[list[int], torch.Tensor], torch.T
     sampling = message.sampling
 
     def adjust(found: list[int], logits: torch.Tensor) -> torch.Tensor:
-        for token, value, count in sampling.bias:
-            if not count or len(found) < count:
-                logits[token] += value
+        for bias in sampling.bias:
+            if not bias.count or len(found) < bias.count:
+                logits[bias.token] += bias.value
         for token in {*message.prompt, *found}:
             x = logits[token]
             logits[token] = x / sampling.repetition_penalty if x > 0 else x * sampling.repetition_penalty
@@ -86,9 +86,9 @@ def requests(*kinds: Sampling, count: int = 6) -> list[NewRequest]:
     ]  # fmt: skip
 
 
-def test_depths_agree_with_the_naive_engine_on_penalized_requests_in_any_company(depths: Any, naive: Any) -> None:
+def test_depths_agree_with_the_naive_engine_on_penalized_requests_in_mixed_batches(depths: Any, naive: Any) -> None:
     kinds = [greedy(**fields) for fields in PENALTIES.values()]
-    messages = requests(greedy(), *kinds, greedy(bias=[(9, 4.0, 0), (11, -100.0, 0)]), count=8)
+    messages = requests(greedy(), *kinds, greedy(bias=[LogitBias(9, 4.0), LogitBias(11, -100.0)]), count=8)
     played, controllers = depths(messages, arrivals={m.id: 3 * i for i, m in enumerate(messages)})
     assert played[0].tokens == played[1].tokens == played[2].tokens
     for controller in controllers:
@@ -97,14 +97,14 @@ def test_depths_agree_with_the_naive_engine_on_penalized_requests_in_any_company
 
 
 @pytest.mark.parametrize("kind", PENALTIES)
-def test_penalties_change_what_these_requests_get(naive: Any, kind: str) -> None:
+def test_penalties_change_the_sampled_tokens(naive: Any, kind: str) -> None:
     plain, changed = requests(greedy()), requests(greedy(**PENALTIES[kind]))
     assert [naive(m) for m in plain] != [naive(m) for m in changed]
 
 
 @pytest.mark.parametrize("kind", PENALTIES)
 def test_counts_are_right_after_preemption_and_recomputation(depths: Any, naive: Any, kind: str) -> None:
-    sampling = greedy(**PENALTIES[kind], bias=[(3, 2.0, 0)])
+    sampling = greedy(**PENALTIES[kind], bias=[LogitBias(3, 2.0)])
     messages = [
         NewRequest(id=name, prompt=[ord(name), *range(13)], max_tokens=24, sampling=sampling) for name in "abcd"
     ]
@@ -113,8 +113,8 @@ def test_counts_are_right_after_preemption_and_recomputation(depths: Any, naive:
     assert played[0].tokens == played[1].tokens == played[2].tokens == {m.id: naive(m) for m in messages}
 
 
-def test_an_aborted_requests_slot_takes_nothing_of_it_to_the_next(depths: Any, naive: Any) -> None:
-    heavy = greedy(**PENALTIES["all"], bias=[(token, 50.0, 0) for token in range(20, 30)])
+def test_a_reused_slot_keeps_no_state_of_an_aborted_request(depths: Any, naive: Any) -> None:
+    heavy = greedy(**PENALTIES["all"], bias=[LogitBias(token, 50.0) for token in range(20, 30)])
     messages = [*requests(heavy, count=4), *(
         NewRequest(id=f"late{i}", prompt=[4 + i, 5, 6], max_tokens=10, sampling=greedy()) for i in range(4)
     )]  # fmt: skip
@@ -126,7 +126,7 @@ def test_an_aborted_requests_slot_takes_nothing_of_it_to_the_next(depths: Any, n
         }
 
 
-def test_random_requests_agree_at_every_depth_and_do_not_depend_on_their_company(depths: Any) -> None:
+def test_random_requests_agree_at_every_depth_and_do_not_depend_on_the_batch(depths: Any) -> None:
     warm = [Sampling(temperature=1.2, top_p=0.95, seed=5, **fields) for fields in PENALTIES.values()]
     messages = requests(*warm, greedy(), count=5)
     played, _ = depths(messages)
@@ -137,15 +137,13 @@ def test_random_requests_agree_at_every_depth_and_do_not_depend_on_their_company
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_min_tokens_bars_the_tokens_that_would_end_a_request_and_no_other(
-    make_config: Any, play: Any, naive: Any, depth: int
-) -> None:
+def test_min_tokens_masks_only_stop_tokens(make_config: Any, play: Any, naive: Any, depth: int) -> None:
     controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED, **{"infer.depth": depth}))
     free = NewRequest(id="free", prompt=[3, 4, 5], max_tokens=20, sampling=greedy())
     stop = naive(free)[1]
     barred = NewRequest(
         id="barred", prompt=free.prompt, max_tokens=20, stop_token_ids=[stop],
-        sampling=greedy(bias=[(stop, -math.inf, 6), (stop, 1000.0, 0)]),
+        sampling=greedy(bias=[LogitBias(stop, -math.inf, 6), LogitBias(stop, 1000.0)]),
     )  # fmt: skip
     played = play(controller, [free, barred])
     assert played.reasons() == {"free": "length", "barred": "stop"}
@@ -153,9 +151,9 @@ def test_min_tokens_bars_the_tokens_that_would_end_a_request_and_no_other(
     assert played.tokens["barred"] == naive(barred)
 
 
-def test_log_probabilities_stay_those_of_the_model(make_config: Any, play: Any) -> None:
+def test_logprobs_are_computed_before_penalties(make_config: Any, play: Any) -> None:
     controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
-    changes = {**PENALTIES["all"], "bias": [(40, 100.0, 0), (1, -100.0, 0)]}
+    changes = {**PENALTIES["all"], "bias": [LogitBias(40, 100.0), LogitBias(1, -100.0)]}
     plain, changed = (
         NewRequest(id=name, prompt=[5, 6, 7], max_tokens=1, sampling=greedy(logprobs=5, **fields))
         for name, fields in (("plain", {}), ("changed", changes))
@@ -215,7 +213,7 @@ def test_penalized_logits_equal_plain_python_bit_for_bit(kind: str, seed: int) -
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 1.8])
-def test_repetition_penalty_is_transformers_own(penalty: float) -> None:
+def test_repetition_penalty_matches_transformers(penalty: float) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits, tokens, prompt, lengths = state(21)
@@ -236,7 +234,7 @@ def add_bias(logits: torch.Tensor, entries: list[tuple[int, float, int]], positi
     return found
 
 
-def test_logit_bias_and_min_tokens_are_transformers_own() -> None:
+def test_logit_bias_and_min_tokens_match_transformers() -> None:
     from transformers import MinNewTokensLengthLogitsProcessor, SequenceBiasLogitsProcessor
 
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 5

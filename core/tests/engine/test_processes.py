@@ -1,4 +1,4 @@
-"""Worker and controller in processes: same tokens as in memory, and every death is told to whoever waits."""
+"""Worker and controller in child processes: the same tokens as inline, and every death of a process is reported."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ import pytest
 import zmq
 
 from evener.config import to_flat
-from evener.distributed import process
-from evener.distributed.process import Failed
-from evener.engine.clients import InlineClient
-from evener.engine.messages import Dead, NewRequest, Ready, Sampling
-from evener.engine.process_client import ProcessExecutor
-from evener.engine.start import build_controller, start_engine
+from evener.engine.processes import child_process
+from evener.engine.processes.child_process import ChildFailure
+from evener.engine.processes.local_clients import InlineClient
+from evener.engine.processes.process_executor import ProcessExecutor
+from evener.engine.processes.start import build_controller, start_engine
+from evener.engine.wire.messages import Dead, NewRequest, Ready, Sampling
 from evener.errors import ArchitectureError, ConfigError, EngineDeadError, EngineError, MemoryPlanError, NoBackendError
+from evener_conformance.fake_engine import FakeEngine
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
 PATIENCE = 120.0
@@ -122,13 +123,13 @@ def test_a_worker_process_gives_the_same_tokens_and_its_death_ends_requests_with
         client.close()
 
 
-def test_an_engine_of_processes_gives_the_same_tokens_and_tells_when_its_worker_is_killed(
+def test_a_process_engine_gives_the_same_tokens_and_reports_a_killed_worker(
     make_config: Any, drive: Any, expected: Any
 ) -> None:
     client: Any = start_engine(roomy(make_config), "process")
     try:
         (first,) = client.receive(PATIENCE)
-        assert isinstance(first, Ready) and first.info["backend"] == "reference"
+        assert isinstance(first, Ready) and first.info.backend == "reference"
         played = drive(client, requests())
         same(played, expected)
         for message in requests("later", ENDLESS):
@@ -148,7 +149,7 @@ def test_an_engine_of_processes_gives_the_same_tokens_and_tells_when_its_worker_
         client.close()
 
 
-def test_a_killed_controller_is_told_by_its_client_and_takes_its_worker_along(make_config: Any) -> None:
+def test_a_killed_controller_is_reported_and_its_worker_exits(make_config: Any) -> None:
     client: Any = start_engine(make_config(), "process")
     try:
         assert isinstance(client.receive(PATIENCE)[0], Ready)
@@ -164,11 +165,13 @@ def test_a_killed_controller_is_told_by_its_client_and_takes_its_worker_along(ma
         client.close()
 
 
-def test_what_is_sent_to_a_controller_that_has_gone_is_dropped_though_its_last_events_are_unread(
+def test_messages_to_a_dead_controller_are_dropped_while_events_are_unread(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = SimpleNamespace(process=None, how_it_ended=lambda: "the controller process was killed", end=lambda _: None)
-    monkeypatch.setattr(process, "Process", lambda *_: gone)
+    gone = SimpleNamespace(
+        process=None, exit_description=lambda: "the controller process was killed", end=lambda _: None
+    )
+    monkeypatch.setattr(child_process, "ChildProcess", lambda *_: gone)
     client: Any = start_engine(make_config(), "process")
     with pytest.raises(EngineDeadError, match="the controller process is not connected"):
         client.send(requests()[0])
@@ -176,10 +179,11 @@ def test_what_is_sent_to_a_controller_that_has_gone_is_dropped_though_its_last_e
     with zmq.Context() as context, context.socket(zmq.PUSH) as up, context.socket(zmq.PULL) as down:
         down.connect(f"{address}.down")
         up.connect(f"{address}.up")
-        up.send(msgspec.msgpack.encode([Ready(info={})]))
+        info = FakeEngine().info
+        up.send(msgspec.msgpack.encode([Ready(info=info)]))
         # Where the process is gone, ``receive`` waits for nothing that is still on its way.
         assert client._child._in.poll(PATIENCE * 1000)
-        assert client.receive(PATIENCE) == [Ready(info={})]
+        assert client.receive(PATIENCE) == [Ready(info=info)]
         up.send(msgspec.msgpack.encode([Dead("its worker was killed")]))
         assert client._child._in.poll(PATIENCE * 1000)
     while client._child._out.poll(1, zmq.POLLOUT):
@@ -193,11 +197,11 @@ def test_what_is_sent_to_a_controller_that_has_gone_is_dropped_though_its_last_e
 
 @pytest.mark.parametrize("deed", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_no_process_outlives_a_parent_that_is_killed_or_stopped(deed: signal.Signals, make_config: Any) -> None:
-    flat = to_flat(make_config(**{"infer.silence_limit": 6.0 if deed == signal.SIGSTOP else 60.0}))
+    flat = to_flat(make_config(**{"infer.heartbeat_timeout": 6.0 if deed == signal.SIGSTOP else 60.0}))
     code = (
         "import json, sys\n"
         "from evener.config import from_overrides\n"
-        "from evener.engine.start import start_engine\n"
+        "from evener.engine.processes.start import start_engine\n"
         "flat = json.loads(sys.stdin.readline())\n"
         "client = start_engine(from_overrides(flat.pop('model'), flat), 'process')\n"
         "client.receive(None)\n"
@@ -222,7 +226,7 @@ def test_no_process_outlives_a_parent_that_is_killed_or_stopped(deed: signal.Sig
         assert parent.stdout.read() == b"closed\n" * stopped and parent.wait(PATIENCE) == (0 if stopped else -deed)
 
 
-def test_a_start_up_error_in_a_child_has_the_class_and_the_words_that_it_has_here(make_config: Any) -> None:
+def test_a_start_up_error_in_a_child_keeps_its_class_and_message(make_config: Any) -> None:
     wrong = make_config("Llama", {"architectures": ["LamaForCausalLM"]})
     with pytest.raises(ArchitectureError) as here:
         start_engine(wrong, "inline")
@@ -246,14 +250,12 @@ def test_a_start_up_error_in_a_child_has_the_class_and_the_words_that_it_has_her
         ("Nonsense", EngineError),
     ],
 )
-def test_a_child_s_error_becomes_its_own_class_or_the_nearest_that_takes_a_message(
-    kind: str, cls: type[Exception]
-) -> None:
-    error = Failed(kind, "the words").error()
+def test_a_child_error_is_raised_as_its_class_or_nearest_base(kind: str, cls: type[Exception]) -> None:
+    error = ChildFailure(kind, "the words").error()
     assert type(error) is cls and str(error) == "the words"
 
 
-def test_closing_with_drain_finishes_what_is_open_and_without_it_aborts(
+def test_close_with_drain_finishes_open_requests_and_without_aborts_them(
     make_config: Any, drive: Any, expected: Any
 ) -> None:
     for drain, reason, messages in ((True, "length", requests()), (False, "abort", requests(max_tokens=ENDLESS))):

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of the naive engine, whatever cuts a prompt into pieces."""
+"""Log-probabilities of prompt tokens equal those of the naive engine, however a prompt is chunked."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from evener.engine.messages import NewRequest, Sampling
-from evener.testing.naive import NaiveModel, find_architecture
-from evener.testing.reference_executor import strict_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener_conformance.naive.model import NaiveModel, find_architecture
+from evener_conformance.reference.executor import strict_controller
 
 DELAYED = {"reference.delay": True}
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -46,7 +46,7 @@ def test_every_prompt_token_is_scored_once_in_chunks_beside_others(make_config: 
     assert {len(tokens) for tokens in played.tokens.values()} == {4}
 
 
-def test_cached_rows_are_not_skipped_by_who_needs_their_outputs_and_are_by_others(make_config: Any, play: Any) -> None:
+def test_prompt_logprobs_bypass_the_prefix_cache(make_config: Any, play: Any) -> None:
     controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
     first = play(controller, [asks("first", PROMPT, prompt_logprobs=None)])
     played = play(controller, [asks("scored", PROMPT), asks("not", PROMPT, prompt_logprobs=None)])
@@ -56,7 +56,7 @@ def test_cached_rows_are_not_skipped_by_who_needs_their_outputs_and_are_by_other
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preemption_scores_nothing_twice(make_config: Any, play: Any, shrink_pool: Any, depth: int) -> None:
+def test_preemption_does_not_repeat_prompt_logprobs(make_config: Any, play: Any, shrink_pool: Any, depth: int) -> None:
     controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED, **{"infer.depth": depth}))
     shrink_pool(controller, 6)
     messages = [asks(name, [ord(name), *range(30)], max_tokens=30) for name in "abc"]
@@ -67,7 +67,7 @@ def test_preemption_scores_nothing_twice(make_config: Any, play: Any, shrink_poo
         assert len(played.tokens[message.id]) == 30
 
 
-def test_a_request_that_is_aborted_while_its_prompt_is_scored_leaves_nothing(make_config: Any, play: Any) -> None:
+def test_aborting_during_prompt_logprobs_releases_everything(make_config: Any, play: Any) -> None:
     controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
     play(controller, [asks("gone", PROMPT), asks("stays", PROMPT[:20])], aborts={"gone": 0})
     assert controller.idle and controller.scheduler.state.pool.used == 0

@@ -1,4 +1,4 @@
-"""Workers of several ranks on one machine, over gloo: started together, told apart, and never left behind."""
+"""Workers of several ranks on one machine, over gloo: they start together, errors name a rank, and all of them end."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from evener.engine.clients import InlineClient
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.process_client import ProcessExecutor
-from evener.engine.start import build_controller, start_engine
-from evener.engine.worker_facts import WorkerFacts, agree
+from evener.engine.processes.local_clients import InlineClient
+from evener.engine.processes.process_executor import ProcessExecutor
+from evener.engine.processes.rank_threads import RankThreads
+from evener.engine.processes.start import build_controller, start_engine
+from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener.engine.wire.worker_facts import WorkerFacts, merge_facts
 from evener.errors import ArchitectureError, EngineDeadError, EngineError
-from evener.testing.rank_threads import RankThreads
-from evener.testing.reference_engine import Played
+from evener_conformance.reference.engine import RunResult
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
 PATIENCE = 120.0
@@ -29,14 +30,14 @@ def requests(max_tokens: int = 10) -> list[NewRequest]:
     ]
 
 
-def test_two_ranks_give_the_tokens_of_one_and_the_death_of_either_is_told_by_name(make_config: Any, drive: Any) -> None:
+def test_two_ranks_match_one_and_the_death_of_either_is_reported_by_name(make_config: Any, drive: Any) -> None:
     alone = start_engine(make_config(), "inline")
     expected = drive(alone, requests())
     alone.close()
     controller, ready = build_controller(make_config(**{"infer.tp_size": 2}))
     executor = controller.executor
     assert isinstance(executor, ProcessExecutor) and len(executor.pids) == 2
-    assert len(ready.info["ranks"]) == 2
+    assert len(ready.info.ranks) == 2
     client = InlineClient(controller, ready)
     try:
         assert drive(client, requests()).tokens == expected.tokens
@@ -56,12 +57,12 @@ def test_two_ranks_give_the_tokens_of_one_and_the_death_of_either_is_told_by_nam
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_is_taken_for_dead_and_nothing_is_left(rank: int, make_config: Any) -> None:
+def test_a_stopped_rank_times_out_and_all_processes_exit(rank: int, make_config: Any) -> None:
     # A rank of a busy machine is silent for seconds by itself, while it imports torch.
-    controller, ready = build_controller(make_config(**{"infer.pp_size": 2, "infer.silence_limit": 6.0}))
+    controller, ready = build_controller(make_config(**{"infer.pp_size": 2, "infer.heartbeat_timeout": 6.0}))
     executor = controller.executor
     assert isinstance(executor, ProcessExecutor)
-    client, played = InlineClient(controller, ready), Played()
+    client, played = InlineClient(controller, ready), RunResult()
     try:
         for message in requests(90):
             client.send(message)
@@ -71,25 +72,25 @@ def test_a_rank_that_is_stopped_is_taken_for_dead_and_nothing_is_left(rank: int,
         os.kill(executor.pids[rank], signal.SIGSTOP)
         while not played.dead:
             played.see(client.receive(PATIENCE))
-        assert f"rank {rank} (stage {rank} of 2) process gave no sign of life" in played.dead[0]
+        assert f"rank {rank} (stage {rank} of 2) process sent no heartbeat" in played.dead[0]
         assert played.reasons() == dict.fromkeys(("r0", "r1", "r2"), "error")
     finally:
         client.close()
     assert executor._children[rank].process.returncode == -signal.SIGKILL
 
 
-def test_a_step_that_does_not_end_is_given_up(make_config: Any) -> None:
-    controller, _ = build_controller(make_config(executor="process", **{"infer.step_limit": 1.0}))
+def test_a_hanging_step_times_out(make_config: Any) -> None:
+    controller, _ = build_controller(make_config(executor="process", **{"infer.step_timeout": 1.0}))
     executor = controller.executor
     assert isinstance(executor, ProcessExecutor)
     try:
-        with pytest.raises(EngineDeadError, match=r"a step has taken more than infer.step_limit=1 s"):
+        with pytest.raises(EngineDeadError, match=r"a step has taken more than infer.step_timeout=1 s"):
             executor.read()  # of a step that nobody was given
     finally:
         executor.close()
 
 
-def test_what_stops_a_rank_from_starting_is_raised_with_its_name(make_config: Any) -> None:
+def test_a_start_up_error_names_its_rank(make_config: Any) -> None:
     wrong = make_config("Llama", {"architectures": ["LamaForCausalLM"]}, **{"infer.tp_size": 2})
     with pytest.raises(ArchitectureError, match=r"worker of rank \d \(part \d of 2\): .*LamaForCausalLM"):
         ProcessExecutor(wrong)
@@ -101,17 +102,20 @@ def test_ranks_of_one_process_share_the_device_of_a_backend_that_has_one(make_co
     assert isinstance(executor, RankThreads)
     try:
         assert [worker.assembly.device.index for worker in executor.workers] == [0, 0]
-        assert [worker.assembly.ranks.local for worker in executor.workers] == [2, 2]
-        assert ready.info["config"]["executor"] == {"value": "inline", "reason": "as asked"}
+        assert [worker.assembly.ranks.local_size for worker in executor.workers] == [2, 2]
+        assert ready.info.config["executor"] == {"value": "inline", "reason": "as asked"}
     finally:
         controller.executor.close()
 
 
-def test_facts_of_ranks_are_the_least_of_each_and_different_state_is_an_error() -> None:
+def test_merged_facts_are_the_minimum_and_different_state_is_an_error() -> None:
     def facts(blocks: int, length: int, cut: int = 1) -> WorkerFacts:
-        return WorkerFacts([], [cut], blocks, 16, 4, length, 24, 24, {"device": "d", "backend": "b"})
+        info = EngineInfo(
+            model="", served_name="", max_model_len=length, vocab_size=9, device="d", backend="b", backend_reason=""
+        )
+        return WorkerFacts([], [cut], blocks, 16, 4, length, 24, 24, info)
 
-    both = agree([facts(10, 90), facts(12, 80)])
-    assert (both.blocks, both.max_seq_len, both.info["max_model_len"]) == (10, 80, 80)
+    both = merge_facts([facts(10, 90), facts(12, 80)])
+    assert (both.blocks, both.max_seq_len, both.info.max_model_len) == (10, 80, 80)
     with pytest.raises(EngineError, match=r"cuts is \[1\] on rank 0 and \[2\] on rank 1"):
-        agree([facts(10, 90), facts(10, 90, 2)])
+        merge_facts([facts(10, 90), facts(10, 90, 2)])

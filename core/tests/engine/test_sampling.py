@@ -1,4 +1,4 @@
-"""Sampling against the exact distribution, with noise that depends on (seed, position, id) alone."""
+"""Sampling follows the exact distribution, with random numbers that depend only on (seed, position, id)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from test_memory_measured import Meter
 
 from evener.contracts.ops import OpFunction
-from evener.engine.sampler import Sampler
+from evener.engine.worker.sampler import Sampler
 from evener.ops.reference import sampling
 
 DRAWS, VOCABULARY = 100_000, 12
@@ -173,7 +173,7 @@ def test_neighbouring_positions_are_independent() -> None:
     assert fits(pairs.tolist(), [1 / 16] * 16)
 
 
-def test_a_row_s_draw_does_not_depend_on_its_company_or_its_place() -> None:
+def test_sampling_of_a_row_is_independent_of_batch_and_position() -> None:
     noise = torch.Generator().manual_seed(11)
     rows = torch.randn(9, 300, generator=noise)
     seeds = torch.arange(9, dtype=torch.int32) * 1001 - 4000
@@ -185,7 +185,7 @@ def test_a_row_s_draw_does_not_depend_on_its_company_or_its_place() -> None:
         assert draw(rows[i : i + 1], 1.3, 50, 0.95, 0.001, seeds[i : i + 1], positions[i : i + 1]).item() == together[i]
 
 
-def test_a_cold_row_takes_the_likeliest_whatever_its_filters_and_neighbours() -> None:
+def test_a_temperature_zero_row_is_greedy_whatever_its_filters_and_neighbours() -> None:
     noise = torch.Generator().manual_seed(11)
     rows = torch.randn(6, 40, generator=noise)
     temperature = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 1.0])
@@ -195,7 +195,7 @@ def test_a_cold_row_takes_the_likeliest_whatever_its_filters_and_neighbours() ->
     assert torch.equal(ids[cold], op("greedy", 40)(rows)[cold])
 
 
-def test_the_noise_is_fixed_bit_for_bit() -> None:
+def test_sampling_noise_is_reproducible_bit_for_bit() -> None:
     """The integers are the contract: every backend must give them."""
     bits = sampling.hash32(torch.tensor([0, 1, -1, 123456789], dtype=torch.int32))
     assert bits.dtype == torch.int32
@@ -251,7 +251,7 @@ def test_a_packed_mask_removes_exactly_the_ids_whose_bit_is_zero() -> None:
     assert torch.equal(masked.isfinite(), allowed) and torch.equal(masked[allowed], rows[allowed])
 
 
-def test_without_filters_the_short_way_draws_the_same_tokens_as_the_sorted_one() -> None:
+def test_unfiltered_fast_path_draws_the_same_tokens_as_the_sorted_path() -> None:
     rows, vocabulary = 64, 300
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3))
     counter = torch.arange(rows, dtype=torch.int32)
@@ -282,7 +282,7 @@ def tables(rows: int) -> Any:
     return SimpleNamespace(tokens=tokens, ints=ints, floats=floats, biases=entries)
 
 
-def test_some_rows_are_changed_and_drawn_as_they_are_among_others() -> None:
+def test_subsets_of_rows_are_sampled_as_in_the_full_batch() -> None:
     rows, sampler = 100, Sampler(Alone(), VOCABULARY)  # type: ignore[arg-type]
     logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(3))
     slots, at, some = torch.arange(rows).int(), torch.full((rows,), 6).int(), torch.arange(5, rows, 2).int()
@@ -300,7 +300,7 @@ def test_some_rows_are_changed_and_drawn_as_they_are_among_others() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 99, 100])
-def test_the_logits_of_a_step_are_never_copied_as_a_whole(count: int, one_thread: None) -> None:
+def test_the_logits_of_a_step_are_never_copied_all_at_once(count: int, one_thread: None) -> None:
     """The memory plan has them once: ops may take no memory of their own here."""
     rows, vocabulary = 100, 20_000
     sampler = Sampler(

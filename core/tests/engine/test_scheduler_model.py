@@ -26,12 +26,12 @@ from hypothesis.stateful import (
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.state import StateSpec, StateTensor
-from evener.engine.controller import Controller
-from evener.engine.executor import Executor
-from evener.engine.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
-from evener.engine.plan import Plan, StepResult
-from evener.engine.scheduler import Scheduler
-from evener.engine.state import BlockTable, Growth, StateManager
+from evener.engine.controller.controller import Controller
+from evener.engine.controller.scheduler import Scheduler
+from evener.engine.controller.state import BlockTable, Growth, StateManager
+from evener.engine.wire.executor import Executor
+from evener.engine.wire.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
+from evener.engine.wire.plan import Plan, StepResult
 
 from .traffic import patient
 
@@ -97,8 +97,8 @@ class SimulatedDevice(Executor):
         assert len(set(plan.slots)) == len(plan.slots), "a request has one row a step"
         assert sum(plan.counts) <= self.scheduler.step_tokens
         self.touched.append(set())
-        for group, source, target in plan.copies:
-            self._copy(group, source, target)
+        for copy in plan.copies:
+            self._copy(copy.group, copy.source, copy.target)
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             assert start + count < requests[slot].limit, "a length limit is planned, never overrun"
             self._run_row(slot, start, count)
@@ -162,7 +162,7 @@ class SimulatedDevice(Executor):
         block = self._block(slot, group, position)
         holders = [
             r
-            for r in (*self.scheduler.running, *self.scheduler._leaving)
+            for r in (*self.scheduler.running, *self.scheduler._pending_release)
             if r.slot != slot and r.table is not None and any(block in blocks for blocks in r.table.blocks)
         ]
         assert not holders, f"block {block} is written by slot {slot} and held by {[r.id for r in holders]}"
@@ -239,14 +239,14 @@ class Harness:
         """Reference counts are the tables' own, and nothing else is held."""
         held: Counter[int] = Counter()
         spans: dict[int, int] = {}
-        for request in (*self.scheduler.running, *self.scheduler._leaving):
+        for request in (*self.scheduler.running, *self.scheduler._pending_release):
             assert request.table is not None
             for group, blocks in enumerate(request.table.blocks):
                 assert len(blocks) == request.table.columns()
-                live = blocks[request.table.dead[group] :]
+                live = blocks[request.table.first_live[group] :]
                 if self.state.specs[group] == APART:
                     live = [block for block in live if block]
-                assert 0 not in live and not any(blocks[: request.table.dead[group]])
+                assert 0 not in live and not any(blocks[: request.table.first_live[group]])
                 held.update(live)
                 spans.update(dict.fromkeys(live, self.state.spans[group]))
         pool = self.state.pool
@@ -274,7 +274,7 @@ class Harness:
 
     def check_all_given_back(self) -> None:
         assert self.controller.idle and self.state.pool.used == 0
-        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler._leaving
+        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler._pending_release
         assert len(self.scheduler._slots) == self.max_requests
 
 
@@ -439,7 +439,7 @@ def test_a_lot_of_random_traffic_gets_its_own_tokens_one_terminal_event_each_and
     max_tokens=st.integers(1, 12),
     cuts=CUTS,
 )
-def test_a_request_that_just_fits_is_finished_and_one_block_fewer_is_refused_in_words(
+def test_a_request_that_just_fits_finishes_and_with_one_block_less_it_is_refused(
     specs: list[StateSpec], block_size: int, step_tokens: int, depth: int, prompt: list[int], max_tokens: int,
     cuts: list[int],
 ) -> None:  # fmt: skip
@@ -498,11 +498,11 @@ class Splintered(StateManager):
     """A pool in pieces: nobody gets beyond 6 tokens beside others' prefixes."""
 
     def grow(self, table: BlockTable, tokens: int) -> Growth | None:
-        return super().grow(table, tokens) if tokens <= 6 or table.alone else None
+        return super().grow(table, tokens) if tokens <= 6 or table.exclusive else None
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_request_that_blocks_of_others_sizes_keep_out_starts_over_in_an_empty_pool(depth: int) -> None:
+def test_a_request_blocked_by_fragmentation_restarts_in_an_empty_pool(depth: int) -> None:
     one = Harness([FULL, RECURRENT], cuts=[4, 1], depth=depth)
     one.state = one.device.state = one.scheduler.state = Splintered([FULL, RECURRENT], KINDS, 2, 20, cuts=[4, 1])
     for name, length in (("a", 3), ("b", 12), ("c", 4), ("d", 9)):
@@ -510,7 +510,7 @@ def test_a_request_that_blocks_of_others_sizes_keep_out_starts_over_in_an_empty_
     while not one.controller.idle:
         one.step()
         one.check_blocks()
-        alone = [r.id for r in one.scheduler.running if r.alone]
+        alone = [r.id for r in one.scheduler.running if r.exclusive]
         assert not alone or len(one.scheduler.running) == 1
     one.check_answers()
     one.check_all_given_back()
@@ -570,7 +570,7 @@ def test_a_step_mixes_the_prompt_of_one_request_with_the_answer_of_another() -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_was_submitted_after_the_end_of_a_request_is_neither_shown_nor_cached(depth: int) -> None:
+def test_tokens_after_the_end_of_a_request_are_neither_returned_nor_cached(depth: int) -> None:
     prompt = [1, 2, 3]
     first = answer(NewRequest(id="x", prompt=prompt, max_tokens=9))
     stop = first[2]

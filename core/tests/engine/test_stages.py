@@ -1,4 +1,4 @@
-"""Pipeline stages, ranks that share layers, and both: the tokens of one rank, whatever is in flight."""
+"""Pipeline stages, tensor parallel ranks, and both together: the same tokens as on one rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 from evener.config.schema import Config
 from evener.contracts.media import make_item
-from evener.engine.controller import Controller
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.scheduler import MicroBatches
-from evener.engine.stages import Stages
-from evener.engine.start import build_controller
+from evener.distributed.thread_communicator import ThreadCommunicator
+from evener.engine.controller.controller import Controller
+from evener.engine.controller.scheduler import MicroBatches
+from evener.engine.processes.rank_threads import rank_threads
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener.engine.worker.stages import PipelineChannel
 from evener.errors import ArchitectureError, ConfigError
-from evener.testing.communicators import ThreadCommunicator
-from evener.testing.rank_threads import rank_threads
 
 GREEDY = Sampling(temperature=0.0)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ CASES = [(family, *ranks) for family in FAMILIES for ranks in ((1, 2), (2, 2))] 
 
 
 @pytest.mark.parametrize(("family", "tp", "pp"), CASES)
-def test_ranks_give_the_tokens_of_one(
+def test_ranks_give_the_tokens_of_one_rank(
     family: str, tp: int, pp: int, make_lively: Any, play: Any, ranked: Any
 ) -> None:  # fmt: skip
     config = make_lively(family, FAMILIES[family])
@@ -92,7 +92,7 @@ def test_ranks_give_the_tokens_of_one(
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 2)])
-def test_rows_that_stand_for_tokens_are_read_by_every_rank_that_embeds(
+def test_media_rows_are_used_by_every_rank_of_the_first_stage(
     tp: int, pp: int, make_lively: Any, play: Any, ranked: Any
 ) -> None:
     config = make_lively("Llama", {**FAMILIES["Llama"], "tie_word_embeddings": False})
@@ -155,39 +155,39 @@ def test_one_request_alone_keeps_plans_in_flight(make_config: Any, play: Any, ra
     assert most == 3
 
 
-def test_what_a_plan_sends_is_expected_by_the_same_plan_on_the_other_stage(
+def test_irecv_is_started_by_the_plan_that_sends(
     make_config: Any, play: Any, ranked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = ranked(make_config("Llama", **{"infer.pp_size": 2}))
     first, waiting, expected = several.executor.workers[0].runner.stages, 0, 0
-    expect, pass_on = ThreadCommunicator.expect, Stages.pass_on
+    irecv, send_stream = ThreadCommunicator.irecv, PipelineChannel.send_stream
 
     def expecting(self: ThreadCommunicator, tensor: torch.Tensor, source: int) -> Callable[[], torch.Tensor]:
         nonlocal expected
         expected += self is first._ids
-        return expect(self, tensor, source)
+        return irecv(self, tensor, source)
 
-    def passing(self: Stages, stream: torch.Tensor, plan: Any, parts: Any) -> None:
+    def passing(self: PipelineChannel, stream: torch.Tensor, plan: Any, parts: Any) -> None:
         nonlocal waiting
-        pass_on(self, stream, plan, parts)
+        send_stream(self, stream, plan, parts)
         waiting += bool(plan.samples)
         assert expected == waiting, "else the last stage's device waits for a plan that may wait for it"
 
-    monkeypatch.setattr(ThreadCommunicator, "expect", expecting)
-    monkeypatch.setattr(Stages, "pass_on", passing)
+    monkeypatch.setattr(ThreadCommunicator, "irecv", expecting)
+    monkeypatch.setattr(PipelineChannel, "send_stream", passing)
     play(several, [NewRequest(id=f"r{i}", prompt=[i + 1] * 9, max_tokens=5, sampling=GREEDY) for i in range(3)])
     assert waiting > 4
 
 
-def test_what_was_sent_is_let_go_though_nobody_says_that_it_has_gone(make_config: Any, play: Any, ranked: Any) -> None:
+def test_old_send_handles_are_released_without_waiting(make_config: Any, play: Any, ranked: Any) -> None:
     several = ranked(make_config("Llama", **{"infer.pp_size": 2}))
     play(several, [NewRequest(id="r", prompt=[5], max_tokens=20, sampling=GREEDY)])
     assert [len(worker.runner.stages._sending) for worker in several.executor.workers] == [3, 3]
 
 
-def test_numbers_of_requests_in_a_plan_may_be_set() -> None:
-    assert MicroBatches(2).room(5, 1) == {True: 3, False: 1}
-    assert MicroBatches(2, prefill=4, decode=1).room(5, 1) == {True: 1, False: 4}
+def test_requests_per_micro_batch_can_be_configured() -> None:
+    assert MicroBatches(2).quota(5, 1) == {True: 3, False: 1}
+    assert MicroBatches(2, prefill=4, decode=1).quota(5, 1) == {True: 1, False: 4}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_numbers_of_requests_in_a_plan_may_be_set() -> None:
     [
         ({"pp_size": 4}, "3 layers cannot be divided into 4 stages of 1, 1, 1, 0"),
         ({"pp_size": 2, "pp_layer_partition": "1,1"}, "3 layers cannot be divided into 2 stages of 1, 1"),
-        ({"pp_size": 2, "pp_layer_partition": "1,two"}, "infer.pp_layer_partition=1,two is no list of numbers"),
+        ({"pp_size": 2, "pp_layer_partition": "1,two"}, "infer.pp_layer_partition=1,two is not a list of numbers"),
     ],
 )
 def test_layers_that_cannot_be_divided_are_refused(
@@ -205,9 +205,9 @@ def test_layers_that_cannot_be_divided_are_refused(
         ranked(make_config("Llama", **{f"infer.{key}": value for key, value in infer.items()}))
 
 
-def test_a_model_that_does_not_ask_for_its_layers_is_refused(
+def test_a_model_without_pipeline_support_is_rejected(
     make_config: Any, ranked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr("evener.layers.builder.Builder.layers", lambda self, count: range(count))
-    with pytest.raises(ArchitectureError, match="LlamaForCausalLM is not made for pipeline stages"):
+    with pytest.raises(ArchitectureError, match="LlamaForCausalLM does not support pipeline stages"):
         ranked(make_config("Llama", **{"infer.pp_size": 2}))

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.state import StateSpec, StateTensor
-from evener.engine.blocks import BlockPool
-from evener.engine.state import BlockTable, StateManager
+from evener.engine.controller.blocks import BlockPool
+from evener.engine.controller.state import BlockTable, StateManager
 from evener.errors import UnknownNameError
 
 from .traffic import patient
@@ -76,7 +76,7 @@ class PoolModel(RuleBasedStateMachine):
     def take(self, count: int, pick: int) -> int:
         span = self.spans[pick % len(self.spans)]
         free, room = self.pool.free, self._room(span)
-        found = self.pool.take_all([(count, span)])
+        found = self.pool.allocate_all([(count, span)])
         if found is None:
             assert count > room and self.pool.free == free
             return 0
@@ -96,7 +96,7 @@ class PoolModel(RuleBasedStateMachine):
     @rule(block=blocks)
     def hold(self, block: int) -> None:
         if block and (self.held[block] or block in self.keys):
-            self.pool.hold(block)
+            self.pool.retain(block)
             self.held[block] += 1
 
     @rule(block=blocks)
@@ -108,13 +108,13 @@ class PoolModel(RuleBasedStateMachine):
     @rule(block=blocks, key=st.sampled_from("abc"))
     def name(self, block: int, key: str) -> None:
         if self.held[block]:
-            self.pool.name(block, key)
+            self.pool.set_key(block, key)
             if key not in self.keys.values():
                 self.keys.setdefault(block, key)
 
     @rule()
     def forget(self) -> None:
-        self.pool.forget_all()
+        self.pool.clear_keys()
         self.keys.clear()
 
     @invariant()
@@ -129,24 +129,24 @@ class PoolModel(RuleBasedStateMachine):
         assert {key: self.pool.find(key) for key in "abc"} == {key: by_key.get(key) for key in "abc"}
 
 
-def test_the_block_pool_counts_references_and_remembers_keys_until_a_block_is_handed_out_again() -> None:
+def test_the_block_pool_counts_references_and_remembers_keys_until_a_block_is_given_out_again() -> None:
     run(PoolModel, 100)
 
 
-def test_a_block_with_a_known_prefix_is_handed_out_after_those_without_one() -> None:
+def test_a_block_with_a_known_prefix_is_given_out_after_those_without_one() -> None:
     pool = BlockPool(5)
-    first, second, third, fourth = pool.take(4) or []
-    pool.name(first, "a")
-    pool.name(second, "b")
+    first, second, third, fourth = pool.allocate(4) or []
+    pool.set_key(first, "a")
+    pool.set_key(second, "b")
     pool.release([first, third, second, fourth])
-    assert set(pool.take(2) or []) == {third, fourth}
-    assert pool.take(1) == [first], "the least recently used prefix goes first"
+    assert set(pool.allocate(2) or []) == {third, fourth}
+    assert pool.allocate(1) == [first], "the least recently used prefix goes first"
     assert pool.find("a") is None and pool.find("b") == second
 
 
-def test_releasing_a_block_that_nobody_holds_is_our_own_mistake() -> None:
+def test_releasing_an_unreferenced_block_is_an_assertion_error() -> None:
     pool = BlockPool(3)
-    (block,) = pool.take(1) or []
+    (block,) = pool.allocate(1) or []
     pool.release([block])
     with pytest.raises(AssertionError, match="more often than it was taken"):
         pool.release([block])
@@ -229,11 +229,11 @@ class StateModel(RuleBasedStateMachine):
             return sequence
         table, copies = made
         assert len(copies) == (len(self.state.specs) if sequence.computed % self.state.block_size else 0)
-        for _, source, target in copies:
+        for copy in copies:
             for offset in range(self.state.block_size):
-                self.content.pop((target, offset), None)
-                if (source, offset) in self.content:
-                    self.content[target, offset] = self.content[source, offset]
+                self.content.pop((copy.target, offset), None)
+                if (copy.source, offset) in self.content:
+                    self.content[copy.target, offset] = self.content[copy.source, offset]
         twin = Sequence(table, sequence.salt, list(sequence.tokens[: sequence.computed]), sequence.computed)
         self.live.append(twin)
         self._check_reads(twin)
@@ -334,6 +334,6 @@ def test_a_chunk_frees_what_came_before_it_and_a_prefix_that_ends_in_it_needs_it
     assert state.pool.used == 0
 
 
-def test_a_kind_that_nobody_registered_is_an_error_with_the_known_ones() -> None:
+def test_an_unknown_state_kind_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"state kind 'recurent'; did you mean 'recurrent'\?"):
         StateManager([StateSpec("recurent", TENSORS)], KINDS, 4, 10)

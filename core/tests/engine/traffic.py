@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from evener.testing.reference_engine import Played
+from evener_conformance.reference.engine import RunResult
 
 #: One request: the number of its prompt, how many tokens it asks for, and the step of its arrival.
 Pick = tuple[int, int, int]
@@ -38,7 +38,7 @@ def picks(prompts: int, least: int) -> st.SearchStrategy[list[Pick]]:
 
 
 def check_tokens(
-    played: Played, picked: Sequence[Pick], ended: Mapping[str, int], wanted: Callable[[int, int], list[int]]
+    played: RunResult, picked: Sequence[Pick], ended: Mapping[str, int], wanted: Callable[[int, int], list[int]]
 ) -> None:
     """Request ``r<i>`` got the tokens that are ``wanted`` of its prompt and number; the first of them if it was
     ``ended`` before it had all."""

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import save_file
 
 from evener.contracts.checkpoint import Checkpoint
+from evener.contracts.declared import StackedWeight
 from evener.contracts.quant import PackedWeight
 from evener.errors import CheckpointError
 from evener.layers import Builder
-from evener.layers.declared import StackedWeight
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.dummy import load_dummy
 from evener.loading.estimate import estimate_weights
 from evener.loading.loader import load_weights
 from evener.loading.scheme import Unquantized
 from evener.ops.reference.linear import PLAIN
-from evener.testing.locked_device import LockedDevice
+from evener_conformance.reference.pinned_buffer_device import PinnedBufferDevice
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 5
 CPU = torch.device("cpu")
@@ -54,16 +54,16 @@ def declare(checkpoint: Checkpoint | None, transposed: bool = False, dtype: str 
 
 def load(checkpoint: Checkpoint, **options: object) -> tuple[PackedWeight, int]:
     weight = declare(checkpoint, **options)  # type: ignore[arg-type]
-    counted = load_weights([weight], checkpoint, Unquantized(), PACKINGS, CPU).counted
-    assert estimate_weights([weight], PACKINGS, checkpoint.headers).counted == counted
+    counted = load_weights([weight], checkpoint, Unquantized(), PACKINGS, CPU).allocated
+    assert estimate_weights([weight], PACKINGS, checkpoint.headers).allocated == counted
     assert weight.value is not None
     again = declare(checkpoint, **options)  # type: ignore[arg-type]
-    load_weights([again], checkpoint, Unquantized(), PACKINGS, CPU, through=LockedDevice())
+    load_weights([again], checkpoint, Unquantized(), PACKINGS, CPU, pinned_device=PinnedBufferDevice())
     assert again.value is not None and torch.equal(again.value.data, weight.value.data)
     return weight.value, counted
 
 
-def test_a_tensor_an_expert_is_copied_into_the_expert_s_slice(tmp_path: Path) -> None:
+def test_per_expert_tensors_are_copied_into_their_slices(tmp_path: Path) -> None:
     value, counted = load(opened(tmp_path, ONE_BY_ONE))
     assert torch.equal(value.data, WHOLE) and counted == WHOLE.nbytes and value.shape == (EXPERTS, 2 * ROWS, COLUMNS)
 
@@ -92,7 +92,7 @@ def test_a_missing_expert_and_a_stack_of_another_size_are_named(tmp_path: Path) 
             load(opened(folder, tensors))
 
 
-def test_made_up_experts_differ_and_do_not_depend_on_how_they_would_be_stored(tmp_path: Path) -> None:
+def test_dummy_experts_differ_and_are_independent_of_storage_layout(tmp_path: Path) -> None:
     weight = declare(None)
     load_dummy([weight], PACKINGS, CPU)
     assert weight.value is not None
@@ -106,7 +106,7 @@ def test_declaring_15616_experts_is_61_stacks_of_each_projection_and_needs_no_to
         "build, moe = Builder('bfloat16', 8), MoEConfig(experts=256, top=8, inner=2048)\n"
         "common = {'hidden': 7168, 'dtype': 'bfloat16', 'eps': 1e-6, 'offset': 0.0, 'norm': 'rms'}\n"
         "for layer in range(61): moe.declare(build, f'model.layers.{layer}', common)\n"
-        "from evener.layers.declared import StackedWeight\n"
+        "from evener.contracts.declared import StackedWeight\n"
         "assert sum(isinstance(w, StackedWeight) for w in build.weights) == 122\n"
         "assert 'torch' not in sys.modules\n"
     )

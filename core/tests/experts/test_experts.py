@@ -9,10 +9,10 @@ import torch
 
 from evener.contracts.experts import ExpertMap
 from evener.contracts.quant import PackedWeight, WeightPart, plain
+from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
-from evener.resolution.resolver import load_reference
-from evener.testing.conformance.ops import no_other_op
+from evener_conformance.kit.ops import forbid_nested_ops
 
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
 EXPERTS, TOP, HIDDEN, INNER, TOKENS = 5, 2, 12, 7, 23
@@ -36,12 +36,12 @@ def through(experts: ExpertMap, slots: Sequence[int], x: torch.Tensor, logits: t
     """The expert block as a layer computes it: route, map, two grouped linears, weighted sum."""
     static = {"experts": EXPERTS, "top": TOP, "scoring": "softmax", "renormalize": True, "scale": 1.0, "groups": 1,
               "top_groups": 1, "group_best": 1}  # fmt: skip
-    ids, weights = load_reference(SCHEMAS["route"])(static, no_other_op)(logits, None)
+    ids, weights = load_reference(SCHEMAS["route"])(static, forbid_nested_ops)(logits, None)
     where = experts(ids, torch.arange(len(x), dtype=torch.int32)).flatten()
     h = x.repeat_interleave(TOP, 0)
     for matrices in (UP, DOWN):
         sizes = {"experts": len(slots), "columns": matrices.shape[2], "rows": matrices.shape[1], "dtype": "float32"}
-        run = load_reference(SCHEMAS["grouped_linear"])({**sizes, "weight": None}, no_other_op)
+        run = load_reference(SCHEMAS["grouped_linear"])({**sizes, "weight": None}, forbid_nested_ops)
         h = run(h, stack(matrices, slots), where[:, None]).squeeze(1)
     mixed: torch.Tensor = (h.unflatten(0, (-1, TOP)) * weights[..., None]).sum(1)
     return mixed
@@ -72,7 +72,7 @@ def test_a_map_of_one_slot_for_each_expert_gives_what_the_experts_give(
     torch.testing.assert_close(through(one, range(EXPERTS), *step), dense(*step, range(EXPERTS)))
 
 
-def test_spare_copies_change_where_a_token_goes_and_not_what_it_gets(step: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_redundant_experts_change_routing_but_not_results(step: tuple[torch.Tensor, torch.Tensor]) -> None:
     slots = [4, 3, 2, 1, 0, 2, 2, 0]
     table = torch.tensor([[4, 7, -1], [3, -1, -1], [2, 5, 6], [1, -1, -1], [0, -1, -1]], dtype=torch.int32)
     experts = ExpertMap(table, torch.tensor([2, 1, 3, 1, 1], dtype=torch.int32))
@@ -81,7 +81,7 @@ def test_spare_copies_change_where_a_token_goes_and_not_what_it_gets(step: tuple
     assert where.flatten().tolist() == [2, 5, 6, 2, 5, 6]
 
 
-def test_experts_that_are_not_here_give_nothing(step: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_experts_of_other_ranks_contribute_zero(step: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Each of two ranks has some experts; the sum over the ranks is everything."""
     parts = []
     for here in ([0, 3], [1, 2, 4]):

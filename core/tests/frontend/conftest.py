@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from evener.frontend.tokenizer import FastVocabulary, SlowVocabulary, Tokenizer
-from evener.testing.tiny_tokenizer import write_tiny_tokenizer
+from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

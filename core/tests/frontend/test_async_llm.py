@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from evener import AsyncLLM, SamplingParams
-from evener.engine.messages import FromController
+from evener.engine.wire.messages import FromController
 from evener.errors import CheckpointError, EngineDeadError, EngineError, MemoryPlanError, OverloadedError, RequestError
-from evener.testing.fake_engine import FakeEngine
+from evener_conformance.fake_engine import FakeEngine
 
 FOUR = SamplingParams(max_tokens=4)
 ENDLESS = SamplingParams(max_tokens=100)
@@ -57,7 +57,7 @@ async def test_a_chat_goes_through_the_template(tiny_dir: Path) -> None:
         assert "".join([delta.text async for delta in stream]) == "user\nhi"
 
 
-async def test_64_streams_wake_the_loop_once_a_step(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_64_streams_wake_the_event_loop_once_per_step(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
     async with serving(tiny_dir, engine) as llm:
         engine.hold()
@@ -143,7 +143,7 @@ async def test_a_stop_string_tells_the_engine_and_ends_the_stream(tiny_dir: Path
         assert engine.open_ids == []
 
 
-async def test_what_is_wrong_with_a_request_is_raised_before_the_first_delta(tiny_dir: Path) -> None:
+async def test_an_invalid_request_is_an_error_before_the_first_delta(tiny_dir: Path) -> None:
     engine = FakeEngine()
     async with serving(tiny_dir, engine) as llm:
         for prompt in ("", [9999], "x" * 5000):
@@ -158,14 +158,35 @@ async def test_more_requests_than_may_wait_are_refused(tiny_dir: Path) -> None:
         engine.hold()
         first = await llm.submit("ab", SamplingParams(n=2, max_tokens=9))
         await llm.submit("ab", FOUR)
-        with pytest.raises(OverloadedError, match="3 requests are open and 3 are allowed"):
+        with pytest.raises(OverloadedError, match="3 samples are open and 3 are allowed"):
             await llm.submit("ab", FOUR)
-        with pytest.raises(RequestError, match="at most 3 samples"):
+        with pytest.raises(RequestError, match="at most 3 are taken"):
             await llm.submit("ab", SamplingParams(n=4))
         await first.aclose()
         engine.release()
         await llm._idle.wait()
         assert await text_of(llm, "ab") == "abab"
+
+
+async def test_room_is_held_while_a_request_is_prepared_and_given_back_if_it_is_not_submitted(tiny_dir: Path) -> None:
+    engine = FakeEngine(info_overrides={"max_reqs": 2})
+    async with serving(tiny_dir, engine, max_queue=1) as llm:
+        with llm.reserve(2) as room:
+            with pytest.raises(OverloadedError, match="2 samples are open and 3 are allowed"):
+                await llm.submit("ab", SamplingParams(n=2))
+            with pytest.raises(RequestError, match="prompt asks for 4 samples"):
+                llm.reserve(4, "prompt")
+            engine.hold()
+            await llm.submit("ab", SamplingParams(n=2, max_tokens=9), reservation=room)
+            await llm.submit("ab", FOUR)
+        with pytest.raises(OverloadedError, match="3 samples are open"):
+            llm.reserve(1)
+        engine.release()
+        await llm._idle.wait()
+        with pytest.raises(RequestError), llm.reserve(3) as room:
+            await llm.submit("", reservation=room)
+        with llm.reserve(3):
+            pass
 
 
 async def test_a_failed_request_is_an_error_delta_or_an_exception(tiny_dir: Path) -> None:
@@ -243,16 +264,16 @@ async def test_closing_ends_open_streams_and_the_engine(tiny_dir: Path) -> None:
         assert not llm._reader.is_alive()
 
 
-async def test_before_it_is_ready_it_lives_but_takes_no_requests(tiny_dir: Path) -> None:
+async def test_engine_is_alive_but_rejects_requests_before_ready(tiny_dir: Path) -> None:
     engine = FakeEngine(auto_ready=False)
     llm = AsyncLLM(engine, model_dir=tiny_dir)
-    assert (llm.alive, llm.ready, llm.info, llm.num_open) == (True, False, {}, 0)
+    assert (llm.alive, llm.ready, llm.info, llm.num_open) == (True, False, None, 0)
     with pytest.raises(EngineDeadError, match="not ready yet"):
         await llm.submit("ab")
     engine.become_ready()
     await llm.wait_ready()
     assert llm.ready
-    assert llm.info["served_name"] == "fake"
+    assert llm.info is not None and llm.info.served_name == "fake"
     await llm.close()
 
 
@@ -265,7 +286,7 @@ async def test_a_tokenizer_that_cannot_be_used_is_why_it_does_not_start(tmp_path
     await llm.close()
 
 
-async def test_what_stops_an_engine_from_starting_is_raised_as_it_is(tiny_dir: Path) -> None:
+async def test_a_start_up_error_of_the_engine_is_raised_unchanged(tiny_dir: Path) -> None:
     class TooBig(FakeEngine):
         def receive(self, timeout: float | None) -> list[FromController]:
             raise MemoryPlanError("12 GiB are wanted, 8 GiB are there")
@@ -287,7 +308,7 @@ async def test_starting_uses_the_config_and_waits_until_it_is_ready(
         modes.append(mode)
         return FakeEngine()
 
-    monkeypatch.setitem(sys.modules, "evener.engine.start", SimpleNamespace(start_engine=start_engine))
+    monkeypatch.setitem(sys.modules, "evener.engine.processes.start", SimpleNamespace(start_engine=start_engine))
     llm = await AsyncLLM.start(from_overrides(tiny_dir, {"serve.max_queue": 7}), mode="thread")
     assert (llm.ready, llm.max_queue, modes) == (True, 7, ["thread"])
     assert await text_of(llm, "ab") == "abab"
@@ -299,7 +320,8 @@ async def test_an_engine_that_dies_while_it_starts_is_closed(tiny_dir: Path, mon
 
     engine = FakeEngine(auto_ready=False)
     engine.die("no memory")
-    monkeypatch.setitem(sys.modules, "evener.engine.start", SimpleNamespace(start_engine=lambda config, mode: engine))
+    start = SimpleNamespace(start_engine=lambda config, mode: engine)
+    monkeypatch.setitem(sys.modules, "evener.engine.processes.start", start)
     with pytest.raises(EngineDeadError, match="no memory"):
         await AsyncLLM.start(from_overrides(tiny_dir, {}))
     assert engine.closed

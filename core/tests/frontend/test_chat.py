@@ -136,7 +136,7 @@ def stopped(time_limit: float) -> tuple[Renderer, subprocess.Popen[bytes]]:
     return renderer, renderer._process
 
 
-def test_a_template_that_gets_no_processor_has_not_taken_long() -> None:
+def test_template_time_limit_counts_cpu_time() -> None:
     renderer, process = stopped(1.0)
     later = threading.Timer(1.5, process.send_signal, (signal.SIGCONT,))
     later.start()
@@ -145,7 +145,7 @@ def test_a_template_that_gets_no_processor_has_not_taken_long() -> None:
     renderer.close()
 
 
-def test_a_render_process_that_stands_still_is_ended_by_the_clock() -> None:
+def test_stalled_render_process_is_killed_after_a_wall_clock_timeout() -> None:
     renderer, _ = stopped(0.1)
     with pytest.raises(TemplateError, match=r"longer than 0\.1 s"):
         chat(renderer, "ok").render([USER])
@@ -168,7 +168,7 @@ def test_large_conversations_and_half_surrogates_pass_the_pipe(renderer: Rendere
     assert chat(renderer, "{{ messages[0].content }}").render([{"role": "user", "content": text}]) == text
 
 
-def test_a_developer_is_the_system_where_the_template_knows_none(renderer: Renderer) -> None:
+def test_developer_role_becomes_system_if_the_template_lacks_it(renderer: Renderer) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert chat(renderer, "{{ messages[0].role }}").render(messages) == "system"
     assert chat(renderer, "{# developer #}{{ messages[0].role }}").render(messages) == "developer"
@@ -190,7 +190,7 @@ def test_arguments_of_tool_calls_become_objects_and_empty_fields_are_left_out() 
     assert call["function"]["arguments"] == '{"a": 1}'
 
 
-def test_reasoning_is_there_under_the_names_that_templates_read() -> None:
+def test_reasoning_is_passed_under_both_template_field_names() -> None:
     plain = normalize([{"role": "assistant", "content": "x", "reasoning": "why"}])[0]
     assert (plain["reasoning_content"], plain["thinking"]) == ("why", "why")
 

@@ -108,7 +108,7 @@ def test_an_incomplete_character_is_shown_only_at_the_end(byte_level: Tokenizer)
     assert set(last) == {"\ufffd"}
 
 
-def test_bytes_that_are_no_text_do_not_hold_the_stream_back(byte_fallback: Tokenizer) -> None:
+def test_invalid_utf8_bytes_do_not_stall_the_stream(byte_fallback: Tokenizer) -> None:
     ids = [3 + 0xFF] * 50
     assert pieces(byte_fallback, ids)[:-1] == ["\ufffd"] * 50
 

@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener import SamplingParams
-from evener.engine.messages import Abort, Dead, Finish, Finished, FinishReason, Ready, TokenLogprobs, Tokens
+from evener.contracts.outputs import FinishReason, RequestOutput
+from evener.engine.wire.messages import Abort, Dead, Finish, Finished, NewRequest, Ready, TokenLogprobs, Tokens
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend, sample_seed
-from evener.frontend.outputs import OutputBuilder, RequestOutput
+from evener.frontend.outputs import OutputBuilder
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_files
+from evener_conformance.fake_engine import FakeEngine
 
 EOS = 258
 
@@ -38,9 +40,14 @@ def make(folder: Path, **changes: Any) -> Frontend:
     return Frontend(**(options | changes))
 
 
+def submit(frontend: Frontend, prompt: str | list[int], params: SamplingParams, *rest: Any) -> list[NewRequest]:
+    """``rest``: the request's id and kind."""
+    return frontend.submit(frontend.prepare(prompt, params, *rest[1:]), rest[0])
+
+
 def play(frontend: Frontend, prompt: str, params: SamplingParams, *events: Any) -> tuple[RequestOutput, list[Any]]:
     """Submit as request "r", play the events, and put together what came out."""
-    messages = frontend.submit(prompt, params, "r")
+    messages = submit(frontend, prompt, params, "r")
     builder, replies = OutputBuilder("r", prompt, messages[0].prompt, params.n), []
     for event in events:
         deltas, more = frontend.handle(event)
@@ -59,35 +66,35 @@ def finished(reason: FinishReason = "stop", request_id: str = "r", error: str | 
 
 
 def test_a_request_becomes_one_message_with_the_models_defaults(frontend: Frontend) -> None:
-    (message,) = frontend.submit("ab", SamplingParams(seed=7), "r")
+    (message,) = submit(frontend, "ab", SamplingParams(seed=7), "r")
     assert (message.id, message.prompt, message.max_tokens, message.stop_token_ids) == ("r", [97, 98], 16, [256, EOS])
     sampling = message.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.7, 5, 1.0, 0.0)
     assert (sampling.seed, sampling.logprobs) == (7, None)
 
 
-def test_what_was_asked_for_wins_over_the_models_defaults(frontend: Frontend) -> None:
+def test_request_values_override_the_models_defaults(frontend: Frontend) -> None:
     params = SamplingParams(temperature=0, top_k=-1, top_p=0.5, min_p=0.1, ignore_eos=True, logprobs=2, max_tokens=3)
-    (message,) = frontend.submit("ab", params, "r")
+    (message,) = submit(frontend, "ab", params, "r")
     sampling = message.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.0, 0, 0.5, 0.1)
     assert (message.max_tokens, message.stop_token_ids, sampling.logprobs) == (3, [], 2)
 
 
 def test_a_chat_may_use_the_rest_of_the_context_and_a_completion_16_tokens(tiny_dir: Path, frontend: Frontend) -> None:
-    assert frontend.submit("ab", SamplingParams(), "chat", "chat")[0].max_tokens == 30
-    assert frontend.submit("a" * 20, SamplingParams(), "completion")[0].max_tokens == 12
-    assert make(tiny_dir, default_max_tokens=5).submit("ab", SamplingParams(), "r", "chat")[0].max_tokens == 5
+    assert submit(frontend, "ab", SamplingParams(), "chat", "chat")[0].max_tokens == 30
+    assert submit(frontend, "a" * 20, SamplingParams(), "completion")[0].max_tokens == 12
+    assert submit(make(tiny_dir, default_max_tokens=5), "ab", SamplingParams(), "r", "chat")[0].max_tokens == 5
 
 
 def test_samples_have_ids_and_seeds_of_their_own_that_follow_from_the_requests(frontend: Frontend) -> None:
-    messages = frontend.submit("ab", SamplingParams(n=3, seed=7), "r")
+    messages = submit(frontend, "ab", SamplingParams(n=3, seed=7), "r")
     assert [message.id for message in messages] == ["r-0", "r-1", "r-2"]
     assert [message.fork_of for message in messages] == ["", "r-0", "r-0"]
     seeds = [message.sampling.seed for message in messages]
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
-    assert seeds == [m.sampling.seed for m in frontend.submit("x", SamplingParams(n=3, seed=7), "q")]
+    assert seeds == [m.sampling.seed for m in submit(frontend, "x", SamplingParams(n=3, seed=7), "q")]
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 127))
@@ -96,20 +103,20 @@ def test_seeds_fit_into_31_bits(seed: int, index: int) -> None:
 
 
 def test_requests_without_a_seed_get_different_ones(frontend: Frontend) -> None:
-    first, second = (frontend.submit("ab", SamplingParams(), name)[0].sampling.seed for name in "pq")
+    first, second = (submit(frontend, "ab", SamplingParams(), name)[0].sampling.seed for name in "pq")
     assert first != second
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers(frontend: Frontend) -> None:
     with pytest.raises(ContextLengthError, match="32 tokens, but the model's context is 32") as caught:
-        frontend.submit("a" * 32, SamplingParams(), "r", "chat")
+        submit(frontend, "a" * 32, SamplingParams(), "r", "chat")
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
-    assert frontend.submit("a" * 31, SamplingParams(), "r")[0].max_tokens == 1
+    assert submit(frontend, "a" * 31, SamplingParams(), "r")[0].max_tokens == 1
 
 
 def test_a_prompt_with_too_many_new_tokens_is_refused_with_what_is_left(frontend: Frontend) -> None:
     with pytest.raises(ContextLengthError, match=r"30 tokens and max_tokens is 3: together 33.*at most 2 tokens"):
-        frontend.submit("a" * 30, SamplingParams(max_tokens=3), "r")
+        submit(frontend, "a" * 30, SamplingParams(max_tokens=3), "r")
     assert frontend.num_open == 0
 
 
@@ -126,27 +133,27 @@ def test_a_prompt_with_too_many_new_tokens_is_refused_with_what_is_left(frontend
 )
 def test_a_prompt_that_cannot_be_used_is_an_error_that_says_why(frontend: Frontend, prompt: Any, text: str) -> None:
     with pytest.raises(RequestError, match=text) as caught:
-        frontend.submit(prompt, SamplingParams(), "r")
+        submit(frontend, prompt, SamplingParams(), "r")
     assert caught.value.param == "prompt"
 
 
 def test_an_id_in_use_is_refused_until_the_request_has_ended(frontend: Frontend) -> None:
-    frontend.submit("ab", SamplingParams(n=2), "r")
+    submit(frontend, "ab", SamplingParams(n=2), "r")
     for name in ("r", "r-1"):
         with pytest.raises(RequestError, match="in use"):
-            frontend.submit("ab", SamplingParams(), name)
+            submit(frontend, "ab", SamplingParams(), name)
     frontend.handle(finished(request_id="r-0"))
     frontend.handle(finished(request_id="r-1"))
-    frontend.submit("ab", SamplingParams(), "r")
+    submit(frontend, "ab", SamplingParams(), "r")
 
 
 def test_without_a_tokenizer_there_are_ids_only(tiny_dir: Path) -> None:
     frontend = make(tiny_dir, tokenizer=None)
     with pytest.raises(RequestError, match=r"no tokenizer: give token ids .*SamplingParams\(detokenize=False\)"):
-        frontend.submit("ab", SamplingParams(detokenize=False), "r")
+        submit(frontend, "ab", SamplingParams(detokenize=False), "r")
     with pytest.raises(RequestError, match="text was asked for"):
-        frontend.submit([1], SamplingParams(), "r")
-    frontend.submit([1], SamplingParams(detokenize=False), "r")
+        submit(frontend, [1], SamplingParams(), "r")
+    submit(frontend, [1], SamplingParams(detokenize=False), "r")
     (delta,), _ = frontend.handle(Tokens(id="r", ids=[5, 6]))
     assert (delta.text, delta.token_ids) == ("", [5, 6])
 
@@ -167,8 +174,8 @@ def test_eos_is_ordinary_with_ignore_eos(frontend: Frontend) -> None:
 
 def test_whether_eos_ends_a_request_that_does_not_say_is_the_front_ends_setting(tiny_dir: Path) -> None:
     frontend = make(tiny_dir, stop_with_eos=False)
-    assert frontend.submit("a", SamplingParams(), "p")[0].stop_token_ids == []
-    assert frontend.submit("a", SamplingParams(ignore_eos=False), "q")[0].stop_token_ids == [256, EOS]
+    assert submit(frontend, "a", SamplingParams(), "p")[0].stop_token_ids == []
+    assert submit(frontend, "a", SamplingParams(ignore_eos=False), "q")[0].stop_token_ids == [256, EOS]
 
 
 def test_a_stop_string_finishes_the_request_and_later_tokens_are_dropped(frontend: Frontend) -> None:
@@ -217,16 +224,16 @@ def test_log_probabilities_end_where_the_stop_string_does(frontend: Frontend) ->
 
 
 def test_aborting_a_request_aborts_the_samples_that_still_run(frontend: Frontend) -> None:
-    frontend.submit("ab", SamplingParams(n=3), "r")
+    submit(frontend, "ab", SamplingParams(n=3), "r")
     frontend.handle(finished(request_id="r-1"))
     assert frontend.abort("r") == [Abort("r-0"), Abort("r-2")]
     assert frontend.abort("unknown") == []
 
 
 def test_every_sample_gets_one_last_delta_when_the_engine_dies(frontend: Frontend) -> None:
-    frontend.submit("ab", SamplingParams(n=2), "r")
+    submit(frontend, "ab", SamplingParams(n=2), "r")
     frontend.handle(finished(request_id="r-0"))
-    frontend.submit("ab", SamplingParams(), "q")
+    submit(frontend, "ab", SamplingParams(), "q")
     deltas, _ = frontend.handle(Dead("out of memory"))
     assert [(d.request_id, d.index, d.finish_reason, d.status) for d in deltas] == [
         ("r", 1, "error", 503),
@@ -237,13 +244,13 @@ def test_every_sample_gets_one_last_delta_when_the_engine_dies(frontend: Fronten
 
 
 def test_an_error_of_one_request_carries_its_reason_and_status(frontend: Frontend) -> None:
-    frontend.submit("ab", SamplingParams(), "r")
+    submit(frontend, "ab", SamplingParams(), "r")
     (delta,), _ = frontend.handle(Finished(id="r", reason="error", error="too big", status=400))
     assert (delta.finish_reason, delta.error, delta.status) == ("error", "too big", 400)
 
 
 def test_events_of_unknown_requests_are_ignored(frontend: Frontend) -> None:
-    for event in (tokens("a", "who"), finished(request_id="who"), Ready(info={})):
+    for event in (tokens("a", "who"), finished(request_id="who"), Ready(info=FakeEngine().info)):
         assert frontend.handle(event) == ([], [])
 
 
@@ -253,7 +260,7 @@ def test_events_of_unknown_requests_are_ignored(frontend: Frontend) -> None:
     stop=st.sampled_from([None, "a", "ab", "é"]),
     reason=st.sampled_from(["stop", "length", "timeout", "abort", "error"]),
 )
-def test_how_tokens_are_cut_into_events_makes_no_difference(
+def test_output_is_independent_of_event_boundaries(
     tiny_dir: Path, text: str, cuts: list[int], stop: str | None, reason: FinishReason
 ) -> None:
     text = text.encode("utf-8", "ignore").decode()
@@ -273,5 +280,5 @@ def test_how_tokens_are_cut_into_events_makes_no_difference(
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
 def test_a_temperature_that_float32_cannot_divide_by_is_greedy(temperature: float) -> None:
     frontend = Frontend(max_model_len=64, vocab_size=300)
-    (request,) = frontend.submit([1], SamplingParams(temperature=temperature, top_k=2**40, detokenize=False), "r")
+    (request,) = submit(frontend, [1], SamplingParams(temperature=temperature, top_k=2**40, detokenize=False), "r")
     assert request.sampling.temperature == 0.0 and request.sampling.top_k == 300

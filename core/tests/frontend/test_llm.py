@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from evener import LLM, SamplingParams
-from evener.engine.messages import Abort, FromController, NewRequest
+from evener.engine.wire.messages import Abort, FromController, NewRequest
 from evener.errors import ConfigError, EngineDeadError, EngineError, RequestError, TemplateError
-from evener.testing.fake_engine import FakeEngine
-from evener.testing.tiny_tokenizer import write_tiny_tokenizer
+from evener_conformance.fake_engine import FakeEngine
+from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -153,16 +153,18 @@ def test_a_script_whose_ranks_have_met_already_or_are_others_is_told_so(monkeypa
     with pytest.raises(ConfigError, match=r"2 ranks were started, but infer.tp_size × infer.pp_size uses 4"):
         LLM("/m", **{"infer.tp_size": 2, "infer.pp_size": 2})
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"torch.distributed is initialized in this process.* leave out init_process"):
+    with pytest.raises(
+        ConfigError, match=r"torch.distributed is already initialized in this process.* leave out init_process"
+    ):
         LLM("/m", **{"infer.tp_size": 2})
 
 
-def test_one_that_nobody_closed_is_closed_with_its_script(tiny_dir: Path) -> None:
+def test_unclosed_llm_is_closed_at_interpreter_exit(tiny_dir: Path) -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
         "from evener import LLM\n"
-        "from evener.testing.fake_engine import FakeEngine\n"
+        "from evener_conformance.fake_engine import FakeEngine\n"
         "class Engine(FakeEngine):\n"
         "    def close(self, drain=False):\n"
         "        print('closed', flush=True)\n"
@@ -174,7 +176,7 @@ def test_one_that_nobody_closed_is_closed_with_its_script(tiny_dir: Path) -> Non
     assert done.stdout.split("\n") == ["the script ends", "closed", ""], done.stderr
 
 
-def test_two_live_in_one_process_and_a_closed_one_says_so(tiny_dir: Path, tmp_path: Path) -> None:
+def test_two_llms_in_one_process_and_use_after_close_is_an_error(tiny_dir: Path, tmp_path: Path) -> None:
     first, second = make(tiny_dir), make(write_tiny_tokenizer(tmp_path))
     assert first.generate("ab", GREEDY)[0].outputs[0].text == second.generate("ab", GREEDY)[0].outputs[0].text
     first.close()
@@ -209,7 +211,7 @@ def test_overrides_reach_the_engine_and_the_front_end(tiny_dir: Path, monkeypatc
         started.append((config, mode, FakeEngine()))
         return started[-1][2]
 
-    monkeypatch.setitem(sys.modules, "evener.engine.start", SimpleNamespace(start_engine=start_engine))
+    monkeypatch.setitem(sys.modules, "evener.engine.processes.start", SimpleNamespace(start_engine=start_engine))
     overrides: dict[str, object] = {"infer.max_reqs": 3, "request.max_new_tokens": 2, "seed": 5}
     for _ in range(2):
         with LLM(tiny_dir, **overrides) as llm:

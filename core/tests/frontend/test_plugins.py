@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from evener.contracts.outputs import Delta, RequestOutput
 from evener.contracts.request_plugin import RequestPlugin
 from evener.errors import RequestError, RequestPluginError, UnknownNameError
-from evener.frontend.outputs import Delta, RequestOutput
 from evener.frontend.plugins import RequestPlugins
 from evener.llm import LLM
 from evener.sampling_params import SamplingParams
-from evener.testing.fake_engine import FakeEngine
-from evener.testing.installed import write_distribution
-from evener.testing.tiny_tokenizer import write_tiny_tokenizer
+from evener_conformance.distributions import write_distribution
+from evener_conformance.fake_engine import FakeEngine
+from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
 
 class Shout(RequestPlugin):
@@ -113,5 +113,5 @@ def test_plugins_are_found_by_name_among_installed_packages_and_prepared(
 
 
 def test_without_plugins_nothing_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evener.plugins.discover.discover", lambda *_: pytest.fail("nobody asked"))
+    monkeypatch.setattr("evener.plugins.discover.installed_catalog", lambda *_: pytest.fail("nobody asked"))
     assert not RequestPlugins.load([], Path("/models/m"), {})

@@ -73,7 +73,7 @@ def test_the_limits_themselves_are_allowed() -> None:
     SamplingParams(min_tokens=3, max_tokens=3, stop_token_ids=(0, 5), max_time=1e-9, prompt_logprobs=20)
 
 
-def test_no_more_tokens_are_wanted_than_are_allowed() -> None:
+def test_min_tokens_above_max_tokens_is_an_error() -> None:
     with pytest.raises(RequestError, match="min_tokens is 4, but max_tokens is 3") as caught:
         SamplingParams(min_tokens=4, max_tokens=3)
     assert caught.value.param == "min_tokens"
@@ -87,7 +87,7 @@ ANYTHING = (
 
 
 @given(st.sampled_from([field.name for field in dataclasses.fields(SamplingParams)]), ANYTHING)
-def test_whatever_is_given_is_taken_or_an_error_that_names_the_field(name: str, value: Any) -> None:
+def test_any_value_is_accepted_or_rejected_naming_the_field(name: str, value: Any) -> None:
     try:
         params = SamplingParams(**{name: value})
     except RequestError as error:

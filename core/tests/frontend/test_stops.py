@@ -35,9 +35,7 @@ def reference(stops: tuple[str, ...], text: str, include: bool) -> tuple[str, st
     pieces=st.lists(st.text("ab.", max_size=4), max_size=12),
     include=st.booleans(),
 )
-def test_how_the_text_is_cut_into_pieces_makes_no_difference(
-    stops: tuple[str, ...], pieces: list[str], include: bool
-) -> None:
+def test_stop_matching_is_independent_of_chunking(stops: tuple[str, ...], pieces: list[str], include: bool) -> None:
     shown, stop = run(stops, pieces, include)
     assert ("".join(shown), stop) == reference(stops, "".join(pieces), include)
 
@@ -46,11 +44,11 @@ def test_a_stop_string_over_three_pieces_is_never_shown() -> None:
     assert run(("END",), ["xE", "N", "D tail"]) == (["x", "", ""], "END")
 
 
-def test_a_beginning_that_comes_to_nothing_is_released() -> None:
+def test_partial_stop_match_is_released_when_it_fails() -> None:
     assert run(("END",), ["E", "N", "x"]) == (["", "", "ENx", ""], None)
 
 
-def test_what_is_held_back_comes_at_the_end() -> None:
+def test_held_back_text_is_flushed_at_finish() -> None:
     assert run(("END",), ["a", "EN"]) == (["a", "", "EN"], None)
 
 
@@ -58,7 +56,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
     assert run(("\n\nUser:",), ["one\n", "two\n\nU"]) == (["one", "\ntwo", "\n\nU"], None)
 
 
-def test_of_two_that_end_together_the_longer_is_found() -> None:
+def test_longer_stop_string_wins_when_two_end_together() -> None:
     assert run(("c", "abc"), ["xab", "c"]) == (["x", ""], "abc")
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from evener.config import from_overrides
-from evener.engine.controller import Controller
-from evener.engine.executor import InlineExecutor
-from evener.engine.messages import Abort, Finished, NewRequest, Tokens
-from evener.engine.start import build_controller
-from evener.engine.worker import Worker
-from evener.testing.graph_backend import install_graph_backend
-from evener.testing.naive import find_architecture
+from evener.engine.controller.controller import Controller
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import Abort, Finished, NewRequest, Tokens
+from evener.engine.worker.inline_executor import InlineExecutor
+from evener.engine.worker.worker import Worker
+from evener_conformance.graph.backend import install_graph_backend
+from evener_conformance.naive.model import find_architecture
 
 
 class Run:

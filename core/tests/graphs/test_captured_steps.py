@@ -9,9 +9,9 @@ import torch
 
 from evener.config import from_overrides, to_flat
 from evener.contracts.media import make_item
-from evener.engine.messages import NewRequest, Sampling
-from evener.testing.rank_threads import rank_threads
-from evener.testing.reference_engine import play
+from evener.engine.processes.rank_threads import rank_threads
+from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
+from evener_conformance.reference.engine import play
 
 ONE_LAYER = {"num_hidden_layers": 1}
 EAGER = {"infer.use_cuda_graph": False}
@@ -19,7 +19,7 @@ GREEDY = Sampling(temperature=0.0)
 WARM = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=5)
 
 PENALIZED = Sampling(temperature=0.0, repetition_penalty=0.6, frequency_penalty=0.5, presence_penalty=-1.5)
-BIASED = Sampling(temperature=0.9, seed=3, bias=[(5, 3.0, 0), (6, 50.0, 4), (7, -100.0, 0)])
+BIASED = Sampling(temperature=0.9, seed=3, bias=[LogitBias(5, 3.0), LogitBias(6, 50.0, 4), LogitBias(7, -100.0)])
 
 
 def requests(count: int, *kinds: Sampling) -> list[NewRequest]:
@@ -53,7 +53,7 @@ def test_windows_and_several_groups_are_captured_too(start: Any) -> None:
     assert captured.replays and len(captured.worker.assembly.geometry.groups) > 1
 
 
-def test_arrivals_endings_and_aborts_in_between_change_nothing(start: Any) -> None:
+def test_replays_are_correct_across_arrivals_finishes_and_aborts(start: Any) -> None:
     messages = requests(12, GREEDY, WARM)
     played = [start("Llama", ONE_LAYER, **options) for options in ({}, EAGER)]
     for run in played:
@@ -78,7 +78,7 @@ def test_log_probabilities_run_eagerly(start: Any) -> None:
     assert sum(r.runs for r in run.replays) == before
 
 
-def test_requests_without_penalties_or_biases_replay_what_they_would_without_such_neighbours(start: Any) -> None:
+def test_plain_requests_replay_the_plain_capture_after_penalized_ones(start: Any) -> None:
     run = start("Llama", ONE_LAYER)
     run.play(requests(3, GREEDY))
     made = list(run.replays)
@@ -105,7 +105,8 @@ def test_no_more_is_captured_than_the_device_holds_and_the_rest_runs_eagerly_and
     # A step is two captures, so the fifth stays free.
     assert len(run.replays) == 4
     notes = [record.getMessage() for record in caplog.records if "eagerly" in record.getMessage()]
-    assert "greedy decode of 2 rows runs eagerly: recording host holds 5 captures at once and a step takes 2" in notes
+    why = "recording host holds 5 captures at once, and a step takes 2"
+    assert f"greedy decode of 2 rows cannot be captured and runs eagerly, which is slower: {why}" in notes
     assert len(notes) == len(set(notes))
 
 
@@ -141,12 +142,12 @@ def test_the_manifest_says_why_steps_run_eagerly(start: Any) -> None:
     assert run.replays == []
 
 
-def test_without_the_option_nothing_is_captured_and_nothing_said(start: Any) -> None:
+def test_without_the_option_nothing_is_captured_or_logged(start: Any) -> None:
     run = start("Llama", ONE_LAYER, **EAGER)
     assert not any("captured" in n for n in run.notes)
 
 
-def test_a_step_of_single_tokens_in_which_rows_stand_for_one_runs_eagerly(start: Any) -> None:
+def test_a_decode_step_with_media_rows_runs_eagerly(start: Any) -> None:
     captured, eager = start("Llama", ONE_LAYER), start("Llama", ONE_LAYER, **EAGER)
     rows = torch.randn(2, 3, captured.worker.assembly.model.hidden_size, generator=torch.Generator().manual_seed(0))
     # Of a prompt that is cached but for its last token, that one is computed alone, and a picture ends with it.

@@ -1,4 +1,4 @@
-"""Ranks that share layers replay the same steps: what one of them cannot capture, none does."""
+"""Tensor parallel ranks replay the same steps: if one of them cannot capture a step, none does."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from evener.config import from_overrides, to_flat
 from evener.contracts.graph import GraphCapture, Replay
-from evener.distributed.joint_capture import JointCapture
-from evener.engine.messages import NewRequest, Sampling
+from evener.distributed import thread_communicator
+from evener.distributed.communicators import JointCapture
+from evener.engine.processes.rank_threads import rank_threads
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import EngineError
-from evener.testing import communicators
-from evener.testing.graph_device import GraphDevice
-from evener.testing.rank_threads import rank_threads
-from evener.testing.reference_engine import play
+from evener_conformance.graph.device import GraphDevice
+from evener_conformance.reference.engine import play
 
 
 class Again(Replay):
@@ -49,7 +49,7 @@ class Reruns(GraphCapture):
         self.released = True
 
 
-def test_a_capture_that_fails_on_one_rank_fails_on_each_and_others_are_held_by_all() -> None:
+def test_a_capture_that_fails_on_one_rank_fails_on_all() -> None:
     inner = [Reruns(frozenset({1})), Reruns(frozenset({3})), Reruns(frozenset())]
 
     def one(group: Any) -> list[str]:
@@ -62,7 +62,7 @@ def test_a_capture_that_fails_on_one_rank_fails_on_each_and_others_are_held_by_a
         capture.release()
         return said
 
-    first, second, third = communicators.on_threads(3, one)
+    first, second, third = thread_communicator.run_on_threads(3, one)
     full = "out of room for graphs"
     assert first == ["held", full, "held", "rank 1 of 3 cannot capture it", "held"]
     assert second == ["held", "rank 0 of 3 cannot capture it", "held", full, "held"]
@@ -83,8 +83,10 @@ def test_tokens_are_right_where_one_rank_cannot_capture_some_steps(
             rank = threading.current_thread().name.removeprefix("evener-rank-")
             self.capture: Any = made.setdefault(rank, Reruns(frozenset(fails if rank == "1" else ())))
 
-    monkeypatch.setattr("evener.testing.graph_device.GraphDevice", Device)
-    monkeypatch.setattr(communicators, "_ALL", replace(communicators._ALL, capturable=True))
+    monkeypatch.setattr("evener_conformance.graph.device.GraphDevice", Device)
+    monkeypatch.setattr(
+        thread_communicator, "_CAPABILITIES", replace(thread_communicator._CAPABILITIES, capturable=True)
+    )
     flat = to_flat(alone.worker.assembly.config.config) | {"infer.use_cuda_graph": True, "infer.tp_size": 2}
     messages = [
         NewRequest(

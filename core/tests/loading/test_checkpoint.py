@@ -39,7 +39,7 @@ def test_tensors_stay_valid_after_close_and_share_the_file_mapping(write_folder:
     assert first.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_name_that_is_not_there_comes_with_a_suggestion(write_folder: Write) -> None:
+def test_an_unknown_tensor_name_is_an_error_with_a_suggestion(write_folder: Write) -> None:
     with pytest.raises(CheckpointError, match=r"did you mean 'model\.norm\.weight'"):
         _ = open_checkpoint(write_folder({"model.norm.weight": torch.zeros(3)})).tensor("model.norm.weights").headers
 
@@ -88,7 +88,7 @@ def test_an_index_that_points_elsewhere_is_refused(name: Any, shards: Path) -> N
 
 
 def test_an_index_that_names_the_wrong_shard_is_refused(shards: Path) -> None:
-    with pytest.raises(CheckpointError, match="not in the file it names: a"):
+    with pytest.raises(CheckpointError, match="in files that do not hold them: a"):
         _ = open_checkpoint(index(shards, {"a": "model-2.safetensors"})).headers
 
 
@@ -105,9 +105,7 @@ def test_an_index_without_a_map_is_refused(text: str, shards: Path) -> None:
         _ = open_checkpoint(shards).headers
 
 
-def test_a_folder_with_only_a_config_opens_without_weights_and_says_what_to_type_with(
-    tmp_path: Path, config: Any
-) -> None:
+def test_a_folder_with_only_a_config_opens_and_asking_for_weights_names_the_option(tmp_path: Path, config: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert open_checkpoint(tmp_path).architecture == "TinyForCausalLM"
     with pytest.raises(CheckpointError, match="load=dummy"):
@@ -117,7 +115,7 @@ def test_a_folder_with_only_a_config_opens_without_weights_and_says_what_to_type
 @pytest.mark.parametrize(
     "name", ["training_args.bin", "model.Q4_K_M.gguf", "consolidated.safetensors", "consolidated.00.pth"]
 )
-def test_weights_in_another_form_are_named(name: str, tmp_path: Path, config: Any) -> None:
+def test_unsupported_weight_files_are_named_in_the_error(name: str, tmp_path: Path, config: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(CheckpointError, match="save the model as safetensors") as error:
@@ -127,7 +125,7 @@ def test_weights_in_another_form_are_named(name: str, tmp_path: Path, config: An
 
 def test_a_file_or_a_missing_folder_is_not_a_model_folder(tmp_path: Path) -> None:
     (tmp_path / "x.xyz").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="otherwise give the folder that holds it"):
+    with pytest.raises(CheckpointError, match="or give the folder that holds it"):
         open_checkpoint(tmp_path / "x.xyz")
     (tmp_path / "x.gguf").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="does not exist"):

@@ -1,4 +1,4 @@
-"""What a model declares is judged where it is declared."""
+"""Wrong declarations of a model are errors at the place of the declaration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NORMS = {"hidden": 16, "dtype": "float32", "eps": 1e-6, "offset": 0.0, "norm": "
     ],
     ids=["MLP", "experts", "activate", "act_and_mul"],
 )
-def test_an_activation_that_no_op_has_is_an_error_at_its_declaration_that_lists_those_there_are(
+def test_an_unknown_activation_raises_at_declaration_and_lists_the_known_ones(
     declare: Callable[[Builder], Any],
 ) -> None:
     known = "silu, gelu, gelu_tanh, relu, relu_squared"
-    with pytest.raises(ArchitectureError, match=f"activation='swish2' is none of those that there are: {known}"):
+    with pytest.raises(ArchitectureError, match=f"activation='swish2' is unknown; implemented are: {known}"):
         declare(Builder("float32", 8))
 
 
-def test_an_op_of_somebody_s_own_may_have_activations_of_its_own() -> None:
+def test_a_custom_op_may_have_its_own_activations() -> None:
     assert Builder("float32", 8).op("snake_mlp", "layer", activation="snake").static == {"activation": "snake"}

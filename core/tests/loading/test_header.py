@@ -50,7 +50,7 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
         ({"a": entry()}, b"\0" * 9, "file not fully covered"),
     ],
 )
-def test_a_lying_header_is_an_error_that_says_what_is_wrong(
+def test_an_inconsistent_header_raises_with_the_reason(
     header: Any, data: bytes, says: str, write_raw: Callable[..., Path]
 ) -> None:
     folder = write_raw(header, data)

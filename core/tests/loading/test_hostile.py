@@ -48,7 +48,7 @@ def damaged(data: st.DataObject, whole: bytes) -> bytes:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
-def test_a_damaged_file_opens_or_is_refused_and_takes_no_more_memory_than_a_few_files(
+def test_a_corrupted_file_opens_or_is_refused_within_bounded_memory(
     name: str, data: st.DataObject, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     path = tmp_path / name

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from evener.contracts.declared import LinearWeight, Slice, Span, Weight
 from evener.errors import CheckpointError
 from evener.layers import AttentionConfig, Builder, CausalLM, MLPConfig, RotaryConfig
-from evener.layers.declared import LinearWeight, Slice, Span, Weight
-from evener.loading.checkpoint import open_checkpoint
+from evener.loading.checkpoint import FolderCheckpoint, open_checkpoint
 from evener.loading.dummy import load_dummy
 from evener.loading.estimate import estimate_weights
-from evener.loading.folder import FolderCheckpoint
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.scheme import Unquantized
 from evener.ops.reference.linear import PlainPacking
-from evener.testing.locked_device import LockedDevice
+from evener_conformance.reference.pinned_buffer_device import PinnedBufferDevice
 
 CPU = torch.device("cpu")
 Write = Callable[..., Path]
@@ -44,7 +43,7 @@ class Blocked(PlainPacking):
 
     layout = "blocked"
 
-    def keeps(self, parts: Any) -> bool:
+    def keeps_storage(self, parts: Any) -> bool:
         return False
 
     def pack(self, parts: Any, dtype: str, device: torch.device) -> Any:
@@ -84,7 +83,7 @@ def load(folder: Path, dtype: str = "bfloat16", layout: str = "plain") -> tuple[
         build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ignored=build.ignored, ties=build.ties
     )
     estimate = estimate_weights(build.weights, PACKINGS, checkpoint.headers)
-    assert (estimate.counted, estimate.mapped) == (report.counted, report.mapped)
+    assert (estimate.allocated, estimate.mapped) == (report.allocated, report.mapped)
     return build, report
 
 
@@ -110,7 +109,7 @@ def test_weights_that_need_no_conversion_stay_mapped_and_the_tied_head_is_the_em
     copied = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     merged = sum(t.nbytes for name, t in stored.items() if any(part in name for part in copied))
     final_norm = stored["model.norm.weight"].numel() * 4  # held in float32
-    assert report.counted == merged + final_norm + 32 * 4 * 4  # and the rotary table
+    assert report.allocated == merged + final_norm + 32 * 4 * 4  # and the rotary table
     assert report.mapped == sum(t.nbytes for t in stored.values()) - merged - stored["model.norm.weight"].nbytes
     heads = [w.value for w in build.weights if getattr(w, "name", "") == "model.embed_tokens.weight"]
     assert len(heads) == 2 and heads[0].data_ptr() == heads[1].data.data_ptr()
@@ -119,7 +118,7 @@ def test_weights_that_need_no_conversion_stay_mapped_and_the_tied_head_is_the_em
 def test_conversion_copies_once_even_when_tied(write_folder: Write, config: Any) -> None:
     stored = tensors_of(config)
     build, report = load(write_folder(stored), "float32")
-    assert report == WeightBytes(counted=2 * sum(t.nbytes for t in stored.values()) + 32 * 4 * 4, mapped=0)
+    assert report == WeightBytes(allocated=2 * sum(t.nbytes for t in stored.values()) + 32 * 4 * 4, mapped=0)
     assert torch.equal(named(build, "model.norm.weight"), stored["model.norm.weight"].float())
 
 
@@ -132,12 +131,12 @@ def test_a_packing_that_copies_a_tied_head_is_a_second_copy_that_the_estimate_co
     assert estimate.second_copies == 20 * 12 * 2
 
 
-def test_a_device_apart_from_the_host_maps_nothing(write_folder: Write, config: Any) -> None:
+def test_weights_are_not_mapped_on_a_device_with_its_own_memory(write_folder: Write, config: Any) -> None:
     stored = tensors_of(config)
     build, _ = load(write_folder(stored))
     estimate = estimate_weights(build.weights, PACKINGS, open_checkpoint(write_folder(stored)).headers, mappable=False)
     widened = stored["model.norm.weight"].nbytes  # the last norm is held in float32
-    assert (estimate.counted, estimate.mapped) == (sum(t.nbytes for t in stored.values()) + widened + 32 * 4 * 4, 0)
+    assert (estimate.allocated, estimate.mapped) == (sum(t.nbytes for t in stored.values()) + widened + 32 * 4 * 4, 0)
 
 
 def test_missing_extra_and_misshapen_tensors_are_one_error_that_names_them(write_folder: Write, config: Any) -> None:
@@ -174,7 +173,7 @@ def test_an_untied_model_without_a_head_misses_it(write_folder: Write, config: A
         load(write_folder(stored, {**config, "tie_word_embeddings": False}))
 
 
-def test_buffers_that_old_versions_saved_are_passed_over(write_folder: Write, config: Any) -> None:
+def test_buffers_that_old_transformers_versions_saved_are_ignored(write_folder: Write, config: Any) -> None:
     load(write_folder({**tensors_of(config), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}))
 
 
@@ -197,7 +196,7 @@ def dummy(config: Any, seed: int = 0, dtype: str = "bfloat16") -> tuple[Builder,
     build = declare(config, dtype)
     report = load_dummy(build.weights, PACKINGS, CPU, seed)
     estimate = estimate_weights(build.weights, PACKINGS, None)
-    assert (estimate.counted, estimate.mapped) == (report.counted, report.mapped) and report.mapped == 0
+    assert (estimate.allocated, estimate.mapped) == (report.allocated, report.mapped) and report.mapped == 0
     return build, report
 
 
@@ -223,13 +222,13 @@ def test_a_dummy_tied_head_is_the_embedding(config: Any) -> None:
     assert heads[0].data_ptr() == heads[1].data.data_ptr()
 
 
-def test_quantized_parts_have_no_dummy(config: Any) -> None:
+def test_dummy_load_refuses_quantized_parts(config: Any) -> None:
     build = declare(config)
     linear = next(w for w in build.weights if isinstance(w, LinearWeight))
     linear.parts = tuple(
         type(p)(p.name, p.rows, p.columns, type(p.format)("int4", scale="float16")) for p in linear.parts
     )
-    with pytest.raises(CheckpointError, match=r"load=dummy cannot make up .* stored as int4"):
+    with pytest.raises(CheckpointError, match=r"load=dummy cannot fill .* stored as int4"):
         load_dummy(build.weights, PACKINGS, CPU)
 
 
@@ -243,15 +242,15 @@ class Opaque(FolderCheckpoint):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("layout", ["plain", "blocked"])
-def test_a_model_comes_through_the_buffers_as_it_comes_directly(
+def test_uploading_through_pinned_buffers_gives_the_same_weights(
     write_folder: Any, config: Any, dtype: str, layout: str
 ) -> None:
     folder = write_folder(tensors_of(config))
     want, _ = load(folder, dtype, layout)
-    checkpoint, device = Opaque(folder), LockedDevice()
+    checkpoint, device = Opaque(folder), PinnedBufferDevice()
     build = declare(checkpoint.config, dtype, checkpoint.headers, layout)
     with torch.inference_mode():
-        load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, through=device)
+        load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, pinned_device=device)
     for got, expected in zip(build.weights, want.weights, strict=True):
         pair = [w.value.data if isinstance(w, LinearWeight) else w.value for w in (got, expected)]
         pair = [p[0] if isinstance(p, tuple) else p for p in pair]
@@ -260,14 +259,14 @@ def test_a_model_comes_through_the_buffers_as_it_comes_directly(
     assert len(device.asked) == 1 and device.copies > 60
 
 
-def test_slices_of_rows_are_read_from_the_file_and_slices_of_columns_from_the_map(write_folder: Write) -> None:
+def test_row_slices_are_read_from_the_file_and_column_slices_from_the_mapping(write_folder: Write) -> None:
     stored = {"m": torch.randn(8, 12)}
     folder = write_folder(stored)
     for axis, want in ((0, stored["m"][3:5]), (1, stored["m"][:, 3:5])):
         cut = Slice(axis, Span(3, 5, stored["m"].shape[axis]))
         item = Weight("m", tuple(want.shape), "float32", ("m",), slices=(cut,))
         checkpoint = (Opaque if axis == 0 else FolderCheckpoint)(folder)
-        load_weights([item], checkpoint, Unquantized(), PACKINGS, CPU, through=LockedDevice())
+        load_weights([item], checkpoint, Unquantized(), PACKINGS, CPU, pinned_device=PinnedBufferDevice())
         assert torch.equal(item.value, want)
         checkpoint.close()
 
@@ -283,8 +282,6 @@ def test_a_file_that_ends_in_the_middle_is_an_error_that_names_it_and_the_tensor
     os.truncate(file, file.stat().st_size - 600)
     with pytest.raises(CheckpointError, match=r"cannot read '[a-z_.0-9]+' from .*\.safetensors: it ends too early"):
         load_weights(
-            build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, through=LockedDevice()
+            build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, pinned_device=PinnedBufferDevice()
         )
     checkpoint.close()
-
-

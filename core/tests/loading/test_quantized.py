@@ -10,19 +10,21 @@ import pytest
 import torch
 
 from evener.builtin.hooks import evener_op_schemas
+from evener.contracts.declared import LinearWeight
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import BLOCKS, PackedWeight, Packing, WeightPart, block_format, plain
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.estimate import WeightEstimate, estimate_weights
 from evener.loading.loader import load_weights
 from evener.loading.scheme import Unquantized
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
+from evener.plugins.catalog import Provided
 from evener.resolution.buckets import token_buckets
-from evener.resolution.resolver import Market, Offer, Resolver
+from evener.resolution.candidates import Candidates
+from evener.resolution.resolver import Resolver
 
 CPU = torch.device("cpu")
 COLUMNS = 64
@@ -60,7 +62,7 @@ class KeepBlocks(Packing):
     def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
         return sum(p.format.nbytes(p.rows, p.columns) for p in parts)
 
-    def keeps(self, parts: Sequence[WeightPart]) -> bool:
+    def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
         return True
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
@@ -94,17 +96,17 @@ def run(
     checkpoint, scheme = open_checkpoint(folder), Blocks()
     build = Builder(dtype, 8, lambda name: scheme.part(name, checkpoint.headers))
     weight = build.linear("w", parts, COLUMNS)
-    market = Market(
+    available = Candidates(
         schemas={schema.name: schema for schema in evener_op_schemas()},
-        kernels=[Offer(k, "acme", "1") for k in kernels], states=[], reference_state=ReferenceState(),
+        kernels=[Provided(k, "acme", "acme", "1") for k in kernels], states=[], reference_state=ReferenceState(),
         reference_packing=PLAIN, device=DeviceCapabilities(dtypes=frozenset({"float32"})), buckets=token_buckets(4),
     )  # fmt: skip
-    resolver = Resolver(market)
+    resolver = Resolver(available)
     resolver.packings([weight])
     packings = resolver.packings_by_layout
     estimate = estimate_weights(build.weights, packings, checkpoint.headers, scheme)
     report = load_weights(build.weights, checkpoint, scheme, packings, CPU)
-    assert (estimate.counted, estimate.mapped) == (report.counted, report.mapped)
+    assert (estimate.allocated, estimate.mapped) == (report.allocated, report.mapped)
     return weight, resolver, estimate
 
 
@@ -121,11 +123,11 @@ def test_parts_that_a_packing_takes_stay_packed_and_mapped(write_folder: Callabl
     weight, resolver, estimate = run(write_folder(tensors), {"a": 3, "b": 2}, BlockLinear())
     assert weight.value is not None and weight.layout == "blocks"
     assert [torch.equal(data, tensors[name]) for data, name in zip(weight.value.data, "ab", strict=True)] == [True] * 2
-    assert estimate == WeightEstimate(counted=0, mapped=5 * 2 * 34)
+    assert estimate == WeightEstimate(allocated=0, mapped=5 * 2 * 34)
     assert resolver.manifest.dequantized_lines() == []
 
 
-def test_a_weight_with_a_part_that_the_packing_refuses_is_dequantized_as_a_whole_and_said_so(
+def test_a_weight_with_a_part_that_the_packing_refuses_is_dequantized_whole_with_a_note(
     write_folder: Callable[..., Path],
 ) -> None:
     tensors = {"a": stored(3), "b": torch.randn(2, COLUMNS)}
@@ -137,14 +139,14 @@ def test_a_weight_with_a_part_that_the_packing_refuses_is_dequantized_as_a_whole
         [Blocks().dequantize(replace(part, tensors={"weight": tensors["a"]}), "float32"), tensors["b"]]
     )
     assert torch.equal(weight.value.data, expected)
-    assert estimate == WeightEstimate(counted=5 * COLUMNS * 4, mapped=0)
+    assert estimate == WeightEstimate(allocated=5 * COLUMNS * 4, mapped=0)
     [line] = resolver.manifest.dequantized_lines()
     more = 3 * (COLUMNS * 4 - 68)
     assert line.startswith(f"1 tensor is dequantized from q8_0 to float32, {more} bytes more (blocks: holds no ")
     assert resolver.manifest.to_json()["dequantized"] == [line]
 
 
-def test_a_tensor_that_ops_take_as_it_is_is_dequantized_once_for_all_its_readers(
+def test_an_unpacked_tensor_is_dequantized_once_for_all_readers(
     write_folder: Callable[..., Path],
 ) -> None:
     folder, scheme = write_folder({"e": stored(4)}), Blocks()
@@ -159,7 +161,7 @@ def test_a_tensor_that_ops_take_as_it_is_is_dequantized_once_for_all_its_readers
         head.layout = layout
         estimate = estimate_weights(build.weights, packings, checkpoint.headers, scheme)
         report = load_weights(build.weights, checkpoint, scheme, packings, CPU)
-        assert (report.counted, report.mapped) == (estimate.counted, estimate.mapped) == (4 * COLUMNS * 2, mapped)
+        assert (report.allocated, report.mapped) == (estimate.allocated, estimate.mapped) == (4 * COLUMNS * 2, mapped)
         assert estimate.second_copies == copies
     assert table.value is not None and head.value is not None
     assert table.value.data_ptr() == head.value.data.data_ptr()

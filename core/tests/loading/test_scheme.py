@@ -37,13 +37,13 @@ def test_a_registered_scheme_is_detected() -> None:
 
 
 @pytest.mark.parametrize("config", [FP8, {"compression_config": {"quant_method": "fp8"}}])
-def test_a_method_that_nobody_reads_is_named_with_what_is_installed(config: dict[str, Any]) -> None:
+def test_an_unsupported_quant_method_raises_and_lists_installed_schemes(config: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"'fp8', which no installed package reads \(installed: unquantized\)"):
         pick_scheme(config, [])
 
 
-def test_two_schemes_that_claim_one_checkpoint_are_both_named() -> None:
-    with pytest.raises(CheckpointError, match="'fp8' and 'other' both claim"):
+def test_two_schemes_that_fit_one_checkpoint_are_an_error_that_names_both() -> None:
+    with pytest.raises(CheckpointError, match="'fp8' and 'other' both fit"):
         pick_scheme(FP8, [Fp8(), OtherFp8()])
 
 
@@ -66,7 +66,7 @@ def test_a_quantized_tensor_without_a_quantization_config_is_refused() -> None:
         Unquantized().part("a.weight", {"a.weight": ("float8_e4m3fn", (3, 5))})
 
 
-def test_cuts_along_either_axis_put_together_are_the_whole() -> None:
+def test_slices_along_either_axis_reassemble_to_the_whole() -> None:
     scheme, whole = Unquantized(), torch.arange(35.0).view(7, 5)
     part = scheme.part("w", {"w": ("float32", (7, 5))})
     assert part is not None

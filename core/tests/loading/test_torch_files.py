@@ -36,7 +36,7 @@ def test_tensors_are_mapped_and_keep_their_types(folder: Path) -> None:
     assert not checkpoint.tensor("c").requires_grad
 
 
-def test_a_tensor_that_is_stored_out_of_order_is_copied(folder: Path) -> None:
+def test_a_tensor_that_is_stored_with_other_strides_is_copied(folder: Path) -> None:
     checkpoint = open_checkpoint(write(folder, {"a": torch.arange(6.0).view(2, 3).t()}))
     assert checkpoint.copied == {"a"}
     assert checkpoint.tensor("a").is_contiguous() and checkpoint.tensor("a").tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -83,7 +83,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
 @pytest.mark.parametrize(
     "content", [[torch.zeros(2)], {"a": 3}, {3: torch.zeros(2)}, {"a": torch.zeros(2).to_sparse()}]
 )
-def test_what_is_no_table_of_ordinary_tensors_is_refused(content: object, folder: Path) -> None:
+def test_a_file_that_is_not_a_dict_of_dense_cpu_tensors_is_refused(content: object, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="save the model"):
         _ = open_checkpoint(write(folder, content)).headers
 
@@ -93,5 +93,5 @@ def test_an_archive_that_would_unpack_to_more_than_the_file_is_refused_before_to
     with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\0" * 10_000_000)
     (folder / "pytorch_model.bin").write_bytes(raw.getvalue())
-    with pytest.raises(CheckpointError, match="records that are packed, or larger than the file"):
+    with pytest.raises(CheckpointError, match="records that are compressed, or larger than the file"):
         _ = open_checkpoint(folder).headers

@@ -17,12 +17,12 @@ from evener.contracts.checkpoint import Extent
 from evener.errors import CheckpointError
 from evener.loading import uploader
 from evener.loading.uploader import Uploader
-from evener.testing.locked_device import LockedDevice
+from evener_conformance.reference.pinned_buffer_device import PinnedBufferDevice
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploader, "LEAST", 16)
+    monkeypatch.setattr(uploader, "MIN_READ_BYTES", 16)
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +40,10 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 64, 65, 1000])
-def test_every_size_and_ring_gives_the_bytes_in_their_order(tmp_path: Path, size: int, count: int) -> None:
+def test_bytes_arrive_in_order_for_every_size_and_ring_length(tmp_path: Path, size: int, count: int) -> None:
     data = torch.arange(size + 7, dtype=torch.int64).remainder(251).to(torch.uint8)
     (tmp_path / "data").write_bytes(bytes(data.tolist()))
-    device = LockedDevice(count)
+    device = PinnedBufferDevice(count)
     with closing(Uploader(device, device.buffers)) as moving:
         from_file = moving.move("x", torch.empty(size, dtype=torch.uint8), Extent(tmp_path / "data", 7))
         from_memory = moving.move("x", data[7:].clone(), None)
@@ -51,8 +51,8 @@ def test_every_size_and_ring_gives_the_bytes_in_their_order(tmp_path: Path, size
     assert torch.equal(from_memory, data[7:])
 
 
-def test_a_file_that_has_gone_is_an_error_that_names_it(tmp_path: Path) -> None:
-    device = LockedDevice()
+def test_a_deleted_file_raises_with_its_name(tmp_path: Path) -> None:
+    device = PinnedBufferDevice()
     with (
         pytest.raises(CheckpointError, match=r"cannot read 'x' from .*gone: No such file or directory; fetch"),
         closing(Uploader(device, device.buffers)) as moving,

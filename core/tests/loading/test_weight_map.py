@@ -1,4 +1,4 @@
-"""Rules that rename tensors: whole names, in the file's order, null drops; what no rule fits is told."""
+"""Rules that rename tensors: whole names, in the file's order; null drops a tensor; other tensors are logged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mapped(folder: Path, rules: Any) -> Checkpoint:
 
 
 @pytest.mark.parametrize("name", ["layers.$1.weight", r"layers.\1.weight"])
-def test_groups_are_put_into_names_and_tensors_follow(name: str, write_folder: Write) -> None:
+def test_groups_of_a_rule_are_put_into_the_new_names(name: str, write_folder: Write) -> None:
     checkpoint = mapped(write_folder(STORED), {r"transformer\.h\.(\d+)\.attn\.w": name})
     assert set(checkpoint.headers) == {"layers.0.weight", "layers.1.weight", "wte"}
     assert checkpoint.tensor("layers.1.weight").tolist() == [0, 0, 0]
@@ -47,11 +47,11 @@ def test_the_first_rule_that_fits_a_whole_name_wins_and_null_drops(
     assert set(mapped(write_folder(STORED), rules).headers) == names
 
 
-def test_unused_rules_and_untouched_tensors_are_told(write_folder: Write, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_rules_and_unmatched_tensors_are_logged(write_folder: Write, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "evener.loading.weight_map"):
         mapped(write_folder(STORED), {"wte": "e", "nothing": "x", r"tr.*\.0.*": "y"})
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
-        ("WARNING", "weight map: no tensor fits 'nothing'"),
+        ("WARNING", "weight map: no tensor matches 'nothing'"),
         ("INFO", "weight map: 1 tensors keep their names: transformer.h.1.attn.w"),
     ]
 
@@ -68,7 +68,7 @@ def test_rules_of_the_model_folder_are_found_by_the_family(write_folder: Write) 
     [
         ("[", "cannot be used"), ("[]", "cannot be used"), ({"(": "x"}, "cannot be used"),
         ({"wte": 3}, "expected string"),
-        ({"wte": "$4"}, "invalid group reference"), ({".*": "one"}, "calls both"),
+        ({"wte": "$4"}, "invalid group reference"), ({".*": "one"}, "one name, 'one'"),
     ],
 )  # fmt: skip
 def test_rules_that_cannot_be_used_are_refused(rules: Any, words: str, write_folder: Write) -> None:

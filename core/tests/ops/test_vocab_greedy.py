@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from evener.distributed.thread_communicator import ThreadCommunicator, run_on_threads
 from evener.ops.ranks import vocab_greedy
-from evener.testing.communicators import ThreadCommunicator, on_threads
 
 
 def picked(logits: torch.Tensor, ranks: int) -> list[list[int]]:
@@ -28,7 +28,7 @@ def picked(logits: torch.Tensor, ranks: int) -> list[list[int]]:
         static = {"vocab": vocab, "weight": SimpleNamespace(rows=mine.shape[1]), "communicator": end}
         return vocab_greedy(static, use)().tolist()  # type: ignore[no-any-return]
 
-    return on_threads(ranks, work)
+    return run_on_threads(ranks, work)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -37,7 +37,7 @@ def test_every_rank_finds_the_id_that_one_rank_would(ranks: int) -> None:
     assert picked(logits, ranks) == [logits.argmax(-1).tolist()] * ranks
 
 
-def test_of_equal_logits_the_first_wins_wherever_it_lies() -> None:
+def test_the_lowest_id_wins_ties_across_ranks() -> None:
     logits = torch.zeros(4, 10)
     logits[1, [4, 7]] = 1.0
     logits[2, [5, 9]] = 2.0

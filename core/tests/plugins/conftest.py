@@ -14,14 +14,13 @@ import pytest
 from evener.plugins.catalog import Catalog
 from evener.plugins.choose import Selection, choose
 from evener.plugins.discover import discover
-from evener.plugins.load import Loaded, load
-from evener.plugins.probe import ProbeRun
-from evener.plugins.probe_cache import ProbeCache
+from evener.plugins.load import LoadedPackages, load
+from evener.plugins.probe import ProbeCache, ProbeRun
 
 GROUP_OF = {"backend": "evener.backends", "kernels": "evener.kernels", "graphs": "evener.graphs"}
 GROUP_OF |= {"collectives": "evener.collectives", "plugin": "evener.plugins"}
-CONTRACTS = {"backend": '"probe": 1, "device": 1', "kernels": '"ops": 1', "graphs": '"graph": 1'}
-CONTRACTS |= {"collectives": '"communicator": 1', "plugin": ""}
+CONTRACTS = {"backend": '"probe": 2, "device": 2', "kernels": '"ops": 2', "graphs": '"graph": 1'}
+CONTRACTS |= {"collectives": '"communicator": 2', "plugin": ""}
 
 DEVICE = """
 from evener.contracts.device import DeviceCapabilities
@@ -117,12 +116,12 @@ class Site:
         probes = ProbeRun.start(catalog.backends, only=requested, timeout=timeout, environ={}, cache=self.cache)
         return choose(catalog, requested, probes=probes, environ=environ, pci_root=self.folder / "no-pci")
 
-    def load(self, options: Mapping[str, Mapping[str, Any]] | None = None, **environ: str) -> Loaded:
+    def load(self, options: Mapping[str, Mapping[str, Any]] | None = None, **environ: str) -> LoadedPackages:
         return load(self.choose(None, timeout=None, **environ), options)
 
 
 def score_of(score: int, reason: str = "it is here") -> str:
-    """Source of a probe whose marks decide."""
+    """Source of a probe whose marks give the result."""
     return f"""{MARKS_FIT}
 def result_from_marks(marks):
     return ProbeResult({score}, (ProbedDevice(0, "a chip", 2**30),), ("{reason}",))

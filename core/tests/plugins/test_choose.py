@@ -1,4 +1,4 @@
-"""Choosing: one backend by name or score, never in silence; then the packages whose needs it serves."""
+"""Choosing: one backend by name or score, always with a reason; then the packages whose needs it serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import MARKS_FIT, Site, probing, score_of
 NO_MARKS = score_of(1).replace('Marks(True, ("its device node is there",)', 'Marks(False, ("no /dev/chip",)')
 
 
-def test_the_highest_score_wins_and_the_reason_says_over_whom(site: Site) -> None:
+def test_the_highest_score_wins_and_the_reason_names_the_others(site: Site) -> None:
     site.add("backend", "cpu", probe=score_of(10))
     site.add("backend", "chip", probe=score_of(100, "one chip"))
     selection = site.choose()
@@ -46,7 +46,7 @@ def test_a_tie_is_an_error_that_names_both_and_the_option_to_set(site: Site) -> 
 
 
 @pytest.mark.parametrize("body", ["raise OSError('driver too old')", "import signal\nsignal.pause()"])
-def test_marks_fit_but_the_probe_fails_or_hangs_stops_start_up(site: Site, body: str) -> None:
+def test_a_probe_that_fails_or_hangs_although_marks_fit_stops_start_up(site: Site, body: str) -> None:
     site.add("backend", "cpu", probe=score_of(10))
     site.add("backend", "chip", probe=probing(body))
     limit = 0.2 if "pause" in body else 60
@@ -67,7 +67,7 @@ def test_a_named_backend_whose_probe_fails_raises_with_the_cause(site: Site) -> 
     assert raised.value.__cause__ is not None
 
 
-def test_a_named_backend_without_its_hardware_says_what_it_missed(site: Site) -> None:
+def test_a_named_backend_without_its_hardware_is_an_error_with_the_reasons(site: Site) -> None:
     site.add("backend", "cpu", probe=score_of(10))
     site.add("backend", "chip", probe=NO_MARKS)
     with pytest.raises(NoBackendError, match=r"backend=chip: .*no /dev/chip"):
@@ -75,7 +75,7 @@ def test_a_named_backend_without_its_hardware_says_what_it_missed(site: Site) ->
     assert site.choose().backend.name == "cpu"
 
 
-def test_a_backend_that_is_not_installed_is_suggested_by_convention_with_a_did_you_mean(site: Site) -> None:
+def test_a_backend_that_is_not_installed_is_an_error_with_a_suggestion_and_a_pip_command(site: Site) -> None:
     site.add("backend", "mychip")
     with pytest.raises(NoBackendError) as raised:
         site.choose("mychop")
@@ -86,7 +86,7 @@ def test_a_backend_that_is_not_installed_is_suggested_by_convention_with_a_did_y
     assert "pip install" not in str(raised.value)
 
 
-def test_a_named_backend_that_is_disabled_says_what_disabled_it(site: Site) -> None:
+def test_a_named_backend_that_is_disabled_is_an_error_with_the_variable(site: Site) -> None:
     site.add("backend", "chip")
     with pytest.raises(NoBackendError, match=r"disabled: EVENER_DISABLE_PLUGINS lists 'chip'"):
         site.choose("chip", EVENER_DISABLE_PLUGINS="chip")
@@ -104,7 +104,7 @@ def test_when_nothing_can_run_every_backends_reasons_are_listed(site: Site) -> N
         assert part in str(raised.value)
 
 
-def test_a_backend_that_declines_its_hardware_or_is_broken_is_a_warning_line(site: Site) -> None:
+def test_a_declining_or_broken_backend_gives_one_warning(site: Site) -> None:
     site.add("backend", "cpu", probe=score_of(10))
     site.add("backend", "declines", probe=score_of(0, "another vendor's build"))
     site.add("backend", "broken", init="raise OSError('torn')")
@@ -124,7 +124,7 @@ def pci_device(root: Path, address: str, kind: str, ident: str, aperture: int | 
         (folder / "resource").write_text(f"0x{0:016x} 0x{aperture - 1:016x} 0x{0:016x}\n" + "0x0 0x0 0x0\n" * 2)
 
 
-def test_an_accelerator_on_the_bus_that_nobody_claims_is_one_warning_line(site: Site, tmp_path: Path) -> None:
+def test_an_accelerator_that_no_backend_supports_is_one_warning_line(site: Site, tmp_path: Path) -> None:
     root = tmp_path / "pci"
     pci_device(root, "0000:01:00.0", "0x120000", "1abc:0001")
     pci_device(root, "0000:02:00.0", "0x030200", "1abc:0002")
@@ -136,7 +136,7 @@ def test_an_accelerator_on_the_bus_that_nobody_claims_is_one_warning_line(site: 
     (line,) = choose(site.discover(), environ={}, pci_root=root).report.warnings
     assert all(ident in line for ident in ("1abc:0001", "1abc:0002", "2def:0003"))
     assert "3aaa" not in line and "4bbb" not in line
-    claims = MARKS_FIT.replace('there",)', 'there",), bus=("1ABC:*", "2def:0003")')
+    claims = MARKS_FIT.replace('there",)', 'there",), pci_ids=("1ABC:*", "2def:0003")')
     site.add("backend", "chip", probe=score_of(100).replace(MARKS_FIT, claims))
     assert choose(site.discover(), environ={}, pci_root=root).report.warnings == ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,14 +10,14 @@ import pytest
 
 from evener.contracts.descriptor import Descriptor
 from evener.errors import ContractVersionError, DescriptorError, DuplicateNameError, UnknownNameError
-from evener.plugins.discover import discover
+from evener.plugins.discover import discover, installed_catalog
 
 from .conftest import Site
 
 
 def test_every_group_is_read_in_order_and_nothing_but_descriptors_is_imported(site: Site) -> None:
     bomb = "raise AssertionError('imported')"
-    site.add("plugin", "models", 'architectures={"A": "{pkg}.a:A"}', contracts='"architecture": 1', module=bomb)
+    site.add("plugin", "models", 'architectures={"A": "{pkg}.a:A"}', contracts='"architecture": 2', module=bomb)
     site.add("collectives", "ring", module=bomb)
     site.add("graphs", "replay", module=bomb)
     site.add("kernels", "fast", 'ops=("x",)', module=bomb)
@@ -79,7 +80,7 @@ def test_an_entry_point_that_names_no_descriptor_is_a_problem(site: Site, init: 
     ],
 )
 def test_a_malformed_field_is_a_problem_that_names_it(site: Site, fields: str, says: str) -> None:
-    site.add("plugin", "odd", fields, contracts='"ops": 1, "quant": 1')
+    site.add("plugin", "odd", fields, contracts='"ops": 2, "quant": 2')
     (problem,) = site.discover().problems
     assert problem.step == "found"
     assert says in str(problem.error)
@@ -94,7 +95,7 @@ def test_a_malformed_name_and_a_name_that_differs_from_the_entry_points_are_prob
     assert "named 'two' but its entry point 'one'" in said[1]
 
 
-def test_a_contract_version_that_core_does_not_speak_is_a_problem_with_both_numbers(site: Site) -> None:
+def test_an_unsupported_contract_version_is_a_problem_with_both_numbers(site: Site) -> None:
     site.add("backend", "new", contracts='"probe": 1, "device": 3')
     path = [str(site.folder)]
     catalog = discover(path=path, environ={}, core_contracts={"probe": (1, 1), "device": (1, 2)})
@@ -106,7 +107,7 @@ def test_a_contract_version_that_core_does_not_speak_is_a_problem_with_both_numb
 
 
 def test_an_unknown_contract_comes_with_a_suggestion(site: Site) -> None:
-    site.add("backend", "new", contracts='"probe": 1, "devise": 1')
+    site.add("backend", "new", contracts='"probe": 2, "devise": 1')
     (problem,) = site.discover().problems
     assert "did you mean 'device'?" in str(problem.error)
 
@@ -114,7 +115,7 @@ def test_an_unknown_contract_comes_with_a_suggestion(site: Site) -> None:
 def test_a_contract_that_is_implemented_must_be_named(site: Site) -> None:
     site.add("kernels", "fast", 'ops=("x",)', module="", contracts="")
     (problem,) = site.discover().problems
-    assert """add "ops": 1 to the descriptor's contracts""" in str(problem.error)
+    assert """add "ops": 2 to the descriptor's contracts""" in str(problem.error)
 
 
 TORCH_PROBE = """
@@ -145,7 +146,7 @@ def test_a_descriptor_that_imports_torch_is_a_problem_even_if_it_catches_the_ref
 def test_the_plugin_manager_imports_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "pydantic", "rich", "numpy", "hydra"}
     code = (
-        "import sys, evener.plugins.load, evener.plugins.report, evener.plugins.torch_marks as marks\n"
+        "import sys, evener.plugins.load, evener.plugins.report, evener.backend.torch_marks as marks\n"
         "assert marks.read().version\n"
         f"print(sorted({heavy!r} & set(sys.modules)))"
     )
@@ -157,12 +158,12 @@ def test_the_plugin_manager_imports_nothing_heavy() -> None:
     ("kind", "fields", "contracts", "what"),
     [
         ("backend", "", None, "backend 'same'"),
-        ("plugin", 'architectures={"A": "m:A"}', '"architecture": 1', "architecture 'A'"),
+        ("plugin", 'architectures={"A": "m:A"}', '"architecture": 2', "architecture 'A'"),
         ("plugin", 'commands={"go": "m:go"}', "", "command 'go'"),
-        ("plugin", 'op_schemas=("x.op",), module="m"', '"ops": 1', "op 'x.op'"),
+        ("plugin", 'op_schemas=("x.op",), module="m"', '"ops": 2', "op 'x.op'"),
     ],
 )
-def test_a_name_that_exists_is_an_error_that_names_both_distributions(
+def test_a_duplicate_name_raises_with_both_distributions(
     site: Site, kind: str, fields: str, contracts: str | None, what: str
 ) -> None:
     names = ("same", "same") if kind == "backend" else ("one", "two")
@@ -180,7 +181,7 @@ def test_a_folder_that_is_twice_on_the_path_is_read_once(site: Site) -> None:
     assert len(discover(path=[str(site.folder)] * 2, environ={}).packages) == 1
 
 
-def test_a_disabled_package_is_not_imported_and_says_what_disabled_it(site: Site) -> None:
+def test_a_disabled_package_is_not_imported_and_its_reason_names_the_variable(site: Site) -> None:
     site.add("backend", "one", init="raise AssertionError('imported')")
     site.add("backend", "two", init="raise AssertionError('imported')")
     catalog = site.discover(EVENER_DISABLE_PLUGINS="one, Dist_Two")
@@ -191,7 +192,7 @@ def test_a_disabled_package_is_not_imported_and_says_what_disabled_it(site: Site
     ]
 
 
-def test_disabling_what_is_not_installed_is_a_warning(site: Site) -> None:
+def test_disabling_a_package_that_is_not_installed_is_a_warning(site: Site) -> None:
     assert site.discover(EVENER_DISABLE_PLUGINS="gone").warnings == (
         "EVENER_DISABLE_PLUGINS lists 'gone', which is not installed",
     )
@@ -202,9 +203,7 @@ def test_the_allow_list_admits_only_its_distributions_and_the_empty_string_none(
     site.add("backend", "two", init="raise AssertionError('imported')")
     catalog = site.discover(EVENER_PLUGINS="dist-one")
     assert [package.name for package in catalog.packages] == ["one"]
-    assert catalog.disabled[0].reason == (
-        "EVENER_PLUGINS does not list 'dist-two'; add it there to use the package"
-    )
+    assert catalog.disabled[0].reason == ("EVENER_PLUGINS does not list 'dist-two'; add it there to use the package")
     assert site.discover(EVENER_PLUGINS="").packages == ()
 
 
@@ -215,12 +214,12 @@ def test_an_allow_list_with_a_distribution_that_is_not_installed_is_an_error(sit
 
 
 def test_core_registers_its_own_packages_the_same_way_and_they_cannot_be_disabled(site: Site) -> None:
-    site.add("plugin", "other", 'op_schemas=("x",), module="m"', contracts='"ops": 1')
-    own = Descriptor(name="reference", summary="s", contracts={"ops": 1}, module="m", op_schemas=("y",))
+    site.add("plugin", "other", 'op_schemas=("x",), module="m"', contracts='"ops": 2')
+    own = Descriptor(name="reference", summary="s", contracts={"ops": 2}, module="m", op_schemas=("y",))
     builtins = [own]
     catalog = discover(path=[str(site.folder)], environ={"EVENER_PLUGINS": ""}, builtins=builtins)
     assert [(package.name, package.builtin) for package in catalog.packages] == [("reference", True)]
-    clashing = Descriptor(name="reference", summary="s", contracts={"ops": 1}, module="m", op_schemas=("x",))
+    clashing = Descriptor(name="reference", summary="s", contracts={"ops": 2}, module="m", op_schemas=("x",))
     with pytest.raises(DuplicateNameError, match="'evener' and 'dist-other'"):
         discover(path=[str(site.folder)], environ={}, builtins=[clashing])
 
@@ -228,3 +227,23 @@ def test_core_registers_its_own_packages_the_same_way_and_they_cannot_be_disable
 def test_commands_are_known_before_anything_is_chosen(site: Site) -> None:
     site.add("plugin", "tool", 'commands={"go": "{pkg}.plugin:go"}', module="def go():\n    return 'gone'\n")
     assert site.discover().commands()["go"].load()() == "gone"
+
+
+def test_the_installed_catalog_is_read_again_only_when_something_that_it_depends_on_changed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EVENER_PLUGINS", raising=False)
+    monkeypatch.setenv("EVENER_DISABLE_PLUGINS", "two")
+    monkeypatch.syspath_prepend(str(site.folder))
+    site.add("plugin", "one")
+    os.utime(site.folder, ns=(1, 1))
+    first = installed_catalog()
+    assert installed_catalog().packages[0] is first.packages[0]
+    site.add("plugin", "two")
+    later = installed_catalog()
+    assert "two" in {origin.name for origin in later.disabled}
+    monkeypatch.setenv("EVENER_DISABLE_PLUGINS", "")
+    names = {package.name for package in installed_catalog().packages}
+    assert {"one", "two"} <= names and not installed_catalog().disabled
+    own = Descriptor(name="core", summary="s", contracts={"ops": 2}, module="m", op_schemas=("y",))
+    assert {package.name for package in installed_catalog([own]).packages} == names | {"core"}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from evener.contracts.descriptor import CORE_CONTRACTS
 from evener.errors import (
     ArchitectureError,
     BackendError,
@@ -19,7 +20,7 @@ from evener.errors import (
     UnknownNameError,
 )
 from evener.plugins.catalog import Package
-from evener.plugins.hub import Hub
+from evener.plugins.load import PluginRegistry
 
 from .conftest import DEVICE, Site, score_of
 
@@ -45,7 +46,7 @@ def test_only_chosen_modules_are_imported(site: Site) -> None:
     site.add("backend", "cpu", module=bomb, probe=score_of(10))
     site.add("backend", "chip")
     site.add("kernels", "foreign", 'needs=frozenset({"tag"}), ops=("x",)', module=bomb)
-    site.add("plugin", "lazy", 'architectures={"A": "{pkg}.plugin:A"}', contracts='"architecture": 1', module="A = 1")
+    site.add("plugin", "lazy", 'architectures={"A": "{pkg}.plugin:A"}', contracts='"architecture": 2', module="A = 1")
     loaded = site.load()
     assert loaded.backend.name == "chip" and loaded.backend.distribution == "dist-chip"
     assert loaded.open_device(1).name == "device 1"
@@ -74,7 +75,7 @@ def test_delivered_objects_come_with_their_package_the_backends_first(site: Site
 
 
 def _contracts(*more: str) -> str:
-    return ", ".join(f'"{name}": 1' for name in ("probe", "device", *more))
+    return ", ".join(f'"{name}": {CORE_CONTRACTS[name][1]}' for name in ("probe", "device", *more))
 
 
 EVERYTHING = f"""{NAMED}
@@ -104,7 +105,7 @@ def evener_communicator(options):
 """
 
 
-def test_everything_a_package_can_deliver_arrives(site: Site) -> None:
+def test_objects_of_every_hook_are_delivered(site: Site) -> None:
     fields = 'op_schemas=("x.op",), state_kinds=("kind",), formats=("q9",), states=("paged",)'
     site.add("backend", "chip", fields, module=DEVICE + EVERYTHING, contracts=_contracts("ops", "state", "quant"))
     loaded = site.load()
@@ -178,7 +179,7 @@ def test_a_misspelt_hook_is_an_error_that_names_the_package(site: Site, source: 
     assert "dist-fast" in str(raised.value) and says in str(raised.value)
 
 
-def test_an_imported_specification_and_plain_helpers_are_no_hooks(site: Site) -> None:
+def test_an_imported_hook_specification_and_plain_helpers_are_not_hooks(site: Site) -> None:
     extra = (
         "from evener.contracts.hooks import evener_kernels\n"
         "import evener.errors as evener_errors\n"
@@ -194,16 +195,14 @@ def test_an_imported_specification_and_plain_helpers_are_no_hooks(site: Site) ->
     [
         ("kernels", 'ops=("x",)', "", "announces ops ('x',) but does not implement evener_kernels"),
         ("plugin", "", kernels("x"), "implements evener_kernels but its descriptor announces no ops"),
-        ("plugin", "", DEVICE, "implements evener_device, which belongs into evener.backends"),
+        ("plugin", "", DEVICE, "implements evener_device, which belongs to evener.backends"),
         ("graphs", "", "", "must implement evener_graph_capture"),
         ("plugin", 'op_schemas=("y",)', EVERYTHING.split("@hookimpl\ndef evener_state_kinds")[0], "'x.op'"),
     ],
 )
-def test_what_is_announced_and_what_is_delivered_must_agree(
-    site: Site, kind: str, fields: str, module: str, says: str
-) -> None:
+def test_announced_and_delivered_names_must_match(site: Site, kind: str, fields: str, module: str, says: str) -> None:
     site.add("backend", "chip")
-    site.add(kind, "odd", fields, module=module, contracts='"ops": 1, "graph": 1')
+    site.add(kind, "odd", fields, module=module, contracts='"ops": 2, "graph": 1')
     with pytest.raises(DescriptorError) as raised:
         site.load()
     assert "dist-odd" in str(raised.value) and says in str(raised.value)
@@ -265,9 +264,7 @@ def _written(site: Site, text: str) -> str:
         ("Base()", "raised TypeError: Can't instantiate abstract class Base", "[Base()]"),
     ],
 )
-def test_a_kernel_that_lacks_a_name_or_a_method_is_told_with_its_file_and_line(
-    site: Site, delivered: str, says: str, at: str
-) -> None:
+def test_an_incomplete_kernel_raises_with_its_file_and_line(site: Site, delivered: str, says: str, at: str) -> None:
     hook = f"@hookimpl\ndef evener_kernels(device, options):\n    return [{delivered}]\n"
     site.add("backend", "chip", 'ops=("rms_norm",)', module=DEVICE + PARTS + hook, contracts=_contracts("ops"))
     loaded = site.load()
@@ -277,7 +274,7 @@ def test_a_kernel_that_lacks_a_name_or_a_method_is_told_with_its_file_and_line(
     assert "dist-chip" in said and place in said and says.replace("@", place) in said
 
 
-def test_a_state_provider_without_a_layout_is_told_before_anything_asks_for_it(site: Site) -> None:
+def test_a_state_provider_without_layout_raises_on_delivery(site: Site) -> None:
     source = STATES.replace(' layout="paged",', "")
     site.add("backend", "chip", 'states=("paged",)', module=DEVICE + source, contracts=_contracts("state"))
     loaded = site.load()
@@ -285,8 +282,32 @@ def test_a_state_provider_without_a_layout_is_told_before_anything_asks_for_it(s
         loaded.state_providers(loaded.open_device())
 
 
-def test_a_device_without_capabilities_is_told_with_its_file_and_line(site: Site) -> None:
-    lacking = DEVICE.replace("torch_device, capabilities = \"cpu\", DeviceCapabilities()", "torch_device = 'cpu'")
+@pytest.mark.parametrize(
+    ("kind", "interface"),
+    [("full", "AttentionProvider"), ("window", "AttentionProvider"), ("chunk", "AttentionProvider"),
+     ("latent", "LatentProvider"), ("index", "IndexProvider"), ("recurrent", "RecurrentProvider")],
+)  # fmt: skip
+def test_a_state_provider_without_the_interface_of_its_kind_raises_on_delivery(
+    site: Site, kind: str, interface: str
+) -> None:
+    source = STATES.replace("frozenset()", f"frozenset({{{kind!r}}})")
+    site.add("backend", "chip", 'states=("paged",)', module=DEVICE + source, contracts=_contracts("state"))
+    loaded = site.load()
+    says = f"serves state of kind '{kind}' but is no {interface}; subclass evener.contracts.state.{interface}"
+    with pytest.raises(HookError, match=rf"dist-chip.*evener_state_providers returned .*, which {says}"):
+        loaded.state_providers(loaded.open_device())
+
+
+def test_a_state_provider_of_a_kind_that_a_package_adds_needs_no_interface(site: Site) -> None:
+    source = STATES.replace("frozenset()", "frozenset({'tally'})")
+    site.add("backend", "chip", 'states=("paged",)', module=DEVICE + source, contracts=_contracts("state"))
+    loaded = site.load()
+    (provided,) = loaded.state_providers(loaded.open_device())
+    assert provided.value.kinds == {"tally"}
+
+
+def test_a_device_without_capabilities_raises_with_its_file_and_line(site: Site) -> None:
+    lacking = DEVICE.replace('torch_device, capabilities = "cpu", DeviceCapabilities()', "torch_device = 'cpu'")
     site.add("backend", "chip", module=lacking)
     with pytest.raises(BackendError) as raised:
         site.load().open_device()
@@ -294,7 +315,7 @@ def test_a_device_without_capabilities_is_told_with_its_file_and_line(site: Site
     assert f"returned Chip ({where}), which has no capabilities; set it to a DeviceCapabilities" in str(raised.value)
 
 
-def test_a_misspelt_capability_is_told_once_with_the_line_and_the_nearest_name(site: Site) -> None:
+def test_a_misspelt_capability_raises_once_with_its_line_and_a_suggestion(site: Site) -> None:
     site.add("backend", "chip", module=DEVICE.replace("DeviceCapabilities()", "None").replace(
         "    return Chip(index)", "    return DeviceCapabilities(aligment=64)"))  # fmt: skip
     with pytest.raises(BackendError) as raised:
@@ -307,12 +328,12 @@ def test_a_misspelt_capability_is_told_once_with_the_line_and_the_nearest_name(s
 @pytest.mark.parametrize(
     ("announced", "delivered"), [(("add_rms_nrom",), ("add_rms_norm",)), (("add_rms_norm",), ("add_rms_nrom",))]
 )
-def test_a_misspelt_op_is_named_on_both_sides_with_the_op_that_was_meant(
+def test_a_misspelt_op_raises_with_a_suggestion(
     site: Site, announced: tuple[str, ...], delivered: tuple[str, ...]
 ) -> None:
     site.add("backend", "chip", f"ops={announced!r}", module=DEVICE + kernels(*delivered), contracts=_contracts("ops"))
     schemas = EVERYTHING.split("@hookimpl\ndef evener_state_kinds")[0].replace("x.op", "add_rms_norm")
-    site.add("plugin", "ops", 'op_schemas=("add_rms_norm",)', module=schemas, contracts='"ops": 1')
+    site.add("plugin", "ops", 'op_schemas=("add_rms_norm",)', module=schemas, contracts='"ops": 2')
     loaded = site.load()
     with pytest.raises(DescriptorError) as raised:
         loaded.kernels(loaded.open_device())
@@ -330,7 +351,7 @@ def test_a_device_that_cannot_be_opened_is_a_backend_error_with_the_cause(site: 
     assert isinstance(raised.value.__cause__, OSError)
 
 
-def test_a_backend_without_that_device_says_what_its_probe_found(site: Site) -> None:
+def test_a_device_that_does_not_exist_is_an_error_that_lists_the_devices_found(site: Site) -> None:
     site.add("backend", "chip", module=DEVICE.replace("return Chip(index)", "return None"))
     with pytest.raises(BackendError, match=r"has no device 7; it found 0 \(a chip\)"):
         site.load().open_device(7)
@@ -338,14 +359,14 @@ def test_a_backend_without_that_device_says_what_its_probe_found(site: Site) -> 
 
 def test_a_module_that_fails_to_import_is_an_error_with_the_cause_and_its_line(site: Site) -> None:
     site.add("backend", "chip", module="import os\nimport nowhere_to_be_found")
-    with pytest.raises(DescriptorError, match=r"dist-chip.*nowhere_to_be_found.*\(at \S+\.py:2\); .*mend it") as raised:
+    with pytest.raises(DescriptorError, match=r"dist-chip.*nowhere_to_be_found.*\(at \S+\.py:2\); .*fix it") as raised:
         site.load()
     assert isinstance(raised.value.__cause__, ModuleNotFoundError)
 
 
-def test_of_a_module_that_cannot_be_read_no_line_of_anybody_else_is_named(site: Site) -> None:
+def test_an_unparsable_module_raises_without_a_line_of_another_file(site: Site) -> None:
     site.add("backend", "chip", module="def")
-    with pytest.raises(DescriptorError, match=r"failed with SyntaxError: .*mend it") as raised:
+    with pytest.raises(DescriptorError, match=r"failed with SyntaxError: .*fix it") as raised:
         site.load()
     assert "(at " not in str(raised.value)
 
@@ -359,7 +380,7 @@ def evener_state_providers(device, options):
 
 def test_two_chosen_packages_that_deliver_one_name_are_an_error_that_names_both(site: Site) -> None:
     site.add("backend", "chip", 'states=("paged",)', module=DEVICE + STATES, contracts=_contracts("state"))
-    site.add("kernels", "fast", 'states=("paged",)', module=STATES, contracts='"state": 1')
+    site.add("kernels", "fast", 'states=("paged",)', module=STATES, contracts='"state": 2')
     with pytest.raises(DuplicateNameError, match=r"state provider 'paged'.*'dist-chip'.*'dist-fast'"):
         site.load()
 
@@ -376,34 +397,44 @@ def _package(site: Site, name: str) -> Package:
 
 def test_a_failed_registration_leaves_everything_as_it_was(site: Site) -> None:
     fields = 'op_schemas=("x.op",), commands={"go": "m:go"}, module="m"'
-    site.add("plugin", "fails", fields, contracts='"ops": 1')
-    site.add("plugin", "works", 'op_schemas=("y.op",), module="m"', contracts='"ops": 1')
+    site.add("plugin", "fails", fields, contracts='"ops": 2')
+    site.add("plugin", "works", 'op_schemas=("y.op",), module="m"', contracts='"ops": 2')
     schemas = EVERYTHING.split("@hookimpl\ndef evener_state_kinds")[0]
-    hub = Hub()
-    hub.register(_package(site, "works"), _module(schemas.replace("x.op", "y.op")), {})
-    before = (hub.packages, hub.delivered("evener_op_schemas"), hub._manager.list_name_plugin(), dict(hub._owners))
+    registry = PluginRegistry()
+    registry.register(_package(site, "works"), _module(schemas.replace("x.op", "y.op")), {})
+    before = (
+        registry.packages,
+        registry.delivered("evener_op_schemas"),
+        registry._manager.list_name_plugin(),
+        dict(registry._owners),
+    )
     wrong = _module(schemas.replace('named(name="x.op")', 'named(name="x.op"), named(name="z.op")'))
     with pytest.raises(DescriptorError, match=r"z\.op"):
-        hub.register(_package(site, "fails"), wrong, {})
+        registry.register(_package(site, "fails"), wrong, {})
     raising = _module(schemas.replace("return", "raise OSError;"))
     with pytest.raises(HookError, match=r"OSError"):
-        hub.register(_package(site, "fails"), raising, {})
-    after = (hub.packages, hub.delivered("evener_op_schemas"), hub._manager.list_name_plugin(), dict(hub._owners))
+        registry.register(_package(site, "fails"), raising, {})
+    after = (
+        registry.packages,
+        registry.delivered("evener_op_schemas"),
+        registry._manager.list_name_plugin(),
+        dict(registry._owners),
+    )
     assert after == before
-    assert hub._manager.hook.evener_op_schemas() == [[each.value for each in before[1]]]
-    hub.register(_package(site, "fails"), _module(schemas), {})
-    assert [each.value.name for each in hub.delivered("evener_op_schemas")] == ["y.op", "x.op"]
+    assert registry._manager.hook.evener_op_schemas() == [[each.value for each in before[1]]]
+    registry.register(_package(site, "fails"), _module(schemas), {})
+    assert [each.value.name for each in registry.delivered("evener_op_schemas")] == ["y.op", "x.op"]
 
 
 def test_two_packages_cannot_share_a_module_and_one_cannot_register_twice(site: Site) -> None:
     site.add("plugin", "one", 'module="m"')
     site.add("plugin", "two", 'module="m"')
-    hub, module = Hub(), _module("")
-    hub.register(_package(site, "one"), module, {})
+    registry, module = PluginRegistry(), _module("")
+    registry.register(_package(site, "one"), module, {})
     with pytest.raises(DescriptorError, match=r"which evener.plugins:one registered already"):
-        hub.register(_package(site, "two"), module, {})
+        registry.register(_package(site, "two"), module, {})
     with pytest.raises(DuplicateNameError):
-        hub.register(_package(site, "one"), module, {})
+        registry.register(_package(site, "one"), module, {})
 
 
 def test_options_are_checked_before_anything_is_imported(site: Site) -> None:
@@ -426,11 +457,11 @@ def test_hooks_get_their_own_packages_options(site: Site) -> None:
     assert [each.value.options for each in provided] == [{"depth": 2}, {"depth": 5}]
 
 
-def test_lazy_targets_load_when_asked_and_map_failures(site: Site) -> None:
+def test_lazy_imports_load_on_first_use_and_failures_become_evener_errors(site: Site) -> None:
     fields = """architectures={"Good": "{pkg}.archs:Good", "Gone": "{pkg}.archs:Gone", "Lost": "{pkg}.lost:X"},
         commands={"go": "{pkg}.archs:gone"}"""
     site.add("backend", "chip")
-    site.add("plugin", "models", fields, contracts='"architecture": 1')
+    site.add("plugin", "models", fields, contracts='"architecture": 2')
     (site.folder / "dist_models" / "archs.py").write_text("class Good: ...\n")
     loaded = site.load()
     assert "dist_models.archs" not in sys.modules

@@ -9,7 +9,7 @@ import pytest
 from evener.contracts.descriptor import Descriptor, Option
 from evener.errors import ConfigError, UnknownNameError
 from evener.plugins.catalog import Package
-from evener.plugins.options import options_by_package
+from evener.plugins.load import options_by_package
 
 DESCRIPTOR = Descriptor(
     name="chip",
@@ -34,7 +34,7 @@ def checked(values: dict[str, Any]) -> dict[str, Any]:
     return options_by_package([package("evener.backends", DESCRIPTOR)], {"chip": values})["evener.backends:chip"]
 
 
-def test_defaults_fill_what_is_not_given() -> None:
+def test_options_that_are_not_given_have_their_defaults() -> None:
     wanted = {"depth": 2, "share": 0.5, "fast": False, "mode": "a", "file": None}
     assert checked({}) == wanted
     assert checked({"mode": "b", "file": None}) == {**wanted, "mode": "b"}

@@ -13,9 +13,8 @@ import pytest
 
 from evener.cache_folder import cache_folder
 from evener.errors import ConfigError, DescriptorError, ProbeError
-from evener.plugins.probe import ProbeRun
-from evener.plugins.probe_cache import ProbeCache
-from evener.plugins.trace import error_text
+from evener.plugins.probe import ProbeCache, ProbeRun
+from evener.plugins.report import error_text
 
 from .conftest import MARKS_FIT, Site, probing, score_of
 
@@ -98,14 +97,14 @@ def test_the_time_limit_comes_from_the_environment_or_the_descriptor(site: Site)
         ("return ProbeResult(-1)", "a probe's score is a whole number, 0 or more, not -1"),
     ],
 )
-def test_a_failing_probe_says_how_it_failed(site: Site, body: str, says: str) -> None:
+def test_the_error_of_a_failing_probe_has_the_reason(site: Site, body: str, says: str) -> None:
     site.add("backend", "chip", probe=probing(f"print('the last words')\n{body}"))
     probed = site.probe().result()["chip"]
     assert isinstance(probed.error, ProbeError) and probed.result is None
     assert says in str(probed.error)
 
 
-def test_what_a_failed_probe_printed_is_part_of_the_cause(site: Site) -> None:
+def test_the_output_of_a_failed_probe_is_part_of_the_cause(site: Site) -> None:
     body = "import os\nos.write(1, b'libchip.so: version mismatch')\nos._exit(1)"
     site.add("backend", "chip", probe=probing(body))
     error = site.probe().result()["chip"].error
@@ -176,7 +175,7 @@ def test_an_answer_is_cached_and_fresh_ignores_the_cache(site: Site, tmp_path: P
     assert count.read_text() == "ran ran "
 
 
-def test_another_boot_driver_package_or_torch_is_asked_again(
+def test_a_new_boot_driver_package_or_torch_invalidates_the_cache(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.add("backend", "chip", probe=counting(tmp_path / "count"))
@@ -193,7 +192,7 @@ def test_another_boot_driver_package_or_torch_is_asked_again(
         patch.setattr(probe, "marks", lambda: type(marks)(True, marks.reasons, cache_key={"driver": "b"}))
         assert source(site.cache) == "child"
     with monkeypatch.context() as patch:
-        patch.setattr("evener.plugins.torch_marks.read", lambda: type("M", (), {"version": "9.9"}))
+        patch.setattr("evener.backend.torch_marks.read", lambda: type("M", (), {"version": "9.9"}))
         assert source(site.cache) == "child"
     os.utime(tmp_path / "dist_chip" / "probe.py", (1, 1))
     assert source(site.cache) == "child"
@@ -208,7 +207,7 @@ def test_failures_are_never_cached(site: Site, tmp_path: Path, answer: str) -> N
     assert (tmp_path / "count").read_text() == "ran ran "
 
 
-def test_a_damaged_cache_is_no_answer_and_a_cache_that_cannot_be_written_is_said(site: Site, tmp_path: Path) -> None:
+def test_a_corrupt_cache_is_ignored_and_an_unwritable_one_is_reported(site: Site, tmp_path: Path) -> None:
     site.add("backend", "chip", probe=probing(ANSWER))
     assert site.probe().result()["chip"].source == "child"
     (file,) = (tmp_path / "cache").iterdir()
@@ -220,12 +219,12 @@ def test_a_damaged_cache_is_no_answer_and_a_cache_that_cannot_be_written_is_said
     assert probed.result is not None and "not cached: " in probed.note
 
 
-def test_the_cache_lies_in_the_users_cache_folder() -> None:
+def test_the_cache_is_in_the_users_cache_folder() -> None:
     assert cache_folder("probes", {"XDG_CACHE_HOME": "/c"}) == Path("/c/evener/probes")
     assert cache_folder("probes", {}) == Path.home() / ".cache/evener/probes"
 
 
-def test_marks_that_decide_start_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_whose_marks_give_the_result_starts_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.add("backend", "chip", probe=score_of(10))
     monkeypatch.setattr("subprocess.Popen", None)
     probed = site.probe().result()["chip"]
@@ -255,9 +254,9 @@ def test_marks_that_cannot_be_read_are_recorded_with_the_reason(site: Site, sour
     assert isinstance(error, (ProbeError, DescriptorError)) and says in str(error)
 
 
-def test_a_named_backend_is_the_only_one_that_is_asked(site: Site) -> None:
+def test_only_a_named_backend_is_probed(site: Site) -> None:
     site.add("backend", "chip", probe=probing(ANSWER))
     site.add("backend", "other", probe=probing("raise AssertionError"))
     probed = site.probe(only="chip").result()
     assert probed["chip"].source == "child"
-    assert probed["other"].note == "not asked: another backend was named"
+    assert probed["other"].note == "not probed: another backend was asked for"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from evener.config.schema import Config
-from evener.testing.installed import install_reference_backend
-from evener.testing.reference_engine import small_config
+from evener_conformance.distributions import install_reference_backend
+from evener_conformance.reference.engine import small_config
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from evener.engine.controller import Controller
-from evener.engine.messages import NewRequest, Sampling
-from evener.engine.start import build_controller
+from evener.engine.controller.controller import Controller
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ResolveError
-from evener.testing.installed import write_distribution
-from evener.testing.reference_engine import play
+from evener_conformance.distributions import write_distribution
+from evener_conformance.reference.engine import play
 
 LAYERS = 3
 
@@ -26,7 +26,7 @@ from evener.contracts.descriptor import Descriptor, Option
 descriptor = Descriptor(
     name="fused",
     summary="one kernel for everything before attention",
-    contracts={"ops": 1},
+    contracts={"ops": 2},
     module="fused_package.kernels",
     ops=("norm_qkv_rotary_write",),
     needs=frozenset({"namespace:cpu"}),
@@ -133,7 +133,7 @@ def calls_of_one_step(controller: Controller) -> Counter[str]:
 
 
 def ops(ready: Any, name: str) -> list[dict[str, Any]]:
-    return [row for row in ready.info["manifest"]["ops"] if row["op"] == name]
+    return [row for row in ready.info.manifest["ops"] if row["op"] == name]
 
 
 def test_a_composite_replaces_four_calls_of_a_model_that_was_not_edited(make_config: Any, fused: None) -> None:
@@ -161,7 +161,7 @@ def test_a_kernel_for_some_buckets_leaves_the_rest_to_the_expansion_with_equal_t
     assert tokens(some) == tokens(whole)
 
 
-def test_a_model_that_the_kernel_does_not_serve_is_expanded_and_the_manifest_gives_its_words(
+def test_a_model_that_the_kernel_refuses_is_expanded_and_the_manifest_has_its_reason(
     make_config: Any, fused: None
 ) -> None:
     controller, ready = build_controller(make_config("Qwen3"))
@@ -188,11 +188,11 @@ def test_fallbacks_that_are_to_be_listed_are_a_warning_each_when_the_engine_star
     _, ready = build_controller(make_config(max_fallback=allowed))
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "only the reference" in r.message]
     ops = {line.removeprefix("only the reference serves ").split(" (at ")[0] for line in said}
-    assert ops == (set(ready.info["manifest"]["fallbacks"]) if allowed == "listed" else set())  # type: ignore[index]
+    assert ops == (set(ready.info.manifest["fallbacks"]) if allowed == "listed" else set())  # type: ignore[index]
     assert len(said) == len(ops)
 
 
 def test_the_manifest_lists_the_fallbacks(make_config: Any, fused: None) -> None:
     _, ready = build_controller(make_config())
-    fallbacks = ready.info["manifest"]["fallbacks"]  # type: ignore[index]
+    fallbacks = ready.info.manifest["fallbacks"]  # type: ignore[index]
     assert {"linear", "attention", "greedy"} <= set(fallbacks) and "rotary" not in fallbacks

@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Packing, WeightPart
-from evener.contracts.state import StateProvider
+from evener.contracts.state import LatentProvider, StateProvider
 from evener.errors import PluginError, ResolveError, UnknownNameError
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight
 from evener.ops.reference.linear import PLAIN, PlainPacking
-from evener.ops.reference.state import ReferenceState
+from evener.ops.reference.state import PlainPages, ReferenceState
 from evener.ops.schemas import BUILTIN
-from evener.resolution.buckets import bucket_index, ladder, token_buckets
-from evener.resolution.resolver import Market, Offer, Resolver
-from evener.testing.naive import find_architecture
+from evener.plugins.catalog import Provided
+from evener.resolution.buckets import bucket_index, capture_sizes, token_buckets
+from evener.resolution.candidates import Candidates
+from evener.resolution.resolver import Resolver
+from evener_conformance.naive.model import find_architecture
 
 BUCKETS = token_buckets(16)
 
@@ -77,12 +79,30 @@ class Picky(ReferenceState):
         return self._reason
 
 
-def market(kernels: Sequence[Kernel] = (), states: Sequence[StateProvider] = (), **fields: Any) -> Market:
-    return Market(
+class DenseLatent(PlainPages, LatentProvider):
+    name = layout = "dense"
+    kinds = frozenset({"latent"})
+    prepare, write, attend = ReferenceState.prepare, ReferenceState.write, ReferenceState.attend
+    pieces, supports = ReferenceState.pieces, ReferenceState.supports
+    priority = 5
+
+
+def test_a_provider_without_the_interface_for_sparse_attention_is_passed_over() -> None:
+    resolver, build = resolved(family="DeepseekV32", states=[DenseLatent()])
+    [slot, *_] = [s for s in build.slots if s.attention.top is not None and s.spec.kind == "latent"]
+    assert isinstance(slot.provider, ReferenceState)
+    refused = {
+        reason for choice in resolver.manifest.choices if choice.path == slot.name for _, reason in choice.refused
+    }
+    assert refused == {"is no SparseLatentProvider"}
+
+
+def available(kernels: Sequence[Kernel] = (), states: Sequence[StateProvider] = (), **fields: Any) -> Candidates:
+    return Candidates(
         **{
             "schemas": {s.name: s for s in BUILTIN},
-            "kernels": [Offer(k, vars(k).get("package", "acme"), "1.2") for k in kernels],
-            "states": [Offer(s, "acme", "1.2") for s in states],
+            "kernels": [Provided(k, vars(k).get("package", "acme"), "acme", "1.2") for k in kernels],
+            "states": [Provided(s, "acme", "acme", "1.2") for s in states],
             "reference_state": ReferenceState(),
             "reference_packing": PLAIN,
             "device": DeviceCapabilities(),
@@ -99,7 +119,7 @@ def resolved(
     build = Builder("float32", 64)
     cls = find_architecture(f"{family}ForCausalLM")
     cls(cls.tiny_config(), build)
-    resolver = Resolver(market(kernels, states, **fields))
+    resolver = Resolver(available(kernels, states, **fields))
     resolver.states(build.slots)
     resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
     resolver.sites(build.sites)
@@ -206,7 +226,7 @@ def test_a_kernel_that_also_reads_the_plain_layout_serves_its_buckets_beside_the
     assert {row["provider"] for row in rows(resolver, "linear")} == {"acme/fast", "reference"}
 
 
-def test_a_packing_that_cannot_hold_the_weight_is_passed_over() -> None:
+def test_a_packing_that_cannot_hold_the_weight_is_skipped() -> None:
     resolver, _ = resolved(Fast("linear", packings=(Odd(), Tiled())))
     assert set(resolver.manifest.packings.values()) == {"tiled"}
 
@@ -229,7 +249,7 @@ def test_the_best_state_provider_that_supports_a_group_gets_it_as_a_unit() -> No
     }
 
 
-def test_state_of_a_kind_that_nobody_serves_is_an_error_with_the_reasons() -> None:
+def test_state_of_an_unserved_kind_is_an_error_with_the_reasons() -> None:
     class Nothing(ReferenceState):
         kinds = frozenset()
 
@@ -261,7 +281,7 @@ def test_a_forced_state_provider_that_refuses_is_an_error_with_its_reason_and_no
         resolved(states=[Picky("best", "pip install best"), Picky("good")], forced={"attention": "best"})
 
 
-def test_a_forced_state_provider_is_about_the_kinds_of_state_that_it_serves() -> None:
+def test_forcing_a_state_provider_affects_only_the_kinds_of_state_that_it_serves() -> None:
     states = [Picky("narrow", None, 5, ["full"]), Picky("wide", None, 1)]
     resolver, build = resolved(family="Gemma3", states=states, forced={"attention": "narrow"})
     assert [slot.provider.name for slot in build.slots if slot.provider] == ["wide"] * 3 + ["narrow"]
@@ -278,17 +298,19 @@ def test_a_forced_state_provider_is_about_the_kinds_of_state_that_it_serves() ->
         ({"attention": "bst"}, ["unknown provider of attention 'bst'", "'best'"]),
     ],
 )
-def test_a_forced_name_that_does_not_exist_is_an_error_with_what_does(forced: dict[str, str], words: list[str]) -> None:
+def test_a_forced_name_that_does_not_exist_is_an_error_that_lists_the_known_names(
+    forced: dict[str, str], words: list[str]
+) -> None:
     with pytest.raises(UnknownNameError) as error:
         resolved(Fast("rotary"), states=[Picky("best")], forced=forced)
     assert all(word in str(error.value) for word in words)
 
 
-def test_an_op_that_nobody_defined_is_an_error_that_names_the_call_site() -> None:
+def test_an_unknown_op_is_an_error_that_names_the_call_site() -> None:
     build = Builder("float32", 64)
     build.op("rms_nrom", "model.norm", hidden=4)
     with pytest.raises(UnknownNameError, match=r"op 'rms_nrom'; did you mean 'rms_norm'\?.*model\.norm"):
-        Resolver(market()).sites(build.sites)
+        Resolver(available()).sites(build.sites)
 
 
 def test_without_fallbacks_allowed_an_op_that_only_the_reference_serves_is_an_error_with_its_buckets() -> None:
@@ -300,7 +322,7 @@ def test_without_fallbacks_allowed_an_op_that_only_the_reference_serves_is_an_er
     assert "rotary (at 9..16 tokens)" in message and "--max-fallback any" in message
 
 
-def test_without_fallbacks_allowed_a_model_that_is_served_in_full_is_fine() -> None:
+def test_max_fallback_none_accepts_a_model_whose_ops_all_have_kernels() -> None:
     kernels = Fast("decoder_layer"), Fast("head"), Fast("embedding")
     resolver, _ = resolved(*kernels, states=[Picky("best")], max_fallback="none")
     assert not resolver.manifest.fallbacks()
@@ -309,10 +331,8 @@ def test_without_fallbacks_allowed_a_model_that_is_served_in_full_is_fine() -> N
 @pytest.mark.parametrize(
     ("largest", "sizes"), [(1, (1,)), (20, (1, 2, 4, 8, 16, 20)), (64, (1, 2, 4, 8, 16, 24, 32, 48, 64))]
 )
-def test_captured_sizes_are_the_buckets_ends_and_one_between_each_two_large_ones(
-    largest: int, sizes: tuple[int, ...]
-) -> None:
-    assert ladder(largest) == sizes
+def test_capture_sizes_are_bucket_ends_and_midpoints_of_large_buckets(largest: int, sizes: tuple[int, ...]) -> None:
+    assert capture_sizes(largest) == sizes
 
 
 @pytest.mark.parametrize("step", ["supports", "build", "workspace"])
@@ -342,7 +362,7 @@ class Callable:
     [lambda *rows: raise_at(1), partial(raise_at), Callable(), torch.inference_mode()(lambda *rows: raise_at(4))],
     ids=["function", "partial", "object", "decorated"],
 )
-def test_what_a_kernel_built_is_its_own_when_it_raises_in_a_step(built: Any) -> None:
+def test_an_error_in_a_step_is_attributed_to_the_kernel_that_built_it(built: Any) -> None:
     kernel = Fast("rms_norm", "knots")
     kernel.build = lambda call: built  # type: ignore[method-assign]
     resolver, _ = resolved(kernel)
@@ -353,35 +373,35 @@ def test_what_a_kernel_built_is_its_own_when_it_raises_in_a_step(built: Any) -> 
         norm(2)
     where = rf"ops\.rms_norm=reference runs without it; it happened at {__file__}:\d+, in a step"
     with pytest.raises(PluginError, match=rf"kernel acme/knots 1\.2 raised RuntimeError: knot \d tangled; {where}"):
-        resolver.makers.blame(error.value)
+        resolver.attribution.raise_attributed(error.value)
 
 
-def test_a_state_provider_that_raises_in_a_step_is_named_though_the_method_is_one_that_it_inherits() -> None:
+def test_an_error_in_an_inherited_method_is_attributed_to_the_state_provider() -> None:
     best = Picky("best")
     resolver, _ = resolved(states=[best])
     with pytest.raises(AttributeError) as error:
         best.attend(*[None] * 3)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=r"state provider acme/best 1\.2 raised \w+: .*; ops\.attention=reference"):
-        resolver.makers.blame(error.value)
+        resolver.attribution.raise_attributed(error.value)
 
 
-def test_what_nobody_s_kernel_raised_blames_nobody() -> None:
+def test_an_error_outside_kernels_is_not_attributed() -> None:
     resolver, _ = resolved(Fast("rms_norm", "knots"))
     with pytest.raises(RuntimeError) as error:
         raise_at(5)
-    resolver.makers.blame(error.value)
+    resolver.attribution.raise_attributed(error.value)
 
 
-def test_a_state_provider_whose_reach_of_graphs_is_misspelt_is_named_with_the_reaches_there_are() -> None:
+def test_an_unknown_graph_support_value_raises_and_lists_the_known_ones() -> None:
     class Misspelt(ReferenceState):
         name, graph = "beads", "decoed"  # type: ignore[assignment]
 
     with pytest.raises(ResolveError, match=r"beads .*: graph='decoed' is none of never, uniform_decode, any"):
-        Resolver(market(states=[Misspelt()]))
+        Resolver(available(states=[Misspelt()]))
 
 
 @pytest.mark.parametrize("said", [True, False, "", 3])
-def test_a_kernel_whose_supports_returns_no_reason_and_not_none_is_told_with_file_and_line(said: Any) -> None:
+def test_supports_returning_neither_none_nor_str_raises_with_file_and_line(said: Any) -> None:
     class Wrong(Fast):
         def supports(self, call: OpCall) -> str | None:
             return said  # type: ignore[no-any-return]
@@ -389,13 +409,13 @@ def test_a_kernel_whose_supports_returns_no_reason_and_not_none_is_told_with_fil
     with pytest.raises(PluginError) as raised:
         resolved(Wrong("rotary"))
     assert f"Wrong ({__file__}:{inspect.getsourcelines(Wrong)[1]}): supports returned {said!r}; return None to " \
-           "accept, or a str that says why not" in str(raised.value)  # fmt: skip
+           "accept, or a str with the reason to refuse" in str(raised.value)  # fmt: skip
 
 
-def test_the_kernel_with_the_largest_scratch_is_known_with_its_bucket() -> None:
+def test_the_footprint_names_the_kernel_and_bucket_with_the_largest_scratch() -> None:
     class Greedy(Fast):
         def workspace(self, call: OpCall) -> int:
             return 100 * call.bucket.high
 
     resolver, _ = resolved(Greedy("rotary"), Fast("linear"))
-    assert (resolver.workspace, resolver.largest) == (1600, "acme/fast at 9..16 tokens")
+    assert (resolver.footprint.workspace, resolver.footprint.workspace_owner) == (1600, "acme/fast at 9..16 tokens")

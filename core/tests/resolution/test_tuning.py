@@ -10,31 +10,41 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.contracts.declared import CallSite
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction, Variant
 from evener.errors import ConfigError, ResolveError
-from evener.layers.declared import CallSite
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
+from evener.plugins.catalog import Provided
 from evener.resolution.buckets import token_buckets
-from evener.resolution.resolver import Market, Offer, Resolver
-from evener.resolution.tuning import FORMAT, Bench, Entry, Measured, Tuned, TuningFile, decode
-from evener.resolution.tuning_files import read_tuned
+from evener.resolution.candidates import Candidates
+from evener.resolution.resolver import Resolver
+from evener.resolution.tuning import (
+    FORMAT,
+    BenchEnvironment,
+    Entry,
+    Measurement,
+    TuningFile,
+    TuningTable,
+    decode,
+    read_tuned,
+)
 
-HERE = Bench("Chip 9", "c9", {"torch": "2.13.0+cpu", "driver": "580.95.05"}, {"acme": "1.2"})
+HERE = BenchEnvironment("Chip 9", "c9", {"torch": "2.13.0+cpu", "driver": "580.95.05"}, {"acme": "1.2"})
 STATIC = {"hidden": 8, "dtype": "float32", "eps": 1e-6, "offset": 0.0}
 CALL = OpCall("rms_norm", STATIC, Bucket(1, 1), DeviceCapabilities())
 
 
-def other(**changes: Mapping[str, str]) -> Bench:
+def other(**changes: Mapping[str, str]) -> BenchEnvironment:
     """A bench like ``HERE``, but for some of its conditions or packages."""
     return msgspec.structs.replace(HERE, **{name: {**getattr(HERE, name), **new} for name, new in changes.items()})
 
 
-def write(path: Path, bench: Bench, us: float = 1.0) -> None:
+def write(path: Path, bench: BenchEnvironment, us: float = 1.0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(TuningFile(FORMAT, bench, [entry(Measured("acme/x", us))]).encode())
+    path.write_bytes(TuningFile(FORMAT, bench, [entry(Measurement("acme/x", us))]).encode())
 
 
 @pytest.fixture
@@ -63,29 +73,33 @@ class Wide(Kernel):
         return lambda *inputs: (self.name, call.variant)
 
 
-def entry(*measured: Measured, tokens: str = "1", static: Mapping[str, Any] = STATIC) -> Entry:
+def entry(*measured: Measurement, tokens: str = "1", static: Mapping[str, Any] = STATIC) -> Entry:
     return Entry("rms_norm", tokens, dict(static), list(measured))
 
 
 def resolved(*kernels: Kernel, entries: Sequence[Entry] = (), **fields: Any) -> tuple[list[dict[str, Any]], Any]:
     """The manifest's rows, and what the site's callable for one token gives."""
-    tuned = Tuned()
+    tuned = TuningTable()
     tuned.add("chip.json", entries)
-    market = Market(
-        schemas={s.name: s for s in BUILTIN}, kernels=[Offer(k, "acme", "1.2") for k in kernels], states=[],
+    available = Candidates(
+        schemas={s.name: s for s in BUILTIN}, kernels=[Provided(k, "acme", "acme", "1.2") for k in kernels], states=[],
         reference_state=ReferenceState(), reference_packing=PLAIN, device=DeviceCapabilities(),
         buckets=token_buckets(2), tuned=tuned, **fields,
     )  # fmt: skip
     site = CallSite("norm", "rms_norm", STATIC)
-    resolver = Resolver(market)
+    resolver = Resolver(available)
     resolver.sites([site])
     provider = resolver.manifest.choices[0].provider
     return list(resolver.manifest.rows()), None if provider == "reference" else site.table[0]()
 
 
-def test_the_fastest_that_was_measured_goes_before_priority_and_the_manifest_says_what_it_beat() -> None:
+def test_the_fastest_measured_kernel_goes_before_priority_and_the_manifest_names_the_second() -> None:
     slow, fast = Wide("slow", 9), Wide("fast", 1)
-    measured = Measured("acme/fast", 12.3), Measured("acme/fast", 13.0, {"width": 4}), Measured("acme/slow", 15.1)
+    measured = (
+        Measurement("acme/fast", 12.3),
+        Measurement("acme/fast", 13.0, {"width": 4}),
+        Measurement("acme/slow", 15.1),
+    )
     rows, result = resolved(slow, fast, entries=[entry(*measured)])
     assert result == ("fast", {})
     assert rows[0]["provider"] == "acme/fast" and rows[0]["tokens"] == ["1"]
@@ -96,22 +110,24 @@ def test_the_fastest_that_was_measured_goes_before_priority_and_the_manifest_say
 
 def test_a_kernel_is_built_in_the_variant_that_was_fastest() -> None:
     kernel = Wide("wide", 1)
-    rows, result = resolved(kernel, entries=[entry(Measured("acme/wide", 2.0, {"width": 8}), Measured("acme/wide", 3))])
+    rows, result = resolved(
+        kernel, entries=[entry(Measurement("acme/wide", 2.0, {"width": 8}), Measurement("acme/wide", 3))]
+    )
     assert result == ("wide", {"width": 8})
     assert rows[0]["provider"] == "acme/wide[width=8]" and "beats 3.0 µs of acme/wide" in rows[0]["why"]
     assert kernel.built == [{"width": 8}, {}]
 
 
-def test_a_variant_that_the_kernel_has_no_more_is_passed_over_with_the_reason() -> None:
+def test_a_removed_variant_is_skipped_with_the_reason() -> None:
     rows, result = resolved(
-        Wide("wide", 1), entries=[entry(Measured("acme/wide", 2.0, {"width": 16}), Measured("acme/wide", 3.0))]
+        Wide("wide", 1), entries=[entry(Measurement("acme/wide", 2.0, {"width": 16}), Measurement("acme/wide", 3.0))]
     )
     assert result == ("wide", {})
     assert rows[0]["refused"] == [{"provider": "acme/wide", "reason": "has no variant [width=16] any more"}]
 
 
 def test_the_reference_may_be_the_fastest() -> None:
-    rows, _ = resolved(Wide("wide", 1), entries=[entry(Measured("reference", 1.0), Measured("acme/wide", 2.0))])
+    rows, _ = resolved(Wide("wide", 1), entries=[entry(Measurement("reference", 1.0), Measurement("acme/wide", 2.0))])
     assert rows[0]["provider"] == "reference" and "1.0 µs, beats 2.0 µs of acme/wide" in rows[0]["why"]
 
 
@@ -123,14 +139,14 @@ def test_the_reference_may_be_the_fastest() -> None:
         ({"reference_ops": "infer.op_impl=ref"}, "reference"),
     ],
 )
-def test_what_a_person_forces_goes_before_what_was_measured(fields: dict[str, Any], provider: str) -> None:
-    measured = Measured("acme/fast", 1.0), Measured("acme/slow", 2.0, {"width": 4}), Measured("reference", 3.0)
+def test_a_forced_provider_overrides_measurements(fields: dict[str, Any], provider: str) -> None:
+    measured = Measurement("acme/fast", 1.0), Measurement("acme/slow", 2.0, {"width": 4}), Measurement("reference", 3.0)
     rows, _ = resolved(Wide("slow", 9), Wide("fast", 1), entries=[entry(*measured)], **fields)
     assert rows[0]["provider"] == provider
 
 
-def test_a_measured_reference_is_no_way_around_max_fallback() -> None:
-    measured = entry(Measured("reference", 1.0), Measured("acme/wide", 2.0))
+def test_max_fallback_none_ignores_a_measured_reference() -> None:
+    measured = entry(Measurement("reference", 1.0), Measurement("acme/wide", 2.0))
     rows, _ = resolved(Wide("wide", 1), entries=[measured], max_fallback="none")
     assert rows[0]["provider"] == "acme/wide"
     with pytest.raises(ResolveError):
@@ -138,24 +154,24 @@ def test_a_measured_reference_is_no_way_around_max_fallback() -> None:
 
 
 def test_a_measured_kernel_that_refuses_the_call_is_not_taken() -> None:
-    rows, _ = resolved(Wide("fast", 1, high=0), Wide("slow", 0), entries=[entry(Measured("acme/fast", 1.0))])
+    rows, _ = resolved(Wide("fast", 1, high=0), Wide("slow", 0), entries=[entry(Measurement("acme/fast", 1.0))])
     assert rows[0]["provider"] == "acme/slow"
     assert rows[0]["refused"] == [{"provider": "acme/fast", "reason": "is too narrow"}]
 
 
 @pytest.mark.parametrize("changed", [{"hidden": 16}, {"dtype": "bfloat16"}, {"eps": 1e-5}])
-def test_other_shapes_and_types_were_not_measured(changed: dict[str, Any]) -> None:
+def test_measurements_do_not_apply_to_other_shapes_and_dtypes(changed: dict[str, Any]) -> None:
     rows, _ = resolved(
-        Wide("slow", 9), Wide("fast", 1), entries=[entry(Measured("acme/fast", 1.0), static={**STATIC, **changed})]
+        Wide("slow", 9), Wide("fast", 1), entries=[entry(Measurement("acme/fast", 1.0), static={**STATIC, **changed})]
     )
     assert [row["provider"] for row in rows] == ["acme/slow"]
 
 
-def test_a_bucket_that_the_configuration_cuts_short_finds_what_was_measured_for_the_whole_one() -> None:
+def test_a_truncated_last_bucket_uses_the_full_bucket_s_measurement() -> None:
     call = OpCall("rms_norm", STATIC, Bucket(5, 6), DeviceCapabilities())
-    tuned = Tuned()
-    tuned.add("chip.json", [entry(Measured("acme/fast", 1.0), tokens="5..8")])
-    assert tuned.find(call) == ("chip.json", [Measured("acme/fast", 1.0)])
+    tuned = TuningTable()
+    tuned.add("chip.json", [entry(Measurement("acme/fast", 1.0), tokens="5..8")])
+    assert tuned.find(call) == ("chip.json", [Measurement("acme/fast", 1.0)])
     assert tuned.find(replace(call, bucket=Bucket(3, 4))) is None
 
 
@@ -163,7 +179,7 @@ def test_a_bucket_that_the_configuration_cuts_short_finds_what_was_measured_for_
     ("there", "reason"),
     [
         (HERE, None),
-        (Bench("Chip 8", "", {}, {}), f"it was measured on Chip 8, this is {HERE}"),
+        (BenchEnvironment("Chip 8", "", {}, {}), f"it was measured on Chip 8, this is {HERE}"),
         (other(conditions={"torch": "2.13.9+x"}), None),
         (other(conditions={"torch": "2.11.0"}), "it was measured with torch 2.11.0, here is 2.13.0+cpu"),
         (other(conditions={"driver": "590.1"}), "it was measured with driver 590.1, here is 580.95.05"),
@@ -171,8 +187,8 @@ def test_a_bucket_that_the_configuration_cuts_short_finds_what_was_measured_for_
         (other(packages={"other": "3"}), "it was measured with other 3, here is none"),
     ],
 )  # fmt: skip
-def test_a_file_counts_where_device_versions_and_packages_are_those_it_was_measured_with(
-    there: Bench, reason: str | None, cache: Path
+def test_a_tuning_file_applies_only_to_the_same_device_versions_and_packages(
+    there: BenchEnvironment, reason: str | None, cache: Path
 ) -> None:
     write(cache / "evener/tuning/chip.json", there)
     found = read_tuned("auto", HERE, [])
@@ -187,13 +203,16 @@ def test_the_users_files_go_before_those_of_packages(
     write(tmp_path / "chip_package/measured/a.json", HERE, 1.0)
     monkeypatch.syspath_prepend(str(tmp_path))
     packages = ["chip_package.measured"]
-    assert read_tuned("auto", HERE, packages).find(CALL) == ("chip_package.measured/a.json", [Measured("acme/x", 1.0)])
+    assert read_tuned("auto", HERE, packages).find(CALL) == (
+        "chip_package.measured/a.json",
+        [Measurement("acme/x", 1.0)],
+    )
     write(cache / "evener/tuning/z.json", HERE, 2.0)
-    assert read_tuned("auto", HERE, packages).find(CALL) == ("z.json", [Measured("acme/x", 2.0)])
+    assert read_tuned("auto", HERE, packages).find(CALL) == ("z.json", [Measurement("acme/x", 2.0)])
     assert read_tuned("off", HERE, packages).find(CALL) is None
     write(tmp_path / "mine.json", HERE, 3.0)
     named = read_tuned(str(tmp_path / "mine.json"), HERE, packages)
-    assert named.find(CALL) == (str(tmp_path / "mine.json"), [Measured("acme/x", 3.0)])
+    assert named.find(CALL) == (str(tmp_path / "mine.json"), [Measurement("acme/x", 3.0)])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +225,7 @@ def test_the_users_files_go_before_those_of_packages(
          b'[{"op": "x", "tokens": "many", "static": {}, "measured": []}]}', "an entry has no bucket"),
     ],
 )  # fmt: skip
-def test_a_broken_file_is_an_error_if_it_was_named_and_a_warning_elsewhere(
+def test_a_broken_file_is_an_error_if_it_was_asked_for_and_else_a_warning(
     content: bytes | None, fault: str, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = cache / "evener/tuning/chip.json"
@@ -216,12 +235,12 @@ def test_a_broken_file_is_an_error_if_it_was_named_and_a_warning_elsewhere(
         (note,) = read_tuned("auto", HERE, []).notes
         assert note.startswith("tuning file chip.json cannot be used: ") and fault in note
         assert note in caplog.messages
-    with pytest.raises(ConfigError, match="make it anew: evener tune MODEL --out FILE") as error:
+    with pytest.raises(ConfigError, match="write a new one: evener tune MODEL --out FILE") as error:
         read_tuned(str(file), HERE, [])
     assert fault in str(error.value) and str(file) in str(error.value)
 
 
-def test_a_file_is_what_was_written_and_a_person_can_read_it() -> None:
-    file = TuningFile(FORMAT, HERE, [entry(Measured("acme/x", 1.5, {"width": 4}))])
+def test_a_written_file_reads_back_equal_and_is_indented() -> None:
+    file = TuningFile(FORMAT, HERE, [entry(Measurement("acme/x", 1.5, {"width": 4}))])
     assert decode(file.encode()) == file
     assert '\n   "op": "rms_norm",\n' in file.encode().decode()

@@ -1,4 +1,4 @@
-"""Baichuan 1 and 2: Llama with one fused projection, at 13B with ALiBi; the second's head has rows of length 1."""
+"""Baichuan 1 and 2 (Yang et al. 2023): Llama with fused QKV; 13B models have ALiBi, Baichuan 2 a normalized head."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder, RotaryConfig, alibi_slopes
-from evener.layers.settings import count
+from evener.layers.config_json import read_int
 from evener_models.llama import LlamaForCausalLM
 
-#: Of Baichuan 2; its configs say ``z_loss_weight`` besides.
+#: ``vocab_size`` of Baichuan 2, whose configs also have ``z_loss_weight``.
 _VOCAB_2 = 125696
-#: ``hidden_size`` of the 13B models and of the 7B models, which share the name and need not say more.
+#: ``hidden_size`` of the 13B and of the 7B models, which have the same architecture name.
 _WIDE, _NARROW = 5120, 4096
 
 
 class BaichuanForCausalLM(LlamaForCausalLM):
-    """13B models are told by their width, others by having ``model_max_length`` alone for the length, as the published
-    13B configs do; the published 7B configs have ``max_position_embeddings``."""
+    """Differs from Llama: ``W_pack`` is the fused projection of queries, keys and values. The 13B models have ALiBi in
+    place of rotary embedding. In Baichuan 2 every row of the head is divided by its L2 norm (NormHead).
+
+    No key says whether a model uses ALiBi. Models of the published widths are told apart by ``hidden_size``. Others use
+    ALiBi if they have ``model_max_length`` but no ``max_position_embeddings``, like the published 13B configs.
+    """
 
     oracle = "own"
     tokenizer_class = "BaichuanTokenizer"
@@ -25,17 +29,17 @@ class BaichuanForCausalLM(LlamaForCausalLM):
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         bare = config.get("max_position_embeddings") is None
         self.alibi = config.get("hidden_size") == _WIDE or (bare and config.get("hidden_size") != _NARROW)
-        length = {"max_position_embeddings": count(config, "model_max_length")} if bare else {}
+        length = {"max_position_embeddings": read_int(config, "model_max_length")} if bare else {}
         super().__init__({**config, **length}, build)
 
-    def angles(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
-        return RotaryConfig(0) if self.alibi else super().angles(config, dim, window)
+    def rotary_config(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
+        return RotaryConfig(0) if self.alibi else super().rotary_config(config, dim, window)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        slopes = alibi_slopes(count(config, "num_attention_heads")) if self.alibi else None
+        slopes = alibi_slopes(read_int(config, "num_attention_heads")) if self.alibi else None
         return {"qkv": ("W_pack",), "slopes": slopes}
 
-    def unit_head(self, config: Mapping[str, Any]) -> bool:
+    def normalize_head(self, config: Mapping[str, Any]) -> bool:
         return "z_loss_weight" in config or config["vocab_size"] == _VOCAB_2
 
     @classmethod

@@ -1,16 +1,19 @@
-"""Command R and R+: layer norms without bias, pairs rotated, the MLP beside the attention, scaled logits."""
+"""Cohere's Command R and R+: Llama with layer norms without bias, parallel attention and MLP, and scaled logits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.settings import number
+from evener.layers.config_json import read_float
 from evener_models.llama import LlamaForCausalLM
 
 
 class CohereForCausalLM(LlamaForCausalLM):
-    """``logit_scale``, ``attention_bias``, ``use_qk_norm`` (each head has weights of its own); tied if not said."""
+    """Differs from Llama: layer norms without bias; one norm for attention and MLP, which run in parallel; interleaved
+    rotary pairs; ``logit_scale``; ``use_qk_norm`` (head norms with each head's own weights); the head is tied unless
+    the config says otherwise.
+    """
 
     tied = True
     norm = "layer"
@@ -25,7 +28,7 @@ class CohereForCausalLM(LlamaForCausalLM):
         return {"parallel": True, "norm": "input_layernorm"}
 
     def logit_scale(self, config: Mapping[str, Any]) -> float:
-        return number(config, "logit_scale")
+        return read_float(config, "logit_scale")
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V2-Lite: latent attention, dense layers below layers of experts."""
+"""DeepSeek V2 and V2-Lite (DeepSeek-AI 2024): latent attention (MLA), and experts in all but the first layers."""
 
 from __future__ import annotations
 
@@ -7,66 +7,72 @@ from dataclasses import replace
 from typing import Any
 
 from evener.layers import CausalLM, LatentConfig, MLPConfig, MoEConfig, RotaryConfig
+from evener.layers.config_json import activation, layer_count, read_float, read_int, unsupported
 from evener.layers.latent import IndexConfig
 from evener.layers.rotary import yarn_factor
-from evener.layers.settings import activation, count, layer_count, number, refuse
 
 
 class DeepseekV2ForCausalLM(CausalLM):
-    """``q_lora_rank`` may be null (V2-Lite)."""
+    """Differs from Llama: multi-head latent attention (``kv_lora_rank``, ``q_lora_rank``, which is null in V2-Lite),
+    and from layer ``first_k_dense_replace`` on, ``n_routed_experts`` experts with ``n_shared_experts`` shared ones.
+    """
 
     oracle = "transformers"
 
     def attention(self, config: Mapping[str, Any]) -> Sequence[LatentConfig]:
         if config.get("num_key_value_heads", config["num_attention_heads"]) != config["num_attention_heads"]:
-            raise refuse(config, "num_key_value_heads", "latent attention has as many as num_attention_heads")
-        nope, rope = count(config, "qk_nope_head_dim"), count(config, "qk_rope_head_dim")
+            raise unsupported(config, "num_key_value_heads", "in latent attention it must equal num_attention_heads")
+        nope, rope = read_int(config, "qk_nope_head_dim"), read_int(config, "qk_rope_head_dim")
         rotary = RotaryConfig.from_config({**config, "partial_rotary_factor": None}, rope, default_base=10000.0)
         layer = LatentConfig(
-            heads=count(config, "num_attention_heads"),
+            heads=read_int(config, "num_attention_heads"),
             nope_dim=nope,
             rope_dim=rope,
-            value_dim=count(config, "v_head_dim"),
-            rank=count(config, "kv_lora_rank"),
-            q_rank=None if config.get("q_lora_rank") is None else count(config, "q_lora_rank"),
+            value_dim=read_int(config, "v_head_dim"),
+            rank=read_int(config, "kv_lora_rank"),
+            q_rank=None if config.get("q_lora_rank") is None else read_int(config, "q_lora_rank"),
             rotary=replace(rotary, interleaved=bool(config.get("rope_interleave", True))),
-            scale=(nope + rope) ** -0.5 * _stretch(config) ** 2,
+            scale=(nope + rope) ** -0.5 * _yarn_mscale(config) ** 2,
             bias=bool(config.get("attention_bias", False)),
             index=self.indexer(config),
         )
         return [layer] * layer_count(config)
 
     def indexer(self, config: Mapping[str, Any]) -> IndexConfig | None:
-        """The sparse indexer of every layer. Default: none."""
+        """The indexer of sparse attention, for every layer. Default: none."""
         del config
         return None
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        dense = layer < count({"first_k_dense_replace": 0, **config}, "first_k_dense_replace", least=0)
-        every = count({"moe_layer_freq": 1, **config}, "moe_layer_freq")
+        dense = layer < read_int({"first_k_dense_replace": 0, **config}, "first_k_dense_replace", least=0)
+        every = read_int({"moe_layer_freq": 1, **config}, "moe_layer_freq")
         if dense or not config.get("n_routed_experts") or layer % every:
-            return MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
-        inner = count(config, "moe_intermediate_size")
+            return MLPConfig(inner=read_int(config, "intermediate_size"), activation=activation(config))
+        inner = read_int(config, "moe_intermediate_size")
         return MoEConfig(
-            experts=count(config, "n_routed_experts"),
-            top=count(config, "num_experts_per_tok"),
+            experts=read_int(config, "n_routed_experts"),
+            top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),
-            scale=number(config, "routed_scaling_factor"),
+            scale=read_float(config, "routed_scaling_factor"),
             shared_inner=inner * (config.get("n_shared_experts") or 0),
             **self.routing(config),
         )
 
     def routing(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """How experts are chosen, beside their number."""
+        """The fields of ``MoEConfig`` that say how experts are chosen, apart from their number."""
         if config.get("norm_topk_prob") or config.get("scoring_func", "softmax") != "softmax":
             key = "norm_topk_prob" if config.get("norm_topk_prob") else "scoring_func"
-            raise refuse(config, key, "this family's weights are softmax scores as they are")
+            raise unsupported(config, key, "DeepSeek V2 weights experts by softmax scores, not renormalized")
         if config.get("topk_method", "greedy") == "greedy":
             return {"renormalize": False}
         if config["topk_method"] != "group_limited_greedy":
-            raise refuse(config, "topk_method", "implemented are: greedy, group_limited_greedy")
-        return {"renormalize": False, "groups": count(config, "n_group"), "top_groups": count(config, "topk_group")}
+            raise unsupported(config, "topk_method", "implemented are: greedy, group_limited_greedy")
+        return {
+            "renormalize": False,
+            "groups": read_int(config, "n_group"),
+            "top_groups": read_int(config, "topk_group"),
+        }
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
@@ -83,8 +89,8 @@ class DeepseekV2ForCausalLM(CausalLM):
         }  # fmt: skip
 
 
-def _stretch(config: Mapping[str, Any]) -> float:
-    """The factor on queries and keys each that goes with YaRN's longer context."""
+def _yarn_mscale(config: Mapping[str, Any]) -> float:
+    """YaRN's factor on queries and on keys (``mscale_all_dim``); 1 without YaRN."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if settings.get("rope_type", settings.get("type", "default")) == "default" or not settings.get("mscale_all_dim"):
         return 1.0

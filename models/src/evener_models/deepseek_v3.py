@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1, and Kimi K2: V2 with another routing; V3.2-Exp: with a sparse indexer."""
+"""DeepSeek V3 (DeepSeek-AI 2024), R1, V3.1, Kimi K2: V2 with another routing. V3.2-Exp: with sparse attention (DSA)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder
+from evener.layers.config_json import layer_count, read_int, unsupported
 from evener.layers.latent import IndexConfig
-from evener.layers.settings import count, layer_count, refuse
 from evener_models.deepseek_v2 import DeepseekV2ForCausalLM
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """Checkpoints hold the layers of multi-token prediction after the model's own; they are passed over."""
+    """Differs from DeepSeek V2: experts are weighted by sigmoid scores, and chosen by these plus a bias, within the
+    groups whose best two scores add up to most (``topk_method`` "noaux_tc"). The layers for multi-token prediction,
+    which checkpoints number after the model's own, are not read.
+    """
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         super().__init__(config, build)
@@ -23,13 +26,13 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     def routing(self, config: Mapping[str, Any]) -> dict[str, Any]:
         for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
             if config.get(key, only) != only:
-                raise refuse(config, key, f"this family's is {only}")
+                raise unsupported(config, key, f"in DeepSeek V3 it is {only}")
         return {
             "scoring": "sigmoid",
             "correction": "mlp.gate.e_score_correction_bias",
             "renormalize": bool(config.get("norm_topk_prob", True)),
-            "groups": count(config, "n_group"),
-            "top_groups": count(config, "topk_group"),
+            "groups": read_int(config, "n_group"),
+            "top_groups": read_int(config, "topk_group"),
             "group_best": 2,
         }
 
@@ -43,13 +46,13 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """V3.2-Exp: each query reads ``index_topk`` earlier tokens."""
+    """Differs from DeepSeek V3: an indexer chooses ``index_topk`` earlier tokens, which attention reads (DSA)."""
 
     def indexer(self, config: Mapping[str, Any]) -> IndexConfig:
         return IndexConfig(
-            heads=count(config, "index_n_heads"),
-            head_dim=count(config, "index_head_dim"),
-            top=count(config, "index_topk"),
+            heads=read_int(config, "index_n_heads"),
+            head_dim=read_int(config, "index_head_dim"),
+            top=read_int(config, "index_topk"),
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Layers of encoders: they read rows that are no tokens, all at once and without state. Every rank holds them whole."""
+"""Layers of encoders, e.g. of images: attention is not causal, and there is no state. Every rank holds them whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from evener.contracts.declared import Size, Span
 from evener.layers.builder import Builder
-from evener.layers.declared import Size, Span
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class Norm:
         self._site = build.op("layer_norm", name, hidden=width, dtype=build.dtype, eps=eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, width] to the same."""
+        """From [T, width] to [T, width]."""
         return self._site.at(len(x))(x, self._weight.value, self._bias.value)  # type: ignore[no-any-return]
 
 
@@ -30,8 +30,12 @@ class Projection:
     """A linear layer.
 
     Args:
-        name: of the whole; its checkpoint tensors are ``weight`` and, if it is not None, ``bias``.
-        rows: out-features, a Span of those that are stored; columns: in-features.
+        build: the builder to declare it to.
+        name: of the layer.
+        rows: out-features; of a Span, that part of the stored tensor is read.
+        columns: in-features.
+        weight: name of the checkpoint tensor; default: ``name.weight``.
+        bias: name of the bias in the checkpoint; default: ``name.bias``; None: it has none.
     """
 
     def __init__(
@@ -47,13 +51,13 @@ class Projection:
         self._site = build.op("linear", name, weight=self._weight, **sizes, dtype=build.dtype, out=build.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, columns] to [T, rows]."""
+        """From [T, columns] to [T, rows]."""
         bias = None if self._bias is None else self._bias.value
         return self._site.at(len(x))(x, self._weight.value, bias)  # type: ignore[no-any-return]
 
 
 class Attention:
-    """``encode_attention`` of heads that lie side by side."""
+    """One call of ``encode_attention``; the heads lie side by side."""
 
     def __init__(self, build: Builder, name: str, width: int, heads: int) -> None:
         self._sizes = heads, width // heads
@@ -61,7 +65,7 @@ class Attention:
         self._site = build.op("encode_attention", name, **static, dtype=build.dtype)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[T, width] and twice [S, width], or all by heads, to [T, width]."""
+        """From query [T, width], key and value [S, width] (or [.., heads, head_dim]) to [T, width]."""
         parts = (part.unflatten(-1, self._sizes) if part.dim() == 2 else part for part in (query, key, value))
         return self._site.at(len(query))(*parts).flatten(1)  # type: ignore[no-any-return]
 
@@ -71,11 +75,16 @@ class EncoderConfig:
     """A stack of layers: norm, attention, norm, MLP without a gate, all with biases.
 
     Attributes:
-        layers, width, heads, inner: sizes; inner is the MLP's.
-        eps: of the norms; activation: as ``activate`` has them.
-        at: prefix of the layers, whose numbers follow; names: of both norms, the fused query, key and value, the
-            output, and the MLP's two projections.
-        by_head: query, key and value of one head lie together.
+        layers: number of layers.
+        width: of the rows.
+        heads: attention heads.
+        inner: width between the MLP's projections.
+        eps: of the norms.
+        prefix: of the layers; their numbers follow.
+        activation: one that the op ``activate`` knows.
+        names: of both norms, the fused query, key and value projection, the output projection, and the MLP's two.
+        by_head: whether the fused projection has query, key and value of one head side by side, instead of all
+            queries, then all keys, then all values.
     """
 
     layers: int
@@ -83,7 +92,7 @@ class EncoderConfig:
     heads: int
     inner: int
     eps: float
-    at: str
+    prefix: str
     activation: str = "gelu"
     names: Sequence[str] = ("ln_1", "ln_2", "attn.in_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj")
     by_head: bool = False
@@ -93,10 +102,10 @@ class EncoderStack:
     """The layers of a config, one after another."""
 
     def __init__(self, build: Builder, config: EncoderConfig) -> None:
-        self._layers = [_Layer(build, config, f"{config.at}.{i}") for i in range(config.layers)]
+        self._layers = [_Layer(build, config, f"{config.prefix}.{i}") for i in range(config.layers)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, width] to the same."""
+        """From [T, width] to [T, width]."""
         for layer in self._layers:
             x = layer(x)
         return x
@@ -111,11 +120,11 @@ class _Layer:
         self._qkv = Projection(build, names[2], 3 * c.width, c.width)
         self._attention = Attention(build, prefix, c.width, c.heads)
         self._o = Projection(build, names[3], c.width, c.width)
-        self._rise = Projection(build, names[4], c.inner, c.width)
-        self._fall = Projection(build, names[5], c.width, c.inner)
+        self._up = Projection(build, names[4], c.inner, c.width)
+        self._down = Projection(build, names[5], c.width, c.inner)
         self._activate = build.op("activate", prefix, inner=c.inner, activation=c.activation, dtype=build.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self._qkv(self._norms[0](x)).unflatten(-1, self._split).unbind(self._parts)
         x = x + self._o(self._attention(q, k, v))
-        return x + self._fall(self._activate.at(len(x))(self._rise(self._norms[1](x))))
+        return x + self._down(self._activate.at(len(x))(self._up(self._norms[1](x))))

@@ -1,4 +1,4 @@
-"""Gemma 1 and 2. The second has windows on every other layer, capped scores and logits, and norms on both sides."""
+"""Gemma 1 and 2 (Gemma Team 2024). Gemma 2 has alternating windows, soft caps, norms on both sides of blocks."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import AttentionConfig, MLPConfig, MoEConfig
-from evener.layers.settings import activation, count, layer_windows, need, number
-from evener_models.llama import LlamaForCausalLM, alternating
+from evener.layers.config_json import activation, layer_windows, read_float, read_int, require
+from evener_models.llama import LlamaForCausalLM, alternating_layer_types
 
 
 class GemmaForCausalLM(LlamaForCausalLM):
-    """Early configs name the activation ``gelu`` and mean its tanh form, as transformers reads them."""
+    """Differs from Llama: embeddings are multiplied by sqrt(``hidden_size``); RMS norms multiply by 1 + weight; the
+    activation is tanh GELU, also where early configs say ``gelu`` (as transformers reads them); the head is tied.
+    """
 
     tied = True
     norm_offset = 1.0
     tokenizer_class = "GemmaTokenizer"
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        return MLPConfig(inner=count(config, "intermediate_size"), activation="gelu_tanh")
+        return MLPConfig(inner=read_int(config, "intermediate_size"), activation="gelu_tanh")
 
     def embedding_scale(self, config: Mapping[str, Any]) -> float:
-        return math.sqrt(count(config, "hidden_size"))
+        return math.sqrt(read_int(config, "hidden_size"))
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
@@ -37,25 +39,30 @@ class GemmaForCausalLM(LlamaForCausalLM):
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):
-    """``layer_types``, or a window on every layer with an even index; ``attn_logit_softcapping``."""
+    """Differs from Gemma 1: ``sliding_window`` on the layers that ``layer_types`` names, by default those with an even
+    index; soft caps (``attn_logit_softcapping``, ``final_logit_softcapping``); the scores' factor is
+    ``query_pre_attn_scalar`` ** -0.5; norms after attention and after the MLP too.
+    """
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
         for key in ("head_dim", "num_key_value_heads"):
-            need(config, key)
+            require(config, key)
         return super().attention(config)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            **super().attention_flags(config), "scale": number(config, "query_pre_attn_scalar") ** -0.5,
+            **super().attention_flags(config), "scale": read_float(config, "query_pre_attn_scalar") ** -0.5,
             "softcap": config.get("attn_logit_softcapping"), "post_norm": "post_attention_layernorm",
         }  # fmt: skip
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        return layer_windows({**config, "layer_types": config.get("layer_types") or alternating(config)}, "")
+        return layer_windows(
+            {**config, "layer_types": config.get("layer_types") or alternating_layer_types(config)}, ""
+        )
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MLPConfig(
-            inner=count(config, "intermediate_size"),
+            inner=read_int(config, "intermediate_size"),
             activation=activation(config, "hidden_activation"),
             norm="pre_feedforward_layernorm",
             post_norm="post_feedforward_layernorm",

@@ -1,4 +1,4 @@
-"""Gemma 3 text: windows on five layers of six with angles of their own, norms on both sides of each block."""
+"""Gemma 3 text (Gemma Team 2025): Gemma 2 with head norms, and a rotary base of their own for sliding window layers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 
 from evener.errors import ArchitectureError
 from evener.layers import AttentionConfig, RotaryConfig
+from evener.layers.config_json import layer_count, layer_windows, read_int, require, unsupported
 from evener.layers.rotary import has_entries
-from evener.layers.settings import count, layer_count, layer_windows, need, refuse
 from evener_models.gemma import Gemma2ForCausalLM
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """``attn_logit_softcapping`` is applied where set, as in Gemma 2; transformers' Gemma 3 reads and ignores it."""
+    """Differs from Gemma 2: norms of query and key heads; ``sliding_window`` on the layers that ``layer_types`` or
+    ``sliding_window_pattern`` names (in the published models five of six); these layers have a rotary base of their own
+    (``rope_local_base_freq``). ``attn_logit_softcapping`` is applied if it is set; transformers ignores it.
+    """
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
         if config.get("use_bidirectional_attention"):
-            raise refuse(config, "use_bidirectional_attention", "only causal Gemma 3 models are")
+            raise unsupported(config, "use_bidirectional_attention", "only causal attention is")
         return super().attention(config)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,14 +34,14 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
             raise ArchitectureError(
                 "config.json has neither layer_types nor sliding_window_pattern; add the model's value, e.g. 6"
             )
-        window = count(config, "sliding_window")
+        window = read_int(config, "sliding_window")
         return [window if (i + 1) % every else None for i in range(layer_count(config))]
 
-    def angles(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
+    def rotary_config(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
         layer_type = "full_attention" if window is None else "sliding_attention"
         if window is not None and not has_entries(config.get("rope_parameters")):
-            # In the older spellings scaling is for the full layers only.
-            return RotaryConfig.from_config({"rope_theta": need(config, "rope_local_base_freq")}, dim, layer_type)
+            # Before rope_parameters had one entry per layer type, scaling was for full attention layers only.
+            return RotaryConfig.from_config({"rope_theta": require(config, "rope_local_base_freq")}, dim, layer_type)
         return RotaryConfig.from_config(config, dim, layer_type)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""GLM-4 dense (9B, 32B): Llama with pairs of half a head rotated, gate and up fused; later ones have post-norms."""
+"""GLM-4 dense, 9B and 32B (GLM Team 2024): Llama with interleaved rotary pairs on half a head, fused gate and up."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from evener_models.llama import LlamaForCausalLM
 
 
 class GlmForCausalLM(LlamaForCausalLM):
-    """GLM-4-9B, GLM-Edge: ``partial_rotary_factor`` (0.5 if absent), ``attention_bias`` (true if absent)."""
+    """GLM-4-9B and GLM-Edge. Differs from Llama: interleaved rotary pairs on ``partial_rotary_factor`` of a head
+    (default 0.5); ``attention_bias`` on queries, keys and values (default true); gate and up are one tensor.
+    """
 
-    default_turned = 0.5
+    default_partial_rotary_factor = 0.5
     interleaved = True
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {"qkv_bias": bool(config.get("attention_bias", True))}
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"rise": ("gate_up_proj",)}
+        return {"gate_up": ("gate_up_proj",)}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
@@ -32,7 +34,7 @@ class GlmForCausalLM(LlamaForCausalLM):
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
-    """GLM-4-0414 and GLM-Z1: a norm after each block, too."""
+    """GLM-4-0414 and GLM-Z1. Differs from GLM-4-9B: norms after attention and after the MLP too."""
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {**super().attention_flags(config), "post_norm": "post_self_attn_layernorm"}

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: Llama with half-rotated heads; experts above the first layers, chosen by sigmoid and bias."""
+"""GLM-4.5, 4.6 and 4.7 (GLM-4.5 Team 2025): Llama with half-rotated heads, and experts routed as in DeepSeek V3."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder, MLPConfig, MoEConfig
-from evener.layers.settings import activation, count, either, layer_count, number
+from evener.layers.config_json import activation, first_present, layer_count, read_float, read_int
 from evener_models.llama import LlamaForCausalLM
 
 
 class Glm4MoeForCausalLM(LlamaForCausalLM):
-    """``use_qk_norm``, ``attention_bias``, groups; the layers for multi-token prediction are left unread."""
+    """Differs from Llama: ``partial_rotary_factor`` (default 0.5), ``use_qk_norm``, ``attention_bias``; experts from
+    layer ``first_k_dense_replace`` on, weighted by sigmoid scores and chosen with a bias and groups. The layer for
+    multi-token prediction is not read.
+    """
 
     default_theta = None
-    default_turned = 0.5
+    default_partial_rotary_factor = 0.5
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         super().__init__(config, build)
@@ -27,22 +30,22 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
         }
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        if layer < count(config, "first_k_dense_replace", least=0):
+        if layer < read_int(config, "first_k_dense_replace", least=0):
             return super().mlp(config, layer)
-        inner = count(config, "moe_intermediate_size")
+        inner = read_int(config, "moe_intermediate_size")
         return MoEConfig(
-            experts=count(config, either(config, "n_routed_experts", "num_local_experts")),
-            top=count(config, "num_experts_per_tok"),
+            experts=read_int(config, first_present(config, "n_routed_experts", "num_local_experts")),
+            top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),
             scoring="sigmoid",
-            groups=count(config, "n_group"),
-            top_groups=count(config, "topk_group"),
+            groups=read_int(config, "n_group"),
+            top_groups=read_int(config, "topk_group"),
             group_best=2,
             renormalize=bool(config.get("norm_topk_prob", True)),
-            scale=number(config, "routed_scaling_factor"),
+            scale=read_float(config, "routed_scaling_factor"),
             correction="mlp.gate.e_score_correction_bias",
-            shared_inner=inner * count(config, "n_shared_experts", least=0),
+            shared_inner=inner * read_int(config, "n_shared_experts", least=0),
         )
 
     @classmethod

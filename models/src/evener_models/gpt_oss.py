@@ -1,4 +1,4 @@
-"""gpt-oss: windows on every other layer, a sink in each head's softmax, experts with biases and a clamped gate."""
+"""gpt-oss 20b and 120b (OpenAI 2025): alternating windows, attention sinks, experts with biases and clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import MoEConfig
-from evener.layers.settings import count, layer_windows, number
-from evener_models.llama import LlamaForCausalLM, alternating
+from evener.layers.config_json import layer_windows, read_float, read_int
+from evener_models.llama import LlamaForCausalLM, alternating_layer_types
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
-    """20b and 120b, with experts in MXFP4 or unquantized. ``hidden_act`` says nothing: experts have ``swiglu_limit``
-    and ``swiglu_alpha``."""
+    """Differs from Llama: ``sliding_window`` on the layers that ``layer_types`` names, by default those with an even
+    index; a learned logit per head that takes part in the softmax (``sinks``); biases everywhere; experts in every
+    layer, weighted by a softmax over the chosen ones, with clamped SwiGLU (``swiglu_alpha``, ``swiglu_limit``) in place
+    of ``hidden_act``. Experts may be stored in MXFP4.
+    """
 
     default_theta = None
 
@@ -21,17 +24,19 @@ class GptOssForCausalLM(LlamaForCausalLM):
         return {"qkv_bias": bias, "o_bias": bias, "sinks": True}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        return layer_windows({**config, "layer_types": config.get("layer_types") or alternating(config)}, "")
+        return layer_windows(
+            {**config, "layer_types": config.get("layer_types") or alternating_layer_types(config)}, ""
+        )
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MoEConfig:
         clamp = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config}
         return MoEConfig(
-            experts=count(config, "num_local_experts"),
-            top=count(config, "num_experts_per_tok"),
-            inner=count(config, "intermediate_size"),
+            experts=read_int(config, "num_local_experts"),
+            top=read_int(config, "num_experts_per_tok"),
+            inner=read_int(config, "intermediate_size"),
             activation="clamped_swiglu",
-            alpha=number(clamp, "swiglu_alpha"),
-            limit=number(clamp, "swiglu_limit"),
+            alpha=read_float(clamp, "swiglu_alpha"),
+            limit=read_float(clamp, "swiglu_limit"),
             scoring="softmax_top",
             renormalize=False,
             bias=True,

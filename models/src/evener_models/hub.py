@@ -1,4 +1,4 @@
-"""Models by their id on a hub: fetched once through ``huggingface_hub``, then opened as folders. Torch-free."""
+"""Models by their id on a hub: downloaded once through ``huggingface_hub``, then opened as folders. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evener.contracts.descriptor import Descriptor, Option
 from evener.errors import CheckpointError
 
 _ID = re.compile(r"(?P<id>[A-Za-z0-9_][\w.-]*/[\w.-]+)(?:/(?P<file>[^\\]+\.\w+))?")
-#: What a model folder needs beside weights; files in sub-folders are of other programs, but for chat templates.
+#: What a model folder needs beside weights. Of files in sub-folders, only chat templates are used.
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _OTHERS = tuple(f"*/{ending}" for ending in ("*.json", "*.txt", "*.model", "*.safetensors", "*.bin"))
 _SAFETENSORS, _BIN = "*.safetensors", "pytorch_model*.bin"
@@ -25,9 +25,9 @@ descriptor = Descriptor(
     contracts={"descriptor": 1, "checkpoint": 1},
     options={
         "revision": Option(type=str, default=None, help="Branch, tag or commit of a hub's model; none: its main one."),
-        "cache": Option(type=str, default=None, help="Where fetched models are kept; none: the hub library's cache."),
+        "cache": Option(type=str, default=None, help="Folder for downloaded models; none: the hub library's cache."),
         "offline": Option(
-            type=bool, default=False, help="Use only what was fetched before; HF_HUB_OFFLINE=1 does the same."
+            type=bool, default=False, help="Use only models downloaded before; HF_HUB_OFFLINE=1 does the same."
         ),
     },
     model_sources={"hub": "evener_models.hub:fetch"},
@@ -35,17 +35,22 @@ descriptor = Descriptor(
 
 
 def fetch(name: str, weights: bool, options: Mapping[str, Any]) -> Path | None:
-    """The folder of ``org/name``, or the file of ``org/name/file.gguf``; None for what cannot be an id.
+    """The folder of ``org/name``, or the file of ``org/name/file.gguf``; None if ``name`` cannot be an id.
+
+    Args:
+        name: the id.
+        weights: whether to download weights too.
+        options: the options of this package: ``revision``, ``cache``, ``offline``.
 
     Raises:
-        CheckpointError: the hub does not have it, or not for us; it cannot be reached; it is not here and
-            ``hub.offline`` is set.
+        CheckpointError: the hub does not have the model, refuses access or cannot be reached; or ``hub.offline`` is
+            set and the model was not downloaded before.
     """
     named = _ID.fullmatch(name)
     if named is None:
         return None
     model, file = named["id"], named["file"]
-    asked = f"{name} is no path here, so it is looked for on the hub"
+    asked = f"{name} is not a path on this machine, so it is looked for on the hub"
     try:
         import huggingface_hub as library
         from huggingface_hub import constants, errors
@@ -78,7 +83,7 @@ def fetch(name: str, weights: bool, options: Mapping[str, Any]) -> Path | None:
         return snapshot(*_TEXTS, _weights([item.rfilename for item in info.siblings or ()], model))
     except errors.GatedRepoError as error:
         raise CheckpointError(
-            f"{asked}, where {model} is given to those who accept its terms: accept them on its page, then set HF_TOKEN"
+            f"{asked}, where {model} is only for users who accept its terms: accept them on its page, then set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(
@@ -88,21 +93,21 @@ def fetch(name: str, weights: bool, options: Mapping[str, Any]) -> Path | None:
         if error.response.status_code not in (401, 403, 404):
             raise CheckpointError(f"{asked}, and that failed: {_short(error)}; try again later") from error
         raise CheckpointError(
-            f"{asked}, which has no {model}, or not for everybody: check the name, or set HF_TOKEN; for a folder of "
-            "this machine check the path"
+            f"{asked}, where {model} does not exist or is private: check the name, or set HF_TOKEN; for a folder on "
+            "this machine, check the path"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         if offline:
             raise CheckpointError(
-                f"{asked}, and it has not been fetched{at} yet, and being offline is asked for (hub.offline or "
-                "HF_HUB_OFFLINE); unset that once, or give a folder"
+                f"{asked}, but it has not been downloaded{at} yet, and hub.offline or HF_HUB_OFFLINE is set; unset "
+                "it once, or give a folder"
             ) from error
         raise CheckpointError(
             f"{asked}, which cannot be reached: {_short(error)}; set HF_ENDPOINT for another hub"
         ) from error
     except CheckpointError:
         raise
-    except Exception as error:  # the library lets through what its HTTP client raises
+    except Exception as error:  # the library does not wrap what its HTTP client raises
         raise CheckpointError(f"{asked}, and that failed with {type(error).__name__}: {_short(error)}") from error
 
 
@@ -115,13 +120,13 @@ def _weights(names: list[str], model: str) -> str:
     single = sorted(name for name in names if name.endswith(".gguf"))
     if single:
         shown = ", ".join(single[:10])
-        raise CheckpointError(f"{model} holds single files ({shown}); name one, as in {model}/{single[0]}")
-    raise CheckpointError(f"{model} holds no weights in safetensors or pytorch_model.bin; is it a language model?")
+        raise CheckpointError(f"{model} has one model per file ({shown}); name one, as in {model}/{single[0]}")
+    raise CheckpointError(f"{model} has no weights in safetensors or pytorch_model.bin; is it a language model?")
 
 
 def _with_file(folder: Path, file: str, asked: str) -> Path:
     if not (folder / file).is_file():
-        raise CheckpointError(f"{asked}, and the model there has no file {file!r}")
+        raise CheckpointError(f"{asked}, but the model there has no file {file!r}")
     return folder / file
 
 

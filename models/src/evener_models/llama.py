@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x, and everything saved under its name (SmolLM2, Yi, …)."""
+"""Llama 1 to 3.x (Touvron et al. 2023), and all models saved under its name (SmolLM2, Yi, …)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
 from evener.layers import AttentionConfig, Builder, CausalLM, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.settings import activation, count, head_dim, layer_count
+from evener.layers.config_json import activation, head_dim, layer_count, read_int
+from evener_formats.tokenizers.sentencepiece_tokenizer import published_files
 from evener_models.rope import rotary
-from evener_models.sentencepiece_tokenizer import published_files
 
 
 class LlamaForCausalLM(CausalLM):
-    """``attention_bias``, ``mlp_bias``, ``head_dim``, tied or untied heads, every rope type that ``RotaryConfig`` and
-    ``rope`` have.
+    """RMS norm, grouped-query attention with rotary embedding, RMS norm, gated MLP. Beside the sizes, it reads
+    ``attention_bias``, ``mlp_bias``, ``head_dim``, ``tie_word_embeddings``, and rope settings of every type that
+    ``RotaryConfig`` and ``evener_models.rope`` implement. Many families are subclasses that change a few of its
+    methods.
 
     Attributes:
-        default_theta: what configs from before ``rope_theta`` existed (Llama 1, early Llama 2) mean; transformers reads
-            them so, too. None: they must say it.
-        default_turned: which part of a head is rotated where ``partial_rotary_factor`` does not say.
-        interleaved: pairs (2i, 2i+1) are rotated instead of halves.
-        tokenizer_class: which reads ``tokenizer.model`` of folders that name none.
+        default_theta: theta if the config has no ``rope_theta``, as in configs of Llama 1 and early Llama 2
+            (transformers has the same default); None: the config must have it.
+        default_partial_rotary_factor: which part of a head is rotated if there is no ``partial_rotary_factor``.
+        interleaved: whether pairs (2i, 2i+1) are rotated, instead of pairs (i, i + dim / 2).
+        tokenizer_class: the tokenizer for ``tokenizer.model`` if the model folder names none.
     """
 
     oracle = "transformers"
     default_theta: float | None = 10000.0
-    default_turned = 1.0
+    default_partial_rotary_factor = 1.0
     interleaved = False
     tokenizer_class = "LlamaTokenizer"
 
@@ -36,40 +38,40 @@ class LlamaForCausalLM(CausalLM):
         super().__init__(config, build)
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        heads, dim = count(config, "num_attention_heads"), head_dim(config)
+        heads, dim = read_int(config, "num_attention_heads"), head_dim(config)
         return [
             AttentionConfig(
                 heads=heads,
                 kv_heads=config.get("num_key_value_heads") or heads,
                 head_dim=dim,
-                rotary=self.angles(config, dim, window),
+                rotary=self.rotary_config(config, dim, window),
                 window=window,
                 **self.attention_flags(config),
             )
             for window in self.windows(config)
         ]
 
-    def angles(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
-        """How heads of ``dim`` are rotated in a layer with this window."""
-        shared = {"partial_rotary_factor": self.default_turned, **config}
+    def rotary_config(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
+        """The rotary embedding of heads of width ``dim`` in a layer with this ``window``."""
+        shared = {"partial_rotary_factor": self.default_partial_rotary_factor, **config}
         return replace(rotary(shared, dim, self.limit, self.default_theta), interleaved=self.interleaved)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Which biases and head norms there are, and what else an ``AttentionConfig`` can say."""
+        """Further fields of ``AttentionConfig``: biases, head norms, names."""
         bias = bool(config.get("attention_bias", False))
         return {"qkv_bias": bias, "o_bias": bias}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        """The sliding window of each layer."""
+        """The sliding window of each layer in tokens; None: full attention."""
         return [None] * layer_count(config)
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MLPConfig(
-            inner=count(config, "intermediate_size"), activation=activation(config), **self.mlp_flags(config)
+            inner=read_int(config, "intermediate_size"), activation=activation(config), **self.mlp_flags(config)
         )
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What an ``MLPConfig`` can say beside width and activation."""
+        """Further fields of ``MLPConfig``, beside width and activation."""
         return {"bias": bool(config.get("mlp_bias", False))}
 
     @classmethod
@@ -89,12 +91,12 @@ class LlamaForCausalLM(CausalLM):
         }  # fmt: skip
 
 
-def same_window(config: Mapping[str, Any]) -> list[int | None]:
-    """``sliding_window`` in each layer; it may be null."""
-    window = None if config.get("sliding_window") is None else count(config, "sliding_window")
+def uniform_windows(config: Mapping[str, Any]) -> list[int | None]:
+    """``sliding_window`` for every layer; it may be null."""
+    window = None if config.get("sliding_window") is None else read_int(config, "sliding_window")
     return [window] * layer_count(config)
 
 
-def alternating(config: Mapping[str, Any]) -> list[str]:
-    """What ``layer_types`` would say of a model with windows on layers 0, 2, 4 and so on."""
+def alternating_layer_types(config: Mapping[str, Any]) -> list[str]:
+    """The ``layer_types`` of a model with sliding windows on layers 0, 2, 4 and so on."""
     return [("sliding_attention", "full_attention")[i % 2] for i in range(layer_count(config))]

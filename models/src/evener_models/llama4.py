@@ -1,5 +1,4 @@
-"""Llama 4 text: three layers of four attend within chunks, the fourth to everything and without positions; experts
-whose inputs are weighed."""
+"""Llama 4 text (Meta 2025): three layers of four use chunked attention with RoPE, the fourth full attention without."""
 
 from __future__ import annotations
 
@@ -7,77 +6,83 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import AttentionConfig, Builder, MLPConfig, MoEConfig, RotaryConfig, TemperatureConfig
-from evener.layers.settings import activation, count, head_dim, layer_count, need, number, refuse
+from evener.layers.config_json import activation, head_dim, layer_count, read_float, read_int, require, unsupported
 from evener_models.llama import LlamaForCausalLM
 
 
 class Llama4ForCausalLM(LlamaForCausalLM):
-    """Scout (16 experts in each layer) and Maverick (128 in every other). Heads of turned layers are scaled to unit
-    mean square; those of the others have a temperature that grows with the position."""
+    """Scout (16 experts in every layer) and Maverick (128 in every second layer).
+
+    Differs from Llama 3: attention stays within chunks of ``attention_chunk_size`` tokens in layers with RoPE; every
+    ``no_rope_layer_interval``-th layer reads the whole context, without RoPE. With RoPE, heads of queries and keys have
+    an RMS norm without weights (``use_qk_norm``); without it, queries are multiplied by a factor that grows with the
+    position (``attn_temperature_tuning``). Experts have one shared expert beside them, and the sigmoid of the router's
+    logit scales an expert's input, not its result.
+    """
 
     default_theta = 500000.0
     interleaved = True
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        dim, heads, bias = head_dim(config), count(config, "num_attention_heads"), bool(config.get("attention_bias"))
-        rotary = self.angles(config, dim, None)
+        dim, heads, bias = head_dim(config), read_int(config, "num_attention_heads"), bool(config.get("attention_bias"))
+        rotary = self.rotary_config(config, dim, None)
         tuned = {"floor_scale": 8192, "attn_scale": 0.1, **config}
         temperature = None
         if config.get("attn_temperature_tuning", True):
-            temperature = TemperatureConfig(count(tuned, "floor_scale"), number(tuned, "attn_scale"))
+            temperature = TemperatureConfig(read_int(tuned, "floor_scale"), read_float(tuned, "attn_scale"))
         return [
             AttentionConfig(
                 heads=heads,
                 kv_heads=config.get("num_key_value_heads") or heads,
                 head_dim=dim,
-                rotary=rotary if turned else RotaryConfig(0),
+                rotary=rotary if uses_rope else RotaryConfig(0),
                 chunk=chunk,
                 qkv_bias=bias,
                 o_bias=bias,
-                qk_norm=turned and bool(config.get("use_qk_norm", True)),
+                qk_norm=uses_rope and bool(config.get("use_qk_norm", True)),
                 qk_norms=None,
-                temperature=None if turned else temperature,
+                temperature=None if uses_rope else temperature,
             )
-            for turned, chunk in zip(self._turned(config), self._chunks(config), strict=True)
+            for uses_rope, chunk in zip(self._uses_rope(config), self._chunks(config), strict=True)
         ]
 
-    def _turned(self, config: Mapping[str, Any]) -> list[bool]:
-        """For each layer whether it has rotary positions; ``no_rope_layers`` is 1 where it has, against its name."""
+    def _uses_rope(self, config: Mapping[str, Any]) -> list[bool]:
+        """For each layer whether it has RoPE. Despite its name, ``no_rope_layers`` is 1 for layers with RoPE."""
         layers = layer_count(config)
-        every = count({"no_rope_layer_interval": 4, **config}, "no_rope_layer_interval")
+        every = read_int({"no_rope_layer_interval": 4, **config}, "no_rope_layer_interval")
         named = config.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
         if len(named) != layers:
-            raise refuse(config, "no_rope_layers", f"it must have num_hidden_layers = {layers} entries")
-        return [bool(turned) for turned in named]
+            raise unsupported(config, "no_rope_layers", f"it must have num_hidden_layers = {layers} entries")
+        return [bool(uses_rope) for uses_rope in named]
 
     def _chunks(self, config: Mapping[str, Any]) -> list[int | None]:
-        """For each layer how long its chunks are, None for attention to everything."""
-        turned = self._turned(config)
-        types = config.get("layer_types") or ["chunked_attention" if t else "full_attention" for t in turned]
-        if len(types) != len(turned) or not {"chunked_attention", "full_attention"}.issuperset(types):
-            allowed = f"it must have num_hidden_layers = {len(turned)} entries, chunked_attention or full_attention"
-            raise refuse(config, "layer_types", allowed)
+        """The chunk size of each layer in tokens; None: full attention."""
+        uses_rope = self._uses_rope(config)
+        types = config.get("layer_types") or ["chunked_attention" if t else "full_attention" for t in uses_rope]
+        if len(types) != len(uses_rope) or not {"chunked_attention", "full_attention"}.issuperset(types):
+            allowed = f"it must have num_hidden_layers = {len(uses_rope)} entries, chunked_attention or full_attention"
+            raise unsupported(config, "layer_types", allowed)
         size = {"attention_chunk_size": 8192, **config}
-        return [count(size, "attention_chunk_size") if name == "chunked_attention" else None for name in types]
+        return [read_int(size, "attention_chunk_size") if name == "chunked_attention" else None for name in types]
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        every = count({"interleave_moe_layer_step": 1, **config}, "interleave_moe_layer_step")
+        every = read_int({"interleave_moe_layer_step": 1, **config}, "interleave_moe_layer_step")
         chosen = config.get("moe_layers")
         if layer not in chosen if chosen is not None else (layer + 1) % every:
-            inner = count(config, "intermediate_size_mlp")
-            return MLPConfig(inner=inner, activation=activation(config), at="feed_forward")
-        inner = count(config, "intermediate_size")
+            inner = read_int(config, "intermediate_size_mlp")
+            return MLPConfig(inner=inner, activation=activation(config), prefix="feed_forward")
+        inner = read_int(config, "intermediate_size")
         return MoEConfig(
-            experts=count(config, "num_local_experts"),
-            top=count(config, "num_experts_per_tok"),
+            experts=read_int(config, "num_local_experts"),
+            top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),
             scoring="sigmoid",
             renormalize=False,
-            weigh_input=True,
+            router_weight_on_input=True,
             shared_inner=inner,
             router="feed_forward.router",
-            at="feed_forward.experts",
+            prefix="feed_forward.experts",
             shared="feed_forward.shared_expert",
             transposed=True,
         )
@@ -98,14 +103,14 @@ class Llama4ForCausalLM(LlamaForCausalLM):
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """The text model inside one that also sees; what sees is left unread."""
+    """The text model of a multimodal checkpoint; its vision model is not read."""
 
     names = tuple(f"language_model.{name}" for name in Llama4ForCausalLM.names)  # type: ignore[assignment]
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         build.ignore(r"(vision_model|multi_modal_projector)\..*")
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings", self.tied)}
-        super().__init__({**tied, **need(config, "text_config")}, build)
+        super().__init__({**tied, **require(config, "text_config")}, build)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

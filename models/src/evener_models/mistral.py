@@ -1,32 +1,28 @@
-"""Mistral: Llama with an optional sliding window on every layer."""
+"""Mistral (Jiang et al. 2023): Llama with an optional sliding window on every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.settings import refuse
-from evener_models.llama import LlamaForCausalLM, same_window
+from evener.layers.config_json import unsupported
+from evener_models.llama import LlamaForCausalLM, uniform_windows
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """``sliding_window`` may be null."""
+    """Differs from Llama: ``sliding_window`` on every layer, or null; projections have no biases."""
 
     default_theta = None
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get("attention_bias"):
-            raise refuse(config, "attention_bias", "Mistral's projections have none")
+            raise unsupported(config, "attention_bias", "Mistral's projections have none")
         return {}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
         if config.get("layer_types"):
-            raise refuse(
-                config,
-                "layer_types",
-                "every layer of a Mistral has sliding_window; models that alternate are other classes",
-            )
-        return same_window(config)
+            raise unsupported(config, "layer_types", "in Mistral, sliding_window holds for every layer")
+        return uniform_windows(config)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

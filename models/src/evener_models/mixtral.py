@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in place of the MLP."""
+"""Mixtral (Jiang et al. 2024): Mistral with experts in place of the MLP."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import MLPConfig, MoEConfig
-from evener.layers.settings import activation, count
+from evener.layers.config_json import activation, read_int
 from evener_models.mistral import MistralForCausalLM
 
 
 class MixtralForCausalLM(MistralForCausalLM):
-    """``num_local_experts``, ``num_experts_per_tok``; the weights of the chosen experts sum to 1."""
+    """Differs from Mistral: ``num_local_experts`` experts, of which a token uses ``num_experts_per_tok``, weighted by a
+    softmax over their logits, so that the weights sum to 1."""
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MoEConfig(
-            experts=count(config, "num_local_experts"),
-            top=count(config, "num_experts_per_tok"),
-            inner=count(config, "intermediate_size"),
+            experts=read_int(config, "num_local_experts"),
+            top=read_int(config, "num_experts_per_tok"),
+            inner=read_int(config, "intermediate_size"),
             activation=activation(config),
             router="block_sparse_moe.gate",
-            at="block_sparse_moe.experts",
+            prefix="block_sparse_moe.experts",
             projections=("w1", "w3", "w2"),
         )
 

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, layer norms without biases, one fused projection, a plain MLP."""
+"""MPT (MosaicML 2023): ALiBi, layer norms without biases, fused QKV, an MLP without a gate."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder, RotaryConfig, alibi_slopes
-from evener.layers.settings import count, refuse
+from evener.layers.config_json import read_int, unsupported
 from evener_models.llama import LlamaForCausalLM
 
-#: What the family's code can do otherwise, and transformers' does not.
+#: Keys for which transformers implements one value only, and so does this class.
 _ONLY = {"no_bias": True, "logit_scale": None}
 _ONLY_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "qk_ln": False, "prefix_lm": False,
                    "attn_type": "multihead_attention"}  # fmt: skip
 
 
 class MptForCausalLM(LlamaForCausalLM):
-    """``d_model``, ``n_heads``, ``n_layers``, ``max_seq_len``, ``expansion_ratio``, ``attn_config`` (its
-    ``softmax_scale``); the head is tied if the config does not say."""
+    """Differs from Llama: the names of keys (``d_model``, ``n_heads``, ``n_layers``, ``max_seq_len``,
+    ``expansion_ratio``, ``attn_config``) and tensors; ALiBi in place of rotary embedding; layer norms without bias; a
+    GELU MLP without a gate; the head is tied unless the config says otherwise.
+    """
 
     names = ("transformer.wte", "transformer.blocks", "transformer.norm_f", "lm_head")
     tied = True
@@ -29,25 +31,26 @@ class MptForCausalLM(LlamaForCausalLM):
         for settings, fixed in ((config, _ONLY), (inner, _ONLY_ATTENTION)):
             for key, only in fixed.items():
                 if settings.get(key, only) != only:
-                    raise refuse(settings, key, f"it must be {only!r}")
+                    raise unsupported(settings, key, f"it must be {only!r}")
         shared = {
-            "hidden_size": count(config, "d_model"), "num_attention_heads": count(config, "n_heads"),
-            "num_hidden_layers": count(config, "n_layers"), "max_position_embeddings": count(config, "max_seq_len"),
-            "intermediate_size": config["d_model"] * count({"expansion_ratio": 4, **config}, "expansion_ratio"),
+            "hidden_size": read_int(config, "d_model"), "num_attention_heads": read_int(config, "n_heads"),
+            "num_hidden_layers": read_int(config, "n_layers"),
+            "max_position_embeddings": read_int(config, "max_seq_len"),
+            "intermediate_size": config["d_model"] * read_int({"expansion_ratio": 4, **config}, "expansion_ratio"),
             "hidden_act": "gelu",
         }  # fmt: skip
         super().__init__({"layer_norm_epsilon": 1e-5, **config, **shared, "attn_config": inner}, build)
 
-    def angles(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
+    def rotary_config(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
         return RotaryConfig(0)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         slopes, scale = alibi_slopes(config["num_attention_heads"]), config["attn_config"].get("softmax_scale")
-        named = {"at": "attn", "qkv": ("Wqkv",), "o": "out_proj", "norm": "norm_1"}
+        named = {"prefix": "attn", "qkv": ("Wqkv",), "o": "out_proj", "norm": "norm_1"}
         return {"slopes": slopes, "scale": scale, **named}
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"gated": False, "at": "ffn", "rise": ("up_proj",), "fall": "down_proj", "norm": "norm_2"}
+        return {"gated": False, "prefix": "ffn", "gate_up": ("up_proj",), "down": "down_proj", "norm": "norm_2"}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -1,22 +1,23 @@
-"""OLMo 2: Llama whose norms come after attention and MLP, and of all queries and of all keys together."""
+"""OLMo 2 (OLMo Team 2024): Llama with norms after attention and MLP, none before, and norms of queries and keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.settings import refuse
+from evener.layers.config_json import unsupported
 from evener_models.llama import LlamaForCausalLM
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    """No norm stands before a block."""
+    """Differs from Llama: RMS norms come after attention and after the MLP, none before; one RMS norm over all query
+    heads and one over all key heads. ``clip_qkv`` is not implemented."""
 
     default_theta = None
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get("clip_qkv") is not None:
-            raise refuse(config, "clip_qkv", "the published models have none")
+            raise unsupported(config, "clip_qkv", "the published models have none")
         after = {"norm": None, "post_norm": "post_attention_layernorm"}
         return {**super().attention_flags(config), **after, "qk_norm": True, "qk_norm_over": "all"}
 

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: layer norms, half-rotated heads, a plain MLP beside the attention, biases everywhere."""
+"""Phi 1, 1.5 and 2 (Li et al. 2023): layer norms, half-rotated heads, parallel attention and MLP, biases everywhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from evener_models.llama import LlamaForCausalLM
 
 
 class PhiForCausalLM(LlamaForCausalLM):
-    """``partial_rotary_factor`` (0.5 if absent), ``qk_layernorm``."""
+    """Differs from Llama: layer norms with bias; one norm for attention and MLP, which run in parallel; an MLP without
+    a gate; biases everywhere, in the head too; ``partial_rotary_factor`` (default 0.5); ``qk_layernorm``."""
 
     names = ("model.embed_tokens", "model.layers", "model.final_layernorm", "lm_head")
     norm = "biased_layer"
     eps_key = "layer_norm_eps"
     head_bias = True
-    default_turned = 0.5
+    default_partial_rotary_factor = 0.5
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         normed = {"qk_norm": bool(config.get("qk_layernorm")), "qk_norms": ("q_layernorm", "k_layernorm")}
@@ -23,7 +24,7 @@ class PhiForCausalLM(LlamaForCausalLM):
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         beside = {"parallel": True, "norm": "input_layernorm"}
-        return {"gated": False, "bias": True, "rise": ("fc1",), "fall": "fc2", **beside}
+        return {"gated": False, "bias": True, "gate_up": ("fc1",), "down": "fc2", **beside}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Phi 3, 3.5 and 4 (text): Llama with fused projections, an optional window, and LongRoPE for long contexts."""
+"""Phi 3, 3.5 and 4, text (Abdin et al. 2024): Llama with fused projections, an optional window and LongRoPE."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder
-from evener_models.llama import LlamaForCausalLM, same_window
+from evener_models.llama import LlamaForCausalLM, uniform_windows
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """``sliding_window`` on every layer, ``partial_rotary_factor``; early configs call LongRoPE ``su`` or ``yarn``."""
+    """Differs from Llama: one tensor for queries, keys and values, one for gate and up; ``sliding_window`` on every
+    layer; ``partial_rotary_factor``; LongRoPE, which early configs call ``su`` or ``yarn``."""
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         scaling = config.get("rope_scaling") or {}
@@ -22,10 +23,10 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         return {"qkv": ("qkv_proj",)}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        return same_window(config)
+        return uniform_windows(config)
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"rise": ("gate_up_proj",)}
+        return {"gate_up": ("gate_up_proj",)}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

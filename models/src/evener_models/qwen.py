@@ -1,11 +1,12 @@
-"""Qwen 1: Llama with names of its own, a bias on the fused query, key and value, and ways to go beyond ``seq_length``;
-with ``visual`` in its config Qwen-VL, whose eyes are in ``qwen_vision``.
+"""Qwen 1 (Bai et al. 2023): Llama with a bias on fused QKV, dynamic NTK and log-n scaling; Qwen-VL with ``visual``.
 
-Qwen's own code looks at each sequence as it stands: beyond ``seq_length`` tokens the base of its angles grows in steps
-(``use_dynamic_ntk``), while cached keys keep the angles that they had. Here the base follows from the engine's limit,
-``infer.max_seq_len``, so that a key is the same in any company and a cached prefix stays right (as in ``rope``): every
-sequence has the angles that Qwen's code gives to one as long as the limit, which is ``seq_length`` unless it is set.
-``use_logn_attn`` is a factor on each query by its position alone, and needs no such choice.
+Qwen's published code chooses the rotary base by the length of each sequence: beyond ``seq_length`` tokens it grows in
+steps (``use_dynamic_ntk``), while cached keys keep their old angles. Here the base follows from the engine's limit,
+``infer.max_seq_len`` (default: ``seq_length``), for all sequences, short ones too. So a key never depends on other
+tokens, and a cached prefix stays valid (as in ``evener_models.rope``). The angles are those that Qwen's code gives to a
+sequence as long as the limit. ``use_logn_attn`` depends on a query's position alone and needs no such choice.
+
+The vision encoder of Qwen-VL is in ``qwen_vision``.
 """
 
 from __future__ import annotations
@@ -16,30 +17,32 @@ from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
 from evener.layers import Builder, LogNConfig
-from evener.layers.settings import count, number
+from evener.layers.config_json import read_float, read_int
+from evener_formats.tokenizers.qwen_tokenizer import FILE, QwenFiles
 from evener_models.llama import LlamaForCausalLM
-from evener_models.qwen_tokenizer import FILE, QwenFiles
 from evener_models.qwen_vision import QwenImages, QwenVision
 
 
 class QWenLMHeadModel(LlamaForCausalLM):
-    """``kv_channels``, ``rotary_pct``, ``rotary_emb_base``, ``no_bias``, ``seq_length``, ``use_dynamic_ntk``,
-    ``use_logn_attn``."""
+    """Differs from Llama: the names of keys (``kv_channels``, ``rotary_pct``, ``rotary_emb_base``, ``no_bias``,
+    ``seq_length``) and tensors; a bias on the fused projection of queries, keys and values; ``use_dynamic_ntk``;
+    ``use_logn_attn``; ``intermediate_size`` counts gate and up together.
+    """
 
     oracle = "own"
     names = ("transformer.wte", "transformer.h", "transformer.ln_f", "lm_head")
     eps_key = "layer_norm_epsilon"
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        trained, base = count(config, "seq_length", least=2), number(config, "rotary_emb_base")
-        dim, part = count(config, "kv_channels"), number(config, "rotary_pct")
+        trained, base = read_int(config, "seq_length", least=2), read_float(config, "rotary_emb_base")
+        dim, part = read_int(config, "kv_channels"), read_float(config, "rotary_pct")
         if config.get("use_dynamic_ntk"):
             turned = int(dim * part)
             base *= ntk_alpha(build.max_positions, trained) ** (turned / (turned - 2))
         shared = {
             "head_dim": dim, "rope_theta": base, "partial_rotary_factor": part, "hidden_act": "silu",
-            # It counts both halves of the gated product.
-            "intermediate_size": count(config, "intermediate_size") // 2,
+            # The config counts gate and up together.
+            "intermediate_size": read_int(config, "intermediate_size") // 2,
         }  # fmt: skip
         super().__init__({"max_position_embeddings": trained, **config, **shared}, build)
         if config.get("visual") and build.first_stage:
@@ -57,13 +60,13 @@ class QWenLMHeadModel(LlamaForCausalLM):
         bias = not config.get("no_bias", True)
         temperature = LogNConfig(config["seq_length"]) if config.get("use_logn_attn") else None
         return {
-            "at": "attn", "qkv": ("c_attn",), "o": "c_proj", "qkv_bias": True, "o_bias": bias, "norm": "ln_1",
+            "prefix": "attn", "qkv": ("c_attn",), "o": "c_proj", "qkv_bias": True, "o_bias": bias, "norm": "ln_1",
             "temperature": temperature if self.limit > config["seq_length"] else None,
         }  # fmt: skip
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         bias = not config.get("no_bias", True)
-        return {"bias": bias, "rise": ("w2", "w1"), "fall": "c_proj", "norm": "ln_2"}
+        return {"bias": bias, "gate_up": ("w2", "w1"), "down": "c_proj", "norm": "ln_2"}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
@@ -77,6 +80,6 @@ class QWenLMHeadModel(LlamaForCausalLM):
 
 
 def ntk_alpha(length: int, trained: int) -> int:
-    """The factor that NTK scaling raises the base by, for a context of ``length`` tokens: 1 up to ``trained``, 3 up to
-    twice as many, 7 up to four times, and so on."""
+    """NTK scaling's alpha for a context of ``length`` tokens: 1 up to ``trained`` tokens, 3 up to twice as many, 7 up
+    to four times as many, and so on."""
     return (2 << max(0, math.ceil(math.log2(length / trained)))) - 1

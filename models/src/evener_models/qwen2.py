@@ -1,16 +1,17 @@
-"""Qwen 2 and 2.5: Llama with biases on query, key and value, and an optional window on the later layers."""
+"""Qwen 2 and 2.5 (Yang et al. 2024): Llama with biases on QKV, and an optional sliding window on the later layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.settings import count, layer_count, layer_windows
+from evener.layers.config_json import layer_count, layer_windows, read_int
 from evener_models.llama import LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """``use_sliding_window`` with ``layer_types``, or with ``max_window_layers`` full layers below the sliding ones."""
+    """Differs from Llama: biases on queries, keys and values; with ``use_sliding_window``, a window on the layers that
+    ``layer_types`` names, by default on all from layer ``max_window_layers`` on."""
 
     default_theta = None
 
@@ -23,8 +24,8 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
             return layer_windows({**config, "sliding_window": None}, "full_attention")
         if config.get("layer_types"):
             return layer_windows(config, "")
-        full = min(count(config, "max_window_layers", least=0), layers)
-        return [None] * full + [count(config, "sliding_window")] * (layers - full)
+        full = min(read_int(config, "max_window_layers", least=0), layers)
+        return [None] * full + [read_int(config, "sliding_window")] * (layers - full)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Qwen 3: Qwen 2 with normalised query and key heads, and biases only where the config asks for them."""
+"""Qwen 3 (Yang et al. 2025): Qwen 2 with norms of query and key heads, and without biases by default."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import AttentionConfig
-from evener.layers.settings import need
+from evener.layers.config_json import require
 from evener_models.qwen2 import Qwen2ForCausalLM
 
 
 class Qwen3ForCausalLM(Qwen2ForCausalLM):
-    """``head_dim`` is its own, not hidden size over heads."""
+    """Differs from Qwen 2: an RMS norm of each query and key head; ``attention_bias`` (default false); ``head_dim`` is
+    required."""
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        need(config, "head_dim")
+        require(config, "head_dim")
         return super().attention(config)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:

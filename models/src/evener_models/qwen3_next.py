@@ -1,4 +1,4 @@
-"""Qwen3-Next text: three layers of four are gated delta nets, the fourth is gated attention."""
+"""Qwen3-Next text (Qwen Team 2025): three layers of four are gated delta nets, the fourth is gated attention."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.layers import Builder, CausalLM, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.hybrid import DeltaConfig, GatedAttentionConfig
-from evener.layers.settings import activation, count, layer_count, refuse
+from evener.layers.config_json import activation, layer_count, read_int, unsupported
+from evener.layers.gated_delta import DeltaConfig, GatedAttentionConfig
 from evener_models.qwen_moe import experts
 
 _KINDS = ("linear_attention", "full_attention")
 
 
 class Qwen3NextForCausalLM(CausalLM):
-    """``layer_types``, or every ``full_attention_interval``-th layer attends. Heads for multi-token prediction are
-    passed over."""
+    """Differs from Qwen 3 with experts: a gated delta net (Yang et al. 2024) in place of attention, except in the
+    layers that ``layer_types`` names, by default every ``full_attention_interval``-th; there, the result of attention
+    is multiplied by the sigmoid of a gate. A quarter of each head is rotated; RMS norms multiply by 1 + weight; there
+    is a shared expert with a gate. The layers for multi-token prediction are not read.
+    """
 
     oracle = "transformers"
 
@@ -26,38 +29,38 @@ class Qwen3NextForCausalLM(CausalLM):
         build.ignore(r"mtp\..*")
 
     def attention(self, config: Mapping[str, Any]) -> Sequence[DeltaConfig | GatedAttentionConfig]:
-        dim = count(config, "head_dim")
+        dim = read_int(config, "head_dim")
         attention = GatedAttentionConfig(
-            heads=count(config, "num_attention_heads"),
-            kv_heads=count(config, "num_key_value_heads"),
+            heads=read_int(config, "num_attention_heads"),
+            kv_heads=read_int(config, "num_key_value_heads"),
             head_dim=dim,
             rotary=RotaryConfig.from_config({"partial_rotary_factor": 0.25, **config}, dim),
             bias=bool(config.get("attention_bias", False)),
         )
         delta = DeltaConfig(
-            heads=count(config, "linear_num_value_heads"),
-            key_heads=count(config, "linear_num_key_heads"),
-            key_dim=count(config, "linear_key_head_dim"),
-            value_dim=count(config, "linear_value_head_dim"),
-            width=count(config, "linear_conv_kernel_dim", least=2),
+            heads=read_int(config, "linear_num_value_heads"),
+            key_heads=read_int(config, "linear_num_key_heads"),
+            key_dim=read_int(config, "linear_key_head_dim"),
+            value_dim=read_int(config, "linear_value_head_dim"),
+            width=read_int(config, "linear_conv_kernel_dim", least=2),
         )
         if delta.heads % delta.key_heads:
-            raise refuse(config, "linear_num_value_heads", "it must be a multiple of linear_num_key_heads")
+            raise unsupported(config, "linear_num_value_heads", "it must be a multiple of linear_num_key_heads")
         return [delta if kind == "linear_attention" else attention for kind in self._kinds(config)]
 
     def _kinds(self, config: Mapping[str, Any]) -> Sequence[str]:
         layers = layer_count(config)
-        every = count({"full_attention_interval": 4, **config}, "full_attention_interval")
+        every = read_int({"full_attention_interval": 4, **config}, "full_attention_interval")
         kinds = config.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
         if len(kinds) != layers or not set(kinds) <= set(_KINDS):
-            raise refuse(config, "layer_types", f"it must name one of {', '.join(_KINDS)} for each layer")
+            raise unsupported(config, "layer_types", f"it must name one of {', '.join(_KINDS)} for each layer")
         return kinds
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        plain = MLPConfig(inner=count(config, "intermediate_size"), activation=activation(config))
+        plain = MLPConfig(inner=read_int(config, "intermediate_size"), activation=activation(config))
         if not config.get("num_experts"):
             return plain
-        shared = count(config, "shared_expert_intermediate_size")
+        shared = read_int(config, "shared_expert_intermediate_size")
         extra = {"shared_inner": shared, "shared": "mlp.shared_expert", "shared_gate": "mlp.shared_expert_gate"}
         return experts({"norm_topk_prob": True, **config}, layer, **extra) or plain
 

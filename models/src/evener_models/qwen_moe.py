@@ -1,4 +1,4 @@
-"""Qwen 2 and Qwen 3 with experts in some layers; Qwen 2's have a gated shared expert beside them."""
+"""Qwen 2 and Qwen 3 with experts (Yang et al. 2024 and 2025). Qwen 2 also has a shared expert with a gate."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import MLPConfig, MoEConfig
-from evener.layers.settings import activation, count, either
+from evener.layers.config_json import activation, first_present, read_int
 from evener_models.qwen2 import Qwen2ForCausalLM
 from evener_models.qwen3 import Qwen3ForCausalLM
 
 
 def experts(config: Mapping[str, Any], layer: int, **extra: Any) -> MoEConfig | None:
-    """The experts of a layer; None where ``mlp_only_layers`` or ``decoder_sparse_step`` asks for a plain MLP."""
-    every = count({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
+    """The experts of a layer; None if ``mlp_only_layers`` or ``decoder_sparse_step`` makes it an MLP."""
+    every = read_int({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
     if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % every:
         return None
     return MoEConfig(
-        experts=count(config, either(config, "num_experts", "num_local_experts")),
-        top=count(config, "num_experts_per_tok"),
-        inner=count(config, "moe_intermediate_size"),
+        experts=read_int(config, first_present(config, "num_experts", "num_local_experts")),
+        top=read_int(config, "num_experts_per_tok"),
+        inner=read_int(config, "moe_intermediate_size"),
         activation=activation(config),
         renormalize=bool(config.get("norm_topk_prob", False)),
         **extra,
@@ -27,13 +27,13 @@ def experts(config: Mapping[str, Any], layer: int, **extra: Any) -> MoEConfig | 
 
 
 class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
-    """Qwen 1.5 MoE, Qwen 2 57B-A14B."""
+    """Qwen 1.5 MoE and Qwen 2 57B-A14B. Differs from Qwen 2: experts, a shared expert with a gate, ``qkv_bias``."""
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {"qkv_bias": bool(config.get("qkv_bias", True))}
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        shared = count(config, "shared_expert_intermediate_size")
+        shared = read_int(config, "shared_expert_intermediate_size")
         extra = {"shared_inner": shared, "shared": "mlp.shared_expert", "shared_gate": "mlp.shared_expert_gate"}
         return experts(config, layer, **extra) or super().mlp(config, layer)
 
@@ -48,7 +48,7 @@ class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    """Qwen 3 30B-A3B, 235B-A22B."""
+    """Qwen 3 30B-A3B and 235B-A22B. Differs from Qwen 3: experts, without a shared one."""
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return experts(config, layer) or super().mlp(config, layer)

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on query, key and value, and a switch for the output's."""
+"""Seed-OSS (ByteDance 2025): Llama with biases on queries, keys and values, and an optional one on the output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evener_models.llama import LlamaForCausalLM
 
 
 class SeedOssForCausalLM(LlamaForCausalLM):
-    """``attention_bias``, ``attention_out_bias``, ``mlp_bias``."""
+    """Differs from Llama: ``attention_bias`` (default true) is for QKV only; ``attention_out_bias`` (default false)."""
 
     default_theta = None
 

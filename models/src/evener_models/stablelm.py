@@ -1,4 +1,4 @@
-"""StableLM 3B and 2: Llama with layer norms and quarter-rotated heads; some with the MLP beside the attention."""
+"""StableLM 3B and 2 (Bellagente et al. 2024): Llama with layer norms and a quarter of each head rotated."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from evener_models.llama import LlamaForCausalLM
 
 
 class StableLmForCausalLM(LlamaForCausalLM):
-    """``use_qkv_bias``, ``qk_layernorm`` (each head has a norm of its own), ``use_parallel_residual``."""
+    """Differs from Llama: layer norms with bias; ``partial_rotary_factor`` (default 0.25); ``use_qkv_bias``;
+    ``qk_layernorm`` (layer norms of query and key heads, each head with its own weights); ``use_parallel_residual``
+    (attention and MLP run in parallel after one norm)."""
 
     norm = "biased_layer"
     eps_key = "layer_norm_eps"
-    default_turned = 0.25
+    default_partial_rotary_factor = 0.25
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         norms = ("q_layernorm.norms.{}", "k_layernorm.norms.{}")

@@ -1,15 +1,16 @@
-"""StarCoder2: layer norms, biases everywhere, a plain MLP, and an optional window."""
+"""StarCoder2 (Lozhkov et al. 2024): layer norms, biases everywhere, an MLP without a gate, an optional window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from evener_models.llama import LlamaForCausalLM, same_window
+from evener_models.llama import LlamaForCausalLM, uniform_windows
 
 
 class Starcoder2ForCausalLM(LlamaForCausalLM):
-    """``use_bias`` (true if absent), ``sliding_window`` on every layer; the head is tied if the config does not say."""
+    """Differs from Llama: layer norms with bias; ``use_bias`` on all projections (default true); an MLP without a gate;
+    ``sliding_window`` on every layer, or null; the head is tied unless the config says otherwise."""
 
     tied = True
     norm = "biased_layer"
@@ -20,10 +21,10 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
         return {"qkv_bias": bias, "o_bias": bias}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        return same_window(config)
+        return uniform_windows(config)
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"gated": False, "bias": bool(config.get("use_bias", True)), "rise": ("c_fc",), "fall": "c_proj"}
+        return {"gated": False, "bias": bool(config.get("use_bias", True)), "gate_up": ("c_fc",), "down": "c_proj"}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -16,7 +17,7 @@ from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
 from evener_server.errors import ApiError, handle_error, handle_unknown_url
 from evener_server.metrics import CONTENT_TYPE
-from evener_server.middleware import RequestLog, log_fields
+from evener_server.middleware import HostCheck, RequestLog, log_fields
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
@@ -24,11 +25,17 @@ from evener_server.streaming import GenerationResponse, to_json
 B = TypeVar("B", bound=GenerationBody)
 
 
-def create_app(llm: AsyncLLM, limits: BodyLimits | None = None) -> FastAPI:
-    """The application over one engine, which stays the caller's to close. ``app.state.service`` is its ``Service``."""
+def create_app(llm: AsyncLLM, limits: BodyLimits | None = None, hosts: Collection[str] | None = None) -> FastAPI:
+    """The application for one engine; the caller closes the engine. ``app.state.service`` is its ``Service``.
+
+    Args:
+        hosts: names that the ``Host`` header may have, see ``HostCheck``; None: any.
+    """
     service = Service(llm, limits or BodyLimits())
     app = FastAPI(title="evener", version=service.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    if hosts is not None:
+        app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RequestLog)
     app.add_exception_handler(HTTPException, handle_unknown_url)
     app.add_exception_handler(ApiError, handle_error)
@@ -100,7 +107,7 @@ def _schema(kind: type[GenerationBody]) -> dict[str, Any]:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The API's description; bodies are read by hand, so their schemas are added here."""
+    """The API's description. Our code parses the bodies, not FastAPI, so their schemas are added here."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})

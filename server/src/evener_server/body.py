@@ -1,4 +1,4 @@
-"""A request's bytes to a JSON object. Whatever a client sends, the worst that comes of it is a 4xx."""
+"""From a request's bytes to a JSON object. Whatever a client sends, the result is a JSON object or a 4xx error."""
 
 from __future__ import annotations
 
@@ -11,18 +11,30 @@ from starlette.requests import ClientDisconnect, Request
 
 from evener_server.errors import ApiError
 
-#: Deeper JSON than any field needs, and far from what would exhaust a stack.
+#: More than any field needs, and far less than would exhaust the stack.
 MAX_DEPTH = 64
-#: A client that sends too much is read on for so many times the limit, so that it sees the answer, not a broken pipe.
+#: Fields of one object. ``logit_bias`` has the most, and fewer than this.
+MAX_KEYS = 1024
+#: A body that is too large is still read up to this many times the limit, so that the client gets the error response
+#: and not a broken pipe.
 _DISCARD_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class BodyLimits:
-    """``max_bytes`` of a body, and ``timeout`` in seconds for all of it to arrive."""
+    """Limits of a request's body.
+
+    Attributes:
+        max_bytes: its size.
+        timeout: seconds for all of it to arrive.
+        max_values: strings (keys included), objects and lists in it.
+        max_items: commas between values, so that it bounds the token ids of prompts given as ids.
+    """
 
     max_bytes: int = 16 << 20
     timeout: float = 60.0
+    max_values: int = 1 << 17
+    max_items: int = 1 << 21
 
 
 async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
@@ -35,16 +47,22 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
     try:
         raw = await asyncio.wait_for(_read(request, limits), limits.timeout)
     except asyncio.TimeoutError as error:
-        raise ApiError(408, f"the body did not arrive within {limits.timeout:g} seconds", code="timeout") from error
-    return decode_object(raw)
+        # The rest of the body may still come: it must not be read as the next request.
+        raise ApiError(
+            408, f"the body did not arrive within {limits.timeout:g} seconds", code="timeout",
+            headers={"Connection": "close"},
+        ) from error  # fmt: skip
+    return decode_object(raw, limits)
 
 
-def decode_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in ``raw``: UTF-8, no NaN or Infinity, no lone surrogates, at most ``MAX_DEPTH`` deep.
+def decode_object(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
+    """The JSON object in ``raw``: UTF-8, no NaN or Infinity, no lone surrogates, at most ``MAX_DEPTH`` deep, and within
+    ``limits``.
 
     Raises:
         ApiError: 400.
     """
+    _check_counts(raw, limits)
     try:
         value = msgspec.json.decode(raw)
     except UnicodeDecodeError as error:
@@ -57,13 +75,28 @@ def decode_object(raw: bytes) -> dict[str, Any]:
         raise _invalid("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise _invalid('it must be an object, as in {"model": …}')
-    if _too_deep(value):
-        raise _invalid(f"it is nested more than {MAX_DEPTH} deep")
+    _check_shape(value)
     return value
 
 
+def _check_counts(raw: bytes, limits: BodyLimits) -> None:
+    """Count values in the text, before an object is made for each of them: a few passes in C over the bytes."""
+    # An escaped quote does not end a string, and a backslash may be escaped itself.
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
+    strings = plain.count(b'"') // 2
+    if strings <= limits.max_values:
+        outside = b"".join(plain.split(b'"')[::2])
+        values = strings + outside.count(b"{") + outside.count(b"[")
+        if values <= limits.max_values and outside.count(b",") <= limits.max_items:
+            return
+    raise ApiError(
+        400, f"the body has more than {limits.max_values} strings, objects and lists, or more than {limits.max_items} "
+        "items; send a smaller request", code="too_many_values",
+    )  # fmt: skip
+
+
 def _invalid(why: str) -> ApiError:
-    return ApiError(400, f"the body is not JSON that can be used: {why}", code="invalid_json")
+    return ApiError(400, f"the body is not valid JSON for this API: {why}", code="invalid_json")
 
 
 def _check_headers(request: Request) -> None:
@@ -78,7 +111,7 @@ def _check_headers(request: Request) -> None:
         )
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise ApiError(415, f"Content-Encoding is {encoding!r}; send the body as it is", code="unsupported_media_type")
+        raise ApiError(415, f"Content-Encoding is {encoding!r}; send the body unencoded", code="unsupported_media_type")
 
 
 def _parameter(text: str) -> tuple[str, str]:
@@ -99,8 +132,8 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
             if size > limits.max_bytes * _DISCARD_FACTOR:
                 break
     except ClientDisconnect as error:
-        # The answer goes nowhere, but the log line says why.
-        raise ApiError(400, "the client went away before the body ended", code="client_disconnected") from error
+        # No client gets this response, but the log line has the reason.
+        raise ApiError(400, "the client disconnected before the body ended", code="client_disconnected") from error
     if size > limits.max_bytes:
         raise ApiError(
             413, f"the body is larger than {limits.max_bytes} bytes; send a shorter one", code="body_too_large"
@@ -108,14 +141,16 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
     return b"".join(chunks)
 
 
-def _too_deep(value: Any) -> bool:
+def _check_shape(value: dict[str, Any]) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for container in level:
+            if type(container) is dict and len(container) > MAX_KEYS:
+                raise ApiError(400, f"an object in the body has more than {MAX_KEYS} fields", code="too_many_values")
             items = container.values() if type(container) is dict else container
             inner += [item for item in items if type(item) in (dict, list)]
         if not inner:
-            return False
+            return
         level = inner
-    return True
+    raise _invalid(f"it is nested more than {MAX_DEPTH} levels deep")

@@ -7,10 +7,11 @@ import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from evener.errors import RequestError
+from evener.errors import ContextLengthError, RequestError
 from evener_server.generation import Generation
-from evener_server.images import decoded
+from evener_server.images import decode_images
 from evener_server.logprobs import TokenNames, chat_logprobs
+from evener_server.messages import TextPart
 from evener_server.protocol import ChatBody
 from evener_server.service import Service
 from evener_server.streaming import DONE, Job, event, to_json
@@ -22,29 +23,44 @@ class ChatJob(Job):
     def __init__(self, service: Service, body: ChatBody) -> None:
         self.stream = bool(body.stream)
         self._service, self._body = service, body
-        self._params, self._top = service.sampling(body), body.top_count()
+        self._params, self._top = service.sampling(body), body.num_logprobs()
         self._names = TokenNames(service.llm.tokenizer)
         self._head = service.head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion")
 
     async def start(self) -> Generation:
         service, body = self._service, self._body
-        service.check_room(body.samples, "n")
-        messages = [message.plain() for message in body.messages]
-        if service.llm.info.get("encoders"):
-            messages = await asyncio.to_thread(decoded, messages)
-        request_id = str(self._head["id"])
+        with service.llm.reserve(body.samples) as room:
+            self._check_length()
+            messages = [message.plain() for message in body.messages]
+            if service.info.encoders:
+                messages = await asyncio.to_thread(decode_images, messages)
+            submit = functools.partial(
+                service.llm.submit_chat, messages, self._params, request_id=str(self._head["id"]), reservation=room,
+                **body.template(),
+            )  # fmt: skip
+            try:
+                return await service.running.start([submit], body.samples)
+            except RequestError as error:
+                if error.param == "template_kwargs":
+                    error.param = "chat_template_kwargs"
+                raise
 
-        submit = functools.partial(
-            service.llm.submit_chat, messages, self._params, request_id=request_id, **body.template()
-        )
-        try:
-            return await service.running.start([submit], body.samples)
-        except RequestError as error:
-            if error.param == "template_kwargs":
-                error.param = "chat_template_kwargs"
-            raise
+    def _check_length(self) -> None:
+        """Before the template is rendered.
 
-    async def whole(self, generation: Generation) -> bytes:
+        Raises:
+            ContextLengthError: the texts alone do not fit the context.
+        """
+        tokenizer, limit = self._service.llm.tokenizer, self._service.max_model_len
+        parts = (part for message in self._body.messages for part in message.content or ())
+        size = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+        if tokenizer is not None and size > limit and size > limit * tokenizer.longest_token:
+            raise ContextLengthError(
+                f"the messages have {size} characters of text, which do not fit the model's context of {limit} tokens: "
+                "shorten them"
+            )
+
+    async def full_response(self, generation: Generation) -> bytes:
         texts: list[list[str]] = [[] for _ in range(generation.choices)]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in texts]
         async for choice, delta in generation:
@@ -63,7 +79,7 @@ class ChatJob(Job):
         return to_json({**self._head, "choices": choices, "usage": generation.usage()})
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        # Everything of a chunk that does not change is encoded once.
+        # The parts of a chunk that do not change are encoded once.
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
         tail = b"}]" + (b',"usage":null' if self._body.include_usage else b"") + b"}\n\n"
         chunk = head + b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b' + tail

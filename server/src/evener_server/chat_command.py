@@ -1,7 +1,7 @@
 """``evener chat MODEL`` and ``evener chat --url http://…``: a conversation in the terminal.
 
-Ctrl-C stops an answer; at the prompt it, Ctrl-D and /exit end the program. What was said of a stopped answer stays in
-the conversation. Where standard input is no terminal, each of its lines is a message.
+Ctrl-C stops an answer; the text so far stays in the conversation. At the prompt, Ctrl-C, Ctrl-D and /exit end the
+program. If standard input is not a terminal, each of its lines is a message.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from contextlib import aclosing
 
 from evener.async_llm import AsyncLLM
 from evener.cli.command import Command, read_config
-from evener.cli.run import add_sampling_options, sampling_of
+from evener.cli.run import add_sampling_options, sampling_params_from
 from evener.errors import ConfigError, EngineDeadError, EvenerError
 from evener.logs import set_up_logging
 from evener_server.chat_models import ChatModel, LocalModel, RemoteModel
 from evener_server.chat_screen import MarkdownScreen, PlainScreen, Screen
 
 HELP = (
-    "/reset begins anew, /system TEXT sets the system message (without TEXT: none), /exit ends, Ctrl-C stops an answer"
+    "/reset: new conversation; /system TEXT: set the system message (no TEXT: none); /exit: end; Ctrl-C: stop an answer"
 )
-#: Parameters that go to a server as they are called here.
+#: Parameters that have the same names in the server's API.
 _REMOTE = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
 
 
@@ -54,25 +54,27 @@ def main(argv: list[str]) -> int:
 
 
 def _command() -> Command:
-    command = Command("chat", "Talk with a model in the terminal.")
-    command.option("--url", metavar="URL", help="with the model of an OpenAI server, instead of one in this process; "
-                   "MODEL is then its name there")  # fmt: skip
-    command.option("--api-key", metavar="KEY", help="for that server; default: $OPENAI_API_KEY")
+    command = Command("chat", "Chat with a model in the terminal.")
+    command.option("--url", metavar="URL", help="use a server with the OpenAI API instead of a model in this process; "
+                   "MODEL is then the model's name on that server")  # fmt: skip
+    command.option("--api-key", metavar="KEY", help="API key for that server; default: $OPENAI_API_KEY")
     command.option("--system", metavar="TEXT", help="a system message")
-    command.option("--plain", dest="markdown", action="store_false", default=None, help="show text as it comes")
-    command.option("--markdown", dest="markdown", action="store_true", help="draw Markdown (the default on a terminal)")
+    command.option("--plain", dest="markdown", action="store_false", default=None, help="show the text unformatted")
+    command.option(
+        "--markdown", dest="markdown", action="store_true", help="format Markdown (the default on a terminal)"
+    )
     add_sampling_options(command)
     return command
 
 
 async def _local(command: Command, argv: list[str]) -> ChatModel:
     arguments, config = read_config(command, argv)
-    params = sampling_of(arguments, config)
+    params = sampling_params_from(arguments, config)
     set_up_logging(config.log)
     llm = await AsyncLLM.start(config, "thread")
     try:
         if llm.tokenizer is None:
-            raise ConfigError(f"{config.model} has no tokenizer, so nobody can talk with it; set tokenizer=FOLDER")
+            raise ConfigError(f"{config.model} has no tokenizer, which a chat needs; set tokenizer=FOLDER")
         await llm.warm_up_chat()
     except BaseException:
         await llm.close()
@@ -84,7 +86,7 @@ async def _remote(arguments: argparse.Namespace, words: list[str]) -> ChatModel:
     strange = [word for word in words if "=" in word or word.startswith("-")] or words[1:]
     if strange:
         raise ConfigError(
-            f"evener chat --url takes a model's name and options, not {strange[0]!r}; keys are the server's"
+            f"evener chat --url takes a model name and options, not {strange[0]!r}: set keys when you start the server"
         )
     given = {name: getattr(arguments, name) for name in _REMOTE if getattr(arguments, name) is not None}
     if arguments.ignore_eos:
@@ -100,11 +102,11 @@ async def _remote(arguments: argparse.Namespace, words: list[str]) -> ChatModel:
 
 
 def _reader(model: ChatModel) -> Callable[[], str]:
-    """Asks a person; the arrow keys go through what was typed before."""
+    """Reads lines from the terminal; the arrow keys show earlier lines."""
     import readline
 
-    assert readline, "importing it is all that input() needs"
-    print(f"talking with {model.name}; /help lists commands", file=sys.stderr)
+    assert readline, "input() uses it once it is imported"
+    print(f"chat with {model.name}; /help lists the commands", file=sys.stderr)
 
     def read() -> str:
         try:
@@ -117,12 +119,12 @@ def _reader(model: ChatModel) -> Callable[[], str]:
 
 
 class Conversation:
-    """What was said, and the way on.
+    """A conversation with a model.
 
     Args:
-        model: who answers; screen: where.
-        loop: runs while an answer comes.
-        system: the system message; None for none.
+        model: answers the messages; screen: shows the answers.
+        loop: runs while an answer is generated.
+        system: the system message; None: no system message.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def run(self, read: Callable[[], str]) -> int:
-        """Take lines until there are no more. 1 if the last message got no answer, else 0."""
+        """Handle lines until ``read`` returns "". Returns 1 if the last message got no answer, else 0."""
         code = 0
         while line := read():
             text = line.strip()
@@ -145,7 +147,7 @@ class Conversation:
         return code
 
     def _command(self, text: str) -> bool:
-        """Whether it was one."""
+        """Run a command; False if ``text`` is not a command."""
         name, _, rest = text.partition(" ")
         if name == "/reset":
             self.messages.clear()
@@ -154,7 +156,7 @@ class Conversation:
         elif name == "/help":
             print(HELP, file=sys.stderr)
         elif name[1:].isalpha():
-            print(f"there is no {name}; {HELP}", file=sys.stderr)
+            print(f"unknown command {name}; {HELP}", file=sys.stderr)
         else:
             return False  # a path, a comment, …
         return True
@@ -178,7 +180,7 @@ class Conversation:
         if problem is None:
             self.messages.append({"role": "assistant", "content": "".join(pieces)})
             return 0
-        # The question goes with its answer: otherwise the next one would repeat what failed.
+        # The question is removed too: otherwise the next request would repeat what failed.
         self.messages.pop()
         if isinstance(problem, EngineDeadError):
             raise problem

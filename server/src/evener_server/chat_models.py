@@ -1,4 +1,4 @@
-"""Who answers in ``evener chat``: a model in this process, or any OpenAI server."""
+"""What answers in ``evener chat``: a model in this process, or any server with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChatModel(ABC):
     """Answers conversations.
 
     Attributes:
-        name: what it is called.
+        name: the model's name.
     """
 
     name: str
@@ -36,15 +36,16 @@ class ChatModel(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Free its resources."""
 
 
 class LocalModel(ChatModel):
-    """An engine, which is closed with it."""
+    """A model in this process; ``close`` closes its engine."""
 
     def __init__(self, llm: AsyncLLM, params: SamplingParams) -> None:
         self._llm, self._params = llm, params
-        self.name = str(llm.info["served_name"])
+        assert llm.info is not None, "it was started"
+        self.name = llm.info.served_name
 
     async def answer(self, messages: Messages) -> AsyncIterator[str]:
         async with await self._llm.submit_chat(messages, self._params) as stream:
@@ -63,20 +64,20 @@ class RemoteModel(ChatModel):
 
     Args:
         url: of the server, with or without ``/v1``.
-        name: the model's, or None for the server's first.
-        fields: of every request's body, beside model and messages.
+        name: the model's name, or None for the first model of the server.
+        fields: further fields of every request's body.
         api_key: sent as a bearer token if given.
     """
 
     def __init__(self, url: str, name: str | None, fields: Mapping[str, Any], api_key: str | None = None) -> None:
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # An answer may take as long as it takes; only the connection is waited for with a limit.
+        # No time limit for an answer, only for the connection.
         self._client = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=10))
         self._fields, self.name = fields, name or ""
 
     async def open(self) -> None:
-        """Find the server, and its first model if none was named.
+        """Connect to the server to find its first model, if no name was given.
 
         Raises:
             EngineError: there is no such server, or it has no model.
@@ -89,7 +90,7 @@ class RemoteModel(ChatModel):
             raise self._unreachable(error) from error
         found = _json(response).get("data") if response.is_success else None
         if not found:
-            raise EngineError(f"{self._base}/models says {response.status_code} and names no model; name one: "
+            raise EngineError(f"{self._base}/models answers {response.status_code} and lists no model; give a name: "
                               "evener chat MODEL --url …")  # fmt: skip
         self.name = str(found[0]["id"])
 
@@ -99,7 +100,7 @@ class RemoteModel(ChatModel):
             async with self._client.stream("POST", f"{self._base}/chat/completions", json=body) as response:
                 if not response.is_success:
                     await response.aread()
-                    raise RequestError(f"the server says {response.status_code}: {_message(_json(response))}")
+                    raise RequestError(f"the server answers {response.status_code}: {_message(_json(response))}")
                 async with aclosing(response.aiter_lines()) as lines:  # type: ignore[type-var]  # it has aclose
                     async for line in lines:
                         text = _text(line)
@@ -113,7 +114,7 @@ class RemoteModel(ChatModel):
 
     def _unreachable(self, error: Exception) -> EngineError:
         reason = str(error) or type(error).__name__
-        return EngineError(f"{self._base} does not answer: {reason}; is the server running, and is this its address?")
+        return EngineError(f"{self._base} does not answer: {reason}; check that the server runs and --url is right")
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def _text(line: str) -> str:
     try:
         event = json.loads(data)
     except ValueError as error:
-        raise EngineError(f"the server sent what is no JSON: {data[:100]!r}") from error
+        raise EngineError(f"the server sent something that is not JSON: {data[:100]!r}; check --url") from error
     if "error" in event:
         raise EngineError(f"the server ended the answer: {_message(event)}")
     choices = event.get("choices") or [{}]

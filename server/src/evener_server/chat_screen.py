@@ -1,4 +1,4 @@
-"""How answers look in ``evener chat``: lines as they come, or Markdown that is drawn while it grows."""
+"""How ``evener chat`` shows answers: as plain text, or as Markdown that is formatted while it streams."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.markdown import Markdown
 
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
 
-#: What goes on with a list, or may once more of it is there.
-_GOES_ON = re.compile(r"[ \t]|[-*+]( |$)|\d+([.)] |[.)]?$)")
+#: Text after an empty line that continues a list, or may do so when more of it has come.
+_LIST_CONTINUES = re.compile(r"[ \t]|[-*+]( |$)|\d+([.)] |[.)]?$)")
 
 
 class Screen(ABC):
@@ -21,19 +21,19 @@ class Screen(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """An answer follows."""
+        """An answer begins."""
 
     @abstractmethod
     def add(self, text: str) -> None:
-        """The next piece of it."""
+        """Show the next piece of the answer."""
 
     @abstractmethod
     def end(self) -> None:
-        """It is over, or was stopped."""
+        """The answer has ended, or was stopped."""
 
 
 class PlainScreen(Screen):
-    """The text itself, for pipes and for those who like it."""
+    """The unformatted text."""
 
     def __init__(self) -> None:
         self._last = "\n"
@@ -52,7 +52,7 @@ class PlainScreen(Screen):
 
 
 class MarkdownScreen(Screen):
-    """Finished blocks are printed once and scroll away; only the block that still grows is drawn again and again."""
+    """Formatted Markdown. A finished block is printed once; only the last, unfinished block is drawn again."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -80,12 +80,12 @@ class MarkdownScreen(Screen):
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """Markdown as finished blocks and the rest, cut at the last empty line that is outside a fence of code and that no
-    list goes on after."""
+    """Markdown as finished blocks and the rest. The cut is the last empty line that is outside a code block and is not
+    followed by more of a list."""
     cut = 0
     for match in re.finditer(r"\n[ \t]*\n", text):
         begun = text[match.end() :]
         fenced = len(_FENCE.findall(text[: match.start()])) % 2
-        if begun and not fenced and not _GOES_ON.match(begun):
+        if begun and not fenced and not _LIST_CONTINUES.match(begun):
             cut = match.end()
     return text[:cut], text[cut:]

@@ -10,30 +10,30 @@ import os
 from evener.cli.command import Command, read_config
 from evener.errors import ConfigError
 from evener.logs import set_up_logging
-from evener_server.nodes import start_ranks
+from evener_server.nodes import exec_torchrun_if_multi_node
 from evener_server.process import serve
 
 _DRAIN_SECONDS = 30.0
 
 
 def main(argv: list[str]) -> int:
-    """Serve until a signal comes. Returns the exit code: 0 after SIGTERM or SIGINT, 128 + the number of a second one, 1
-    if the engine has died.
+    """Serve until a signal comes. Returns the exit code: 0 after SIGTERM or SIGINT, 128 + the number of a second
+    signal, 1 if the engine died.
 
     Raises:
         ConfigError: a wrong option, or an address that cannot be used.
-        EvenerError: whatever starting the engine raises.
+        EvenerError: the engine does not start.
     """
-    command = Command("serve", "Serve a model over HTTP, as OpenAI does.")
+    command = Command("serve", "Serve a model over HTTP with the OpenAI API.")
     command.option(
         "--drain-timeout", metavar="SECONDS", type=float, default=_DRAIN_SECONDS,
-        help=f"how long running requests may go on after SIGTERM (default {_DRAIN_SECONDS:g})",
+        help=f"how long running requests may continue after SIGTERM (default {_DRAIN_SECONDS:g})",
     )  # fmt: skip
-    command.option("--restart", action="store_true", help="start again when the engine has died; else exit with 1")
-    start_ranks(command, argv, os.environ)
+    command.option("--restart", action="store_true", help="start again if the engine dies, instead of exiting with 1")
+    exec_torchrun_if_multi_node(command, argv, os.environ)
     arguments, config = read_config(command, argv)
     drain: float = arguments.drain_timeout
     if not (math.isfinite(drain) and drain >= 0):
-        raise ConfigError(f"--drain-timeout {drain} cannot be used; give seconds, 0 or more")
+        raise ConfigError(f"--drain-timeout {drain} is not valid; it takes seconds, 0 or more")
     set_up_logging(config.log, logging.INFO)
     return asyncio.run(serve(config, drain_timeout=drain, restart=arguments.restart))

@@ -1,7 +1,7 @@
 """``evener completion SHELL``: a script that completes commands, options, keys and values in a shell.
 
-The script is made of what is installed now; the candidates of ``argcomplete`` and ``shtab`` come from argparse trees,
-and a key here is no option of a parser, so the words are collected from the same tables as ``evener config --keys``.
+The script has the words of what is installed now, from the same tables as ``evener config --keys``. Tools such as
+``argcomplete`` and ``shtab`` read argparse parsers, which do not know our keys.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ import re
 from collections.abc import Mapping
 
 from evener.cli.command import Command
-from evener.cli.main import BUILTIN_NAMES, find, installed_commands
+from evener.cli.main import BUILTIN_NAMES, find_command, installed_commands
 from evener.config.packages import Packages
 from evener.config.schema import key_specs
 from evener.errors import ConfigError, did_you_mean
 from evener.key_spec import KeySpec
 
 #: Commands that take a model and keys.
-_OF_MODELS = frozenset({"run", "chat", "serve", "explain", "config"})
+_MODEL_COMMANDS = frozenset({"run", "chat", "serve", "explain", "config"})
 
 
 def main(argv: list[str]) -> int:
     """Print the script."""
-    command = Command("completion", "Print a completion script: bash, zsh or fish. See the words in it.", False)
-    command.option("--json", action="store_true", help="the words themselves, for programs")
+    command = Command("completion", "Print a completion script for bash, zsh or fish.", False, "bash|zsh|fish")
+    command.option("--json", action="store_true", help="print the words as JSON instead of a script")
     arguments, words = command.parse(argv)
     if arguments.json:
         print(json.dumps({"commands": commands(), "keys": keys()}, indent=2))
         return 0
     if len(words) != 1 or words[0] not in _SCRIPTS:
         given = words[0] if words else ""
-        raise ConfigError(f"evener completion takes a shell, not {given!r}{did_you_mean(given, _SCRIPTS)} "
+        raise ConfigError(f"evener completion needs a shell, not {given!r}{did_you_mean(given, _SCRIPTS)} "
                           'For bash: eval "$(evener completion bash)"')  # fmt: skip
     print(_SCRIPTS[words[0]](commands(), keys()), end="")
     return 0
 
 
 def commands() -> dict[str, list[str]]:
-    """Every command that can be run here, with its own options."""
+    """Every command that is installed, with its own options."""
     return {name: _options(name) for name in sorted({*BUILTIN_NAMES, *installed_commands()})}
 
 
 def _options(name: str) -> list[str]:
-    """Read from its help, which a package's command has as well."""
+    """Read from the help text, so that it works for commands of packages too."""
     if name == "completion":
         return ["bash", "zsh", "fish", "--json"]
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        find(name)(["--help"])
+        find_command(name)(["--help"])
     return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]+(?![\w.])", out.getvalue())) - {"--key"})
 
 
 def keys() -> dict[str, list[str]]:
-    """Every key, with the values that it has names for."""
+    """Every key, with its named values."""
     packages = Packages()
     specs: dict[str, KeySpec] = {**key_specs(), **packages.options}
     found = {key: _values(spec) for key, spec in specs.items()}
@@ -105,12 +105,12 @@ complete -F _evener evener
 
 
 def _condition(variable: str, joint: str) -> str:
-    inner = f" {joint} ".join(f"{variable} == {name}" for name in sorted(_OF_MODELS))
+    inner = f" {joint} ".join(f"{variable} == {name}" for name in sorted(_MODEL_COMMANDS))
     return f"( {inner} )"
 
 
 def _zsh(own: Mapping[str, list[str]], keyed: Mapping[str, list[str]]) -> str:
-    # zsh runs bash's completions.
+    # zsh can run bash completions.
     return "#compdef evener\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(own, keyed)
 
 
@@ -123,7 +123,7 @@ def _fish(own: Mapping[str, list[str]], keyed: Mapping[str, list[str]]) -> str:
             f"complete -c evener -n {seen} -l {word[2:]}" if word.startswith("--") else
             f"complete -c evener -f -n {seen} -a {word}" for word in words
         ]  # fmt: skip
-    seen = f"'__fish_seen_subcommand_from {' '.join(sorted(_OF_MODELS))}'"
+    seen = f"'__fish_seen_subcommand_from {' '.join(sorted(_MODEL_COMMANDS))}'"
     for key, values in keyed.items():
         typed = " ".join(f"{key}={value}" for value in values) or f"{key}="
         lines.append(f"complete -c evener -n {seen} -a '{typed}'")

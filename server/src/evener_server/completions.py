@@ -6,9 +6,8 @@ import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from evener.errors import ContextLengthError
-from evener.frontend.outputs import Delta
-from evener_server.echo import echoed
+from evener.contracts.outputs import Delta
+from evener_server.echo import with_echo
 from evener_server.generation import Generation
 from evener_server.logprobs import CompletionLogprobs, TokenNames, extend
 from evener_server.protocol import CompletionBody
@@ -17,7 +16,7 @@ from evener_server.streaming import DONE, Job, event, to_json
 
 
 class CompletionJob(Job):
-    """One request for completions, of one prompt or of many."""
+    """One request for completions, with one or more prompts."""
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
         self.stream = bool(body.stream)
@@ -26,82 +25,70 @@ class CompletionJob(Job):
         self._head = service.head("cmpl", "text_completion")
 
     async def start(self) -> Generation:
-        prompts, samples = self._body.prompt, self._body.samples
-        self._service.check_room(len(prompts) * samples, "n" if len(prompts) == 1 else "prompt")
-        self._check_lengths()
+        service, prompts, samples = self._service, self._body.prompt, self._body.samples
         request_id = self._head["id"]
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
-        submits = [
-            functools.partial(self._service.llm.submit, prompt, self._params, request_id=name)
-            for prompt, name in zip(prompts, names, strict=True)
-        ]
-        generation = await self._service.running.start(submits, samples)
-        generation.mute = self._body.max_tokens == 0
+        with service.llm.reserve(len(prompts) * samples, "n" if len(prompts) == 1 else "prompt") as room:
+            submits = [
+                functools.partial(service.llm.submit, prompt, self._params, request_id=name, reservation=room)
+                for prompt, name in zip(prompts, names, strict=True)
+            ]
+            generation = await service.running.start(submits, samples)
+        generation.prompt_only = self._body.max_tokens == 0
         return generation
 
     def _deltas(self, generation: Generation) -> AsyncIterator[tuple[int, Delta]]:
         if not self._body.echo:
             return aiter(generation)
-        return echoed(generation, self._tokenizer, scored=self._body.logprobs is not None)
+        return with_echo(generation, self._tokenizer, scored=self._body.logprobs is not None)
 
-    def _check_lengths(self) -> None:
-        """Refuse lists of ids that cannot fit, before anybody looks at each of a million ids."""
-        limit = self._service.max_model_len
-        for prompt in self._body.prompt:
-            if isinstance(prompt, list) and len(prompt) >= limit:
-                raise ContextLengthError(
-                    f"the prompt has {len(prompt)} tokens, but the model's context is {limit} tokens, of which at "
-                    "least one is for the answer: shorten the prompt",
-                    "prompt",
-                )
-
-    async def whole(self, generation: Generation) -> bytes:
+    async def full_response(self, generation: Generation) -> bytes:
         texts: list[list[str]] = [[] for _ in range(generation.choices)]
-        meters = self._meters(generation)
+        logprob_builders = self._logprob_builders(generation)
         logprobs: list[dict[str, list[Any]]] = [{} for _ in texts]
         async for choice, delta in self._deltas(generation):
             texts[choice].append(delta.text)
-            if meters:
-                extend(logprobs[choice], meters[choice].add(delta.token_ids, delta.logprobs or []))
+            if logprob_builders:
+                extend(logprobs[choice], logprob_builders[choice].add(delta.token_ids, delta.logprobs or []))
         choices = [
             {
                 "index": place,
                 "text": "".join(texts[i]),
-                "logprobs": logprobs[i] if meters else None,
+                "logprobs": logprobs[i] if logprob_builders else None,
                 "finish_reason": generation.finish_reasons[i],
             }
-            for place, i in enumerate(self._kept(generation))
+            for place, i in enumerate(self._best_choices(generation))
         ]
         return to_json({**self._head, "choices": choices, "usage": generation.usage()})
 
-    def _kept(self, generation: Generation) -> list[int]:
-        """The samples that are returned: of each prompt's those that are likeliest, best first, if ``best_of`` drew
-        more than are wanted."""
+    def _best_choices(self, generation: Generation) -> list[int]:
+        """The samples to return. If ``best_of`` is larger than ``n``: of each prompt the ``n`` with the highest total
+        log-probability, best first."""
         n, wanted = generation.n, self._body.choices
         if n == wanted:
             return list(range(generation.choices))
         prompts = [range(first, first + n) for first in range(0, generation.choices, n)]
-        score = generation.likelihood
+        score = generation.cumulative_logprobs
         return [i for samples in prompts for i in sorted(samples, key=lambda i: -score[i])[:wanted]]
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
         tail = b"}]" + (b',"usage":null' if self._body.include_usage else b"") + b"}\n\n"
         chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b' + tail
-        meters = self._meters(generation)
+        logprob_builders = self._logprob_builders(generation)
         async for choice, delta in self._deltas(generation):
             logprobs = b"null"
-            if meters and delta.token_ids:
-                logprobs = to_json(meters[choice].add(delta.token_ids, delta.logprobs or []))
+            if logprob_builders and delta.token_ids:
+                logprobs = to_json(logprob_builders[choice].add(delta.token_ids, delta.logprobs or []))
             if delta.text or logprobs != b"null" or delta.finish_reason is not None:
                 yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason))
         if self._body.include_usage:
             yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
         yield DONE
 
-    def _meters(self, generation: Generation) -> list[CompletionLogprobs]:
-        """One a choice; empty unless log-probabilities are wanted."""
-        count = self._body.top_count()
+    def _logprob_builders(self, generation: Generation) -> list[CompletionLogprobs]:
+        """One for each choice; empty unless log-probabilities were requested."""
+        count = self._body.num_logprobs()
         if count is None:
             return []
         names = TokenNames(self._tokenizer)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from evener.frontend.outputs import Delta
+from evener.contracts.outputs import Delta
 from evener.frontend.tokenizer import Tokenizer
 from evener_server.generation import Generation
 
 
-async def echoed(
+async def with_echo(
     generation: Generation, tokenizer: Tokenizer | None, scored: bool
 ) -> AsyncIterator[tuple[int, Delta]]:
-    """Choices and their deltas; the first of each has the prompt's text in front and, if ``scored``, its ids with their
-    log-probabilities, of which the first is empty.
+    """Choices and their deltas; the first delta of each choice begins with the prompt's text and, if ``scored``, with
+    its ids and their log-probabilities (an empty entry for the first token).
 
-    Only sample 0 of a prompt brings these: what comes earlier of the others waits for them.
+    Only sample 0 of a prompt has the prompt's log-probabilities: deltas of the other samples wait for them.
     """
     entries: list[list[dict[int, float] | None]] = [[] for _ in generation.streams]
     held: dict[int, Delta] = {}

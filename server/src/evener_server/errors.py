@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Every error in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ApiError(Exception):
     Attributes:
         status: HTTP status.
         message: what was asked, what is wrong, what to send instead.
-        param: the field at fault, as a path (``messages[0].content``).
-        code: a word for programs.
+        param: the path of the wrong field (``messages[0].content``).
+        code: a short code for programs.
         headers: further headers of the response.
     """
 
@@ -39,28 +39,28 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's word for the class of errors that ``status`` belongs to."""
+        """OpenAI's error type for ``status``."""
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> bytes:
-        """The JSON text. ASCII, so that whatever a client sent can be quoted in it."""
+        """The JSON text; ASCII, so that it can quote whatever a client sent."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode("ascii")
 
     def response(self) -> Response:
-        """The error as a response of its own."""
+        """The error as an HTTP response."""
         return Response(self.body(), self.status, dict(self.headers), media_type="application/json")
 
 
 def internal_error() -> ApiError:
-    """What a client is told of an exception that nobody foresaw; the log has it with the request's id."""
+    """The error for an unexpected exception; the log has the exception with the request's id."""
     return ApiError(
-        500, "the server failed on this request; its log has the cause under x-request-id", code="internal_error"
+        500, "the server failed on this request; its log has the cause under the x-request-id", code="internal_error"
     )
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told of ``error``."""
+    """``error`` as clients see it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -83,6 +83,8 @@ def unavailable(message: str) -> ApiError:
 
 def status_error(status: int, message: str) -> ApiError:
     """The error of a request that the engine ended with ``status``."""
+    if status == OverloadedError.status:
+        return to_api_error(OverloadedError(message))
     return unavailable(message) if status == 503 else ApiError(status, message, code="engine_error")
 
 
@@ -97,7 +99,7 @@ async def handle_unknown_url(request: Request, error: Exception) -> Response:
     found = to_api_error(error)
     where = f"{request.method} {request.url.path}"
     if found.status == 404:
-        found = ApiError(404, f"unknown URL: {where}; GET /openapi.json lists what there is", code="unknown_url")
+        found = ApiError(404, f"unknown URL: {where}; GET /openapi.json lists all URLs", code="unknown_url")
     elif found.status == 405:
         allowed = found.headers.get("Allow") or found.headers.get("allow") or ""
         found = ApiError(405, f"{where} is not allowed; allowed: {allowed}", None, "method_not_allowed", found.headers)

@@ -1,7 +1,7 @@
-"""Images in requests: what a client sent, decoded. Nothing is fetched.
+"""Decodes the images in requests. Nothing is fetched.
 
-Whoever sends an image chooses what is in it, so a request's images, their bytes and, before they are decoded, their
-pixels are limited, and only formats that are common on the web are tried.
+Images are untrusted input: their number, their bytes and, before decoding, their pixels are limited, and only common
+web formats are accepted.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from evener.errors import RequestError
 if TYPE_CHECKING:
     from PIL import Image
 
-#: Of one request; its bytes are those of the body. All its images are in memory at a time.
+#: Limits for one request; the size of the body limits its bytes. All its images are in memory at the same time.
 MAX_IMAGES, MAX_PIXELS = 32, 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _HOW = "send the image itself, as data:image/png;base64,…"
 
 
-def decoded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Plain messages, each image in them as ``AsyncLLM.submit_chat`` takes it. May take a second.
+def decode_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with their images decoded, as ``AsyncLLM.submit_chat`` takes them. May take a second.
 
     Raises:
-        RequestError: an image cannot be used; ``param`` is its place.
+        RequestError: an image cannot be used; ``param`` is its path.
     """
-    taken = _Taken()
+    taken = _ImageDecoder()
     return [{**m, "content": taken.content(m.get("content"), f"messages[{i}].content")} for i, m in enumerate(messages)]
 
 
-class _Taken:
-    """What was decoded of one request."""
+class _ImageDecoder:
+    """Decodes the images of one request and counts them."""
 
     def __init__(self) -> None:
         self._count, self._pixels = 0, MAX_PIXELS
@@ -48,34 +48,34 @@ class _Taken:
             return part
         self._count += 1
         if self._count > MAX_IMAGES:
-            raise RequestError(f"{place} is one image too many: send at most {MAX_IMAGES}", place)
-        image = open_image(data_of(part["image_url"]["url"], place), place, self._pixels)
+            raise RequestError(f"{place} is one image too many: send at most {MAX_IMAGES} in a request", place)
+        image = open_image(decode_data_url(part["image_url"]["url"], place), place, self._pixels)
         self._pixels -= image.width * image.height
         return {"type": "image", "image": image}
 
 
-def data_of(url: str, place: str) -> bytes:
+def decode_data_url(url: str, place: str) -> bytes:
     """The bytes in a data: URL.
 
     Raises:
-        RequestError: it is something else, or no base64.
+        RequestError: it is another URL, or has no valid base64.
     """
     head, comma, data = url.partition(",")
     if not head.lower().startswith("data:"):
-        raise RequestError(f"{place} is an address, and this server fetches nothing: {_HOW}", place)
+        raise RequestError(f"{place} is an address, but this server does not fetch images: {_HOW}", place)
     if not comma or not head.lower().endswith(";base64"):
-        raise RequestError(f"{place} has no base64 in it: {_HOW}", place)
+        raise RequestError(f"{place} has no base64 data: {_HOW}", place)
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestError(f"{place} is no valid base64 ({error}): {_HOW}", place) from error
+        raise RequestError(f"{place} is not valid base64 ({error}): {_HOW}", place) from error
 
 
 def open_image(data: bytes, place: str, pixels: int = MAX_PIXELS) -> Image.Image:
-    """A decoded image of at most so many pixels.
+    """A decoded image of at most ``pixels`` pixels.
 
     Raises:
-        RequestError: Pillow is not installed, or the bytes are no image, a broken one, or one with too many pixels.
+        RequestError: Pillow is not installed, or the bytes are not an image, or it is broken or too large.
     """
     try:
         from PIL import Image
@@ -92,8 +92,8 @@ def open_image(data: bytes, place: str, pixels: int = MAX_PIXELS) -> Image.Image
         why = f"it has {image.width} x {image.height} pixels"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         why = "it has far more pixels"
-    except Exception as error:  # decoders raise whatever a broken file makes them
+    except Exception as error:  # decoders may raise anything for a broken file
         raise RequestError(
-            f"{place} is no image that can be read ({type(error).__name__}): send one of {', '.join(FORMATS)}", place
+            f"{place} cannot be read as an image ({type(error).__name__}): send one of {', '.join(FORMATS)}", place
         ) from error
-    raise RequestError(f"{place} is too large: {why}, and {pixels:,} of {MAX_PIXELS:,} are left to it", place)
+    raise RequestError(f"{place} is too large: {why}, but {pixels:,} of the request's {MAX_PIXELS:,} are left", place)

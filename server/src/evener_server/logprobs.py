@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from evener.frontend.tokenizer import Tokenizer
 
-#: OpenAI's stand-in for minus infinity, which JSON does not have.
+#: OpenAI's value for minus infinity, which JSON does not have.
 _LOWEST = -9999.0
 
 
 class TokenNames:
-    """How tokens are spelt in answers. ``tokenizer`` None: by their ids."""
+    """How tokens are written in responses. ``tokenizer`` None: as their ids."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def bytes(self, token_id: int) -> bytes | None:
-        """The token's bytes; None when nobody knows them."""
+        """The token's bytes; None without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def name(self, token_id: int, prefix: str = "") -> str:
-        """The text; part of a character is spelt ``<prefix>\\xe2\\x80``, so that two of them differ."""
+        """The token's text; part of a character is written ``<prefix>\\xe2\\x80``, so that different parts differ."""
         raw = self.bytes(token_id)
         if raw is None:
             return f"token_id:{token_id}"
@@ -33,7 +33,7 @@ class TokenNames:
 
 
 def ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
-    """The ``count`` likeliest of one position, likeliest first; the lower id of two that are equal."""
+    """The ``count`` likeliest tokens at one position, likeliest first; of equal ones the lower id first."""
     return sorted(((i, max(value, _LOWEST)) for i, value in entry.items()), key=lambda item: (-item[1], item[0]))[
         :count
     ]
@@ -42,7 +42,7 @@ def ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
 def chat_logprobs(
     names: TokenNames, ids: Iterable[int], entries: Iterable[dict[int, float]], count: int
 ) -> list[dict[str, Any]]:
-    """The ``content`` of a chat choice's ``logprobs``: one object a token, with the ``count`` likeliest."""
+    """The ``content`` of a chat choice's ``logprobs``: one object per token, with the ``count`` likeliest."""
 
     def one(token_id: int, value: float) -> dict[str, Any]:
         raw = names.bytes(token_id)
@@ -58,9 +58,9 @@ class CompletionLogprobs:
     """The ``logprobs`` of one choice of a completion, which grow as tokens come.
 
     Args:
-        names: spells tokens.
-        tokenizer: tells where in the text a token begins; None: everywhere at 0.
-        count: how many likeliest tokens; the sampled one is always among those given, as OpenAI has it.
+        names: how tokens are written.
+        tokenizer: gives the offset of a token in the text; None: all offsets are 0.
+        count: number of likeliest tokens; the sampled one is always added, as in OpenAI's API.
     """
 
     def __init__(self, names: TokenNames, tokenizer: Tokenizer | None, count: int) -> None:
@@ -69,7 +69,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def add(self, ids: Iterable[int], entries: Iterable[dict[int, float]]) -> dict[str, list[Any]]:
-        """The shape of the next tokens alone. An entry is empty for a prompt's first token, which nothing predicts."""
+        """The lists for the next tokens only. ``entries`` is empty for the prompt's first token."""
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(ids, entries, strict=True):
             top = dict(ranked(entry, self._count))

@@ -1,4 +1,4 @@
-"""The messages of a chat, as OpenAI has them."""
+"""The messages of a chat, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 class Body(BaseModel):
-    """Base of everything a client sends: no unknown fields, no conversions."""
+    """Base of everything that a client sends: no unknown fields, no type conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, eq=False)
-class Only:
-    """See ``only``. The API's description lists the values that pass.
+class AllowedValues:
+    """See ``allowed_values``. The API's description lists the allowed values.
 
-    Compared by identity: ``typing`` keeps one of equal annotations, and 0 equals False.
+    Compared by identity: ``typing`` merges equal annotations, and 0 equals False.
     """
 
     allowed: tuple[object, ...]
@@ -35,28 +35,30 @@ class Only:
         if value is None or any(_same(value, other) for other in self.allowed):
             return value
         choices = (
-            f"; leave it out, or send {' or '.join(map(_shown, self.allowed))}" if self.allowed else "; leave it out"
+            f"; leave it out, or send {' or '.join(map(_format_value, self.allowed))}"
+            if self.allowed
+            else "; leave it out"
         )
         raise PydanticCustomError(
             "unsupported_parameter", "is not supported by this server{rest}", {"rest": self.hint or choices}
         )
 
 
-def only(*allowed: object, hint: str = "") -> Only:
-    """For a field that is not implemented: null and the values that ask for nothing pass, any other is refused.
+def allowed_values(*allowed: object, hint: str = "") -> AllowedValues:
+    """For a field that is not implemented: null and values without an effect are accepted, any other is refused.
 
     Args:
-        allowed: those values, compared with their type (``0`` is not ``False``).
+        allowed: the values without an effect, compared with their type (``0`` is not ``False``).
         hint: what to do instead.
     """
-    return Only(allowed, hint)
+    return AllowedValues(allowed, hint)
 
 
 def _same(value: object, other: object) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return {"True": "true", "False": "false"}.get(str(value), str(value).replace("'", '"'))
 
 
@@ -72,14 +74,14 @@ class TextPart(Body):
 
 
 class ImageUrl(Body):
-    """An image: a data: URL with the image itself in it. ``detail`` is the model's own affair."""
+    """An image: a data: URL that contains the image. ``detail`` cannot be chosen; the model sets it."""
 
     url: str
-    detail: Annotated[Any, only("auto")] = None
+    detail: Annotated[Any, allowed_values("auto")] = None
 
 
 class ImagePart(Body):
-    """An image in a message's content, for models that see."""
+    """An image in a message's content, for multimodal models."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -101,23 +103,24 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message. What a template may read is passed on to it; the rest must be empty."""
+    """One message. Fields that templates can read are passed to them; the others must be empty."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Annotated[
-        list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None, BeforeValidator(_as_parts)
+        Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)] | None,
+        BeforeValidator(_as_parts),
     ] = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    refusal: Annotated[Any, only()] = None
-    annotations: Annotated[Any, only([])] = None
-    audio: Annotated[Any, only()] = None
-    function_call: Annotated[Any, only()] = None
+    refusal: Annotated[Any, allowed_values()] = None
+    annotations: Annotated[Any, allowed_values([])] = None
+    audio: Annotated[Any, allowed_values()] = None
+    function_call: Annotated[Any, allowed_values()] = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as ``AsyncLLM.submit_chat`` takes it, but for its images: see ``images.decoded``."""
+        """The message as ``AsyncLLM.submit_chat`` takes it, with images still encoded: see ``images.decode_images``."""
         out = self.model_dump(
             include={"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}, exclude_none=True
         )
@@ -128,4 +131,5 @@ class Message(Body):
         return out
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+#: ``fail_fast``: without it pydantic describes every wrong item, of which a body may have very many.
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]

@@ -1,8 +1,8 @@
-"""``GET /metrics`` for Prometheus, and the figures that the periodic log line says.
+"""``GET /metrics`` for Prometheus, and the numbers of the periodic log line.
 
-Names are those that dashboards of other engines ask for, with ``evener:`` in front. Counting a token costs no lock and
-no look-up: everything is counted on the event loop, in plain numbers, and turned into Prometheus' text when somebody
-asks. Nothing is global: two applications in one process count apart.
+Metrics have the names that dashboards of other engines use, with the prefix ``evener:``. Counting a token needs no lock
+and no look-up: all counting is done on the event loop in plain numbers, and turned into Prometheus' text format for
+each request of the endpoint. Nothing is global: two applications in one process count separately.
 """
 
 from __future__ import annotations
@@ -23,16 +23,59 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from evener.engine.messages import QUEUE_SECONDS, StatsReport
+from evener.engine.wire.messages import QUEUE_SECONDS, StatsReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-_GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 80)
+_LATENCY_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+_INTER_TOKEN_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    80,
+)
 _REASONS = ("stop", "length", "timeout", "abort", "error")
 
 
 class Histogram:
-    """Counts of seconds by upper bound, as Prometheus' histograms."""
+    """A histogram of seconds by upper bound, as Prometheus has it."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -49,25 +92,30 @@ class Histogram:
 
 
 class Metrics:
-    """What one application has seen.
+    """The counters and histograms of one application.
 
     Attributes:
         prompt_tokens, generation_tokens: counters.
         finished: samples by finish reason.
-        first_token, between_tokens, whole: seconds to a sample's first token, from one token to the next, to its end.
+        time_to_first_token, inter_token_latency, e2e_latency: seconds from a request to a sample's first token, from
+            one token to the next, and from a request to a sample's end.
     """
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
-        self.first_token, self.between_tokens, self.whole = Histogram(_LATENCY), Histogram(_GAP), Histogram(_LATENCY)
+        self.time_to_first_token, self.inter_token_latency, self.e2e_latency = (
+            Histogram(_LATENCY_BUCKETS),
+            Histogram(_INTER_TOKEN_BUCKETS),
+            Histogram(_LATENCY_BUCKETS),
+        )
 
     def text(self, model: str, report: StatsReport | None, info: dict[str, str]) -> bytes:
-        """Prometheus' text.
+        """The metrics in Prometheus' text format.
 
         Args:
             model: the label ``model_name``.
-            report: what the engine says; None when there is none, and then its metrics are left out.
+            report: the engine's statistics; None: no engine, its metrics are left out.
             info: labels of ``evener:build_info``.
         """
         registry = CollectorRegistry()
@@ -76,63 +124,65 @@ class Metrics:
         return generate_latest(registry)
 
 
-class SampleMeter:
-    """Times the samples of one request; made when the request came in."""
+class RequestTimer:
+    """Measures the times of one request's samples; created when the request arrives."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._started = metrics, time.perf_counter()
         self._last: dict[int, float] = {}
 
     def tokens(self, choice: int, count: int) -> None:
-        """``count`` more tokens of one sample. Those that came together share the time since the one before."""
+        """``count`` more tokens of one sample. Tokens that come together share the time since the previous one."""
         now, last = time.perf_counter(), self._last.get(choice)
         self._last[choice] = now
         self._metrics.generation_tokens += count
         if last is not None:
-            self._metrics.between_tokens.add((now - last) / count, count)
+            self._metrics.inter_token_latency.add((now - last) / count, count)
             return
-        self._metrics.first_token.add(now - self._started)
+        self._metrics.time_to_first_token.add(now - self._started)
         if count > 1:
-            self._metrics.between_tokens.add(0.0, count - 1)
+            self._metrics.inter_token_latency.add(0.0, count - 1)
 
     def end(self, reason: str) -> None:
         """One sample has ended."""
         self._metrics.finished[reason] += 1
-        self._metrics.whole.add(time.perf_counter() - self._started)
+        self._metrics.e2e_latency.add(time.perf_counter() - self._started)
 
 
 class _Families(Collector):
-    """One look at everything."""
+    """Collects all metrics once."""
 
     def __init__(self, metrics: Metrics, model: str, report: StatsReport | None, info: dict[str, str]) -> None:
         self._metrics, self._model, self._report, self._info = metrics, model, report, info
 
     def collect(self) -> Iterator[Metric]:
         own = self._metrics
-        build = InfoMetricFamily("evener:build", "What runs.")
+        build = InfoMetricFamily("evener:build", "Version, backend and model.")
         build.add_metric([], self._info)
         yield build
-        yield self._gauge("ready", "1 if requests are taken.", float(self._report is not None))
-        yield self._counter("prompt_tokens", "Tokens of prompts.", own.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", own.generation_tokens)
+        yield self._gauge("ready", "1 if the server accepts requests.", float(self._report is not None))
+        yield self._counter("prompt_tokens", "Prompt tokens.", own.prompt_tokens)
+        yield self._counter("generation_tokens", "Generated tokens.", own.generation_tokens)
         ended = CounterMetricFamily(
-            "evener:request_success", "Samples that ended, by reason.", labels=("model_name", "finished_reason")
+            "evener:request_success", "Finished samples, by finish reason.", labels=("model_name", "finished_reason")
         )
         for reason in _REASONS:
             ended.add_metric((self._model, reason), own.finished[reason])
         yield ended
-        yield self._histogram("time_to_first_token_seconds", "From a request to its first token.", own.first_token)
-        yield self._histogram("inter_token_latency_seconds", "From one token to the next.", own.between_tokens)
-        yield self._histogram("e2e_request_latency_seconds", "From a request to its end.", own.whole)
+        yield self._histogram(
+            "time_to_first_token_seconds", "From a request to its first token.", own.time_to_first_token
+        )
+        yield self._histogram("inter_token_latency_seconds", "From one token to the next.", own.inter_token_latency)
+        yield self._histogram("e2e_request_latency_seconds", "From a request to its end.", own.e2e_latency)
         if self._report is not None:
             yield from self._engine(self._report)
 
     def _engine(self, report: StatsReport) -> Iterator[Metric]:
-        yield self._gauge("num_requests_running", "Samples that run.", report.running)
-        yield self._gauge("num_requests_waiting", "Samples that wait.", report.waiting)
+        yield self._gauge("num_requests_running", "Running samples.", report.running)
+        yield self._gauge("num_requests_waiting", "Waiting samples.", report.waiting)
         used = report.blocks_used / report.blocks if report.blocks else 0.0
-        yield self._gauge("kv_cache_usage_perc", "Share of the state's blocks that requests hold; 1 is all.", used)
-        yield self._gauge("kv_cache_blocks", "Blocks of state.", report.blocks)
+        yield self._gauge("kv_cache_usage_perc", "Fraction of KV cache blocks in use by requests; 1 is all.", used)
+        yield self._gauge("kv_cache_blocks", "KV cache blocks.", report.blocks)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", report.queried_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", report.cached_tokens)
         yield self._counter("forked_tokens", "Tokens whose state samples took over from the first of their prompt.",

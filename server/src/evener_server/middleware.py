@@ -1,4 +1,4 @@
-"""Request ids, one log line a request, and the last resort for errors."""
+"""Request ids, one log line per request, and the handling of unexpected errors."""
 
 from __future__ import annotations
 
@@ -6,39 +6,41 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evener import logs
-from evener_server.errors import internal_error
+from evener_server.errors import ApiError, internal_error
 
 logger = logging.getLogger("evener_server.access")
 
 HEADER = "x-request-id"
-#: What may stand in a header and a log line as it is; any other id is replaced by one of ours, which the header tells.
+#: A client's id that is safe in a header and a log line; any other is replaced by a new id, which the response has.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-#: Asked for all the time by whatever watches the server.
+#: Monitoring asks for these all the time: they are logged at level debug.
 _QUIET = ("/health", "/ready", "/metrics")
-#: nginx's number for a client that went away before it was answered.
+#: nginx's status for a client that disconnected before the response.
 _CLIENT_GONE = 499
-_SHOWN = 64
+_MAX_SHOWN_CHARS = 64
+_PORT = re.compile(r":[0-9]*\Z")
 
 LogFields = dict[str, Any]
 
 
 def log_fields(scope: Scope) -> LogFields:
-    """What the request's log line will say; add to it."""
+    """The fields of the request's log line; callers add theirs."""
     fields: LogFields = scope.setdefault("state", {}).setdefault("log_fields", {})
     return fields
 
 
 class RequestLog:
-    """ASGI middleware around everything.
+    """ASGI middleware around the whole application.
 
-    Every response has ``x-request-id``: the client's own if it is 1 to 128 of ``A-Za-z0-9._:/+=@-``, else a new one. An
-    exception that nothing else handles is logged and answered with a 500.
+    Every response has ``x-request-id``: the client's own if it has 1 to 128 characters of ``A-Za-z0-9._:/+=@-``, else a
+    new one. An unexpected exception is logged and answered with a 500.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -72,6 +74,27 @@ class RequestLog:
             _write(scope, status or _CLIENT_GONE, time.perf_counter() - started)
 
 
+class HostCheck:
+    """ASGI middleware that refuses requests whose ``Host`` header is none of ``hosts``: a web page that lets its own
+    name point to this machine (DNS rebinding) sends its own name.
+
+    Args:
+        hosts: host names without a port; an IPv6 address in brackets.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app, self._hosts = app, {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            if len(given) != 1 or _PORT.sub("", given[0]).lower() not in self._hosts:
+                error = ApiError(403, "the Host header names another host; see serve.allowed_hosts", code="wrong_host")
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 def _request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == HEADER.encode():
@@ -93,13 +116,13 @@ def _write(scope: Scope, status: int, seconds: float) -> None:
         "ms": round(seconds * 1000),
         **log_fields(scope),
     }
-    text = " ".join(f"{key}={_shown(value)}" for key, value in fields.items() if value is not None)
+    text = " ".join(f"{key}={_sanitize(value)}" for key, value in fields.items() if value is not None)
     logger.log(level, text, extra={"fields": fields})
 
 
-def _shown(value: object) -> str:
-    """Clients' text is quoted, escaped and cut, so that nothing of it can look like a line of ours."""
+def _sanitize(value: object) -> str:
+    """Clients' text is quoted, escaped and shortened, so that it cannot imitate a log line of ours."""
     text = str(value)
     if _ID.fullmatch(text):
         return text
-    return ascii(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+    return ascii(text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "...")

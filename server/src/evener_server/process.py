@@ -1,9 +1,9 @@
 """The serving process: its socket, its signals, and how it ends.
 
-The first SIGTERM or SIGINT drains: the socket closes, ``/ready`` says 503, running requests go on until they end or the
-time limit ends them with a 503. The second one ends them at once. An engine that dies takes the process along, with
-exit code 1, once its requests have their answers and whoever asks in the next seconds has heard why; with ``restart``
-there is a new one instead, at once.
+The first SIGTERM or SIGINT drains: the socket closes, ``/ready`` answers 503, and running requests continue until they
+end or the time limit ends them with a 503. A second signal ends them at once. If the engine dies, its requests get
+errors, the server answers 503 with the reason for a few more seconds, and the process ends with exit code 1; with
+``restart`` a new engine starts at once instead.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ import uvicorn
 from evener.async_llm import AsyncLLM
 from evener.config import Config
 from evener.errors import ConfigError
-from evener_server.activity import Activity
 from evener_server.app import create_app
+from evener_server.connections import AcceptErrors, Listener, Protocol, max_connections
 from evener_server.service import Service
+from evener_server.stats_logger import StatsLogger
 
 logger = logging.getLogger(__name__)
 
-#: After the drain's limit: for the last bytes to reach clients, which some no longer read.
+#: After the drain's limit, for the last bytes to reach clients; some clients no longer read.
 _GRACE_SECONDS = 5
-#: Longer than clients keep idle connections, so that it is they who close them and no request is lost.
+#: Longer than clients keep idle connections: so the client closes them, and no request is lost.
 _KEEP_ALIVE_SECONDS = 65
 _BACKLOG = 2048
-#: For how long a server whose engine has died goes on to say so: ``/ready`` and new requests get a 503 with the reason.
-_LAST_WORDS_SECONDS = 5.0
-#: Exit code when the engine has died.
-_DIED = 1
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+#: How long a server whose engine has died still answers ``/ready`` and new requests with a 503 and the reason.
+_DEAD_GRACE_SECONDS = 5.0
+#: Exit code if the engine has died.
+_EXIT_ENGINE_DEAD = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Start = Callable[[Config], Coroutine[Any, Any, AsyncLLM]]
@@ -45,25 +47,25 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
     """Start the engine and serve it until a signal comes. Returns the exit code.
 
     Args:
-        drain_timeout: seconds that running requests may go on after the first signal.
-        start: makes the engine; default ``AsyncLLM.start``.
-        restart: start again when the engine has died.
+        drain_timeout: seconds that running requests may continue after the first signal.
+        start: creates the engine; default ``AsyncLLM.start``.
+        restart: start again if the engine dies.
 
-    A signal that comes while the engine starts ends the start, with exit code 128 + its number.
+    A signal during the engine's start ends the start, with exit code 128 + its number.
 
     Raises:
         ConfigError: the address cannot be used.
-        EvenerError: whatever starting the engine raises.
+        EvenerError: the engine does not start.
     """
-    last_words = 0.0 if restart else _LAST_WORDS_SECONDS
-    while (code := await _serve(config, drain_timeout, start or start_engine, last_words)) is None and restart:
+    dead_grace = 0.0 if restart else _DEAD_GRACE_SECONDS
+    while (code := await _serve(config, drain_timeout, start or start_engine, dead_grace)) is None and restart:
         logger.warning("the engine has died: starting again, because of --restart")
-    return _DIED if code is None else code
+    return _EXIT_ENGINE_DEAD if code is None else code
 
 
-async def _serve(config: Config, drain_timeout: float, start: Start, last_words: float) -> int | None:
-    """One engine's life: the exit code; None when it has died."""
-    # Before the weights are read: a wrong port is not worth that wait.
+async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace: float) -> int | None:
+    """Start one engine and serve it. Returns the exit code; None if the engine died."""
+    # Before the weights are read, so that a wrong port is an error at once.
     listener = bind(config.serve.host, config.serve.port)
     with contextlib.closing(listener):
         llm = await _until_signal(start(config))
@@ -72,13 +74,13 @@ async def _serve(config: Config, drain_timeout: float, start: Start, last_words:
             return 128 + llm
         try:
             await llm.warm_up_chat()
-            return await _Serving(llm, config, listener, drain_timeout, last_words).run()
+            return await _ServerRun(llm, config, listener, drain_timeout, dead_grace).run()
         finally:
             await llm.close()
 
 
 async def _until_signal(starting: Coroutine[Any, Any, AsyncLLM]) -> AsyncLLM | signal.Signals:
-    """The engine, or the signal that came first and ended the start."""
+    """The engine, or the signal that ended its start."""
     loop, task, came = asyncio.get_running_loop(), asyncio.ensure_future(starting), list[int]()
 
     def stop(number: int) -> None:
@@ -99,7 +101,7 @@ async def _until_signal(starting: Coroutine[Any, Any, AsyncLLM]) -> AsyncLLM | s
 
 
 async def start_engine(config: Config) -> AsyncLLM:
-    """The engine in processes of its own, unless ``executor=inline`` asks for this one."""
+    """The engine in its own processes, or in this one with ``executor=inline``."""
     return await AsyncLLM.start(config, mode="thread" if config.executor == "inline" else "process")
 
 
@@ -107,13 +109,13 @@ def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet.
 
     Raises:
-        ConfigError: the name is unknown, or the address cannot be used.
+        ConfigError: the host name is unknown, or the address cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = Listener(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"serve.host={host} cannot be used: {error}; give an address of this machine") from error
     try:
@@ -125,8 +127,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def allowed_hosts(config: Config) -> tuple[str, ...] | None:
+    """The names that a request's ``Host`` may have; None: any."""
+    names = config.serve.allowed_hosts or (_LOOPBACK if config.serve.host in (*_LOOPBACK, "::1") else ("*",))
+    return None if "*" in names else names
+
+
 def url(listener: socket.socket) -> str:
-    """Where clients find the server."""
+    """The server's URL."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -136,20 +144,21 @@ def _unusable(host: str, port: int, error: OSError) -> ConfigError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which end the process with the signal instead of 0."""
+    """uvicorn without its signal handlers, which would end the process with the signal instead of exit code 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class _Serving:
+class _ServerRun:
     def __init__(
-        self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float, last_words: float
+        self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float, dead_grace: float
     ) -> None:
         self._llm, self._config, self._listener, self._drain_timeout = llm, config, listener, drain_timeout
-        self._last_words = last_words
-        app = create_app(llm)
+        self._dead_grace = dead_grace
+        app = create_app(llm, hosts=allowed_hosts(config))
+        protocol = type("_Protocol", (Protocol,), {"connection_limit": max_connections(config.serve.max_connections)})
         self._service: Service = app.state.service
         self._server = _Server(
             uvicorn.Config(
@@ -159,6 +168,7 @@ class _Serving:
                 server_header=False,
                 lifespan="off",
                 ws="none",
+                http=protocol,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(drain_timeout) + _GRACE_SECONDS,
@@ -173,18 +183,19 @@ class _Serving:
 
     async def run(self) -> int | None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(AcceptErrors())
         try:
-            # Before it is announced: whoever waits for that line connects at once.
+            # Before the log line: clients that wait for that line connect at once.
             self._listener.listen(_BACKLOG)
         except OSError as error:
             self._raise(error)
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        self._watch = asyncio.ensure_future(self._stop_when_dead())
+        self._watch = asyncio.ensure_future(self._stop_when_engine_dead())
         self._announce()
         if self._config.log.interval > 0:
-            self._activity = asyncio.ensure_future(Activity(self._service).run(self._config.log.interval))
+            self._activity = asyncio.ensure_future(StatsLogger(self._service).run(self._config.log.interval))
         try:
             await asyncio.wait((self._task,))
         finally:
@@ -200,17 +211,18 @@ class _Serving:
         logger.info("stopped")
         return 0 if self._code is None else self._code
 
-    async def _stop_when_dead(self) -> None:
+    async def _stop_when_engine_dead(self) -> None:
         await self._llm.died.wait()
         logger.error("the engine has stopped: %s", self._llm.dead_reason)
-        await asyncio.sleep(self._last_words)
+        await asyncio.sleep(self._dead_grace)
         self._dead = self._server.should_exit = True
 
     def _announce(self) -> None:
         info = self._llm.info
+        assert info is not None, "it was waited for"
         logger.info(
             "serving %s at %s on backend %s (%s)",
-            info["served_name"], url(self._listener), info["backend"], info["backend_reason"],
+            info.served_name, url(self._listener), info.backend, info.backend_reason,
         )  # fmt: skip
 
     def _raise(self, error: BaseException | None) -> None:
@@ -223,12 +235,15 @@ class _Serving:
         name = signal.Signals(number).name
         if self._draining is None:
             count = len(self._service.running)
-            logger.info("%s: %d requests may run for %g s more; again to stop now", name, count, self._drain_timeout)
+            logger.info(
+                "%s: %d running requests have %g s to finish; send it again to stop now",
+                name, count, self._drain_timeout,
+            )  # fmt: skip
             self._server.should_exit = True
             self._draining = asyncio.ensure_future(self._drain())
             return
         logger.warning(
-            "%s again: %d requests are ended", name, self._service.running.abort_all("the server was stopped")
+            "%s again: aborting %d requests", name, self._service.running.abort_all("the server was stopped")
         )
         self._code = 128 + number
         assert self._task is not None, "signals come while it runs"
@@ -237,4 +252,4 @@ class _Serving:
     async def _drain(self) -> None:
         if not await self._llm.drain(self._drain_timeout):
             count = self._service.running.abort_all("the server is shutting down")
-            logger.warning("%d requests did not end within %g s and are ended", count, self._drain_timeout)
+            logger.warning("aborting %d requests that did not finish within %g s", count, self._drain_timeout)

@@ -1,7 +1,8 @@
-"""Request bodies: every field that a client may send, and what becomes of it.
+"""Request bodies: every field that a client may send, and its checks.
 
-A field is implemented, or it is listed with the values that ask for nothing (``only``), which official clients send
-unasked; any other value is a 400 that names it, and so is a field that nobody knows. null means "not said" everywhere.
+A field is implemented, or it is listed with the values that have no effect (``allowed_values``), because official
+clients send them by default. Any other value is a 400 that names the field, and so is an unknown field. null always
+means that the field was not sent.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from evener.sampling_params import (
     MIN_REPETITION,
     SamplingParams,
 )
-from evener_server.messages import Body, Messages, only
+from evener_server.messages import Body, Messages, allowed_values
 
 MAX_STOPS = 16
 _INT32, _INT64 = 2**31 - 1, 2**63
 _ID_DIGITS = 10
-#: Characters of what a client sent that an error repeats.
-_SHOWN = 60
+#: Characters of a client's value that an error message repeats.
+_MAX_SHOWN_CHARS = 60
 _MISSING, _UNKNOWN, _UNSUPPORTED = "missing", "extra_forbidden", "unsupported_parameter"
 
 
@@ -52,7 +53,7 @@ def _biases(value: object) -> object:
         raise _invalid(f"must be an object with at most {MAX_LOGIT_BIAS} token ids")
     wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS)]
     if wrong:
-        raise _invalid(f"has the key {_short(wrong[0])}: keys are token ids, as in {{\"50256\": -100}}")
+        raise _invalid(f'has the key {_short(wrong[0])}: keys are token ids, as in {{"50256": -100}}')
     for bias in value.values():
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             raise _invalid(f"has the value {_short(bias)}: values are numbers from -100 to 100")
@@ -63,7 +64,7 @@ def _biases(value: object) -> object:
 
 
 def _prompts(value: object) -> object:
-    """One text, one list of ids, or a list of either, as a list of prompts."""
+    """One text, one list of ids, or a list of either, turned into a list of prompts."""
     if isinstance(value, str):
         return [value]
     kinds = set(map(type, value)) if isinstance(value, list) else set()
@@ -114,11 +115,11 @@ class StreamOptions(Body):
     """``include_usage``: one more chunk at the end, with the usage."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, only(False)] = None
+    include_obfuscation: Annotated[Any, allowed_values(False)] = None
 
 
 class GenerationBody(Body):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     model: str
     max_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -133,24 +134,24 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    #: For the log line, where it stands beside the request's id.
+    #: Appears in the request's log line.
     user: str | None = None
 
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] = None
-    #: By token id, as text, since JSON has no other keys.
+    #: Token ids as text, because JSON keys are text.
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)] = None
-    stop_token_ids: Annotated[list[_TokenId] | None, Field(max_length=MAX_STOP_IDS)] = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
     #: Seconds that the whole request may take, waiting included.
     max_time: Annotated[float | None, Field(gt=0)] = None
 
-    use_beam_search: Annotated[Any, only(False)] = None
+    use_beam_search: Annotated[Any, allowed_values(False)] = None
 
     @property
     def choices(self) -> int:
-        """Choices that each prompt gets."""
+        """Choices that are returned for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
@@ -163,20 +164,20 @@ class GenerationBody(Body):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def token_limit(self) -> int | None:
-        """At most this many new tokens, as far as the client says."""
+    def requested_max_tokens(self) -> int | None:
+        """The requested maximum of new tokens; None: the client did not send one."""
         return self.max_tokens
 
-    def prompt_top_count(self) -> int | None:
-        """The same for the prompt's tokens."""
+    def num_prompt_logprobs(self) -> int | None:
+        """As ``num_logprobs``, for the prompt's tokens."""
         return None
 
     @abstractmethod
-    def top_count(self) -> int | None:
-        """How many likeliest tokens are wanted at each position; None: no log-probabilities."""
+    def num_logprobs(self) -> int | None:
+        """Number of likeliest tokens to return at each position; None: no log-probabilities."""
 
     def check(self) -> None:
-        """What more than one field says together.
+        """Check fields that depend on each other.
 
         Raises:
             RequestError: they contradict each other.
@@ -187,7 +188,7 @@ class GenerationBody(Body):
             raise RequestError("stream_options is for stream=true only; leave it out", "stream_options")
 
     def sampling(self, *, detokenize: bool) -> SamplingParams:
-        """The parameters for the engine, which knows what holds for requests that do not say.
+        """The parameters for the engine, which has the defaults for fields that were not sent.
 
         Args:
             detokenize: False for a model without a tokenizer.
@@ -205,7 +206,7 @@ class GenerationBody(Body):
             top_k=self.top_k,
             min_p=self.min_p,
             seed=self.seed,
-            max_tokens=self.token_limit(),
+            max_tokens=self.requested_max_tokens(),
             min_tokens=self.min_tokens or 0,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids or (),
@@ -214,9 +215,9 @@ class GenerationBody(Body):
             presence_penalty=self.presence_penalty or 0.0,
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias or {},
-            # Which samples are best is told by their tokens' own.
-            logprobs=0 if self.top_count() is None and self.samples > self.choices else self.top_count(),
-            prompt_logprobs=self.prompt_top_count(),
+            # best_of ranks samples by their tokens' log-probabilities.
+            logprobs=0 if self.num_logprobs() is None and self.samples > self.choices else self.num_logprobs(),
+            prompt_logprobs=self.num_prompt_logprobs(),
             max_time=self.max_time,
             detokenize=detokenize,
         )
@@ -229,36 +230,36 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    #: Without tools there are no calls, parallel or not: both values are kept.
+    #: Without tools there are no calls, parallel or not: both values are accepted.
     parallel_tool_calls: bool | None = None
 
-    response_format: Annotated[Any, only({"type": "text"})] = None
-    tools: Annotated[Any, only([])] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    functions: Annotated[Any, only([])] = None
-    function_call: Annotated[Any, only("none", "auto")] = None
-    modalities: Annotated[Any, only(["text"])] = None
-    audio: Annotated[Any, only()] = None
-    prediction: Annotated[Any, only()] = None
-    reasoning_effort: Annotated[Any, only()] = None
-    verbosity: Annotated[Any, only("medium")] = None
-    web_search_options: Annotated[Any, only()] = None
-    metadata: Annotated[Any, only({})] = None
-    store: Annotated[Any, only(False)] = None
-    service_tier: Annotated[Any, only("auto", "default")] = None
-    prompt_cache_key: Annotated[Any, only()] = None
-    prompt_cache_retention: Annotated[Any, only()] = None
-    safety_identifier: Annotated[Any, only(hint="; send user, which is logged")] = None
-    chat_template: Annotated[Any, only()] = None
+    response_format: Annotated[Any, allowed_values({"type": "text"})] = None
+    tools: Annotated[Any, allowed_values([])] = None
+    tool_choice: Annotated[Any, allowed_values("none", "auto")] = None
+    functions: Annotated[Any, allowed_values([])] = None
+    function_call: Annotated[Any, allowed_values("none", "auto")] = None
+    modalities: Annotated[Any, allowed_values(["text"])] = None
+    audio: Annotated[Any, allowed_values()] = None
+    prediction: Annotated[Any, allowed_values()] = None
+    reasoning_effort: Annotated[Any, allowed_values()] = None
+    verbosity: Annotated[Any, allowed_values("medium")] = None
+    web_search_options: Annotated[Any, allowed_values()] = None
+    metadata: Annotated[Any, allowed_values({})] = None
+    store: Annotated[Any, allowed_values(False)] = None
+    service_tier: Annotated[Any, allowed_values("auto", "default")] = None
+    prompt_cache_key: Annotated[Any, allowed_values()] = None
+    prompt_cache_retention: Annotated[Any, allowed_values()] = None
+    safety_identifier: Annotated[Any, allowed_values(hint="; send user, which is logged")] = None
+    chat_template: Annotated[Any, allowed_values()] = None
     #: Variables for the chat template, such as ``{"enable_thinking": false}``.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    def token_limit(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def top_count(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
@@ -272,7 +273,7 @@ class ChatBody(GenerationBody):
             raise RequestError(message, "continue_final_message")
 
     def template(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages."""
+        """The chat template's arguments besides the messages."""
         return {
             "template_kwargs": self.chat_template_kwargs,
             "add_generation_prompt": self.add_generation_prompt is not False,
@@ -283,42 +284,42 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    #: A list of prompts, each a text or a list of ids, whichever way it was sent.
+    #: Always a list of prompts here, each a text or a list of ids.
     prompt: Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    #: 0 gives nothing but the prompt, with ``echo``.
+    #: 0 returns only the prompt, with ``echo``.
     max_tokens: Annotated[int | None, Field(ge=0)] = None
 
-    #: Text and, with ``logprobs``, log-probabilities of the prompt come before those of the answer.
+    #: Return the prompt's text and, with ``logprobs``, its log-probabilities before those of the answer.
     echo: bool | None = None
     #: Samples to draw, of which the ``n`` likeliest are returned.
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
-    suffix: Annotated[Any, only("")] = None
-    prompt_logprobs: Annotated[Any, only(hint="; send echo=true with logprobs")] = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
+    suffix: Annotated[Any, allowed_values("")] = None
+    prompt_logprobs: Annotated[Any, allowed_values(hint="; send echo=true with logprobs")] = None
+    response_format: Annotated[Any, allowed_values({"type": "text"})] = None
 
     @property
     def samples(self) -> int:
         return self.choices if self.best_of is None else self.best_of
 
-    def top_count(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def token_limit(self) -> int | None:
-        # A request of the engine samples at least one token; nobody sees it then.
+    def requested_max_tokens(self) -> int | None:
+        # The engine samples at least one token; it is not returned.
         return 1 if self.max_tokens == 0 else self.max_tokens
 
-    def prompt_top_count(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         return self.logprobs if self.echo else None
 
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise RequestError("max_tokens is 0, which is for echo=true only; send 1 or more", "max_tokens")
+            raise RequestError("max_tokens is 0, which is only allowed with echo=true; send 1 or more", "max_tokens")
         if self.samples < self.choices:
             raise RequestError(f"best_of is {self.best_of}, but n is {self.choices}; send n or more", "best_of")
         if self.stream and self.samples > self.choices:
-            message = "best_of cannot be streamed: the best are known when all have ended; send stream=false"
+            message = "best_of cannot be streamed: the best are only known when all have ended; send stream=false"
             raise RequestError(message, "best_of")
 
 
@@ -329,7 +330,7 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> B:
     """Check a decoded body.
 
     Raises:
-        RequestError: the first thing that is wrong; ``param`` is its place, ``code`` one of OpenAI's words for it.
+        RequestError: the first field that is wrong; ``param`` is its path, ``code`` one of OpenAI's error codes.
     """
     try:
         body = kind.model_validate(value)
@@ -354,7 +355,7 @@ def _request_error(kind: type[GenerationBody], found: ErrorDetails) -> RequestEr
         return RequestError(f"{param} is missing; send it", param, "missing_required_parameter")
     if what == _UNKNOWN:
         near = did_you_mean(param, kind.model_fields) if len(found["loc"]) == 1 else "; leave it out"
-        return RequestError(f"{param} is not a field that this server knows{near}", param, "unknown_parameter")
+        return RequestError(f"{param} is not a field of this API{near}", param, "unknown_parameter")
     if what == _UNSUPPORTED:
         return RequestError(f"{param} {message}", param, _UNSUPPORTED)
     if what == "literal_error" and found["loc"][-1] == "type":
@@ -368,21 +369,21 @@ def _request_error(kind: type[GenerationBody], found: ErrorDetails) -> RequestEr
 
 
 def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Without the kind that pydantic names behind a part of a content."""
+    """The path without the kind of content part, which pydantic puts into it."""
     return (*loc[:4], *loc[5:]) if loc[:1] == ("messages",) and loc[2:3] == ("content",) else loc
 
 
 def _short(value: object) -> str:
-    """What was sent, if that is worth showing."""
+    """The sent value, shortened for a message."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
 
 
 def path(loc: tuple[int | str, ...]) -> str:
     """``("messages", 0, "content")`` as ``messages[0].content``."""
     text = ""
-    for part in (p if isinstance(p, int) or len(p) <= _SHOWN else p[:_SHOWN] + "…" for p in loc):
+    for part in (p if isinstance(p, int) or len(p) <= _MAX_SHOWN_CHARS else p[:_MAX_SHOWN_CHARS] + "…" for p in loc):
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text

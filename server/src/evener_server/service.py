@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine, the model's name, defaults, and the head of every answer."""
+"""What the endpoints share: the engine, the model's name, defaults, and the first fields of every response."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from importlib_metadata import version
 
 from evener.async_llm import AsyncLLM
-from evener.errors import RequestError
+from evener.engine.wire.engine_info import EngineInfo
 from evener.sampling_params import SamplingParams
 from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
-from evener_server.generation import Running
+from evener_server.generation import RunningGenerations
 from evener_server.metrics import Metrics
 from evener_server.protocol import GenerationBody
 
@@ -23,38 +23,45 @@ class Service:
 
     Attributes:
         llm: the engine.
-        limits: of request bodies.
-        metrics: what is counted.
-        running: what runs.
-        version: of this package.
-        created: when it started, in seconds since 1970.
+        limits: limits of request bodies.
+        metrics: counters and histograms.
+        running: the running generations.
+        version: version of this package.
+        created: time of the start, in seconds since 1970.
     """
 
     def __init__(self, llm: AsyncLLM, limits: BodyLimits) -> None:
         self.llm, self.limits = llm, limits
         self.metrics = Metrics()
-        self.running = Running(llm, self.metrics)
+        self.running = RunningGenerations(llm, self.metrics)
         self.version = version("evener-server")
         self.created = int(time.time())
 
     @property
-    def model_name(self) -> str:
-        """The model's name in the API.
+    def info(self) -> EngineInfo:
+        """What the engine reported when it became ready.
 
         Raises:
-            ApiError: 503, the engine is not there yet.
+            ApiError: 503, it is not ready yet.
         """
-        return str(self._info("served_name"))
+        if self.llm.info is None:
+            raise unavailable(self.llm.dead_reason or "the engine is not ready yet")
+        return self.llm.info
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.info.served_name
 
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its answer may have together."""
-        return int(self._info("max_model_len"))
+        return self.info.max_model_len
 
     @property
     def fingerprint(self) -> str:
-        """What produced an answer: the same fingerprint and seed give the same tokens."""
-        return f"evener-{self.version}-{self._info('backend')}"
+        """OpenAI's ``system_fingerprint``: the same fingerprint and seed give the same tokens."""
+        return f"evener-{self.version}-{self.info.backend}"
 
     def check_model(self, name: str) -> None:
         """Raises:
@@ -69,20 +76,8 @@ class Service:
                 "model_not_found",
             )
 
-    def check_room(self, samples: int, param: str) -> None:
-        """Raises:
-        RequestError: so many samples can never run at once; ``param`` asks for them.
-        """
-        if self.llm.max_queue is None:
-            return
-        limit = int(self.llm.info.get("max_reqs", 0)) + self.llm.max_queue  # type: ignore[call-overload]
-        if samples > limit:
-            raise RequestError(
-                f"{param} asks for {samples} samples, but this server takes {limit} at a time; split it up", param
-            )
-
     def sampling(self, body: GenerationBody) -> SamplingParams:
-        """``body``'s parameters for the engine.
+        """The sampling parameters of ``body``.
 
         Raises:
             RequestError: a value is out of range.
@@ -90,7 +85,7 @@ class Service:
         return body.sampling(detokenize=self.llm.tokenizer is not None)
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
-        """The fields that every answer begins with, under a new id."""
+        """The first fields of a response, with a new id."""
         return {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -98,8 +93,3 @@ class Service:
             "model": self.model_name,
             "system_fingerprint": self.fingerprint,
         }
-
-    def _info(self, key: str) -> Any:
-        if not self.llm.info:
-            raise unavailable(self.llm.dead_reason or "the engine is not ready yet")
-        return self.llm.info[key]

@@ -1,4 +1,4 @@
-"""What a server says of itself: models, liveness, readiness, version."""
+"""The endpoints about the server itself: models, liveness, readiness, statistics, version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def model_card(service: Service) -> dict[str, Any]:
     """The model as ``/v1/models`` shows it.
 
     Raises:
-        ApiError: 503, the engine is not there yet.
+        ApiError: 503, the engine is not ready yet.
     """
     return {
         "id": service.model_name,
@@ -32,8 +32,8 @@ def model_list(service: Service) -> dict[str, Any]:
     return {"object": "list", "data": [model_card(service)]}
 
 
-def unready_reason(llm: AsyncLLM) -> str | None:
-    """Why no requests are taken; None when they are."""
+def not_ready_reason(llm: AsyncLLM) -> str | None:
+    """Why requests are refused; None if they are accepted."""
     if llm.ready:
         return None
     if not llm.alive:
@@ -45,16 +45,16 @@ def check_ready(llm: AsyncLLM) -> None:
     """Raises:
     ApiError: 503 with the reason.
     """
-    reason = unready_reason(llm)
+    reason = not_ready_reason(llm)
     if reason is not None:
         raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "1"})
 
 
 async def stats(service: Service) -> dict[str, Any]:
-    """``GET /stats``: how busy the engine is, as its ``StatsReport`` says.
+    """``GET /stats``: the engine's ``StatsReport``.
 
     Raises:
-        EngineDeadError: there is no engine, or not yet.
+        EngineDeadError: the engine has stopped or is not ready yet.
     """
     found: dict[str, Any] = msgspec.to_builtins(await service.llm.stats())
     del found["type"]
@@ -62,22 +62,23 @@ async def stats(service: Service) -> dict[str, Any]:
 
 
 async def metrics(service: Service) -> bytes:
-    """``GET /metrics``: Prometheus' text. It answers also while there is no engine, with what was counted here."""
+    """``GET /metrics`` in Prometheus' text format. Without an engine it has the metrics of this process only."""
     llm, info = service.llm, service.llm.info
     try:
         report = await llm.stats() if llm.ready else None
     except EngineDeadError:
         report = None
-    labels = {"version": service.version, "backend": str(info.get("backend", "")), "model": str(info.get("model", ""))}
-    return service.metrics.text(str(info.get("served_name", "")), report, labels)
+    names = ("", "", "") if info is None else (info.backend, info.model, info.served_name)
+    labels = {"version": service.version, "backend": names[0], "model": names[1]}
+    return service.metrics.text(names[2], report, labels)
 
 
 def version_info(service: Service) -> dict[str, Any]:
-    """``GET /version``: what runs here and why. The engine's part is null until it has started."""
+    """``GET /version``: version, backend and manifest. The engine's fields are null until it is ready."""
     info = service.llm.info
     return {
         "version": service.version,
-        "backend": info.get("backend"),
-        "backend_reason": info.get("backend_reason"),
-        "manifest": info.get("manifest"),
+        "backend": info and info.backend,
+        "backend_reason": info and info.backend_reason,
+        "manifest": info and info.manifest,
     }

@@ -1,7 +1,7 @@
 """A generation as an HTTP response: whole, or as server-sent events.
 
-Nothing is sent before the first token, so that whatever goes wrong until then has a status of its own. A client that
-goes away ends the generation, streamed or not.
+Nothing is sent before the first token, so that an error before it can have its own HTTP status. If the client
+disconnects, the generation is aborted, streamed or not.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Job(ABC):
     """One API request, checked and ready to run.
 
     Attributes:
-        stream: whether it is answered as server-sent events.
+        stream: whether the response is sent as server-sent events.
     """
 
     stream: bool
 
     @abstractmethod
     async def start(self) -> Generation:
-        """Submit it.
+        """Submit the request.
 
         Raises:
             RequestError, OverloadedError, EngineDeadError: as ``AsyncLLM.submit``.
@@ -69,8 +69,8 @@ class Job(ABC):
         """
 
     @abstractmethod
-    async def whole(self, generation: Generation) -> bytes:
-        """The body of an answer in one piece.
+    async def full_response(self, generation: Generation) -> bytes:
+        """The whole body of a response that is not streamed.
 
         Raises:
             ApiError: the engine ended the request.
@@ -78,7 +78,7 @@ class Job(ABC):
 
 
 class GenerationResponse(Response):
-    """Runs a job while it is sent."""
+    """Runs a job while its response is sent."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class GenerationResponse(Response):
                 task.cancel()
             result, _ = await asyncio.gather(work, gone, return_exceptions=True)
             if isinstance(result, Exception) and not finished:
-                logger.error("request_id=%s failed while it was ended", fields.get("request_id"), exc_info=result)
+                logger.error("request_id=%s failed while it was aborted", fields.get("request_id"), exc_info=result)
         if finished:
             work.result()
 
@@ -109,7 +109,7 @@ class GenerationResponse(Response):
                 if self._job.stream:
                     await self._send_events(generation, send, fields)
                 else:
-                    body = await self._job.whole(generation)
+                    body = await self._job.full_response(generation)
                     await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
             finally:
                 fields["prompt_tokens"] = generation.prompt_tokens
@@ -128,7 +128,7 @@ class GenerationResponse(Response):
                 fields["end"] = str(error)
                 await send({"type": "http.response.body", "body": event(to_api_error(error).body()), "more_body": True})
             except Exception as error:
-                # The status has been sent: the client learns of it in the stream, the log has the trace.
+                # The status was already sent: the client gets the error in the stream, the log the stack trace.
                 logger.exception("request_id=%s the stream failed", fields.get("request_id"))
                 fields["end"] = repr(error)
                 await send({"type": "http.response.body", "body": event(to_api_error(error).body()), "more_body": True})

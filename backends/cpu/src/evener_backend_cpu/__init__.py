@@ -1,4 +1,4 @@
-"""evener's CPU backend: the descriptor. Torch-free, as every descriptor's module."""
+"""The descriptor of evener's CPU backend. Torch-free, like every descriptor's module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from evener.contracts.descriptor import Descriptor, Option
 descriptor = Descriptor(
     name="cpu",
     summary="Any CPU: C++ kernels compiled for this machine on first use, plain torch without a compiler.",
-    contracts={"probe": 1, "device": 1, "ops": 1, "state": 1},
+    contracts={"probe": 2, "device": 2, "ops": 2, "state": 2},
     module="evener_backend_cpu.plugin",
     probe="evener_backend_cpu.probe",
     serves=frozenset({"namespace:cpu", "host"}),
@@ -17,13 +17,13 @@ descriptor = Descriptor(
             type=str,
             default="auto",
             choices=("auto", "require", "off"),
-            help="C++ kernels: compile them if there is a compiler, refuse to start without, or never.",
+            help="C++ kernels: compile them if there is a compiler, require them, or never use them.",
         ),
         "huge_pages": Option(
             type=str,
             default="auto",
             choices=("auto", "off"),
-            help="Copy weights into huge pages where the system has them, or leave them mapped from their files.",
+            help="Copy weights into huge pages if the system has them, or leave them mapped from their files.",
         ),
         "compiler": Option(
             type=str, default=None, help="C++ compiler; default: the first found of $CXX, g++, clang++ and c++."

@@ -1,8 +1,8 @@
-"""Weights that stay in the blocks of their files (GGUF, MXFP4), laid out for this backend's kernels.
+"""Weights that stay block-quantized as in their files (GGUF, MXFP4), in the layout of this backend's kernels.
 
 Nothing is rounded: each block's quants and scales are kept as they are, in tiles of 16 rows. The parts of a merged
-layer may have different block types, and plain parts may stand between them. Activations are computed with as 16-bit
-integers that share a scale over 32 columns, which is exact to about 2⁻¹⁶ of the largest of them.
+layer may have different block formats, and some may be plain. Activations are rounded to 16-bit integers with one scale
+for 32 columns, an error of about 2⁻¹⁶ of the largest of them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Protocol
 
 import torch
 
+from evener.backend.native_code import Unavailable
 from evener.contracts.quant import BLOCKS, DTYPE_BYTES, MXFP4, PackedWeight, Packing, WeightPart, block_format
-from evener.devices.native_code import Unavailable
 from evener_backend_cpu.huge_pages import Arena
 from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment
 
 LAYOUT = "cpu.blocks"
 LANES = 16
-#: Bytes of a tile: of 32 columns, and of 256 columns beside them. The order is that of ``enum Kind`` of quant_blocks.h.
-_SIZES: dict[str, tuple[int, int]] = {
+#: Bytes of a tile: for 32 columns, and in addition for 256 columns. In the order of ``enum Kind`` in quant_blocks.h.
+_TILE_BYTES: dict[str, tuple[int, int]] = {
     "q4_0": (256 + 32, 0), "q4_1": (256 + 64, 0), "q5_0": (320 + 32, 0), "q5_1": (320 + 64, 0), "q8_0": (512 + 32, 0),
     "q2_k": (256 + 64, 64), "q3_k": (256 + 32, 32), "q4_k": (256 + 32, 64), "q5_k": (320 + 32, 64),
     "q6_k": (384 + 32, 32), MXFP4.storage: (256 + 16, 0),
 }  # fmt: skip
 FORMATS = {**{storage: block_format(storage) for storage in BLOCKS}, MXFP4.storage: MXFP4}
-KINDS = {storage: number for number, storage in enumerate(_SIZES, 1)}
+KINDS = {storage: number for number, storage in enumerate(_TILE_BYTES, 1)}
 
 
 class _Device(Protocol):
@@ -40,23 +40,23 @@ class _Device(Protocol):
 
 @dataclass(frozen=True)
 class BlockData:
-    """What ``BlockPacking`` makes: tensors, one a part, and the C struct that points to them."""
+    """Data of a ``BlockPacking`` weight: one tensor for each part, and the C struct that points to them."""
 
     tensors: tuple[torch.Tensor, ...]
     struct: Blocks
 
 
 def addresses(weight: PackedWeight) -> tuple[int | None, int | None]:
-    """Of a plain matrix, and of the struct of one in blocks; one of them is None."""
+    """Addresses of a plain matrix and of the struct of a block-quantized one; one of them is None."""
     if isinstance(weight.data, BlockData):
         return None, ctypes.addressof(weight.data.struct)
     tensor: torch.Tensor = weight.data
-    assert tensor.is_contiguous(), "plain packing gives contiguous weights"
+    assert tensor.is_contiguous(), "the plain packing returns contiguous weights"
     return tensor.data_ptr(), None
 
 
 def matrices(weight: PackedWeight) -> ctypes.Array[Matrix]:
-    """The matrices of a stack, by number; valid as long as the weight."""
+    """The matrices of a stack, by index; valid as long as the weight exists."""
     found = (Matrix * weight.shape[0])()
     for index in range(weight.shape[0]):
         one = weight.data[index]
@@ -65,13 +65,13 @@ def matrices(weight: PackedWeight) -> ctypes.Array[Matrix]:
 
 
 def tile_bytes(storage: str, columns: int) -> int:
-    """Bytes of 16 rows."""
-    unit, head = _SIZES[storage]
+    """Bytes of a tile of 16 rows."""
+    unit, head = _TILE_BYTES[storage]
     return -(-(columns // 32 * unit + -(-columns // 256) * head) // 64) * 64
 
 
 class BlockPacking(Packing):
-    """Tiles of 16 rows for block formats; plain parts of the same layer beside them."""
+    """Tiles of 16 rows for block formats; plain parts of the same layer stay plain."""
 
     layout = LAYOUT
 
@@ -89,8 +89,8 @@ class BlockPacking(Packing):
             if storage not in KINDS or part.format != FORMATS[storage]:
                 return f"does not know the block format {storage}"
             if part.columns % part.format.group:
-                return f"{part.columns} columns are no multiple of the {part.format.group} of a {storage} block"
-        return None if packed else "nothing is in blocks"
+                return f"{part.columns} columns are not a multiple of the {storage} block size, {part.format.group}"
+        return None if packed else "no part is block-quantized"
 
     def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
         return sum(self._bytes(p, dtype) for p in parts)
@@ -102,7 +102,7 @@ class BlockPacking(Packing):
         return -(-part.rows // LANES) * tile_bytes(part.format.storage, part.columns)
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
-        tensors = tuple(self._part(part, dtype) for part in parts)
+        tensors = tuple(self._pack_part(part, dtype) for part in parts)
         segments, first = (Segment * len(parts))(), 0
         for segment, part, tensor in zip(segments, parts, tensors, strict=True):
             segment.kind = KINDS.get(part.format.storage, 0)
@@ -113,13 +113,13 @@ class BlockPacking(Packing):
             self.layout, (first, parts[0].columns), data, sum(t.nbytes for t in tensors), tuple(p.format for p in parts)
         )
 
-    def _part(self, part: WeightPart, dtype: str) -> torch.Tensor:
+    def _pack_part(self, part: WeightPart, dtype: str) -> torch.Tensor:
         stored = part.tensors["weight"]
         if part.format.plain:
             return stored.to(getattr(torch, dtype)).contiguous()
         native = self._device.native
-        assert isinstance(native, Native), "pack follows supports"
-        if part.format == MXFP4:  # each block behind its scale
+        assert isinstance(native, Native), "pack is called after supports"
+        if part.format == MXFP4:  # each block follows its scale
             stored = torch.cat((part.tensors["scale"][..., None], stored), dim=-1).flatten(1)
         stored = stored.contiguous()
         size = (self._bytes(part, dtype),)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
-from evener.ops.composites import AttentionWeights, MLPWeights
+from evener.contracts.statics import DecoderLayerStatic, MLPStatic, QKVStatic
+from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
 from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.native_library import Layer, Matrix
@@ -22,11 +23,9 @@ _NO_MEMORY = "no memory for a layer's scratch; lower infer.step_tokens or infer.
 
 
 class _Site:
-    """One call site: the C struct of its sizes, and of the addresses of the weights that it was called with last."""
+    """One call site: the C struct with its sizes and the addresses of the weights of the last call."""
 
-    def __init__(
-        self, attention: Mapping[str, Any] | None, mlp: Mapping[str, Any] | None, layouts: Mapping[str, str]
-    ) -> None:
+    def __init__(self, attention: QKVStatic | None, mlp: MLPStatic | None, layouts: Mapping[str, str]) -> None:
         self._attention_static, self.struct = attention, Layer()
         self.address = ctypes.addressof(self.struct)
         self._key: tuple[Any, ...] = (None, None, None)
@@ -43,7 +42,7 @@ class _Site:
             s.mlp_eps, s.mlp_offset = mlp["eps"], mlp["offset"]
 
     def bind(self, attention: AttentionWeights | None, mlp: MLPWeights | None, views: PagedViews | None) -> int:
-        """The struct's address, with these weights and pages in it. They are the same objects at every step."""
+        """Put these weights and pages into the struct; returns its address. They are the same objects at every step."""
         key = self._key
         if key[0] is attention and key[1] is mlp and key[2] is views:
             return self.address
@@ -65,7 +64,7 @@ class _Site:
     def _address(self, tensor: torch.Tensor | None) -> int | None:
         if tensor is None:
             return None
-        assert tensor.is_contiguous(), "the loader gives contiguous weights"
+        assert tensor.is_contiguous(), "the loader makes contiguous weights"
         self._kept.append(tensor)
         return tensor.data_ptr()
 
@@ -75,25 +74,26 @@ class _Site:
 
 
 class _Composite(NativeKernel):
-    """What the kernels below share."""
+    """Base of the kernels below."""
 
     takes_weights = True
-    unusual = frozenset({"query_scale"})
+    non_default = frozenset({"query_scale"})
     flags = 0
 
-    def _parts(self, static: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    def _parts(self, static: Mapping[str, Any]) -> tuple[QKVStatic | None, MLPStatic | None]:
         """Static parameters of the attention and of the MLP."""
-        return (static if self.flags & (_ENTER | _ATTEND) else None), (static if self.flags & _MLP else None)
+        attention = cast(QKVStatic, static) if self.flags & (_ENTER | _ATTEND) else None
+        return attention, cast(MLPStatic, static) if self.flags & _MLP else None
 
-    def _judge(self, call: OpCall) -> str | None:
+    def _unsupported_reason(self, call: OpCall) -> str | None:
         attention, mlp = self._parts(call.static)
         if mlp is not None and mlp["activation"] not in ACTIVATIONS:
             return f"does not know activation {mlp['activation']!r}"
         if attention is None:
             return None
-        for name in ("head_dim", "value_dim"):
-            if attention[name] % 16 or attention[name] > MAX_HEAD_DIM:
-                return f"{name} {attention[name]} is no multiple of 16 up to {MAX_HEAD_DIM}"
+        for name, size in (("head_dim", attention["head_dim"]), ("value_dim", attention["value_dim"])):
+            if size % 16 or size > MAX_HEAD_DIM:
+                return f"{name} {size} is not a multiple of 16 up to {MAX_HEAD_DIM}"
         if attention["rotary_dim"] % 2:
             return f"rotary_dim {attention['rotary_dim']} is odd"
         return None
@@ -105,12 +105,12 @@ class _Composite(NativeKernel):
 
 
 class _Layer(_Composite):
-    """A kernel that ends in the stream's next pair: the attention half, or both halves."""
+    """A kernel that returns the next (x, residual): the attention half of a layer, or both halves."""
 
     state_layout = LAYOUT
 
     def _run(self, call: OpCall) -> OpFunction:
-        """The call of both halves; ``mlp`` is None where the flags leave it out."""
+        """The callable of both halves; ``mlp`` is None if the flags leave it out."""
         device, function = self.device, self.native.function("layer", call.static["dtype"])
         site, flags = _Site(*self._parts(call.static), call.layouts), self.flags
         bind = site.bind
@@ -149,8 +149,9 @@ class NativeDecoderLayer(_Layer):
     op = "decoder_layer"
     flags = _ENTER | _ATTEND | _MLP
 
-    def _parts(self, static: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-        return static["attention"], static["mlp"]
+    def _parts(self, static: Mapping[str, Any]) -> tuple[QKVStatic | None, MLPStatic | None]:
+        layer = cast(DecoderLayerStatic, static)
+        return layer["attention"], layer["mlp"]
 
     def build(self, call: OpCall) -> OpFunction:
         return self._run(call)
@@ -186,7 +187,8 @@ class NativeNormQkvRotaryWrite(_Composite):
     state_layout = LAYOUT
 
     def build(self, call: OpCall) -> OpFunction:
-        device, function, static = self.device, self.native.function("layer", call.static["dtype"]), call.static
+        static = cast(QKVStatic, call.static)
+        device, function = self.device, self.native.function("layer", static["dtype"])
         site, heads, dim = _Site(*self._parts(static), call.layouts), static["heads"], static["head_dim"]
         last: list[Any] = [None]
 
@@ -203,7 +205,7 @@ class NativeNormQkvRotaryWrite(_Composite):
             views: PagedViews,
             meta: PagedMeta,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            # The output projection's field is not read by this part.
+            # This part does not read the output projection's field.
             weights = AttentionWeights(norm, qkv, qkv, cos_sin, qkv_bias, None, q_norm, k_norm)
             if last[0] is None or any(a is not b for a, b in zip(last[0], weights, strict=True)):
                 last[0] = weights
@@ -257,8 +259,7 @@ class NativeMlpBlock(_Composite):
 
 
 def _streams(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """The float32 stream, the output's memory, and the address of what is first added to the stream. Inputs are
-    donated."""
+    """(float32 stream, output tensor, address of what is first added to the stream). Inputs are donated."""
     if residual is None:
         stream = x.float()
         return stream, torch.empty_like(x) if stream is x else x, None

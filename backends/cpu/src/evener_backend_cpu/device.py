@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from evener.backend.native_code import Unavailable
 from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Readback, ReadyReadback
 from evener.contracts.quant import Packing
-from evener.devices.native_code import Unavailable
 from evener.errors import BackendError
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu import huge_pages, isa, memory
@@ -21,14 +21,14 @@ class CpuDevice(Device):
     """This machine's processors, as one device. Several ranks on a machine share it, whatever their index.
 
     Attributes:
-        native: the compiled kernels, or why there are none.
+        native: the compiled kernels, or the reason why there are none.
         plain, blocks: the packings of unquantized and of block-quantized weights.
         threads: threads that compute a step.
     """
 
     def __init__(self, index: int, options: Mapping[str, Any]) -> None:
         if index < 0:
-            raise BackendError(f"device {index} of backend cpu was asked for; use index 0, or that of a rank")
+            raise BackendError(f"device {index} of backend cpu was asked for; use index 0, or the index of a rank")
         processor = isa.read()
         self.index, self.torch_device = index, torch.device("cpu")
         self.threads = torch.get_num_threads()
@@ -52,7 +52,7 @@ class CpuDevice(Device):
 
     @property
     def native(self) -> Native | Unavailable:
-        """Compiled on first use (seconds, once a machine)."""
+        """Compiled on first use (seconds, once on each machine)."""
         if self._native is None:
             wanted = self._options.get("native", "auto")
             if wanted == "off":
@@ -66,11 +66,11 @@ class CpuDevice(Device):
         return self._native
 
     def select(self) -> None:
-        # OpenMP's thread count belongs to the calling thread, so the thread that runs the steps sets its own.
+        # OpenMP's thread count belongs to the calling thread, so the thread that runs the steps has to set it.
         torch.set_num_threads(self.threads)
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Nothing to wait for: the CPU runs nothing asynchronously."""
 
     def memory(self) -> MemoryInfo:
         return MemoryInfo(*memory.free_and_total())
@@ -79,7 +79,7 @@ class CpuDevice(Device):
         return ReadyReadback(tensor.clone())
 
     def conditions(self) -> Mapping[str, str]:
-        """The threads that compute; how many there are is part of the name."""
+        """The threads that compute; their number is part of the name."""
         return {"threads": str(self.threads)}
 
     def limit_threads(self, count: int) -> None:

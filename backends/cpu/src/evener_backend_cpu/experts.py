@@ -1,16 +1,17 @@
-"""Expert layers: a block of experts, or the products with one stack of weights, is one call of the C++ library."""
+"""Expert layers: a whole MoE block, or the products with one stack of weights, is one call of the C++ library."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
-from evener.ops.expert_composites import MoEWeights
+from evener.contracts.statics import MoEStatic
+from evener.contracts.weights import MoEWeights
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
 from evener_backend_cpu.block_packing import addresses, matrices
 from evener_backend_cpu.native_library import Experts, Matrix
@@ -19,7 +20,7 @@ from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_top": 2}
 _KINDS = {**ACTIVATIONS, "clamped_swiglu": 3}
 _NO_MEMORY = "no memory for the experts' scratch; lower infer.step_tokens or infer.kv_memory"
-#: Matrices that take rows of the stream; the others take what is between two of them.
+#: Matrices whose input is a row of the stream; the input of the others is an intermediate result.
 _OUTER = ("router", "gate_up", "shared_gate_up", "shared_gate")
 _LINEARS = ("router", "shared_gate_up", "shared_down", "shared_gate")
 _TENSORS = ("norm", "post_norm", "router_bias", "gate_up_bias", "down_bias", "correction", "copies")
@@ -34,7 +35,7 @@ class NativeGroupedLinear(NativeKernel):
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("grouped", call.static["dtype"])
         rows, columns, experts = (call.static[k] for k in ("rows", "columns", "experts"))
-        last: list[Any] = [None, None]  # the weight and where its matrices are
+        last: list[Any] = [None, None]  # the weight and the addresses of its matrices
 
         def run(
             x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor, bias: torch.Tensor | None = None
@@ -63,24 +64,24 @@ class NativeGroupedLinear(NativeKernel):
 
 
 class _Site:
-    """One call site: the C struct of its sizes, and of the addresses of the weights that it was called with last."""
+    """One call site: the C struct with its sizes and the addresses of the weights of the last call."""
 
-    def __init__(self, static: Mapping[str, Any], layouts: Mapping[str, str]) -> None:
+    def __init__(self, static: MoEStatic, layouts: Mapping[str, str]) -> None:
         self.struct = s = Experts()
         self.address = ctypes.addressof(s)
         self._weights: MoEWeights | None = None
         self._stacks: tuple[Any, Any] | None = None
-        for name in ("hidden", "inner", "top", "groups", "top_groups", "group_best", "renormalize", "shared_inner"):
-            setattr(s, name, static[name])
-        for name in ("eps", "offset", "scale", "alpha", "limit"):
-            setattr(s, name, static[name])
+        s.hidden, s.inner, s.shared_inner = static["hidden"], static["inner"], static["shared_inner"]
+        s.top, s.groups, s.top_groups = static["top"], static["groups"], static["top_groups"]
+        s.group_best, s.renormalize, s.scale = static["group_best"], static["renormalize"], static["scale"]
+        s.eps, s.offset, s.alpha, s.limit = static["eps"], static["offset"], static["alpha"], static["limit"]
         s.count, s.slots = static["experts"], static["gate_up"].experts
         s.scoring, s.activation = _SCORINGS[static["scoring"]], _KINDS[static["activation"]]
         s.packed = any(layouts.get(name) == BLOCKS for name in _OUTER)
         s.packed_inner, s.packed_shared = (layouts.get(name) == BLOCKS for name in ("down", "shared_down"))
 
     def bind(self, weights: MoEWeights) -> int:
-        """The struct's address, with these weights in it. They are the same objects at every step."""
+        """Put these weights into the struct; returns its address. They are the same objects at every step."""
         if weights is self._weights:
             return self.address
         s, named = self.struct, weights._asdict()
@@ -98,7 +99,7 @@ class _Site:
 def _address(tensor: torch.Tensor | None) -> int | None:
     if tensor is None:
         return None
-    assert tensor.is_contiguous(), "the loader gives contiguous weights"
+    assert tensor.is_contiguous(), "the loader makes contiguous weights"
     return tensor.data_ptr()
 
 
@@ -108,20 +109,23 @@ class NativeMoeBlock(NativeKernel):
     op = "moe_block"
     takes_weights = True
 
-    def _judge(self, call: OpCall) -> str | None:
-        if call.static["activation"] not in _KINDS:
-            return f"does not know activation {call.static['activation']!r}"
-        if call.static["scoring"] not in _SCORINGS:
-            return f"does not know scoring {call.static['scoring']!r}"
-        return "weighs the experts' results, not their inputs" if call.static["weigh_input"] else None
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        static = cast(MoEStatic, call.static)
+        if static["activation"] not in _KINDS:
+            return f"does not know activation {static['activation']!r}"
+        if static["scoring"] not in _SCORINGS:
+            return f"does not know scoring {static['scoring']!r}"
+        return "weights the experts' results, not their inputs" if static["router_weight_on_input"] else None
 
     def workspace(self, call: OpCall) -> int:
-        scratch, site = self.native.function("experts_scratch", call.static["dtype"]), _Site(call.static, call.layouts)
+        static = cast(MoEStatic, call.static)
+        scratch, site = self.native.function("experts_scratch", static["dtype"]), _Site(static, call.layouts)
         return int(scratch(site.address, call.bucket.high, self.device.threads))
 
     def build(self, call: OpCall) -> OpFunction:
-        device, function = self.device, self.native.function("experts", call.static["dtype"])
-        site = _Site(call.static, call.layouts)
+        static = cast(MoEStatic, call.static)
+        device, function = self.device, self.native.function("experts", static["dtype"])
+        site = _Site(static, call.layouts)
 
         def run(x: torch.Tensor, residual: torch.Tensor, weights: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
             if function(site.bind(weights), x.shape[0], x.data_ptr(), residual.data_ptr(), device.threads):

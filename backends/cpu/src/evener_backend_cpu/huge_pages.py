@@ -1,5 +1,5 @@
-"""Weights in huge pages. A step of one token reads every weight once, in order; with pages of 4 KiB a processor spends
-as long on their addresses as on the numbers, above all inside a virtual machine, where each is translated twice."""
+"""Weights in huge pages. A step of one token reads every weight once, in order. With pages of 4 KiB a processor
+spends as long on address translation as on the numbers, above all in a virtual machine, which translates twice."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from evener.contracts.quant import PackedWeight, WeightPart
 from evener.ops.reference.linear import PlainPacking
 
 _PAGE = 2 << 20
-#: Reserved at a time. Only what is written becomes memory.
+#: Bytes reserved at a time. Only pages that are written take memory.
 _CHUNK = 64 << 20
 _STATE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def available(state: Path = _STATE) -> bool:
-    """Whether the system gives huge pages to who asks for them."""
+    """Whether the system gives huge pages on request (madvise)."""
     return state.exists() and "[never]" not in state.read_text(encoding="ascii")
 
 
 class Arena:
-    """Memory for weights, side by side, so that small ones share huge pages. A tensor keeps its chunk alive."""
+    """Memory for weights, one after another, so that small ones share huge pages. A tensor keeps its chunk alive."""
 
     def __init__(self) -> None:
         self._chunk, self._at = mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE
@@ -50,7 +50,7 @@ class Arena:
 
 
 class HugePacking(PlainPacking):
-    """The plain layout, in an arena: what a file could lend as mapped pages is copied."""
+    """The plain layout, in an arena: weights are copied, even if their file could be mapped."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -59,8 +59,8 @@ class HugePacking(PlainPacking):
         stack = self.pack_stack([parts], 1, dtype, device)
         return replace(stack, shape=stack.shape[1:], data=stack.data[0])
 
-    def keeps(self, parts: Sequence[WeightPart]) -> bool:
+    def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
         return False
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate_stack(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._arena.take(shape, dtype)

@@ -1,4 +1,4 @@
-"""What the processor can do, from ``/proc/cpuinfo``. Torch-free."""
+"""The processor's instruction sets, from ``/proc/cpuinfo``. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VARIANTS = (
     ("neon_bf16", {"asimd", "bf16"}),
     ("neon", {"asimd"}),
 )
-_INTERESTING = frozenset(
+_KNOWN_FEATURES = frozenset(
     {
         "amx_bf16",
         "amx_int8",
@@ -47,7 +47,7 @@ class Processor:
 
 
 def read(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
-    """The first processor of ``cpuinfo``; where there is no such file, only the machine type is known."""
+    """The first processor in ``cpuinfo``; without that file only the machine type is known."""
     fields: dict[str, str] = {}
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -55,4 +55,4 @@ def read(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
             fields.setdefault(key.strip(), value.strip())
     words = frozenset((fields.get("flags") or fields.get("Features") or "").split())
     variant = next((name for name, needed in _VARIANTS if needed <= words), "generic")
-    return Processor(fields.get("model name") or platform.machine(), variant, words & _INTERESTING)
+    return Processor(fields.get("model name") or platform.machine(), variant, words & _KNOWN_FEATURES)

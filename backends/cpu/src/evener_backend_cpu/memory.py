@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def free_and_total(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes free and in all. ``root`` holds ``proc`` and ``sys``; page cache that can be dropped counts as free."""
+    """(free, total) in bytes. ``root`` holds ``proc`` and ``sys``; page cache that can be dropped counts as free."""
     total, free = _machine(root / "proc/meminfo")
     for limit, used in _limits(root):
         total = min(total, limit)
@@ -29,7 +29,7 @@ def _machine(meminfo: Path) -> tuple[int, int]:
 
 
 def _limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) of this process's cgroups and all their parents, version 2 and 1."""
+    """(limit, used) of this process's cgroups and all their parents, of cgroup version 2 and 1."""
     found: list[tuple[int, int]] = []
     own = root / "proc/self/cgroup"
     if not own.exists():

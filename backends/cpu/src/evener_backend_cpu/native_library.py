@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evener.devices.native_code import Unavailable, compiled
+from evener.backend.native_code import Unavailable, compile_library
 from evener_backend_cpu.isa import Processor
 
 SOURCES = Path(__file__).parent / "native"
@@ -180,9 +180,9 @@ def load(processor: Processor, compiler: str | None = None) -> Native | Unavaila
         return Unavailable(f"cpu.compiler={compiler} was not found; install it or leave the option out")
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     flags = ("-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w")
-    # "native" is another processor's code on another machine with the same home folder.
+    # "-march=native" gives other code on another machine, which may share this home folder.
     depends = (processor.name, *sorted(processor.features))
-    path = compiled(SOURCES / "kernels.cpp", flags, "cpu-kernels", "the kernels", depends, compiler)
+    path = compile_library(SOURCES / "kernels.cpp", flags, "cpu-kernels", "the kernels", depends, compiler)
     if isinstance(path, Unavailable):
         return path
     try:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
-from evener.devices.native_code import Unavailable
 from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Native
@@ -17,7 +17,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 class NativeKernel(Kernel):
-    """A kernel in C++. Refuses where there is none, and compute types that it has no code for."""
+    """A kernel in C++. It refuses if there is no library, and compute dtypes that it has no code for."""
 
     priority = 100
     batch_invariant = True
@@ -36,26 +36,26 @@ class NativeKernel(Kernel):
         dtype = call.static.get("dtype")
         if dtype is not None and dtype not in DTYPES:
             return f"computes in float32 and bfloat16, not {dtype}"
-        return self._judge(call)
+        return self._unsupported_reason(call)
 
-    def _judge(self, call: OpCall) -> str | None:
+    def _unsupported_reason(self, call: OpCall) -> str | None:
         return None
 
     @property
     def native(self) -> Native:
-        """The library; only after ``supports`` said that it is there."""
+        """The library; only after ``supports`` accepted the call."""
         native = self.device.native
-        assert isinstance(native, Native), "build follows supports"
+        assert isinstance(native, Native), "build is called after supports"
         return native
 
 
 class NativeLinear(NativeKernel):
-    """Matrix times rows at every token count, over plain weights, read once and never repacked, and over blocks."""
+    """Linear layers at every token count: plain weights, which are read once and never repacked, and block formats."""
 
     op = "linear"
     takes_weights = True
 
-    def _judge(self, call: OpCall) -> str | None:
+    def _unsupported_reason(self, call: OpCall) -> str | None:
         dtype, out = call.static["dtype"], call.static["out"]
         return None if out in (dtype, "float32") else f"gives {dtype} or float32, not {out}"
 
@@ -89,7 +89,7 @@ class NativeLinear(NativeKernel):
 
 
 class NativeRmsNorm(NativeKernel):
-    """One pass a row."""
+    """One pass over each row."""
 
     op = "rms_norm"
 
@@ -121,7 +121,7 @@ class NativeRmsNorm(NativeKernel):
 
 
 class NativeAddRmsNorm(NativeKernel):
-    """In place: the sum takes the residual's memory, the norm that of x."""
+    """In place: the sum is written over the residual, the norm over x."""
 
     op = "add_rms_norm"
 
@@ -187,7 +187,7 @@ class NativeActAndMul(NativeKernel):
 
     op = "act_and_mul"
 
-    def _judge(self, call: OpCall) -> str | None:
+    def _unsupported_reason(self, call: OpCall) -> str | None:
         kind = call.static["activation"]
         return None if kind in ACTIVATIONS else f"does not know activation {kind!r}"
 

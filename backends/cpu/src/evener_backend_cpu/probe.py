@@ -1,4 +1,4 @@
-"""The probe: a CPU is always there, so marks alone decide. Torch-free."""
+"""The probe: there is always a CPU, so marks alone decide. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def marks() -> Marks:
 
 
 def result_from_marks(marks: Marks) -> ProbeResult:
-    """One device; a score below every accelerator's."""
+    """One device, with a score below every accelerator's."""
     _, total = memory.free_and_total()
     return ProbeResult(10, (ProbedDevice(0, isa.read().name, total),), marks.reasons)

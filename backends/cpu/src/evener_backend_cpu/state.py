@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from evener.backend.native_code import Unavailable
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
-from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
-from evener.devices.native_code import Unavailable
+from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Geometry, Step
 
@@ -48,7 +48,7 @@ class PagedViews:
         self._geometry = Geometry()
 
     def geometry(self, attention: AttentionSpec) -> Geometry:
-        """What the kernels need to know of the pages; the same object as long as ``attention`` is."""
+        """The pages' geometry for the kernels; the same object while ``attention`` is the same object."""
         if attention is not self._attention:
             (kv_heads, d), dv = self.spec.tensors[0].shape, self.spec.tensors[1].shape[1]
             self._slopes = torch.tensor(attention.slopes or (), dtype=torch.float32)
@@ -75,7 +75,7 @@ class PagedMeta:
 
     def __init__(self, step: StateStep, attention: AttentionSpec) -> None:
         self.attention, self._step = attention, step
-        # Tokens, and spans of every request: nothing can be cut into more items.
+        # Upper bound of the items of a plan: one per token, and the spans of every request.
         room = step.tokens + step.requests * 2 + sum(step.host_kv_lens) // _SPAN + 1
         self._plan = torch.empty(room * _ITEM_WORDS, dtype=torch.int32)
         self._tensors = [t.contiguous() for t in (step.slot_mapping, step.query_start, step.kv_lens)]
@@ -98,8 +98,8 @@ class PagedMeta:
         self.address = ctypes.addressof(self.struct)
 
 
-class PagedState(StateProvider):
-    """Keys and values in vectors of 16 tokens; any mix of query lengths; one call writes, one attends."""
+class PagedState(AttentionProvider):
+    """Keys and values in vectors of 16 tokens. One call writes, one attends, for any mix of query lengths."""
 
     name = LAYOUT
     layout = LAYOUT
@@ -117,15 +117,15 @@ class PagedState(StateProvider):
         if attention.algorithm != "softmax":
             return f"does not compute {attention.algorithm}"
         if spec.per != "token" or len(spec.tensors) != 2:
-            return "holds a key and a value for each token, nothing else"
+            return "stores one key and one value per token, nothing else"
         key, value = spec.tensors
         if {key.dtype, value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
             return f"computes and stores in float32 or bfloat16, not {key.dtype}/{value.dtype} for {attention.dtype}"
         odd = [n for n in (key.shape[1], value.shape[1]) if n % 16 or not 16 <= n <= MAX_HEAD_DIM]
         if odd:
-            return f"head_dim {odd[0]} is no multiple of 16 up to {MAX_HEAD_DIM}"
+            return f"head_dim {odd[0]} is not a multiple of 16 up to {MAX_HEAD_DIM}"
         if attention.heads % key.shape[0]:
-            return f"{attention.heads} query heads cannot share {key.shape[0]} key heads evenly"
+            return f"{attention.heads} query heads are not a multiple of {key.shape[0]} key heads"
         return None
 
     def block_sizes(self, spec: StateSpec) -> Sequence[int]:
@@ -192,7 +192,7 @@ class PagedState(StateProvider):
             self._device.threads,
         )
         if failed:
-            raise MemoryError("no memory for attention's scratch; lower infer.kv_memory")
+            raise MemoryError("no memory for the scratch of attention; lower infer.kv_memory")
         return out
 
     def copy_blocks(self, views: PagedViews, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ class PagedState(StateProvider):
         views.values[blocks] = cut.permute(0, 4, 1, 2, 5, 3)
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
-        # Partial results of spans: at worst every token is a request of its own as long as max_kv allows in all.
+        # Partial results of spans: in the worst case every token belongs to another request.
         value_dim = spec.tensors[1].shape[1]
         spans = max_kv // _SPAN + max_tokens
         plan = (max_tokens * 3 + spans) * _ITEM_WORDS * 4

@@ -1,4 +1,4 @@
-"""evener's backend for NVIDIA GPUs: the descriptor. Torch-free, as every descriptor's module."""
+"""The descriptor of evener's backend for NVIDIA GPUs. Torch-free, like every descriptor's module."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from evener.contracts.descriptor import Descriptor
 descriptor = Descriptor(
     name="cuda",
     summary="NVIDIA GPUs: Triton kernels and the vendor's libraries, steps as CUDA graphs, NCCL.",
-    contracts={"probe": 1, "device": 1, "graph": 1, "communicator": 1, "state": 1, "ops": 1},
+    contracts={"probe": 2, "device": 2, "graph": 1, "communicator": 2, "state": 2, "ops": 2},
     module="evener_backend_cuda.plugin",
     probe="evener_backend_cuda.probe",
     probe_timeout=60.0,
     serves=frozenset({"triton", "namespace:cuda", "wave:32"}),
     tuning="evener_backend_cuda.measured",
     evidence="L5: compute capability 9.0 (H200), 2026-11; others were not run",
-    # Libraries that the user may have beside us; each says what to type where it is missing.
+    # Optional libraries; each says what to type if it is missing.
     ops=("linear", "grouped_linear"),
     states=("flash_attn", "flashinfer", "flash_mla"),
     aliases={

@@ -1,16 +1,18 @@
-"""What a compute capability means, as core's capabilities. Torch-free."""
+"""From a GPU's compute capability to core's device capabilities. Torch-free."""
 
 from __future__ import annotations
 
 from evener.contracts.device import DeviceCapabilities
 
-#: Older ones have no compiler any more.
-OLDEST = (7, 0)
+#: Triton no longer compiles for older ones.
+MIN_CAPABILITY = (7, 0)
 _BF16, _FP8, _OVERLAP = (8, 0), (8, 9), (9, 0)
+#: Products of warp groups belong to this major number alone.
+_WARPGROUPS = 9
 
 
 def capabilities(capability: tuple[int, int], units: int, shared: int) -> DeviceCapabilities:
-    """For a GPU of this compute capability.
+    """The device capabilities of a GPU with this compute capability.
 
     Args:
         units: multiprocessors.
@@ -22,6 +24,8 @@ def capabilities(capability: tuple[int, int], units: int, shared: int) -> Device
         features.add("fp8")
     if capability >= _OVERLAP:
         features.add("overlap")
+    if capability[0] == _WARPGROUPS:
+        features.add("warpgroups")
     return DeviceCapabilities(
         dtypes=frozenset(native),
         alignment=512,

@@ -1,4 +1,4 @@
-"""How ranks on GPUs talk: NCCL, and for small sums one launch that reads the peers' memory over NVLink."""
+"""The communicator: NCCL, and for small all-reduces one kernel that reads the peers' memory over NVLink."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 
 import torch
 
+from evener.backend.torch_communicator import TorchCommunicator, open_torch_communicator
 from evener.contracts.communicator import Communicator, CommunicatorCapabilities
-from evener.distributed.torch_communicator import TorchCommunicator, open_torch_communicator
 from evener_backend_cuda.peer_kernel import peer_sum_kernel
 
 log = logging.getLogger("evener.cuda")
-_REDUCES = CommunicatorCapabilities(
+_NCCL_CAPABILITIES = CommunicatorCapabilities(
     dtypes=frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"}), capturable=True
 )
-#: Bytes up to which one launch is faster than NCCL, by the number of ranks; others use NCCL alone. Of 2 ranks measured;
-#: 4 ranks at their limit read no more than 2 at a quarter of theirs.
-SMALL = {2: 1 << 22, 4: 1 << 18}
+#: Number of ranks → bytes up to which one launch is faster than NCCL; other numbers of ranks use NCCL alone. Measured
+#: for 2 ranks; the limit of 4 ranks is lower, so that a rank does not read more.
+PEER_SUM_MAX_BYTES = {2: 1 << 22, 4: 1 << 18}
 _TYPES = (torch.float32, torch.bfloat16)
-#: Blocks of a launch: at most these, which run side by side on every GPU that has NVLink; at least so many bytes each.
-_BLOCKS, _LEAST = 128, 2048
+#: Blocks of a launch, at most: all run at the same time on every GPU that has NVLink; and the least bytes of a block.
+_BLOCKS, _MIN_BLOCK_BYTES = 128, 2048
 _VECTOR, _TILE = 16, 1 << 15
 
 
 class PeerCommunicator(TorchCommunicator):
-    """Sums of up to ``limit`` bytes in one launch, over memory that all ranks read (torch's symmetric memory; no NVLink
-    multicast). All else is NCCL's.
+    """All-reduces up to ``limit`` bytes in one launch, through memory that all ranks can read (torch's symmetric
+    memory; no NVLink multicast). NCCL does everything else.
 
     Args:
-        base: the group, opened; its ranks can read each other's memory.
-        limit: a multiple of what all blocks of a launch move at a time.
+        base: the open group, whose ranks can read each other's memory.
+        limit: bytes; a multiple of what all blocks of a launch move at a time.
     """
 
     def __init__(self, base: TorchCommunicator, limit: int) -> None:
@@ -49,14 +49,14 @@ class PeerCommunicator(TorchCommunicator):
         self._rounds = torch.zeros(_BLOCKS, dtype=torch.int32, device=where)
         self._shared.zero_()
         torch.cuda.synchronize()
-        self.barrier()  # nobody tells a peer anything before its flags are clear
+        self.barrier()  # no rank may signal a peer before the peer's flags are clear
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         nbytes = tensor.nbytes
         if not 0 < nbytes <= self._limit or nbytes % _VECTOR or tensor.dtype not in _TYPES:
             return super().all_reduce(tensor)
         tensor, size = tensor.contiguous(), tensor.element_size()
-        blocks = min(_BLOCKS, -(-nbytes // _LEAST))
+        blocks = min(_BLOCKS, -(-nbytes // _MIN_BLOCK_BYTES))
         each = -(-nbytes // (blocks * _VECTOR)) * _VECTOR
         tile = min(_TILE, 1 << (each - 1).bit_length())
         peer_sum_kernel[(blocks,)](
@@ -70,20 +70,22 @@ class PeerCommunicator(TorchCommunicator):
 def open_communicator(
     name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str
 ) -> Communicator:  # fmt: skip
-    """This rank's end of a group. Ranks that share layers ("tp") use each other's memory where they can."""
-    base = open_torch_communicator("nccl", name, ranks, rank, world_size, init_method, _REDUCES)
+    """This rank's communicator of a group. Tensor parallel ranks ("tp") read each other's memory if they can."""
+    base = open_torch_communicator("nccl", name, ranks, rank, world_size, init_method, _NCCL_CAPABILITIES)
     if name != "tp":
         connect_pairs(base, torch.device("cuda"))
-    if name != "tp" or base.size not in SMALL or not _reachable(base):
+    if name != "tp" or base.size not in PEER_SUM_MAX_BYTES or not _can_access_peers(base):
         return base
-    log.info("ranks %s add up to %d KiB over NVLink themselves", list(ranks), SMALL[base.size] >> 10)
-    return PeerCommunicator(base, SMALL[base.size])
+    log.info(
+        "ranks %s all-reduce up to %d KiB over NVLink without NCCL", list(ranks), PEER_SUM_MAX_BYTES[base.size] >> 10
+    )
+    return PeerCommunicator(base, PEER_SUM_MAX_BYTES[base.size])
 
 
 def connect_pairs(base: Communicator, where: torch.device) -> None:
-    """Let every pair meet now, in both directions. NCCL connects each direction of a pair at its first message and
-    holds up the host that sends it until the other's receives; a stage that sends ids would wait for a step that never
-    comes before it is ready."""
+    """Exchange a message in both directions of every pair now. NCCL connects each direction at its first message and
+    blocks the sending host until the other side receives: a stage that sends token ids would wait for a step that
+    cannot start before it is ready."""
     word = torch.zeros(1, device=where)
     for pair in itertools.combinations(range(base.size), 2):
         for sender, receiver in (pair, pair[::-1]):
@@ -93,8 +95,9 @@ def connect_pairs(base: Communicator, where: torch.device) -> None:
                 base.receive(word, sender)
 
 
-def _reachable(base: TorchCommunicator) -> bool:
-    """Whether all ranks are on this machine, on GPUs that read each other's memory; all ranks answer alike."""
+def _can_access_peers(base: TorchCommunicator) -> bool:
+    """Whether all ranks are on this machine, on GPUs that can read each other's memory; every rank gets the same
+    answer."""
     mine = torch.cuda.current_device()
     boot = zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
     places = base.all_gather(torch.tensor([[boot, mine]], device="cuda"), dim=0).tolist()

@@ -1,6 +1,6 @@
-"""Products by DeepGEMM (DeepSeek) in bfloat16 on Hopper: with one matrix, and with those of experts.
+"""Linear layers and expert products by DeepGEMM (DeepSeek), in bfloat16 on Hopper.
 
-It compiles a kernel for each shape when it is first run, so its products are not captured.
+It compiles a kernel for each shape at its first run, so its products cannot be captured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.library import DEEP_GEMM
 from evener_backend_cuda.paged_library import PRIORITY
 
-#: Its loads take rows whose bytes are a multiple of 16.
+#: Elements of a row must be a multiple of this: its loads need rows of a multiple of 16 bytes.
 _ALIGNED = 8
 
 
@@ -28,12 +28,12 @@ class _DeepGemm(Kernel):
         if s["dtype"] != "bfloat16" or s.get("out", "bfloat16") != "bfloat16":
             return f"computes in bfloat16, not in {s['dtype']} to {s.get('out', s['dtype'])}"
         if s["rows"] % _ALIGNED or s["columns"] % _ALIGNED:
-            return f"takes rows and columns that {_ALIGNED} divides, not {s['rows']} x {s['columns']}"
+            return f"needs rows and columns that are multiples of {_ALIGNED}, not {s['rows']} x {s['columns']}"
         return None
 
 
 class DeepGemmLinear(_DeepGemm):
-    """x @ weightᵀ, the bias added afterwards."""
+    """x @ weightᵀ; the bias is added afterwards."""
 
     op, name = "linear", "deep_gemm.linear"
 
@@ -50,10 +50,10 @@ class DeepGemmLinear(_DeepGemm):
 
 
 class DeepGemmGroupedLinear(_DeepGemm):
-    """Pairs of token and expert, sorted by expert, each expert's rows filled up to a tile.
+    """Pairs of token and expert, sorted by expert, with each expert's rows padded to a tile.
 
-    Where everybody goes is computed on the device: there is room for the fullest case, and rows that stand for nobody
-    have expert -1, which the library skips.
+    Row numbers are computed on the device: there is room for the worst case, and padding rows have expert -1, which the
+    library skips.
     """
 
     op, name = "grouped_linear", "deep_gemm.experts"
@@ -67,22 +67,24 @@ class DeepGemmGroupedLinear(_DeepGemm):
         ) -> torch.Tensor:
             if not slots.numel():
                 return x.new_zeros(*slots.shape, rows)
-            place, owners = arrange(slots.flatten(), experts, tile)
-            # The row behind the last tile takes those without an expert.
-            spread = x.new_zeros(owners.shape[0] + 1, x.shape[1])
+            place, row_experts = group_rows_by_expert(slots.flatten(), experts, tile)
+            # The row after the last tile takes the pairs without an expert.
+            spread = x.new_zeros(row_experts.shape[0] + 1, x.shape[1])
             spread[place] = x.repeat_interleave(slots.shape[1], 0)
-            out = x.new_zeros(owners.shape[0] + 1, rows)
-            library.m_grouped_bf16_gemm_nt_contiguous(a=spread[:-1], b=weight.data, d=out[:-1], grouped_layout=owners)
+            out = x.new_zeros(row_experts.shape[0] + 1, rows)
+            library.m_grouped_bf16_gemm_nt_contiguous(
+                a=spread[:-1], b=weight.data, d=out[:-1], grouped_layout=row_experts
+            )
             if bias is not None:
-                out[:-1] += bias[owners.clamp_min(0).long()]
+                out[:-1] += bias[row_experts.clamp_min(0).long()]
             return out[place].view(*slots.shape, rows)
 
         return run
 
 
-def arrange(slots: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each pair goes, int64 [P] (the number of rows for those without an expert), and each row's expert, int32
-    [rows], -1 for none. ``slots``: int32 [P], the pairs' experts, -1 for none."""
+def group_rows_by_expert(slots: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row of each pair, int64 [P], which is ``rows`` for pairs without an expert; expert of each row, int32 [rows], -1
+    for none). ``slots``: int32 [P], the pairs' experts, -1 for none."""
     room = (slots.shape[0] + min(experts, slots.shape[0]) * (tile - 1) + tile - 1) // tile * tile
     named = torch.where(slots < 0, experts, slots).long()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=slots.device)
@@ -95,6 +97,6 @@ def arrange(slots: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor,
     rank[order] = torch.arange(len(named), device=slots.device) - first[named[order]]
     begin = torch.cat((starts, starts.new_full((1,), room)))
     place = begin[named] + torch.where(slots < 0, 0, rank)
-    owners = torch.full((room + 1,), -1, dtype=torch.int32, device=slots.device)
-    owners[place] = slots.to(torch.int32)
-    return place, owners[:-1]
+    row_experts = torch.full((room + 1,), -1, dtype=torch.int32, device=slots.device)
+    row_experts[place] = slots.to(torch.int32)
+    return place, row_experts[:-1]

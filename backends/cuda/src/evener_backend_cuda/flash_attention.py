@@ -1,8 +1,8 @@
 """The state provider "flash_attn": attention by flash-attn (Dao 2023), version 2 of its kernels.
 
-One new token a request goes to ``flash_attn_with_kvcache``, which splits long sequences over the device; every other
-mix to ``flash_attn_varlen_func`` over the same pages. Lengths and tables are read on the device, so that decode steps
-can be captured.
+Steps with one new token for each request use ``flash_attn_with_kvcache``, which splits long sequences over the device;
+other steps use ``flash_attn_varlen_func`` over the same pages. Lengths and tables are read on the device, so that
+decode steps can be captured.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep
 from evener_backend_cuda.library import FLASH_ATTENTION
-from evener_backend_cuda.paged_library import PagedLibrary, Places, left_of
+from evener_backend_cuda.paged_library import PagedLibrary, TokenSlots, window_left_of
 
 
 @dataclass(frozen=True)
 class FlashMeta:
-    """One step of a group. ``ends``: int32 [R + 1], sums of the lengths; None where each request adds one token."""
+    """Metadata of one step. ``ends``: int32 [R + 1], cumulative lengths; None if each request has one new token."""
 
     step: StateStep
-    places: Places
+    token_slots: TokenSlots
     arguments: dict[str, Any]
     ends: torch.Tensor | None
 
 
 class FlashAttentionState(PagedLibrary):
-    """Pages of 256 tokens, the only multiple that its kernels take."""
+    """Pages of multiples of 256 tokens, which its kernels require."""
 
     name = layout = "flash_attn"
     graph = "uniform_decode"
@@ -37,7 +37,7 @@ class FlashAttentionState(PagedLibrary):
     sizes = (256,)
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> FlashMeta:
-        left = left_of(spec)
+        left = window_left_of(spec)
         arguments = {
             "softmax_scale": attention.scale, "causal": True, "softcap": attention.softcap or 0.0,
             "window_size": (-1, -1) if left < 0 else (left, 0), "block_table": step.block_table,
@@ -46,7 +46,7 @@ class FlashAttentionState(PagedLibrary):
         if step.max_query != 1 or step.tokens != step.requests:
             ends = torch.zeros(step.requests + 1, dtype=torch.int32, device=step.kv_lens.device)
             ends[1:] = step.kv_lens.cumsum(0)
-        return FlashMeta(step, Places.of(step, block_size), arguments, ends)
+        return FlashMeta(step, TokenSlots.of(step, block_size), arguments, ends)
 
     def attend(
         self, views: Any, meta: FlashMeta, query: torch.Tensor, sinks: torch.Tensor | None = None

@@ -1,7 +1,8 @@
 """The state provider "flash_mla": latent attention by FlashMLA (DeepSeek), in its pages of 64 tokens.
 
-The library attends queries of one length: a step goes to it in runs of requests that add the same number of tokens,
-which is one run for decode steps. Whole prompts are expanded by the layer itself (``pieces``).
+In one call of the library all requests have the same number of query tokens. So a step is cut into runs of requests
+that add the same number of tokens; a decode step is one run. For whole prompts the layer expands the latents
+(``pieces``).
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 import torch
 
 from evener.contracts.device import DeviceCapabilities
-from evener.contracts.state import AttentionSpec, Piece, StateProvider, StateSpec, StateStep
+from evener.contracts.state import AttentionSpec, LatentProvider, Piece, StateSpec, StateStep
 from evener_backend_cuda.library import FLASH_MLA
-from evener_backend_cuda.paged_library import NARROW, PRIORITY, Places
+from evener_backend_cuda.paged_library import HALF_DTYPES, PRIORITY, TokenSlots
 
 PAGE, RANK, ROPE = 64, 512, 64
 
 
 @dataclass(frozen=True)
 class Run:
-    """Requests one after another that add ``count`` tokens each: rows of the step, its tokens, and the library's
+    """Consecutive requests that add ``count`` tokens each: their rows and tokens in the step, and the library's
     schedule."""
 
     rows: slice
@@ -37,13 +38,13 @@ class LatentMeta:
     """One step of a group."""
 
     step: StateStep
-    places: Places
+    token_slots: TokenSlots
     scale: float
     runs: tuple[Run, ...]
 
 
-class FlashMLAState(StateProvider):
-    """Latent and rotated key side by side, [blocks, 64, 1, 576]."""
+class FlashMLAState(LatentProvider):
+    """Latent and rotated key of a token are contiguous: [blocks, 64, 1, 576]."""
 
     name = layout = "flash_mla"
     kinds = frozenset({"latent"})
@@ -57,9 +58,9 @@ class FlashMLAState(StateProvider):
             return lacking
         latent, rope = spec.tensors
         if (latent.shape, rope.shape) != ((RANK,), (ROPE,)):
-            return f"has kernels for latents of {RANK} + {ROPE} numbers, not of {latent.shape[0]} + {rope.shape[0]}"
-        if attention.dtype not in NARROW or {latent.dtype, rope.dtype} != {attention.dtype}:
-            return f"stores and computes in {' or '.join(NARROW)}, not in {attention.dtype} over {latent.dtype}"
+            return f"has kernels for latents of {RANK} + {ROPE} elements, not of {latent.shape[0]} + {rope.shape[0]}"
+        if attention.dtype not in HALF_DTYPES or {latent.dtype, rope.dtype} != {attention.dtype}:
+            return f"stores and computes in {' or '.join(HALF_DTYPES)}, not in {attention.dtype} over {latent.dtype}"
         if attention.top is not None or attention.softcap or attention.sinks or attention.slopes is not None:
             return "attends to every earlier token, without soft cap, sinks and slopes"
         return None
@@ -85,10 +86,10 @@ class FlashMLAState(StateProvider):
                 schedule = self.library.load().get_mla_metadata(step.kv_lens[rows], count * attention.heads, 1)
                 runs.append(Run(rows, tokens, count, schedule))
             row, token = rows.stop, tokens.stop
-        return LatentMeta(step, Places.of(step, block_size), attention.scale, tuple(runs))
+        return LatentMeta(step, TokenSlots.of(step, block_size), attention.scale, tuple(runs))
 
     def write(self, views: torch.Tensor, meta: LatentMeta, *values: torch.Tensor) -> None:
-        views[meta.places.blocks, meta.places.offsets, 0] = torch.cat(values, dim=-1).to(views.dtype)
+        views[meta.token_slots.blocks, meta.token_slots.offsets, 0] = torch.cat(values, dim=-1).to(views.dtype)
 
     def attend(
         self, views: torch.Tensor, meta: LatentMeta, query: torch.Tensor, sinks: torch.Tensor | None = None

@@ -1,8 +1,8 @@
 """The state provider "flashinfer": attention by FlashInfer (Ye et al. 2025).
 
-Its wrapper is given a step's lengths and pages once (``plan``, on the host) and then serves every layer (``run``). We
-use the wrapper for queries of any length alone: with one query a request it launches the kernel that its decode
-wrapper launches with tensor cores, and one kernel has to be compiled instead of two.
+Its wrapper takes a step's lengths and pages once (``plan``, on the host) and then runs for every layer (``run``). We
+use only the wrapper for queries of any length: with one query per request it launches the same kernel as the library's
+decode wrapper with tensor cores, so only one kernel has to be compiled.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep
 from evener_backend_cuda.library import FLASHINFER
-from evener_backend_cuda.paged_library import PagedLibrary, Places, left_of
+from evener_backend_cuda.paged_library import PagedLibrary, TokenSlots, window_left_of
 
 _Ints: TypeAlias = "np.ndarray[Any, Any]"
-#: What FlashInfer recommends for partial results, and what each of its wrappers takes for a plan.
+#: Workspace that FlashInfer recommends for partial results, and that each of its wrappers needs for a plan.
 _PARTIAL, _PLAN = 128 << 20, (8 << 20) + (128 << 10)
-#: Plans of one group that may be under way: a plan is copied from one pinned buffer of its wrapper.
+#: Plans of one group that may be in flight: each is copied from a pinned buffer of its wrapper.
 _RING = 2
 
 
@@ -29,7 +29,7 @@ _RING = 2
 class InferMeta:
     """One step of a group. ``wrapper`` is planned; None where no request has tokens."""
 
-    places: Places
+    token_slots: TokenSlots
     wrapper: Any
 
 
@@ -56,32 +56,32 @@ class FlashInferState(PagedLibrary):
         self._rings: dict[Any, _Ring] = {}
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> InferMeta:
-        places = Places.of(step, block_size)
+        token_slots = TokenSlots.of(step, block_size)
         # A request without tokens has no place among the queries, and would have no last page.
         rows = [row for row, count in enumerate(step.host_query_lens) if count]
         if not rows:
-            return InferMeta(places, None)
+            return InferMeta(token_slots, None)
         lengths = np.array([step.host_kv_lens[row] for row in rows], dtype=np.int32)
-        pages = _sums(-(-lengths // block_size))
+        pages = _indptr(-(-lengths // block_size))
         where = step.block_table.device
-        cells = torch.from_numpy(_cells(np.array(rows), pages, step.block_table.shape[1])).to(where)
+        cells = torch.from_numpy(_page_table_indices(np.array(rows), pages, step.block_table.shape[1])).to(where)
         ring = self._ring((spec, attention, block_size), where)
         turn = ring.turn = (ring.turn + 1) % _RING
         if ring.copied[turn] is not None:
             ring.copied[turn].synchronize()
         wrapper, key = ring.wrappers[turn], spec.tensors[0]
         wrapper.plan(
-            qo_indptr=torch.from_numpy(_sums([step.host_query_lens[row] for row in rows])),
+            qo_indptr=torch.from_numpy(_indptr([step.host_query_lens[row] for row in rows])),
             paged_kv_indptr=torch.from_numpy(pages), paged_kv_indices=step.block_table.flatten()[cells],
             paged_kv_last_page_len=torch.from_numpy((lengths - 1) % block_size + 1),
             num_qo_heads=attention.heads, num_kv_heads=key.shape[0], head_dim_qk=key.shape[1], page_size=block_size,
-            causal=True, sm_scale=attention.scale, window_left=left_of(spec), logits_soft_cap=attention.softcap,
+            causal=True, sm_scale=attention.scale, window_left=window_left_of(spec), logits_soft_cap=attention.softcap,
             q_data_type=getattr(torch, attention.dtype), kv_data_type=getattr(torch, key.dtype),
         )  # fmt: skip
         if where.type == "cuda":
             ring.copied[turn] = ring.copied[turn] or torch.cuda.Event()
             ring.copied[turn].record()
-        return InferMeta(places, wrapper)
+        return InferMeta(token_slots, wrapper)
 
     def _ring(self, group: Any, where: torch.device) -> _Ring:
         if self._partial is None:
@@ -106,15 +106,14 @@ class FlashInferState(PagedLibrary):
         return _PARTIAL + _RING * _PLAN
 
 
-def _sums(counts: Sequence[int] | _Ints) -> _Ints:
-    """int32 [n + 1]: 0, and the sum of the first, the first two, … counts."""
+def _indptr(counts: Sequence[int] | _Ints) -> _Ints:
+    """int32 [n + 1]: 0, then the cumulative sums of the counts."""
     out: _Ints = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=out[1:])
     return out
 
 
-def _cells(rows: _Ints, pages: _Ints, columns: int) -> _Ints:
-    """Where the tables of ``rows`` stand in a flat table with so many columns: of each as many entries as it has
-    pages."""
+def _page_table_indices(rows: _Ints, pages: _Ints, columns: int) -> _Ints:
+    """Indices of the page ids of ``rows`` in a flattened block table: for each row as many as it has pages."""
     cells: _Ints = np.repeat(rows * columns - pages[:-1], np.diff(pages)) + np.arange(pages[-1])
     return cells

@@ -1,7 +1,7 @@
-"""Kernel libraries that a user may have beside us: whether they are here, and what to type if not. Torch-free.
+"""Optional kernel libraries: whether they are installed, and what to type if not. Torch-free.
 
-Nothing of a library is imported until a model's state or weights could go to it, which only happens where the user
-asked for it: our own kernels come first.
+A library is imported only when a model's state or weights could go to it. That only happens if the user asked for it:
+our own kernels come first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-_HERE = "evener-backend-cuda"
+_DISTRIBUTION = "evener-backend-cuda"
 
 
 @dataclass(frozen=True)
@@ -20,44 +20,44 @@ class Library:
     """One library.
 
     Attributes:
-        module: what is imported.
+        module: the module to import.
         distributions: names under which it is installed; the first is the one to install.
-        least: the oldest version whose interface we call.
-        extra: our extra that installs it; "" where no package index has a build that works.
-        source: what to give pip where there is no extra.
-        architectures: the compute capabilities it has kernels for, as variants ("sm_90"); empty: from ``sm_80`` on.
+        min_version: the oldest version whose interface we call.
+        extra: our extra that installs it; "" if no package index has a build that works.
+        source: the argument for pip if there is no extra.
+        architectures: compute capabilities that it has kernels for, as variants ("sm_90"); empty: ``sm_80`` and later.
     """
 
     module: str
     distributions: tuple[str, ...]
-    least: str
+    min_version: str
     extra: str
     source: str = ""
     architectures: tuple[str, ...] = ()
 
     @property
-    def advice(self) -> str:
+    def install_hint(self) -> str:
         """What to type."""
-        return f"pip install '{_HERE}[{self.extra}]'" if self.extra else f"pip install {self.source}"
+        return f"pip install '{_DISTRIBUTION}[{self.extra}]'" if self.extra else f"pip install {self.source}"
 
     def refusal(self, variant: str) -> str | None:
-        """Why nothing of it can run on a device of this variant; None once it is imported.
+        """Why it cannot run on a device of this variant; None once it is imported.
 
-        A library that is installed and does not import is a reason too, with its own words: it was built for another
-        torch or toolkit.
+        A library that is installed but fails to import is also a reason, with its error: it was built for another torch
+        or toolkit.
         """
         name, found = self.distributions[0], self.installed()
         if found is None:
-            return f"{name} {self.least} or later is not installed; {self.advice}"
+            return f"{name} {self.min_version} or later is not installed; {self.install_hint}"
         if not self._has_kernels(variant):
             wanted = ", ".join(self.architectures) or "sm_80 and later"
             return f"{name} has kernels for {wanted}, not for {variant or 'this device'}"
-        if _numbers(found) < _numbers(self.least):
-            return f"{name} {found} is installed, {self.least} is the oldest that fits; {self.advice} --upgrade"
+        if _numbers(found) < _numbers(self.min_version):
+            return f"{name} {found} is too old, {self.min_version} or later is needed; {self.install_hint} --upgrade"
         try:
             self.load()
         except (ImportError, OSError) as error:
-            return f"{name} {found} is installed and does not import ({error}); reinstall it for this torch"
+            return f"{name} {found} is installed but does not import ({error}); reinstall it for this torch"
         return None
 
     def installed(self) -> str | None:

@@ -1,4 +1,4 @@
-"""NVML, the driver's management library, by ctypes: what GPUs there are, without a CUDA context. Torch-free."""
+"""NVML, the driver's management library, through ctypes: lists the GPUs without a CUDA context. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NAME_BYTES = 96
 
 
 class NvmlError(Exception):
-    """NVML is not there, or a call failed."""
+    """NVML is missing, or a call failed."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: ``capability`` is (major, minor); ``memory`` in bytes; ``pci`` as the bus has it, in lower case."""
+    """One GPU: ``capability`` is (major, minor); ``memory`` in bytes; ``pci``: its bus address, in lower case."""
 
     name: str
     uuid: str
@@ -27,7 +27,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The driver's version and the GPUs in its order, whatever the visibility variables say."""
+    """The driver's version and all GPUs in its order; visibility variables do not matter."""
 
     driver: str
     gpus: tuple[Gpu, ...]
@@ -41,7 +41,7 @@ def read(library: str = _LIBRARY) -> Machine:
     """Ask the driver.
 
     Raises:
-        NvmlError: there is no such library, or it refuses; with its words.
+        NvmlError: the library is missing or a call failed; with its message.
     """
     with _opened(library) as nvml:
         driver = ctypes.create_string_buffer(_NAME_BYTES)

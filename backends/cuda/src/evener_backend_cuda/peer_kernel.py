@@ -1,4 +1,4 @@
-"""A sum over ranks in one launch: every rank lays its part where all can read it, and adds up everybody's."""
+"""An all-reduce in one launch: every rank stores its part where all ranks can read it, and sums all parts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ def peer_sum_kernel(
     x_ptr, peers_ptr, rounds_ptr, count, each, RANK: tl.constexpr, RANKS: tl.constexpr,
     BLOCKS: tl.constexpr, REGION: tl.constexpr, DATA: tl.constexpr, TILE: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """``x`` [count] becomes the sum over the ranks; block b has the elements b * each to (b + 1) * each.
+    """Replace ``x`` [count] by the sum over the ranks; block b has the elements b * each to (b + 1) * each.
 
-    ``peers`` int64 [RANKS]: addresses of the ranks' shared memory: int32 flags [BLOCKS, RANKS], and from byte DATA on
-    two buffers of BLOCKS regions of REGION elements. ``rounds`` int32 [BLOCKS]: how often each block has run.
+    ``peers`` int64 [RANKS]: addresses of the ranks' shared memory: int32 flags [BLOCKS, RANKS], and from byte
+    DATA on two buffers of BLOCKS regions of REGION elements. ``rounds`` int32 [BLOCKS]: how often each block has run.
 
-    A block tells its twin on each peer its round when its part lies there, and waits for theirs. The next round uses
-    the other buffer, and a peer that has begun it has read this one, so one wait a round is enough.
+    A block stores its part, signals its round to the same block on each peer, and waits for their signals. The next
+    round uses the other buffer. A peer that has started it has finished reading this one, so one wait in each round is
+    enough.
     """
     block = tl.program_id(0)
     now = tl.load(rounds_ptr + block) + 1

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from evener.backend.torch_device import TorchDevice, TorchGraphs
 from evener.contracts.communicator import CommunicatorFactory
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture
 from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import Kernel
 from evener.contracts.state import StateProvider
-from evener.devices.torch_device import TorchDevice, TorchGraphs
 from evener_backend_cuda import nvml
 from evener_backend_cuda.capability import capabilities
 from evener_backend_cuda.communicator import open_communicator
@@ -28,20 +28,20 @@ class CudaDevice(TorchDevice):
     """A GPU of this vendor."""
 
     def peak_memory(self, work: Callable[[], object]) -> int | None:
-        # What was asked for: of a block that it did not split torch counts all, up to a megabyte more for each tensor.
+        # Requested bytes: torch counts a whole block if it did not split it, up to a megabyte more for each tensor.
         self.module.reset_peak_memory_stats(self.index)
         before = self.module.memory_stats(self.index)["requested_bytes.all.current"]
         work()
         return int(self.module.memory_stats(self.index)["requested_bytes.all.peak"]) - int(before)
 
     def conditions(self) -> Mapping[str, str]:
-        """The driver, the compiler of kernels and the library of products."""
+        """Versions of the driver, the kernel compiler and the matrix library."""
         return {"driver": nvml.read().driver, "cuda": str(torch.version.cuda), "triton": version("triton")}
 
 
 @hookimpl
 def evener_device(index: int, options: Mapping[str, Any]) -> Device:
-    """GPU ``index`` of those that are visible."""
+    """The visible GPU with this index."""
     p: Any = torch.cuda.get_device_properties(index)
     can = capabilities((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
     return CudaDevice("cuda", index, can)
@@ -49,24 +49,24 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """Products by a library, for who asks for them."""
+    """Kernels of libraries, used only if the user asks for them."""
     return [DeepGemmLinear(), DeepGemmGroupedLinear()]
 
 
 @hookimpl
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
-    """Attention by libraries, for who asks for one."""
+    """Attention of libraries, used only if the user asks for it."""
     return [FlashAttentionState(), FlashInferState(), FlashMLAState()]
 
 
 @hookimpl
 def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture:
     """CUDA graphs in one memory pool."""
-    assert isinstance(device, TorchDevice), "the backend's own device"
+    assert isinstance(device, TorchDevice), "it is this backend's device"
     return TorchGraphs(device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle)
 
 
 @hookimpl
 def evener_communicator(options: Mapping[str, Any]) -> CommunicatorFactory:
-    """NCCL, and something faster for small sums of ranks on one machine."""
+    """NCCL, with a faster all-reduce for small tensors on one machine."""
     return open_communicator

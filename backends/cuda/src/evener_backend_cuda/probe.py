@@ -6,19 +6,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from evener.backend.torch_marks import TorchMarks, read
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
-from evener.plugins.torch_marks import TorchMarks, read
 from evener_backend_cuda import nvml
-from evener_backend_cuda.capability import OLDEST
+from evener_backend_cuda.capability import MIN_CAPABILITY
 
-#: What restricts or reorders the GPUs that a process sees.
+#: Variables that restrict or reorder the GPUs that a process sees.
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 _BUS = ("10de:*",)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def marks(dev: Path = Path("/dev"), driver: Path = _DRIVER, torch: TorchMarks | None = None) -> Marks:
-    """A device node, and a torch that was built for this vendor and not for one that answers to the same name."""
+    """A device node, and a torch that was built for this vendor and not for another one that uses the same
+    namespace."""
     found = torch or read()
     nodes = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
     version = driver.read_text().partition("\n")[0].strip() if driver.is_file() else ""
@@ -32,12 +33,12 @@ def marks(dev: Path = Path("/dev"), driver: Path = _DRIVER, torch: TorchMarks | 
 
 
 def _refusal(torch: TorchMarks) -> str | None:
-    """Why this torch is not ours."""
+    """Why this torch is not built for this vendor; None if it is."""
     if torch.version is None:
         return torch.reason
     for name in ("hip", "maca"):
         if torch.values.get(name):
-            return f"torch {torch.version} is built for {name.upper()}, which answers to the same names"
+            return f"torch {torch.version} is built for {name.upper()}, which uses the same namespace"
     if "+metax" in torch.version or "+das" in torch.version:
         return f"torch {torch.version} is another vendor's build"
     if not torch.values.get("cuda"):
@@ -46,7 +47,7 @@ def _refusal(torch: TorchMarks) -> str | None:
 
 
 def probe() -> ProbeResult:
-    """NVML says what the machine has; torch says what this process may use. Both must agree on a name."""
+    """NVML lists the machine's GPUs, torch those that this process may use. Their names must agree."""
     try:
         machine = nvml.read()
     except nvml.NvmlError as error:
@@ -60,14 +61,15 @@ def probe() -> ProbeResult:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         if properties.name not in names:
-            reasons.append(f"device {index} ({properties.name}) is none that the driver knows")
-        elif (properties.major, properties.minor) < OLDEST:
+            reasons.append(f"device {index} ({properties.name}) is not known to the driver")
+        elif (properties.major, properties.minor) < MIN_CAPABILITY:
+            oldest = f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} is the oldest"
             reasons.append(f"device {index} ({properties.name}) has compute capability "
-                           f"{properties.major}.{properties.minor}; {OLDEST[0]}.{OLDEST[1]} is the oldest")  # fmt: skip
+                           f"{properties.major}.{properties.minor}; {oldest}")  # fmt: skip
         else:
             devices.append(ProbedDevice(index, properties.name, properties.total_memory))
-    return ProbeResult(100 if devices else 0, tuple(devices), _said(reasons))
+    return ProbeResult(100 if devices else 0, tuple(devices), _unique(reasons))
 
 
-def _said(reasons: Sequence[str]) -> tuple[str, ...]:
+def _unique(reasons: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))

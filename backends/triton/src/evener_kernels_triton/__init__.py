@@ -1,4 +1,4 @@
-"""evener's portable kernels in Triton: the descriptor. Torch-free, as every descriptor's module."""
+"""The descriptor of evener's portable Triton kernels. Torch-free, like every descriptor's module."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="triton",
-    summary="Portable kernels for every device that Triton compiles for.",
-    contracts={"ops": 1, "state": 1},
+    summary="Portable Triton kernels for every device that Triton compiles for.",
+    contracts={"ops": 2, "state": 2},
     module="evener_kernels_triton.plugin",
     needs=frozenset({"triton"}),
     evidence="L5: sm_90 (H200), 2026-11; L4: sm_75, sm_80, sm_100, gfx906, gfx90a, gfx942",
@@ -16,7 +16,7 @@ descriptor = Descriptor(
             type=str,
             default="auto",
             choices=("auto", "off"),
-            help="Start a kernel while the one before it drains, where the device can.",
+            help="Start a kernel while the previous one finishes, if the device can (programmatic dependent launch).",
         ),
     },
     ops=(

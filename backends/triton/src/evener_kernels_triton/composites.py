@@ -1,21 +1,23 @@
-"""Kernels for composites: the parts of a decoder layer as few launches."""
+"""Kernels for composites: the parts of a decoder layer in a few launches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight
-from evener.ops.composites import AttentionWeights, MLPWeights
+from evener.contracts.statics import AttentionStatic, HeadStatic, MLPStatic, NormStatic, QKVStatic
+from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
-from evener_kernels_triton.jit.launch import Prepared
+from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.linear import few, gemv, many, partial_sums, stream
+from evener_kernels_triton.linear import few_tokens_linear, gemv, library_linear, partial_sums, persistent_gemv
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -25,17 +27,21 @@ Project = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Te
 
 
 def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype, rows: int) -> Project:
-    """The linear product of a bucket with a weight of ``rows`` rows."""
-    return partial(few, tuning, out) if tuning.few(call.bucket.high, rows) else partial(many, out)
+    """The linear function for a token bucket and a weight of ``rows`` rows."""
+    return (
+        partial(few_tokens_linear, tuning, out)
+        if tuning.uses_own_product(call.bucket.high, rows)
+        else partial(library_linear, out)
+    )
 
 
 Enter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def enter_rows(tuning: Tuning, call: OpCall, rows: int, activation: str = "") -> Enter:
-    """(add +) norm and projection to ``rows`` (with the activation behind it): those rows, and the stream, which is
-    float32."""
-    s = call.static
+    """(Add,) norm and projection to ``rows``, with an optional activation; returns those rows and the float32
+    stream."""
+    s = cast(NormStatic, call.static)
     eps, offset, dtype = s["eps"], s["offset"], getattr(torch, s["dtype"])
     project = project_rows(tuning, call, dtype, rows)
 
@@ -44,11 +50,13 @@ def enter_rows(tuning: Tuning, call: OpCall, rows: int, activation: str = "") ->
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         x = rows_of(x)
         if residual is None:
-            y = stream(tuning, x, w, dtype, bias=bias, gain=norm, eps=eps, offset=offset, activation=activation)
+            y = persistent_gemv(
+                tuning, x, w, dtype, bias=bias, gain=norm, eps=eps, offset=offset, activation=activation
+            )
             return y, x.float()
-        # Programs read the residual while one of them writes the sum, so the sum needs memory of its own.
+        # All programs read the residual while one writes the sum, so the sum needs its own memory.
         total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        y = stream(
+        y = persistent_gemv(
             tuning, x, w, dtype, bias=bias, residual=rows_of(residual), total=total, gain=norm, eps=eps, offset=offset,
             activation=activation,
         )  # fmt: skip
@@ -59,59 +67,59 @@ def enter_rows(tuning: Tuning, call: OpCall, rows: int, activation: str = "") ->
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
         after = x.float() if total is None else total
-        if activation and call.bucket.high == 1:  # with more, gate and up rows side by side are slower: measured
+        if activation and call.bucket.high == 1:  # measured: for more tokens, gate and up rows in one tile are slower
             return gemv(tuning, y, w, dtype, bias=bias, activation=activation), after
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), after
 
     halves = 2 if activation else 1
-    fits = tuning.stream(rows // halves, s["hidden"], halves) is not None
+    fits = tuning.persistent_gemv(rows // halves, s["hidden"], halves) is not None
     return one if call.bucket.high == 1 and fits else some
 
 
 class _Composite(TritonKernel):
-    """What the kernels below share."""
+    """Base of the kernels below."""
 
     packings = (PLAIN,)
     priority = 100
 
     def _entry(self, call: OpCall, rows: int, activation: str = "") -> Sequence[Variant]:
-        """Of ``enter_rows``."""
+        """Variants of ``enter_rows``."""
         return products(self.tuning, call, rows, call.static["hidden"], 2 if activation else 1)
 
-    def _exit(self, call: OpCall, weight: str) -> Sequence[Variant]:
-        """Of ``project_rows``."""
-        return products(self.tuning, call, call.static[weight].rows, call.static[weight].columns)
+    def _exit(self, call: OpCall, weight: LinearWeight) -> Sequence[Variant]:
+        """Variants of ``project_rows`` with ``weight``."""
+        return products(self.tuning, call, weight.rows, weight.columns)
 
-    def _held(self, call: OpCall, width: int, **weights: str) -> int:
-        """Bytes of ``width`` numbers a token, and of the largest partial sums of the parts' weights."""
-        tuning, s = self.tuning.varied(call.variant), call.static
-        sums = (partial_sums(tuning.part(part), call, s[name].rows, s[name].columns) for part, name in weights.items())
-        return int(call.bucket.high * width * getattr(torch, s["dtype"]).itemsize) + max(sums)
+    def _held(self, call: OpCall, width: int, **weights: LinearWeight) -> int:
+        """Bytes of ``width`` numbers for each token, and of the largest partial sums of its products."""
+        tuning, size = self.tuning.with_changes(call.variant), getattr(torch, call.static["dtype"]).itemsize
+        sums = (partial_sums(tuning.part(part), call, w.rows, w.columns) for part, w in weights.items())
+        return int(call.bucket.high * width * size) + max(sums)
 
 
 class TritonNormQkvRotaryWrite(_Composite):
-    """Norm (folded into the product for one token), projection, then head norms, rotation and write in one launch."""
+    """Norm (fused into the product for one token), projection, then head norms, rotation and write in one launch."""
 
     op = "norm_qkv_rotary_write"
     state_layout = LAYOUT
 
     def workspace(self, call: OpCall) -> int:
-        s = call.static
+        s = cast(QKVStatic, call.static)
         wide, query = s["qkv"].rows, s["heads"] * s["head_dim"]
-        return self._held(call, wide + max(0, s["hidden"] - query), enter="qkv")
+        return self._held(call, wide + max(0, s["hidden"] - query), enter=s["qkv"])
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
-        return combined({"enter": self._entry(call, call.static["qkv"].rows)})
+        return combined({"enter": self._entry(call, cast(QKVStatic, call.static)["qkv"].rows)})
 
     def build(self, call: OpCall) -> OpFunction:
-        return _write_heads(self.tuning.varied(call.variant), call)
+        return _write_heads(self.tuning.with_changes(call.variant), call)
 
 
 def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
-    s = call.static
+    s = cast(QKVStatic, call.static)
     heads, kv_heads, d, dv = s["heads"], s["kv_heads"], s["head_dim"], s["value_dim"]
-    # Of many tokens, fewer and larger programs: 61 µs for 8,192 tokens of 32 + 8 + 8 heads of 128 instead of 120.
+    # For many tokens, fewer and larger programs: 61 µs instead of 120 for 8,192 tokens of 32 + 8 + 8 heads of 128.
     each, warps = (8, 2) if call.bucket.high > 64 else (4, 1)
     enter = enter_rows(tuning.part("enter"), call, s["qkv"].rows)
     tiles = -(-heads // each) + 2 * -(-kv_heads // each)
@@ -120,7 +128,7 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
         "INTERLEAVED": bool(s["interleaved"]), "NORM": bool(s["qk_norm"]), "D": d, "DV": dv,
         "DP": power_of_two(max(d, dv)), "H": each, "OVERLAP": tuning.overlap, "num_warps": warps, **tuning.launch,
     }  # fmt: skip
-    launches: dict[int, Prepared] = {}
+    launches: dict[int, PreparedLaunch] = {}
 
     def run(
         x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, norm: torch.Tensor, qkv: PackedWeight,
@@ -132,7 +140,9 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
         query = torch.empty(tokens, heads, d, dtype=wide.dtype, device=wide.device)
         launch = launches.get(views.block_size)
         if launch is None:
-            launch = launches[views.block_size] = Prepared(norm_rotary_write_kernel, PAGE=views.block_size, **sizes)
+            launch = launches[views.block_size] = PreparedLaunch(
+                norm_rotary_write_kernel, PAGE=views.block_size, **sizes
+            )
         launch(
             (tokens, tiles, 1), positions, meta.step.slot_mapping, wide, q_norm if q_norm is not None else wide,
             k_norm if k_norm is not None else wide, cos_sin, query, views.keys, views.values,
@@ -144,30 +154,34 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
 
 
 class TritonAttentionBlock(_Composite):
-    """The write above, attention, output projection."""
+    """The kernel above, attention, output projection."""
 
     op = "attention_block"
     state_layout = LAYOUT
-    unusual = frozenset({"query_scale"})
+    non_default = frozenset({"query_scale"})
 
     def workspace(self, call: OpCall) -> int:
-        s, slot = call.static, call.static["state"]
+        s = cast(AttentionStatic, call.static)
+        slot = s["state"]
         wide, query, hidden = s["qkv"].rows, s["heads"] * s["head_dim"], s["hidden"]
-        # What lives beside the stream, by launch; the block's result takes its memory last.
+        # Memory besides the stream, by launch; the block's result is the last of it.
         most = max(wide, wide + query - hidden, query + s["heads"] * s["value_dim"], query + hidden * s["post_norm"])
-        if s.get("query_scale"):  # queries, their products with float32 factors, and those rounded
+        if s.get("query_scale"):  # queries, their products with float32 factors, and these rounded
             most = max(most, 4 * query)
+        assert slot.provider is not None, "state is resolved before composites"
         state = slot.provider.workspace(slot.spec, slot.attention, call.bucket.high, 0)
-        return self._held(call, most, enter="qkv", project="o") + int(state)
+        return self._held(call, most, enter=s["qkv"], project=s["o"]) + int(state)
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
-        return combined({"enter": self._entry(call, call.static["qkv"].rows), "project": self._exit(call, "o")})
+        s = cast(AttentionStatic, call.static)
+        return combined({"enter": self._entry(call, s["qkv"].rows), "project": self._exit(call, s["o"])})
 
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
+        tuning, s = self.tuning.with_changes(call.variant), cast(AttentionStatic, call.static)
+        dtype = getattr(torch, s["dtype"])
         write = _write_heads(tuning, call)
         project = project_rows(tuning.part("project"), call, dtype, s["o"].rows)
-        provider = s["state"].provider
+        provider: Any = s["state"].provider
 
         def run(
             x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights,
@@ -188,26 +202,28 @@ class TritonAttentionBlock(_Composite):
 
 
 class TritonMlpBlock(_Composite):
-    """Norm, gate and up with the activation behind them, down."""
+    """Norm, gate and up with the activation, down."""
 
     op = "mlp_block"
 
-    def _judge(self, call: OpCall) -> str | None:
-        kind = call.static["activation"]
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        kind = cast(MLPStatic, call.static)["activation"]
         return None if kind in ACTIVATIONS else f"does not know activation {kind!r}"
 
     def workspace(self, call: OpCall) -> int:
-        s = call.static
+        s = cast(MLPStatic, call.static)
         inner = s["gate_up"].rows // 2
-        return self._held(call, max(3 * inner, inner + s["hidden"] * s["post_norm"]), enter="gate_up", project="down")
+        width = max(3 * inner, inner + s["hidden"] * s["post_norm"])
+        return self._held(call, width, enter=s["gate_up"], project=s["down"])
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
-        s = call.static
+        s = cast(MLPStatic, call.static)
         entry = self._entry(call, s["gate_up"].rows, s["activation"])
-        return combined({"enter": entry, "project": self._exit(call, "down")})
+        return combined({"enter": entry, "project": self._exit(call, s["down"])})
 
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
+        tuning, s = self.tuning.with_changes(call.variant), cast(MLPStatic, call.static)
+        dtype = getattr(torch, s["dtype"])
         enter = enter_rows(tuning.part("enter"), call, s["gate_up"].rows, s["activation"])
         project = project_rows(tuning.part("project"), call, dtype, s["down"].rows)
 
@@ -223,26 +239,29 @@ class TritonMlpBlock(_Composite):
 
 
 class TritonHead(_Composite):
-    """Norm from the float32 stream into the compute type, then the vocabulary with sums in float32."""
+    """Norm from the float32 stream to the compute dtype, then the logits with sums in float32."""
 
     op = "head"
 
-    def _judge(self, call: OpCall) -> str | None:
-        if call.static["cap"]:
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        s = cast(HeadStatic, call.static)
+        if s["cap"]:
             return "has no soft cap"
-        few = self.tuning.few(call.bucket.high, call.static["weight"].rows)
-        if call.device.host_memory and not few and call.static["dtype"] != "float32":
+        few = self.tuning.uses_own_product(call.bucket.high, s["weight"].rows)
+        if call.device.host_memory and not few and s["dtype"] != "float32":
             return "torch has no such product on the host"
         return None
 
     def workspace(self, call: OpCall) -> int:
-        return self._held(call, call.static["hidden"], project="weight")
+        s = cast(HeadStatic, call.static)
+        return self._held(call, s["hidden"], project=s["weight"])
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
-        return combined({"project": self._exit(call, "weight")})
+        return combined({"project": self._exit(call, cast(HeadStatic, call.static)["weight"])})
 
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
+        tuning, s = self.tuning.with_changes(call.variant), cast(HeadStatic, call.static)
+        dtype = getattr(torch, s["dtype"])
         project = project_rows(tuning.part("project"), call, torch.float32, s["weight"].rows)
 
         def run(x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:

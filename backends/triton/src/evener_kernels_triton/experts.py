@@ -4,43 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight
-from evener.ops.expert_composites import MoEWeights
+from evener.contracts.statics import MoEStatic, RouteStatic
+from evener.contracts.weights import MoEWeights
 from evener.ops.reference.linear import PLAIN
-from evener_kernels_triton.jit.experts import few_kernel, lone_down_kernel, lone_up_kernel, many_kernel, mix_kernel
+from evener_kernels_triton.jit.experts import (
+    grouped_large_kernel,
+    grouped_small_kernel,
+    mix_kernel,
+    single_token_down_kernel,
+    single_token_up_kernel,
+)
 from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
-from evener_kernels_triton.linear import few, gemv, many, partial_sums, stream
+from evener_kernels_triton.linear import few_tokens_linear, gemv, library_linear, partial_sums, persistent_gemv
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
-from evener_kernels_triton.tuning import Lone, Tuning, power_of_two
-from evener_kernels_triton.variants import combined, rises, stacks, streams
+from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
+from evener_kernels_triton.variants import combined, gemv_variants, grouped_variants, persistent_gemv_variants
 
-#: Most tokens whose choices every program looks through for its own instead of reading a list: no tile is smaller.
-DIRECT = 16
-#: Choosing compares every expert with every other one.
-MOST_EXPERTS = 512
-#: Most pairs that are listed at a time where a list may get all of them. The lists of 128 matrices take 16 MiB then,
-#: and each matrix gets 256 pairs if all get the same, which are worth reading it again.
-MOST_PAIRS = 32768
-#: Most matrices that a row names where there are fewer: some may be on other ranks.
-MOST_NAMED = 32
+#: Up to this many tokens, every program searches all choices for its own instead of reading a list; no tile is smaller.
+MAX_DIRECT_TOKENS = 16
+#: Routing compares every expert with every other one, so their number is limited.
+MAX_EXPERTS = 512
+#: Most pairs that are listed at a time if one list may get all of them. The lists of 128 matrices then take 16 MiB, and
+#: an even distribution gives each matrix 256 pairs, enough to read the matrix again.
+MAX_PAIRS = 32768
+#: Limit on the matrices that a row names, which may be more than are here: some may be on other ranks.
+MAX_MATRICES_PER_ROW = 32
 GATED = (*ACTIVATIONS, "clamped_swiglu")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How experts are chosen: the static parameters of ``route`` as the kernels take them."""
+    """How experts are chosen: the static parameters of ``route``, as arguments of the kernels."""
 
     scale: float
     sizes: Mapping[str, Any]
 
     @classmethod
-    def of(cls, static: Mapping[str, Any]) -> Choice:
+    def of(cls, static: RouteStatic) -> Choice:
         """From the op's parameters."""
         groups = static["groups"]
         each = static["experts"] // groups
@@ -53,7 +60,7 @@ class Choice:
 
     @property
     def places(self) -> int:
-        """Experts with padding."""
+        """Number of experts with padding."""
         return int(self.sizes["GP"] * self.sizes["EP"])
 
 
@@ -62,8 +69,8 @@ def route(
     bias: torch.Tensor | None = None, slots: torch.Tensor | None = None, copies: torch.Tensor | None = None,
     lists: torch.Tensor | None = None, counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Ids (slots, where a map is given) and weights, each [T, top]. ``logits`` float32 [T, experts], or [parts, T,
-    experts] to be summed. ``lists`` and ``counts`` (zeros) of ``Work`` are written too where they are given."""
+    """Ids (slots, if a map is given) and weights, each [T, top]. ``logits``: float32 [T, experts], or [parts, T,
+    experts] to be summed. ``lists`` and ``counts`` (zeros) of ``ExpertAssignment`` are also written, if given."""
     parts = logits.shape[0] if logits.dim() == 3 else 1
     logits = rows_of(logits)
     tokens, top = logits.shape[-2], choice.sizes["TOP"]
@@ -82,11 +89,9 @@ def route(
     return ids, weights
 
 
-def scores(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [T, columns] times a router's weight [experts, columns], in float32, in parts [parts, T, experts]. ``counts``
-    become zeros."""
+def scores(tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, columns] times a router's weight [experts, columns], in float32, as parts [parts, T, experts]. ``counts``
+    are set to zero."""
     (tokens, columns), experts = x.shape, weight.shape[0]
     p, parts = tuning.scores(tokens, experts, columns, weight.element_size())
     y = torch.empty(parts, tokens, experts, dtype=torch.float32, device=x.device)
@@ -101,13 +106,13 @@ def scores(
 
 
 @dataclass(frozen=True)
-class Work:
+class ExpertAssignment:
     """Which pairs (token, choice) go to which matrix.
 
     Attributes:
         slots: int32 [T, top], the matrix of each pair; -1 for none.
-        lists: int32 [matrices, room], the pairs of each; None if programs are to find them in ``slots``.
-        counts: int32 [matrices], how many.
+        lists: int32 [matrices, room], the pairs of each; None if programs search ``slots``.
+        counts: int32 [matrices], the number of pairs of each.
     """
 
     slots: torch.Tensor
@@ -115,8 +120,8 @@ class Work:
     counts: torch.Tensor | None
 
 
-def sort(tuning: Tuning, slots: torch.Tensor, matrices: int, room: int) -> Work:
-    """Lists of at most ``room`` pairs a matrix. Their sizes stay on the device, so that this can be captured."""
+def sort(tuning: Tuning, slots: torch.Tensor, matrices: int, room: int) -> ExpertAssignment:
+    """Lists of at most ``room`` pairs for each matrix. Their sizes stay on the device, so that this can be captured."""
     lists = torch.empty(matrices, room, dtype=torch.int32, device=slots.device)
     counts = torch.empty(matrices, dtype=torch.int32, device=slots.device)
     pairs = slots.numel()
@@ -125,15 +130,15 @@ def sort(tuning: Tuning, slots: torch.Tensor, matrices: int, room: int) -> Work:
         slots, lists, counts, pairs, room, CHUNK=chunk, OVERLAP=tuning.overlap, num_warps=4 if chunk <= 2048 else 16,
         **tuning.launch,
     )  # fmt: skip
-    return Work(slots, lists, counts)
+    return ExpertAssignment(slots, lists, counts)
 
 
 def grouped(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, work: Work, *, share: bool,
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, work: ExpertAssignment, *, share: bool,
     bias: torch.Tensor | None = None, activation: str = "", alpha: float = 1.0, limit: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """y [pairs, rows] = weight [matrices, rows, columns] by pair times x, a row a pair, or a row a token (``share``);
-    with an activation behind it, which halves the rows."""
+    """y [pairs, rows] = weight [matrices, rows, columns] of the pair's matrix times x, which has one row for each pair,
+    or for each token (``share``). An activation halves the rows."""
     (tokens, top), matrices, listed = work.slots.shape, weight.shape[0], work.lists is not None
     pairs = tokens * top
     columns, halves = weight.shape[2], 2 if activation else 1
@@ -149,12 +154,12 @@ def grouped(
     }  # fmt: skip
     across = -(-rows // p.n)
     if p.flip or not listed:
-        few_kernel[(matrices * across,)](
+        grouped_small_kernel[(matrices * across,)](
             x, weight, extra, y, work.slots, lists, counts, tokens, lists.shape[1], rows, columns, x.stride(0),
             y.stride(0), alpha, limit, TP=0 if listed else power_of_two(top), **common,
         )  # fmt: skip
     else:
-        many_kernel[((pairs // p.m + min(pairs, matrices)) * across,)](
+        grouped_large_kernel[((pairs // p.m + min(pairs, matrices)) * across,)](
             x, weight, extra, y, lists, counts, matrices, lists.shape[1], rows, columns, x.stride(0), y.stride(0),
             alpha, limit, EP=power_of_two(matrices), **common,
         )  # fmt: skip
@@ -182,16 +187,16 @@ def mix(
 
 
 class TritonRoute(TritonKernel):
-    """One token a program; an expert's rank is the number of those before it."""
+    """One program for each token; an expert's rank is the number of better ones."""
 
     op = "route"
     batch_invariant = True
 
-    def _judge(self, call: OpCall) -> str | None:
-        return _too_many(call)
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        return _too_many_experts(call)
 
     def build(self, call: OpCall) -> OpFunction:
-        tuning, choice = self.tuning, Choice.of(call.static)
+        tuning, choice = self.tuning, Choice.of(cast(RouteStatic, call.static))
 
         def run(logits: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
             return route(tuning, choice, logits, bias)
@@ -200,7 +205,7 @@ class TritonRoute(TritonKernel):
 
 
 class TritonGroupedLinear(TritonKernel):
-    """Pairs sorted by matrix, then one launch over all matrices that have some; of very many, a part at a time."""
+    """Pairs are sorted by matrix, then one launch covers all matrices with pairs; very many pairs go in parts."""
 
     op = "grouped_linear"
     packings = (PLAIN,)
@@ -213,10 +218,10 @@ class TritonGroupedLinear(TritonKernel):
         ) -> torch.Tensor:
             y = torch.zeros(*slots.shape, rows, dtype=x.dtype, device=x.device)
             if slots.numel():
-                each = max(1, MOST_PAIRS // slots.shape[1])
+                each = max(1, MAX_PAIRS // slots.shape[1])
                 parts = (t.split(each) for t in (rows_of(x), slots.contiguous(), y))
                 for some, mine, out in zip(*parts, strict=True):
-                    # A row may name a matrix twice here, so that one list can take all pairs.
+                    # Here a row may name the same matrix twice, so one list may get all pairs.
                     work = sort(tuning, mine, weight.data.shape[0], mine.numel())
                     grouped(tuning, some, weight.data, out.view(-1, rows), work, share=True, bias=bias)
                     del work  # before the next
@@ -225,9 +230,9 @@ class TritonGroupedLinear(TritonKernel):
         return run
 
     def workspace(self, call: OpCall) -> int:
-        # How many matrices a row names is not told.
+        # The call does not say how many matrices a row names.
         matrices = call.static["experts"]
-        pairs = min(call.bucket.high * max(matrices, MOST_NAMED), MOST_PAIRS)
+        pairs = min(call.bucket.high * max(matrices, MAX_MATRICES_PER_ROW), MAX_PAIRS)
         return int(4 * matrices * (pairs + 1))
 
 
@@ -244,58 +249,60 @@ class TritonMixExperts(TritonKernel):
         return run
 
 
-def _too_many(call: OpCall) -> str | None:
-    places = Choice.of(call.static).places
-    return None if places <= MOST_EXPERTS else f"compares at most {MOST_EXPERTS} experts with each other"
+def _too_many_experts(call: OpCall) -> str | None:
+    places = Choice.of(cast(RouteStatic, call.static)).places
+    return None if places <= MAX_EXPERTS else f"routes among at most {MAX_EXPERTS} experts"
 
 
-#: Normed rows (or, of one token, the stream) and weights to what all experts add up to.
+#: From normed rows (for one token, the stream) and weights to the sum of all experts.
 Experts = Callable[[torch.Tensor, MoEWeights], torch.Tensor]
 
 
 class TritonMoeBlock(TritonKernel):
-    """One token: norm and router, then the rows of its experts as one stream. More: sorted by expert."""
+    """One token: norm and router, then the rows of its experts in one pass. More tokens: sorted by expert."""
 
     op = "moe_block"
     packings = (PLAIN,)
 
-    def _judge(self, call: OpCall) -> str | None:
-        s = call.static
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        s = cast(MoEStatic, call.static)
         if s["activation"] not in GATED:
             return f"does not know activation {s['activation']!r}"
         if s["shared_inner"] and s["activation"] not in ACTIVATIONS:
             return f"does not know activation {s['activation']!r} of shared experts"
-        if s["weigh_input"]:
-            return "weighs results, not inputs"
-        return _too_many(call)
+        if s["router_weight_on_input"]:
+            return "weights the experts' results, not their inputs"
+        return _too_many_experts(call)
 
     def workspace(self, call: OpCall) -> int:
-        s, tokens = call.static, call.bucket.high
+        s, tokens = cast(MoEStatic, call.static), call.bucket.high
         size: int = getattr(torch, s["dtype"]).itemsize
-        # Normed rows and what shared experts give are there until all is mixed; their own products come first.
+        # Normed rows and the shared experts' result are kept until the final sum; the shared experts' products come
+        # first.
         wide = 3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])
         shared = (s["shared_gate_up"], s["shared_down"], s["shared_gate"]) if s["shared_inner"] else ()
-        tuning = self.tuning.varied(call.variant)
+        tuning = self.tuning.with_changes(call.variant)
         sums = max((partial_sums(tuning, call, w.rows, w.columns) for w in shared if w is not None), default=0)
         return int(tokens * ((s["hidden"] + max(wide)) * size + 4 * s["experts"])) + sums
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
-        s, tuning = call.static, self.tuning
-        lone, up, down = tuning.lone(s["hidden"], s["inner"], s["top"]), s["gate_up"], s["down"]
-        if call.bucket.high == 1 and lone is not None:
-            return combined({"up": streams(lone.up), "down": rises(lone.down)})
+        s, tuning = cast(MoEStatic, call.static), self.tuning
+        single_token, up, down = tuning.single_token(s["hidden"], s["inner"], s["top"]), s["gate_up"], s["down"]
+        if call.bucket.high == 1 and single_token is not None:
+            return combined({"up": persistent_gemv_variants(single_token.up), "down": gemv_variants(single_token.down)})
         sizes = (up.rows // 2, up.columns, 2), (down.rows, down.columns, 1)
-        each = (stacks(tuning, call, up.experts, *of) for of in sizes)
+        each = (grouped_variants(tuning, call, up.experts, *of) for of in sizes)
         return combined(dict(zip(("up", "down"), each, strict=True)))
 
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s, dtype = self.tuning.varied(call.variant), call.static, getattr(torch, call.static["dtype"])
-        lone = tuning.lone(s["hidden"], s["inner"], s["top"])
-        first = tuning.stream(s["experts"], s["hidden"], 1)
-        if call.bucket.high == 1 and lone is not None and first is not None:
-            run = _one(tuning, call, lone)
+        tuning, s = self.tuning.with_changes(call.variant), cast(MoEStatic, call.static)
+        dtype = getattr(torch, s["dtype"])
+        single_token = tuning.single_token(s["hidden"], s["inner"], s["top"])
+        first = tuning.persistent_gemv(s["experts"], s["hidden"], 1)
+        if call.bucket.high == 1 and single_token is not None and first is not None:
+            run = _single_token_block(tuning, call, single_token)
         else:
-            run = _some(tuning, call)
+            run = _multi_token_block(tuning, call)
 
         def block(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
             y, total = run(x, residual, w)
@@ -310,16 +317,17 @@ class TritonMoeBlock(TritonKernel):
 Block = Callable[[torch.Tensor, torch.Tensor, MoEWeights], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _some(tuning: Tuning, call: OpCall) -> Block:
+def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
     """Any number of tokens."""
-    s, dtype = call.static, getattr(torch, call.static["dtype"])
+    s = cast(MoEStatic, call.static)
+    dtype = getattr(torch, s["dtype"])
     choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
-    act = {"activation": s["activation"], "alpha": float(s["alpha"]), "limit": float(s["limit"])}
+    act: dict[str, Any] = {"activation": s["activation"], "alpha": float(s["alpha"]), "limit": float(s["limit"])}
 
     def project(x: torch.Tensor, weight: PackedWeight | None) -> torch.Tensor:
         assert weight is not None, "declared with shared experts"
-        own = tuning.few(call.bucket.high, weight.data.shape[0])
-        return few(tuning, dtype, x, weight.data) if own else many(dtype, x, weight.data)
+        own = tuning.uses_own_product(call.bucket.high, weight.data.shape[0])
+        return few_tokens_linear(tuning, dtype, x, weight.data) if own else library_linear(dtype, x, weight.data)
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
         y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)
@@ -333,49 +341,52 @@ def _some(tuning: Tuning, call: OpCall) -> Block:
                             w.shared_down)  # fmt: skip
             gate = project(y, w.shared_gate) if s["shared_gate"] is not None else None
         matrices, lists, counts = w.gate_up.data.shape[0], None, None
-        if tokens > DIRECT:
-            # A token's experts differ, and so do their slots: a slot gets a token once at most.
+        if tokens > MAX_DIRECT_TOKENS:
+            # A token's experts are distinct, and so are their slots: a slot gets a token at most once.
             lists = torch.empty(matrices, tokens, dtype=torch.int32, device=y.device)
             counts = torch.empty(matrices, dtype=torch.int32, device=y.device)
         slots, weights = route(
             tuning, choice, scores(tuning, y, w.router.data, counts), w.correction, bias=w.router_bias, slots=w.slots,
             copies=w.copies, lists=lists, counts=counts,
         )  # fmt: skip
-        work = Work(slots, lists, counts)
+        work = ExpertAssignment(slots, lists, counts)
         inside = torch.empty(tokens * top, inner, dtype=dtype, device=y.device)
         grouped(tuning.part("up"), y, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
-        fallen = torch.empty(tokens * top, hidden, dtype=dtype, device=y.device)
-        grouped(tuning.part("down"), inside, w.down.data, fallen, work, share=False, bias=w.down_bias)
-        return mix(tuning, fallen.view(tokens, top, hidden), weights, slots=slots, extra=extra, gate=gate), total
+        down_output = torch.empty(tokens * top, hidden, dtype=dtype, device=y.device)
+        grouped(tuning.part("down"), inside, w.down.data, down_output, work, share=False, bias=w.down_bias)
+        return mix(tuning, down_output.view(tokens, top, hidden), weights, slots=slots, extra=extra, gate=gate), total
 
     return run
 
 
-def _one(tuning: Tuning, call: OpCall, sizes: Lone) -> Block:
-    """One token: the choice is made by each program for itself, which saves the launches between."""
-    s, dtype = call.static, getattr(torch, call.static["dtype"])
+def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Block:
+    """One token: each program does the routing for itself, which saves launches."""
+    s = cast(MoEStatic, call.static)
+    dtype = getattr(torch, s["dtype"])
     choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
-    norm = {"eps": s["eps"], "offset": s["offset"]}
+    norm: dict[str, Any] = {"eps": s["eps"], "offset": s["offset"]}
     up, down = sizes.up, sizes.down
 
     def shared(total: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not s["shared_inner"]:
             return None, None
         assert w.shared_gate_up is not None and w.shared_down is not None, "declared with shared experts"
-        rise, fall, gate = w.shared_gate_up.data, w.shared_down.data, None
-        if tuning.stream(s["shared_inner"], hidden, 2) is not None:
-            inside = stream(tuning, total, rise, dtype, gain=w.norm, activation=s["activation"], **norm)
+        gate_up_weight, down_weight, gate = w.shared_gate_up.data, w.shared_down.data, None
+        if tuning.persistent_gemv(s["shared_inner"], hidden, 2) is not None:
+            inside = persistent_gemv(
+                tuning, total, gate_up_weight, dtype, gain=w.norm, activation=s["activation"], **norm
+            )
         else:
             y, _ = norm_rows(tuning, total, None, w.norm, s["eps"], s["offset"], dtype)
-            inside = gemv(tuning, y, rise, dtype, activation=s["activation"])
+            inside = gemv(tuning, y, gate_up_weight, dtype, activation=s["activation"])
         if s["shared_gate"] is not None:
             assert w.shared_gate is not None, "declared"
-            gate = stream(tuning, total, w.shared_gate.data, torch.float32, gain=w.norm, **norm)
-        return gemv(tuning, inside, fall, dtype), gate
+            gate = persistent_gemv(tuning, total, w.shared_gate.data, torch.float32, gain=w.norm, **norm)
+        return gemv(tuning, inside, down_weight, dtype), gate
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        logits = stream(
+        logits = persistent_gemv(
             tuning, rows_of(x), w.router.data, torch.float32, bias=w.router_bias, residual=rows_of(residual),
             total=total, gain=w.norm, **norm,
         )  # fmt: skip
@@ -384,14 +395,14 @@ def _one(tuning: Tuning, call: OpCall, sizes: Lone) -> Block:
         y = torch.empty(1, hidden, dtype=dtype, device=x.device)
         common = {"CORRECT": w.correction is not None, "OVERLAP": tuning.overlap, **choice.sizes, **tuning.launch}
         correction, most = w.correction if w.correction is not None else logits, w.slots.shape[1]
-        # These two follow each other: the second starts on what the first has waited for.
-        lone_up_kernel[(top, min(up.m, -(-inner // up.n)))](
+        # Keep these two in order: the second reads what the first has waited for.
+        single_token_up_kernel[(top, min(up.m, -(-inner // up.n)))](
             logits, correction, w.slots, total, w.norm, w.gate_up.data,
             w.gate_up_bias if w.gate_up_bias is not None else x, inside, most, inner, hidden, choice.scale, s["eps"],
             s["offset"], float(s["alpha"]), float(s["limit"]), BIAS=w.gate_up_bias is not None, ACT=s["activation"],
             BN=up.n, BK=up.k, num_warps=up.warps, **common,
         )  # fmt: skip
-        lone_down_kernel[(-(-hidden // down.n),)](
+        single_token_down_kernel[(-(-hidden // down.n),)](
             logits, correction, w.slots, inside, w.down.data, w.down_bias if w.down_bias is not None else x,
             extra if extra is not None else x, gate if gate is not None else x, y, most, hidden, inner, choice.scale,
             BIAS=w.down_bias is not None, ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top),

@@ -1,4 +1,4 @@
-"""What all kernels of this package share."""
+"""The base class of this package's kernels."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall
 from evener_kernels_triton.tuning import Tuning
 
-#: Types that the kernels compute in; a device may have fewer.
+#: Dtypes that the kernels compute in; a device may have fewer.
 DTYPES = ("float32", "float16", "bfloat16")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-#: What a product of two float32 numbers keeps of them: everything.
+#: Precision of products of float32 numbers: full float32, not TF32.
 PRECISION = "ieee"
 
 
 class TritonKernel(Kernel):
-    """A kernel of this package: it may be captured, and refuses types that the device lacks."""
+    """A kernel of this package: it can be captured, and refuses dtypes that the device lacks."""
 
     priority = 100
     capturable = True
@@ -27,9 +27,9 @@ class TritonKernel(Kernel):
         dtype = call.static.get("dtype")
         if dtype is not None and (dtype not in DTYPES or dtype not in call.device.dtypes | call.device.emulated):
             return f"does not compute in {dtype} here"
-        return self._judge(call)
+        return self._unsupported_reason(call)
 
-    def _judge(self, call: OpCall) -> str | None:
-        """(optional) A reason against ``call`` beside its type."""
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        """(optional) A reason against ``call`` other than its dtype."""
         del call
         return None

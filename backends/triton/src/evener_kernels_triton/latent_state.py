@@ -1,4 +1,4 @@
-"""The state provider "triton.latent": rows of latents and rotated keys in pages, attended in latent space."""
+"""The state provider "triton.latent": latents and rotated keys in pages, with attention in latent space."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from evener.contracts.device import DeviceCapabilities
-from evener.contracts.state import AttentionSpec, Piece, StateProvider, StateSpec, StateStep
+from evener.contracts.state import AttentionSpec, LatentProvider, Piece, StateSpec, StateStep
 from evener_kernels_triton.jit.latent import (
     latent_decode_kernel,
     latent_merge_kernel,
@@ -17,11 +17,11 @@ from evener_kernels_triton.jit.latent import (
     latent_write_kernel,
 )
 from evener_kernels_triton.kernel import DTYPES, PRECISION
-from evener_kernels_triton.tuning import LEAST, MOST_LATENT_SPLITS, LatentTile, Tuning, power_of_two
+from evener_kernels_triton.tuning import MAX_LATENT_SPLITS, MIN_TILES, LatentTile, Tuning, power_of_two
 
 LATENT_LAYOUT = "triton.latent"
 MAX_RANK = 512
-NARROW = "float8_e4m3fn"
+FP8 = "float8_e4m3fn"
 LOG2_E = math.log2(math.e)
 
 
@@ -29,8 +29,8 @@ class LatentViews:
     """One layer's pages.
 
     Attributes:
-        rows: [blocks, block_size, rank + rope], the latent and behind it the rotated key. Blocks are ``stride(0)``
-            apart.
+        rows: [blocks, block_size, rank + rope], the latent and then the rotated key. ``stride(0)`` is the distance
+            between blocks.
     """
 
     def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
@@ -41,7 +41,7 @@ class LatentViews:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What every kernel over these pages is made for."""
+        """Compile-time sizes of all kernels over these pages."""
         return {
             "PAGE": self.block_size, "RANK": self.rank, "ROPE": self.rope, "RP": max(16, power_of_two(self.rank)),
             "EP": max(16, power_of_two(self.rope)),
@@ -53,9 +53,9 @@ class LatentMeta:
     """One step of a group.
 
     Attributes:
-        splits: 0 unless every request has one query token.
-        whole: every request is new, so that nothing has to be read back.
-        runs: the step's requests that are not new, and those that are: metadata and tokens; empty if it is one run.
+        splits: splits of a request's keys; 0 unless every request has one query token.
+        whole: every request is new, so no earlier state has to be read.
+        runs: metadata and tokens of the requests that are not new, and of those that are; empty if all are alike.
     """
 
     step: StateStep
@@ -68,8 +68,13 @@ class LatentMeta:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a split decode leaves to be merged: float32 [T, heads, splits, rank] and [T, heads, splits, 2], the scores'
-    maximum (base 2) and the mass of each part; ``tile``: tokens that one tile had."""
+    """Partial results of a split decode.
+
+    Attributes:
+        sums: float32 [T, heads, splits, rank].
+        stats: float32 [T, heads, splits, 2]: of each split the maximum of its scores (base 2) and the sum of weights.
+        tile: tokens per tile.
+    """
 
     sums: torch.Tensor
     stats: torch.Tensor
@@ -77,8 +82,8 @@ class Parts:
     tile: int
 
 
-class LatentState(StateProvider):
-    """Latent state of one new token a request, or of any mix; dense."""
+class LatentState(LatentProvider):
+    """Dense attention over latent state, with a kernel for decode steps and one for any mix of query lengths."""
 
     name = LATENT_LAYOUT
     layout = LATENT_LAYOUT
@@ -91,16 +96,16 @@ class LatentState(StateProvider):
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         if attention.top is not None:
-            return "attends to every earlier token, not to chosen ones"
+            return "attends to every earlier token, not to selected ones"
         if attention.sinks or attention.softcap or attention.slopes:
             return "has neither sinks nor a soft cap nor slopes"
         latent, rope = spec.tensors
         if attention.dtype not in DTYPES or attention.dtype not in device.dtypes | device.emulated:
             return f"does not compute in {attention.dtype} here"
-        if latent.dtype != rope.dtype or latent.dtype not in (attention.dtype, NARROW):
-            return f"stores {attention.dtype} or {NARROW}, not {latent.dtype}/{rope.dtype}"
-        if latent.dtype == NARROW and "fp8" not in device.features:
-            return f"the device does not convert {NARROW}"
+        if latent.dtype != rope.dtype or latent.dtype not in (attention.dtype, FP8):
+            return f"stores {attention.dtype} or {FP8}, not {latent.dtype}/{rope.dtype}"
+        if latent.dtype == FP8 and "fp8" not in device.features:
+            return f"the device does not convert {FP8}"
         if latent.shape[0] > MAX_RANK:
             return f"latents are longer than {MAX_RANK}"
         # Compilers for matrix units that came before bfloat16 hold more of a tile at a time.
@@ -127,7 +132,7 @@ class LatentState(StateProvider):
         return LatentMeta(step, attention, splits, self._tile(attention, programs * splits))
 
     def _prepare_mixed(self, step: StateStep, attention: AttentionSpec, exact: bool) -> LatentMeta:
-        """``exact``: state holds what was computed, so it need not be read to be attended to."""
+        """``exact``: state has the compute dtype, so the step's own tokens need not be read from it."""
         tile = self._tuning.latent_mixed_tile(_size(attention.dtype))
         pairs = list(zip(step.host_query_lens, step.host_kv_lens, strict=True))
         old = max((row + 1 for row, (count, length) in enumerate(pairs) if count != length), default=0)
@@ -159,11 +164,11 @@ class LatentState(StateProvider):
         return out if parts is None else self.merge(views, meta, parts, out)
 
     def merge(self, views: LatentViews, meta: LatentMeta, parts: Parts, out: torch.Tensor) -> torch.Tensor:
-        """The parts' sum, in ``out`` [T, heads, rank]."""
+        """Merge the parts into ``out`` [T, heads, rank], and return it."""
         tokens, heads, rank = out.shape
         latent_merge_kernel[(tokens, heads)](
             parts.sums, parts.stats, meta.step.kv_lens, out, parts.splits, HEADS=heads, RANK=rank,
-            RP=views.sizes["RP"], N=parts.tile, LEAST=LEAST, S=power_of_two(parts.splits),
+            RP=views.sizes["RP"], N=parts.tile, MIN_TILES=MIN_TILES, S=power_of_two(parts.splits),
             OVERLAP=self._tuning.overlap, num_warps=4, **self._tuning.launch,
         )  # fmt: skip
         return out
@@ -171,7 +176,8 @@ class LatentState(StateProvider):
     def attend_parts(
         self, views: LatentViews, meta: LatentMeta, query: torch.Tensor
     ) -> tuple[torch.Tensor, Parts | None]:
-        """Attention of query [T, heads, rank + rope]: [T, heads, rank], or what is still to be merged into it."""
+        """Attention of query [T, heads, rank + rope]: returns the result [T, heads, rank], and None or
+        the parts to merge into it."""
         if query.stride(-1) != 1:
             query = query.contiguous()
         out = query.new_empty(query.shape[0], query.shape[1], views.rank)
@@ -191,7 +197,7 @@ class LatentState(StateProvider):
         latent_decode_kernel[(-(-heads // tile.m), tokens, splits)](
             query, views.rows, step.block_table, step.kv_lens, out, sums, stats, query.stride(0), query.stride(1),
             step.block_table.stride(0), views.rows.stride(0), splits, meta.attention.scale * LOG2_E,
-            HEADS=heads, M=tile.m, N=tile.n, LEAST=LEAST, SPLIT=splits > 1, PRECISION=PRECISION,
+            HEADS=heads, M=tile.m, N=tile.n, MIN_TILES=MIN_TILES, SPLIT=splits > 1, PRECISION=PRECISION,
             OVERLAP=self._tuning.overlap, num_warps=tile.warps, num_stages=tile.stages, **views.sizes,
             **self._tuning.launch,
         )  # fmt: skip
@@ -228,10 +234,10 @@ class LatentState(StateProvider):
         views.rows[blocks] = torch.cat([v.to(views.rows.dtype) for v in values], dim=2)
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
-        # Splits stop when a device is full: tiles of heads times parts are at most two a unit, whatever the batch.
+        # Splits only fill the device: tiles of heads times splits are at most two per unit, for every batch size.
         del max_kv
         full = 2 * self._tuning.units * self._tile(attention, 1).m
-        lines = min(full, MOST_LATENT_SPLITS * max_tokens * attention.heads)
+        lines = min(full, MAX_LATENT_SPLITS * max_tokens * attention.heads)
         return lines * (spec.tensors[0].shape[0] + 2) * 4
 
 

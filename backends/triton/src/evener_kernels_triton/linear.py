@@ -1,4 +1,5 @@
-"""Linear layers over plain weights: own kernels where reading the weights is the cost, the library's above that."""
+"""Linear layers over plain weights: our kernels if the time is that of reading the weights, else the vendor's
+library."""
 
 from __future__ import annotations
 
@@ -11,22 +12,22 @@ import torch.nn.functional as F
 from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight
 from evener.ops.reference.linear import PLAIN
-from evener_kernels_triton.jit.launch import Prepared
-from evener_kernels_triton.jit.linear import gemv_kernel, skinny_kernel, stream_kernel
+from evener_kernels_triton.jit.launch import PreparedLaunch
+from evener_kernels_triton.jit.linear import gemv_kernel, persistent_gemv_kernel, skinny_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.primitives import rows_of
-from evener_kernels_triton.tuning import Product, Tuning, remembered
+from evener_kernels_triton.tuning import Product, Tuning, memoized
 from evener_kernels_triton.variants import products
 
 
-def stream(
+def persistent_gemv(
     tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
     activation: str = "", residual: torch.Tensor | None = None, total: torch.Tensor | None = None,
     gain: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """One token [1, columns] to [1, rows], where ``Tuning.stream`` has sizes for it; see ``stream_kernel``."""
+    """One token [1, columns] to [1, rows], if ``Tuning.stream`` has sizes for it; see ``persistent_gemv_kernel``."""
     wide, columns = weight.shape
-    launch, grid, rows = _stream(
+    launch, grid, rows = _persistent_gemv(
         tuning, wide, columns, activation, residual is not None, gain is not None, bias is not None, eps, offset
     )  # fmt: skip
     y = torch.empty(1, rows, dtype=out, device=x.device)
@@ -37,17 +38,17 @@ def stream(
     return y
 
 
-@remembered
-def _stream(
+@memoized
+def _persistent_gemv(
     tuning: Tuning, wide: int, columns: int, activation: str, add: bool, norm: bool, bias: bool, eps: float,
     offset: float,
-) -> tuple[Prepared, tuple[int, int, int], int]:  # fmt: skip
-    """A launch with a weight of ``wide`` rows, its grid, and rows of the result."""
+) -> tuple[PreparedLaunch, tuple[int, int, int], int]:  # fmt: skip
+    """(launch for a weight of ``wide`` rows, its grid, rows of the result)."""
     halves = 2 if activation else 1
-    rows, p = wide // halves, tuning.stream(wide // halves, columns, halves)
+    rows, p = wide // halves, tuning.persistent_gemv(wide // halves, columns, halves)
     assert p is not None, "the caller asked"
-    launch = Prepared(
-        stream_kernel, rows=rows, columns=columns, eps=eps, offset=offset, ADD=add, NORM=norm, BIAS=bias,
+    launch = PreparedLaunch(
+        persistent_gemv_kernel, rows=rows, columns=columns, eps=eps, offset=offset, ADD=add, NORM=norm, BIAS=bias,
         ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap, num_warps=p.warps, **tuning.launch,
     )  # fmt: skip
     return launch, (min(-(-rows // p.n), p.m * tuning.units), 1, 1), rows
@@ -59,23 +60,23 @@ def gemv(
 ) -> torch.Tensor:  # fmt: skip
     """One token [1, columns] to [1, rows]."""
     halves, (wide, columns) = 2 if activation else 1, weight.shape
-    if tuning.stream(wide // halves, columns, halves) is not None:
-        return stream(tuning, x, weight, out, bias=bias, activation=activation)
+    if tuning.persistent_gemv(wide // halves, columns, halves) is not None:
+        return persistent_gemv(tuning, x, weight, out, bias=bias, activation=activation)
     launch, grid, rows = _gemv(tuning, wide, columns, activation, bias is not None)
     y = torch.empty(1, rows, dtype=out, device=x.device)
     launch(grid, x, weight, bias if bias is not None else x, y)
     return y
 
 
-@remembered
+@memoized
 def _gemv(
     tuning: Tuning, wide: int, columns: int, activation: str, bias: bool
-) -> tuple[Prepared, tuple[int, int, int], int]:
-    """As ``_stream``."""
+) -> tuple[PreparedLaunch, tuple[int, int, int], int]:
+    """As ``_persistent_gemv``."""
     halves = 2 if activation else 1
     rows = wide // halves
     p = tuning.gemv(rows, columns, halves)
-    launch = Prepared(
+    launch = PreparedLaunch(
         gemv_kernel, rows=rows, columns=columns, BIAS=bias, ACT=activation, BN=p.n, BK=p.k,
         EVEN=rows % p.n == 0 and columns % p.k == 0, TWO=columns > p.k, OVERLAP=tuning.overlap, num_warps=p.warps,
         **tuning.launch,
@@ -101,23 +102,23 @@ def skinny(
     return y
 
 
-@remembered
+@memoized
 def _skinny(
     tuning: Tuning, tokens: int, rows: int, columns: int, element: int, bias: bool
-) -> tuple[Prepared, tuple[int, int, int], tuple[int, int, int] | None]:
-    """A launch, its grid, and the shape of its partial sums, None where there are none."""
+) -> tuple[PreparedLaunch, tuple[int, int, int], tuple[int, int, int] | None]:
+    """(launch, its grid, shape of its partial sums or None)."""
     p = tuning.skinny(tokens, rows, columns, element)
     across, down, each, splits = _grid(p, tokens, rows, columns)
     launch = _skinny_launch(tuning, p, rows, columns, each, splits, bias)
     return launch, (across, down, splits), (across * down * splits, p.n, p.m) if splits > 1 else None
 
 
-@remembered
+@memoized
 def _skinny_launch(
     tuning: Tuning, p: Product, rows: int, columns: int, each: int, splits: int, bias: bool
-) -> Prepared:  # fmt: skip
+) -> PreparedLaunch:  # fmt: skip
     """The same for all numbers of tokens that have the same sizes."""
-    return Prepared(
+    return PreparedLaunch(
         skinny_kernel, y_row=rows, each=each, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n, BK=p.k,
         EVEN=rows % p.n == 0 and columns % p.k == 0, PRECISION=PRECISION, OVERLAP=tuning.overlap,
         num_warps=p.warps, num_stages=p.stages, **tuning.launch,
@@ -125,22 +126,22 @@ def _skinny_launch(
 
 
 def _grid(p: Product, tokens: int, rows: int, columns: int) -> tuple[int, int, int, int]:
-    """Tiles of rows and of tokens, columns of a span, and how many spans there are."""
+    """(tiles of rows, tiles of tokens, columns of a span, number of spans)."""
     each = -(-columns // (p.splits * p.k)) * p.k
     return -(-rows // p.n), -(-tokens // p.m), each, -(-columns // each)
 
 
 def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int) -> int:
-    """Bytes of what ``few`` adds up for the tokens of ``call``, where it is what serves them."""
+    """Bytes of the partial sums of ``few_tokens_linear``, if it serves the tokens of ``call``."""
     tokens = call.bucket.high
-    if tokens == 1 or not tuning.few(tokens, rows):
+    if tokens == 1 or not tuning.uses_own_product(tokens, rows):
         return 0
     p = tuning.skinny(tokens, rows, columns, getattr(torch, call.static["dtype"]).itemsize)
     across, down, _, splits = _grid(p, tokens, rows, columns)
     return across * down * splits * p.n * p.m * 4 if splits > 1 else 0
 
 
-def few(
+def few_tokens_linear(
     tuning: Tuning, out: torch.dtype, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``gemv`` or ``skinny``, by the number of tokens."""
@@ -152,7 +153,9 @@ def few(
     return gemv(tuning, rows_of(x), weight, out, bias=bias)
 
 
-def many(out: torch.dtype, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def library_linear(
+    out: torch.dtype, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The library's product, for any number of tokens; sums in ``out`` are not rounded before."""
     if x.dtype == out:
         return F.linear(x, weight, bias)
@@ -161,28 +164,28 @@ def many(out: torch.dtype, x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 
 class TritonLinear(TritonKernel):
-    """Few tokens: a stream of weight rows."""
+    """Few tokens: the weight is read once, row by row."""
 
     op = "linear"
     priority = 110
     packings = (PLAIN,)
 
-    def _judge(self, call: OpCall) -> str | None:
-        few = self.tuning.few(call.bucket.high, call.static["rows"])
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        few = self.tuning.uses_own_product(call.bucket.high, call.static["rows"])
         return None if few else f"is slower than the library at {call.bucket.high} tokens"
 
     def workspace(self, call: OpCall) -> int:
-        return partial_sums(self.tuning.varied(call.variant), call, call.static["rows"], call.static["columns"])
+        return partial_sums(self.tuning.with_changes(call.variant), call, call.static["rows"], call.static["columns"])
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         return products(self.tuning, call, call.static["rows"], call.static["columns"])
 
     def build(self, call: OpCall) -> OpFunction:
-        tuning = self.tuning.varied(call.variant)
+        tuning = self.tuning.with_changes(call.variant)
         out = getattr(torch, call.static.get("out", call.static["dtype"]))
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return few(tuning, out, x, weight.data, bias)
+            return few_tokens_linear(tuning, out, x, weight.data, bias)
 
         return run
 
@@ -198,7 +201,7 @@ class LibraryLinear(TritonKernel):
         super().__init__(device, tuning)
         self.name = "torch.linear"
 
-    def _judge(self, call: OpCall) -> str | None:
+    def _unsupported_reason(self, call: OpCall) -> str | None:
         out = call.static.get("out", call.static["dtype"])
         if call.device.host_memory and out != call.static["dtype"]:
             return f"torch has no product in {call.static['dtype']} with sums in {out} on the host"
@@ -208,7 +211,7 @@ class LibraryLinear(TritonKernel):
         out = getattr(torch, call.static.get("out", call.static["dtype"]))
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return many(out, x, weight.data, bias)
+            return library_linear(out, x, weight.data, bias)
 
         return run
 

@@ -1,4 +1,4 @@
-"""Kernels that change single logits, and that tell the log-probabilities of a row."""
+"""Kernels that change single logits, and that compute the log-probabilities of a row."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from evener.contracts.ops import OpCall, OpFunction
 from evener_kernels_triton.jit.logits import (
     add_bias_kernel,
+    chunk_top_logprobs_kernel,
     count_kernel,
-    likely_kernel,
     logprobs_kernel,
     penalize_kernel,
 )
@@ -18,16 +18,16 @@ from evener_kernels_triton.tuning import power_of_two
 
 _CHUNK = 4096
 _PLACES = 1024
-#: Most rows whose ids are counted at a time: a counter for each id of a large vocabulary is 0.6 MB a row.
-_COUNTED = 32
-#: As many log-probabilities a request may ask for.
-_MOST = 20
-#: The sign bit of int32, as a mark beside a count; and less than the key of every number.
+#: Most rows whose ids are counted at a time: counters for each id of a large vocabulary take 0.6 MB per row.
+_ROWS_PER_COUNT = 32
+#: Most log-probabilities that a request may ask for.
+_MAX_TOP_LOGPROBS = 20
+#: The sign bit of int32: a mark in a count, and smaller than the key of every number.
 _SEEN = _NONE = -(2**31)
 
 
 class TritonAddBias(TritonKernel):
-    """Entries of one id are summed before they are added: nothing depends on the order of writes."""
+    """Entries of one id are summed before they are added, so the order of writes does not matter."""
 
     op = "add_bias"
     batch_invariant = True
@@ -50,14 +50,14 @@ class TritonAddBias(TritonKernel):
 
 
 class TritonPenalize(TritonKernel):
-    """Counts by atomic sums of integers, which have one result in any order. Whoever takes a count away leaves zero,
-    so that the next rows find the counters as the first ones did."""
+    """Counts by atomic integer sums, which give the same result in any order. The program that uses a count resets it
+    to zero, so the next rows find zeros too."""
 
     op = "penalize"
     batch_invariant = True
 
     def workspace(self, call: OpCall) -> int:
-        return int(4 * min(call.bucket.high, _COUNTED) * call.static["vocab"])
+        return int(4 * min(call.bucket.high, _ROWS_PER_COUNT) * call.static["vocab"])
 
     def build(self, call: OpCall) -> OpFunction:
         def run(
@@ -69,10 +69,10 @@ class TritonPenalize(TritonKernel):
             rows, vocab = logits.shape
             if not (rows and longest):
                 return logits
-            counts = torch.zeros(min(rows, _COUNTED), vocab, dtype=torch.int32, device=logits.device)
+            counts = torch.zeros(min(rows, _ROWS_PER_COUNT), vocab, dtype=torch.int32, device=logits.device)
             columns = [t.contiguous() for t in (slots, prompt, lengths, repetition, frequency, presence)]
             places, sizes = -(-longest // _PLACES), {"SEEN": _SEEN, "BLOCK": _PLACES, "num_warps": 4}
-            together = zip(*(t.split(_COUNTED) for t in (logits, *columns)), strict=True)
+            together = zip(*(t.split(_ROWS_PER_COUNT) for t in (logits, *columns)), strict=True)
             for some, whose, begin, ends, *penalties in together:
                 grid = (some.shape[0], places)
                 count_kernel[grid](tokens, whose, begin, ends, counts, tokens.stride(0), longest, vocab, **sizes)
@@ -86,15 +86,15 @@ class TritonPenalize(TritonKernel):
 
 
 class TritonLogprobs(TritonKernel):
-    """Each chunk of a row lists its largest; the lists are merged. Of equal values the lowest id comes first."""
+    """Each chunk of a row lists its largest logits; the lists are merged. Of equal values the lowest id comes first."""
 
     op = "logprobs"
     batch_invariant = True
 
     def workspace(self, call: OpCall) -> int:
-        # How many a request asks for is not told.
+        # The call does not say how many a request asks for.
         chunks = -(-call.static["vocab"] // min(_CHUNK, power_of_two(call.static["vocab"])))
-        return int(call.bucket.high * chunks * 2 * (1 + _MOST) * 4)
+        return int(call.bucket.high * chunks * 2 * (1 + _MAX_TOP_LOGPROBS) * 4)
 
     def build(self, call: OpCall) -> OpFunction:
         def run(logits: torch.Tensor, ids: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -109,7 +109,7 @@ class TritonLogprobs(TritonKernel):
                 chunks = -(-vocab // block)
                 peaks, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=where)
                 keys, places = torch.empty(2, rows, chunks, top, dtype=torch.int32, device=where)
-                likely_kernel[(rows, chunks)](
+                chunk_top_logprobs_kernel[(rows, chunks)](
                     logits, peaks, sums, keys, places, logits.stride(0), vocab, chunks, top,
                     NONE=_NONE, BLOCK=block, num_warps=8,
                 )  # fmt: skip

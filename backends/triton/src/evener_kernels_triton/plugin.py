@@ -23,14 +23,14 @@ from evener_kernels_triton.tuning import Tuning
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """Every kernel, with sizes for this device."""
+    """All kernels, with launch sizes for this device."""
     tuning = _tuning(device, options)
     return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *EXPERTS, *LATENT)]
 
 
 @hookimpl
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
-    """The paged state, and the latent."""
+    """The providers of paged state and of latent state."""
     tuning = _tuning(device, options)
     return [PagedState(tuning), LatentState(tuning)]
 

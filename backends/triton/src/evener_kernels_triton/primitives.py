@@ -8,16 +8,16 @@ import torch
 
 from evener.contracts.ops import OpCall, OpFunction
 from evener_kernels_triton.jit.heads import rotary_kernel
-from evener_kernels_triton.jit.launch import Prepared
+from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.rows import act_and_mul_kernel, rms_norm_kernel, softcap_kernel, take_rows_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
-from evener_kernels_triton.tuning import Tuning, power_of_two, remembered
+from evener_kernels_triton.tuning import Tuning, memoized, power_of_two
 
 _CHUNK = 1024
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x with the elements of a row side by side."""
+    """x, copied if the elements of a row are not adjacent."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -25,7 +25,7 @@ def norm_rows(
     tuning: Tuning, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Normed rows in ``dtype`` and, with a residual, the sum, in the residual's memory. x is [T, hidden] or [T, n,
+    """Normed rows in ``dtype``; with a residual also the sum, written over the residual. x is [T, hidden] or [T, n,
     hidden]."""
     shape, strides = x.shape, x.stride()
     if strides[-1] != 1:
@@ -43,17 +43,17 @@ def norm_rows(
     return y, total
 
 
-@remembered
-def _norm(tuning: Tuning, size: int, eps: float, offset: float, add: bool) -> Prepared:
+@memoized
+def _norm(tuning: Tuning, size: int, eps: float, offset: float, add: bool) -> PreparedLaunch:
     block = power_of_two(size)
-    return Prepared(
+    return PreparedLaunch(
         rms_norm_kernel, residual_row=size, size=size, eps=eps, offset=offset, ADD=add, BLOCK=block,
         OVERLAP=tuning.overlap, num_warps=max(1, min(16, block // 512)), **tuning.launch,
     )  # fmt: skip
 
 
 class TritonRmsNorm(TritonKernel):
-    """One row a program."""
+    """One program for each row."""
 
     op = "rms_norm"
     batch_invariant = True
@@ -69,13 +69,13 @@ class TritonRmsNorm(TritonKernel):
 
 
 class TritonAddRmsNorm(TritonKernel):
-    """One row a program; the sum takes the residual's memory."""
+    """One program for each row; the sum is written over the residual."""
 
     op = "add_rms_norm"
     batch_invariant = True
 
     def workspace(self, call: OpCall) -> int:
-        # Normed rows do not take the memory of x, and a residual whose rows lie apart is copied.
+        # Normed rows need new memory, and a residual with a row stride is copied.
         size: int = getattr(torch, call.static["dtype"]).itemsize
         return int(call.bucket.high * call.static["hidden"] * (size + 4))
 
@@ -91,7 +91,7 @@ class TritonAddRmsNorm(TritonKernel):
 
 
 class TritonRotary(TritonKernel):
-    """A few heads of one token a program."""
+    """Each program takes a few heads of one token."""
 
     op = "rotary"
     batch_invariant = True
@@ -130,9 +130,9 @@ def act_rows(tuning: Tuning, x: torch.Tensor, inner: int, activation: str) -> to
     return y
 
 
-@remembered
-def _act(tuning: Tuning, inner: int, activation: str) -> Prepared:
-    return Prepared(
+@memoized
+def _act(tuning: Tuning, inner: int, activation: str) -> PreparedLaunch:
+    return PreparedLaunch(
         act_and_mul_kernel, inner=inner, ACT=activation, BLOCK=min(_CHUNK, power_of_two(inner)),
         OVERLAP=tuning.overlap, num_warps=4, **tuning.launch,
     )  # fmt: skip
@@ -144,7 +144,7 @@ class TritonActAndMul(TritonKernel):
     op = "act_and_mul"
     batch_invariant = True
 
-    def _judge(self, call: OpCall) -> str | None:
+    def _unsupported_reason(self, call: OpCall) -> str | None:
         kind = call.static["activation"]
         return None if kind in ACTIVATIONS else f"does not know activation {kind!r}"
 
@@ -177,7 +177,7 @@ class TritonEmbedding(TritonKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         dtype, factor = getattr(torch, call.static["dtype"]), call.static["scale"]
-        # The checkpoint's model rounds the factor to its compute type before multiplying.
+        # The original model rounds the factor to its compute dtype before multiplying.
         scale = None if factor == 1.0 else float(torch.tensor(factor, dtype=dtype).item())
 
         def run(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,16 @@
-"""Kernels that choose tokens."""
+"""Kernels that sample tokens."""
 
 from __future__ import annotations
 
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction
-from evener_kernels_triton.jit.sampling import apply_mask_kernel, best_kernel, choose_kernel, filtered_kernel
+from evener_kernels_triton.jit.sampling import (
+    apply_mask_kernel,
+    chunk_argmax_kernel,
+    filtered_sample_kernel,
+    merge_argmax_kernel,
+)
 from evener_kernels_triton.kernel import TritonKernel
 from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -17,7 +22,7 @@ def choose(
     tuning: Tuning, logits: torch.Tensor, temperature: torch.Tensor | None = None, seed: torch.Tensor | None = None,
     position: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """int32 [R]: the best id of each row [R, V], with noise where a temperature is given."""
+    """int32 [R]: the best id of each row [R, V], with noise if temperatures are given."""
     logits = rows_of(logits)
     rows, vocab = logits.shape
     block = min(_CHUNK, power_of_two(vocab))
@@ -27,18 +32,18 @@ def choose(
         values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
         ids = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
         noise = [t.contiguous() if t is not None else out for t in (temperature, seed, position)]
-        best_kernel[(rows, chunks)](
+        chunk_argmax_kernel[(rows, chunks)](
             logits, *noise, values, ids, logits.stride(0), vocab, chunks, RANDOM=temperature is not None, BLOCK=block,
             OVERLAP=tuning.overlap, num_warps=8, **tuning.launch,
         )  # fmt: skip
-        choose_kernel[(rows,)](
+        merge_argmax_kernel[(rows,)](
             values, ids, out, chunks, CHUNKS=power_of_two(chunks), OVERLAP=tuning.overlap, num_warps=1, **tuning.launch
         )
     return out
 
 
 class TritonGreedy(TritonKernel):
-    """Chunks of every row side by side."""
+    """All chunks of all rows run in parallel."""
 
     op = "greedy"
     batch_invariant = True
@@ -52,24 +57,24 @@ class TritonGreedy(TritonKernel):
         return run
 
 
-def choose_filtered(
+def sample_filtered(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
     seed: torch.Tensor, position: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """int32 [R]: one id of each row [R, V] by its filters and noise; see ``filtered_kernel``."""
+    """int32 [R]: one id of each row [R, V] by its filters and noise; see ``filtered_sample_kernel``."""
     logits = rows_of(logits)
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
         inputs = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seed, position)]
-        filtered_kernel[(rows,)](
+        filtered_sample_kernel[(rows,)](
             logits, *inputs, out, logits.stride(0), vocab, BLOCK=min(2 * _CHUNK, power_of_two(vocab)), num_warps=16
         )
     return out
 
 
 class TritonSample(TritonKernel):
-    """Noise is made where it is used; filters search for their bounds instead of sorting."""
+    """Noise is computed where it is used; filters find their bounds by search, without sorting."""
 
     op = "sample"
     batch_invariant = True
@@ -82,7 +87,7 @@ class TritonSample(TritonKernel):
             min_p: torch.Tensor, seed: torch.Tensor, position: torch.Tensor,
         ) -> torch.Tensor:  # fmt: skip
             if filters:
-                return choose_filtered(logits, temperature, top_k, top_p, min_p, seed, position)
+                return sample_filtered(logits, temperature, top_k, top_p, min_p, seed, position)
             return choose(tuning, logits, temperature, seed, position)
 
         return run

@@ -1,4 +1,4 @@
-"""The state provider "triton.paged": keys and values in pages, every length and table read on the device."""
+"""The state provider "triton.paged": keys and values in pages. Kernels read all lengths and tables on the device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from evener.contracts.device import DeviceCapabilities
-from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
+from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
-from evener_kernels_triton.jit.launch import Prepared
+from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.kernel import DTYPES, PRECISION
+from evener_kernels_triton.prefill import LongQueries, PoolLines, attend_long, copies_can_read, long_queries, pool_lines
 from evener_kernels_triton.primitives import rows_of
-from evener_kernels_triton.tuning import LEAST, Tuning, power_of_two, remembered
+from evener_kernels_triton.tuning import MIN_TILES, LongTile, Tuning, memoized, power_of_two
 
 LAYOUT = "triton.paged"
 MAX_HEAD_DIM = 512
@@ -28,7 +29,7 @@ class PagedViews:
 
     Attributes:
         keys: [blocks, kv_heads, block_size, head_dim]; values: the same with value_dim.
-        key_page, value_page: numbers from block to block; value_dim: of a head.
+        key_page, value_page: elements from one block to the next; value_dim: length of a value.
     """
 
     def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
@@ -41,19 +42,26 @@ class PagedViews:
         rest = storage[:, cut : cut + block_size * value.nbytes]
         self.values = rest.view(dtype).unflatten(1, (heads, block_size, dv))
         self.key_page, self.value_page = self.keys.stride(0), self.values.stride(0)
+        self._lines: dict[LongTile, tuple[PoolLines | None, PoolLines | None]] = {}
+
+    def lines(self, tile: LongTile) -> tuple[PoolLines | None, PoolLines | None]:
+        """Keys and values as ``attend_long`` takes them."""
+        if tile not in self._lines:
+            self._lines[tile] = pool_lines(self.keys, tile), pool_lines(self.values, tile)
+        return self._lines[tile]
 
 
 @dataclass(frozen=True)
 class Decode:
-    """How a step is launched in which every request has one query token.
+    """The launch of a step in which every request has one query token.
 
     Attributes:
-        launches: without sinks, and with.
-        grid: programs: requests, tiles of heads, parts that a request's keys are cut into.
-        value: length of a head's result.
+        launches: without sinks, and with sinks.
+        grid: programs: requests, tiles of heads, splits of a request's keys.
+        heads: query heads; value: length of a value.
     """
 
-    launches: tuple[Prepared, Prepared]
+    launches: tuple[PreparedLaunch, PreparedLaunch]
     grid: tuple[int, int, int]
     heads: int
     value: int
@@ -62,17 +70,19 @@ class Decode:
 @dataclass(frozen=True)
 class PagedMeta:
     """One step of a group. ``decode`` is None unless every request has one query token; ``slopes`` float32 [heads];
-    ``table_row``: numbers from row to row of the block table."""
+    ``table_row``: elements from one row of the block table to the next. ``long``: (optional) the requests with long
+    queries, which come last; ``decode`` is then for those before them."""
 
     step: StateStep
     attention: AttentionSpec
     decode: Decode | None
     slopes: torch.Tensor | None
     table_row: int
+    long: LongQueries | None = None
 
 
-class PagedState(StateProvider):
-    """Attention over ``[kv_heads, block_size, head_dim]`` pages; one kernel writes, one attends."""
+class PagedState(AttentionProvider):
+    """Attention over pages [kv_heads, block_size, head_dim]. One kernel writes, one attends."""
 
     name = LAYOUT
     layout = LAYOUT
@@ -86,18 +96,18 @@ class PagedState(StateProvider):
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         if spec.per != "token" or len(spec.tensors) != 2:
-            return "holds a key and a value for each token, nothing else"
+            return "stores one key and one value per token, nothing else"
         if attention.algorithm != "softmax":
             return f"does not compute {attention.algorithm}"
         key, value = spec.tensors
         if {key.dtype, value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
-            return f"stores what it computes in, not {key.dtype}/{value.dtype} for {attention.dtype}"
+            return f"stores keys and values in the compute dtype, not {key.dtype}/{value.dtype} for {attention.dtype}"
         if attention.dtype not in device.dtypes | device.emulated:
             return f"the device does not compute in {attention.dtype}"
         if max(key.shape[1], value.shape[1]) > MAX_HEAD_DIM:
             return f"heads are longer than {MAX_HEAD_DIM}"
         if attention.heads % key.shape[0]:
-            return f"{attention.heads} query heads cannot share {key.shape[0]} key heads evenly"
+            return f"{attention.heads} query heads are not a multiple of {key.shape[0]} key heads"
         return None
 
     def block_sizes(self, spec: StateSpec) -> Sequence[int]:
@@ -112,17 +122,24 @@ class PagedState(StateProvider):
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         slopes, row = self._slopes_on(step.kv_lens.device, attention), step.block_table.stride(0)
         if step.max_query != 1 or step.tokens != step.requests:
-            return PagedMeta(step, attention, None, slopes, row)
+            long = long_queries(self._tuning, step, spec, attention)
+            decode = None
+            if long is not None and long.before:
+                decode = self._decode_of(step.rows(0, long.before), spec, attention, block_size)
+            return PagedMeta(step, attention, decode, slopes, row, long)
+        decode = self._decode_of(step, spec, attention, block_size)
+        return PagedMeta(step, attention, decode, slopes, row)
+
+    def _decode_of(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Decode:
         key, value = spec.tensors
         tile = self._tuning.decode_tile(max(power_of_two(t.shape[1]) for t in (key, value)), _size(key.dtype))[0]
         longest = step.max_kv if spec.window is None else min(step.max_kv, spec.window + tile)
         splits = self._tuning.splits(step.requests * key.shape[0], longest, tile)
         launches, tiles = _decode_launches(self._tuning, spec, attention, block_size, splits)
-        decode = Decode(launches, (step.requests, tiles, splits), attention.heads, value.shape[1])
-        return PagedMeta(step, attention, decode, slopes, row)
+        return Decode(launches, (step.requests, tiles, splits), attention.heads, value.shape[1])
 
     def _slopes_on(self, where: torch.device, attention: AttentionSpec) -> torch.Tensor | None:
-        """Made once: a step that is captured can copy nothing from the host."""
+        """Made once, because a captured step cannot copy from the host."""
         if attention.slopes is None:
             return None
         key = attention.slopes, where
@@ -149,15 +166,29 @@ class PagedState(StateProvider):
         query = rows_of(query)
         tokens, heads, _ = query.shape
         out = torch.empty(tokens, heads, views.value_dim, dtype=query.dtype, device=query.device)
-        if tokens:
-            (self._mixed if meta.decode is None else self._decode)(views, meta, query, sinks, out)
+        if not tokens:
+            return out
+        if meta.long is not None:
+            keys, values = views.lines(meta.long.tile)
+            if keys is None or values is None or not copies_can_read(query):
+                self._mixed(views, meta, query, sinks, out)
+                return out
+            if meta.decode is not None:
+                self._decode(views, meta, query, sinks, out)
+            first, kv_heads = meta.long.before, views.keys.shape[1]
+            attend_long(meta.long, keys, values, views.block_size, kv_heads, query[first:], out[first:],
+                        self._tuning.arrivals.of(out.device, 1))  # fmt: skip
+        elif meta.decode is not None:
+            self._decode(views, meta, query, sinks, out)
+        else:
+            self._mixed(views, meta, query, sinks, out)
         return out
 
     def _decode(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         step, decode = meta.step, meta.decode
-        assert decode is not None, "the caller asked"
+        assert decode is not None, "called for decode steps only"
         requests, tiles, splits = decode.grid
         parts = stats = arrived = out
         if splits > 1:
@@ -199,7 +230,7 @@ class PagedState(StateProvider):
             part[blocks] = value.to(part.dtype).transpose(1, 2)
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
-        # Splits are cut so that a device is full: programs times parts are bounded whatever the batch.
+        # Splits only fill the device: programs times splits are bounded for every batch size.
         del max_tokens, max_kv
         key, value = spec.tensors
         group = attention.heads // key.shape[0]
@@ -207,7 +238,7 @@ class PagedState(StateProvider):
 
 
 def _common(spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: bool) -> dict[str, Any]:
-    """What both kernels are told that is the same in every step."""
+    """Arguments of both kernels that are the same in every step."""
     key, value = spec.tensors
     (kv_heads, d), dv = key.shape, value.shape[1]
     return {
@@ -218,25 +249,25 @@ def _common(spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: b
     }  # fmt: skip
 
 
-@remembered
+@memoized
 def _decode_launches(
     tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, splits: int
-) -> tuple[tuple[Prepared, Prepared], int]:
-    """Launches without sinks and with, and tiles of heads."""
+) -> tuple[tuple[PreparedLaunch, PreparedLaunch], int]:
+    """The launches without and with sinks, and the number of tiles of heads."""
     (kv_heads, d), dv = spec.tensors[0].shape, spec.tensors[1].shape[1]
     group = attention.heads // kv_heads
     n, warps, stages = tuning.decode_tile(max(16, power_of_two(d), power_of_two(dv)), _size(attention.dtype))
     if splits > 1:
-        # Short loops: one more program a unit hides more than a third tile under way. 64 requests of 648 tokens, 32
-        # heads on 4: 29 µs instead of 34.
+        # Short loops: one more program per unit hides more latency than a third tile in flight. 64 requests of 648
+        # tokens, 32 heads on 4: 29 µs instead of 34.
         stages = min(stages, 2)
     m = max(16, min(64, power_of_two(group)))
     sizes = {
-        "SPLITS": splits, "M": m, "N": n, "LEAST": LEAST, "OVERLAP": tuning.overlap, "num_warps": warps,
+        "SPLITS": splits, "M": m, "N": n, "MIN_TILES": MIN_TILES, "OVERLAP": tuning.overlap, "num_warps": warps,
         "num_stages": stages, **tuning.launch,
     }  # fmt: skip
     without, given = (
-        Prepared(decode_kernel, **_common(spec, attention, block_size, sinks), **sizes) for sinks in (False, True)
+        PreparedLaunch(decode_kernel, **_common(spec, attention, block_size, sinks), **sizes) for sinks in (False, True)
     )
     return (without, given), kv_heads * -(-group // m)
 

@@ -1,8 +1,9 @@
-"""Sizes of launches, by what the device says of itself: its units, its shared memory, what its matrix unit takes.
+"""Launch sizes, from the device's features: its units, its shared memory, the dtypes of its matrix unit.
 
-A backend puts words into ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes a program may
-have>``, ``overlap`` (a kernel may start while the one before it drains). A device that says nothing gets sizes that fit
-everywhere. No vendor's name is read here.
+A backend sets words in ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes per program>``,
+``overlap`` (a kernel may start while the previous one finishes), ``warpgroups`` (products of groups of four warps, and
+copies of boxes of a tensor). A device without these words gets sizes that fit everywhere. Vendor names are not used
+here.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Variant
 
 _UNITS, _SHARED = 64, 48 << 10
-#: Tiles of keys that are not worth being split. Four were 2 µs a layer slower than one, at 16 requests of 128 to 400
-#: tokens on a GPU with 132 units.
-LEAST = 1
-#: Most tokens for which the own products are at least as fast as the library's, and for which they are where rows make
-#: fewer programs than there are units, which the library leaves idle.
-FEW, FEW_WITH_FEW_ROWS = 32, 64
-#: Most parts that a request over latents is cut into.
-MOST_LATENT_SPLITS = 8
-#: Counters that are made at once.
-FEWEST_ARRIVALS = 4096
+#: Up to this many tiles of keys are not split. With four, a layer was 2 µs slower than with one, at 16 requests of 128
+#: to 400 tokens on a GPU with 132 units.
+MIN_TILES = 1
+#: Most tokens for which our products are at least as fast as the library's; and the same where rows give fewer programs
+#: than there are units, which the library leaves idle.
+MAX_OWN_TOKENS, MAX_OWN_TOKENS_FEW_ROWS = 32, 64
+#: Most splits of a request with latent state.
+MAX_LATENT_SPLITS = 8
+#: Counters that are allocated at a time.
+MIN_COUNTERS = 4096
 
 
 def power_of_two(size: int) -> int:
@@ -38,7 +39,7 @@ def power_of_two(size: int) -> int:
 @dataclass(frozen=True)
 class Product:
     """Block sizes of a matrix product with few tokens: ``m`` tokens, ``n`` rows of the weight, ``k`` columns at a time,
-    all of them cut into ``splits`` spans."""
+    all columns split into ``splits`` spans."""
 
     m: int
     n: int
@@ -51,7 +52,7 @@ class Product:
 @dataclass(frozen=True)
 class Grouped:
     """Block sizes of products with matrices of a stack: ``m`` pairs of a token and a matrix, ``n`` rows, ``k`` columns.
-    ``flip``: few of them a matrix; the weights are the left side."""
+    ``flip``: few pairs for each matrix; the weights are the left operand."""
 
     m: int
     n: int
@@ -62,8 +63,9 @@ class Grouped:
 
 
 @dataclass(frozen=True)
-class Lone:
-    """One token's experts: ``up.m`` programs an expert, ``up.n`` rows at a time; ``down.n`` rows of all experts."""
+class SingleToken:
+    """One token's experts: ``up.m`` programs for each expert, ``up.n`` rows at a time; ``down.n`` rows of all
+    experts."""
 
     up: Product
     down: Product
@@ -71,7 +73,7 @@ class Lone:
 
 @dataclass(frozen=True)
 class LatentTile:
-    """Sizes for attention over latents: ``m`` lines, ``n`` rows of state a step."""
+    """Sizes for attention over latents: ``m`` lines, ``n`` rows of state at a time."""
 
     m: int
     n: int
@@ -79,15 +81,26 @@ class LatentTile:
     stages: int
 
 
+@dataclass(frozen=True)
+class LongTile:
+    """Sizes for attention of long queries: ``m`` tokens, ``n`` keys a step, ``stages`` steps under way; ``least``
+    tokens a request on average, below which the kernel for any mix is faster."""
+
+    m: int
+    n: int
+    stages: int
+    least: int
+
+
 Sizes = TypeVar("Sizes", Product, Grouped)
 Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
 
 
-def remembered(
+def memoized(
     rule: Callable[Concatenate[Tuning, Asked], Answer],
 ) -> Callable[Concatenate[Tuning, Asked], Answer]:
-    """A rule that is worked out once for each of what it is asked: a step that is not captured asks at every launch."""
+    """A rule whose results are cached by its arguments: without graph capture it is called at every launch."""
 
     @wraps(rule)
     def ask(self: Tuning, /, *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
@@ -102,19 +115,19 @@ def remembered(
     return ask
 
 
-class Arrivals:
-    """Counters with which programs that add up one tile find out who is last; zero between launches. Launches that use
-    them follow each other: two streams need two of these."""
+class ArrivalCounters:
+    """Counters by which programs that sum one tile find which is last; zero between launches. Launches that use them
+    must not overlap: two streams need two of these."""
 
     def __init__(self) -> None:
         self._counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     def of(self, device: torch.device, count: int) -> torch.Tensor:
-        """At least ``count`` counters, int32, which stay where they are: a graph may have recorded them. The first call
-        makes them, and may not be recorded."""
+        """At least ``count`` int32 counters, which never move, because a graph may have captured them. The first call
+        allocates them and must not be captured."""
         found = self._counters.get((device, count))
         if found is None:
-            key = device, power_of_two(max(count, FEWEST_ARRIVALS))
+            key = device, power_of_two(max(count, MIN_COUNTERS))
             if key not in self._counters:
                 self._counters[key] = torch.zeros(key[1], dtype=torch.int32, device=device)
             found = self._counters[device, count] = self._counters[key]
@@ -123,61 +136,64 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What kernels ask before a launch.
+    """Launch sizes for one device.
 
     Attributes:
-        units: programs that can run side by side at least.
+        units: programs that can run at the same time, at least.
         shared: bytes of shared memory that a program may have.
-        overlap: kernels wait by themselves for the one before.
-        changes: sizes that were measured to be better than those of the rules below, by field; of the products of a
-            composite by "part.field".
+        overlap: kernels themselves wait for the previous kernel.
+        warpgroups: the device has products of warp groups.
+        changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
+            by "part.field".
         arrivals: counters of programs that share a sum.
-        answers: of its rules so far, by rule and what it was asked.
+        answers: cached results of the rules, by rule and arguments.
     """
 
     units: int
     shared: int
     overlap: bool
     changes: tuple[tuple[str, int | str], ...] = ()
-    arrivals: Arrivals = field(default_factory=Arrivals, compare=False, repr=False)
+    arrivals: ArrivalCounters = field(default_factory=ArrivalCounters, compare=False, repr=False)
     answers: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    warpgroups: bool = False
 
     @classmethod
     def of(cls, device: DeviceCapabilities, overlap: bool = True) -> Tuning:
-        """From the words of a device."""
+        """Make it from the features of a device."""
         return cls(
             _number("units", device.features, _UNITS),
             _number("shared", device.features, _SHARED),
             overlap and "overlap" in device.features,
+            warpgroups="warpgroups" in device.features,
         )
 
-    def varied(self, variant: Variant) -> Tuning:
-        """With these changes."""
+    def with_changes(self, variant: Variant) -> Tuning:
+        """A copy with these changes."""
         return replace(self, changes=tuple(variant.items())) if variant else self
 
     def part(self, name: str) -> Tuning:
-        """With the changes for one part of a composite."""
+        """A copy with the changes for one part of a composite."""
         own = ((key.removeprefix(name + "."), value) for key, value in self.changes if key.startswith(name + "."))
         return replace(self, changes=tuple(own)) if self.changes else self
 
     def changed(self, field: str) -> bool:
-        """Whether there is a change of this name."""
+        """Whether there is a change with this name."""
         return any(key == field for key, _ in self.changes)
 
-    def _own(self, sizes: Sizes) -> Sizes:
-        """Sizes of the rules, with the changes."""
+    def _apply_changes(self, sizes: Sizes) -> Sizes:
+        """The sizes of a rule, with the changes."""
         own: dict[str, Any] = {key: value for key, value in self.changes if hasattr(sizes, key)}
         return replace(sizes, **own) if own else sizes
 
     @property
     def launch(self) -> dict[str, bool]:
-        """Extra arguments of a launch whose kernel waits by itself."""
+        """Extra arguments of a launch whose kernel itself waits for the previous one."""
         return {"launch_pdl": True} if self.overlap else {}
 
-    @remembered
-    def stream(self, rows: int, columns: int, halves: int) -> Product | None:
-        """One token, rows that fit into one tile, programs that go on to the next rows; ``m`` is programs a unit. None
-        where that does not pay: rows too long, or so many that the head of a model is meant.
+    @memoized
+    def persistent_gemv(self, rows: int, columns: int, halves: int) -> Product | None:
+        """One token, rows that fit into one tile, programs that loop over rows; ``m`` is programs for each unit. None
+        where that is slower: rows that are too long, or as many as the head of a model has.
 
         Measured on a GPU with 132 units, for products of models with 1,024 and 4,096 columns.
         """
@@ -192,30 +208,31 @@ class Tuning:
             n, each, warps = 4, 2, 16
         else:
             n, each, warps = (2, 4, 4) if k > 2048 else (4, 2, 4)
-        return self._own(Product(each, n, k, warps, 1))
+        return self._apply_changes(Product(each, n, k, warps, 1))
 
-    @remembered
+    @memoized
     def gemv(self, rows: int, columns: int, halves: int) -> Product:
-        """One token, rows of any length. Rows are joined while every unit has several programs."""
+        """One token, rows of any length. A program takes several rows as long as every unit has several programs."""
         k = power_of_two(min(columns, 2048))
         n = 2 if rows * halves >= 16 * self.units and halves == 1 else 1
-        return self._own(Product(1, n, k, 8 if n * k * halves >= 2048 else 4, 1))
+        return self._apply_changes(Product(1, n, k, 8 if n * k * halves >= 2048 else 4, 1))
 
-    @remembered
-    def few(self, tokens: int, rows: int) -> bool:
-        """Whether products are the own ones: as measured, or else by what is known of other sizes."""
+    @memoized
+    def uses_own_product(self, tokens: int, rows: int) -> bool:
+        """Whether our products are used: as measured, or else by a rule from other sizes."""
         if self.changed("library") or self.changed("own"):
             return self.changed("own")
-        return tokens <= FEW or (tokens <= FEW_WITH_FEW_ROWS and -(-rows // 64) <= self.units)
+        return tokens <= MAX_OWN_TOKENS or (tokens <= MAX_OWN_TOKENS_FEW_ROWS and -(-rows // 64) <= self.units)
 
-    @remembered
+    @memoized
     def skinny(self, tokens: int, rows: int, columns: int, element: int) -> Product:
-        """A few tokens: as many rows a program as a matrix unit takes, columns in as many spans (a power of two, 8 at
-        most, each two tiles long) as leave every program a unit of its own, and stages that fill shared memory.
+        """A few tokens: a program has as many rows as a matrix unit takes; columns are split into as many spans (a
+        power of two, 8 at most, each two tiles long) as still give every program its own unit; stages fill shared
+        memory.
 
-        Measured on a GPU with 132 units, µs: 4,096 x 4,096 at 16 tokens 10.9 whole, 10.7 in two; 2,048 x 4,096 8.8
-        whole, 6.8 in four and 10.2 with tiles of 32 rows instead; 6,144 x 4,096 14.6 whole, 17.3 in two, which is more
-        programs than units. At 64 tokens six stages are faster than seven.
+        Measured on a GPU with 132 units, µs: 4,096 x 4,096 at 16 tokens 10.9 unsplit, 10.7 in two spans; 2,048 x 4,096
+        8.8 unsplit, 6.8 in four spans and 10.2 with tiles of 32 rows instead; 6,144 x 4,096 14.6 unsplit, 17.3 in two
+        spans, which is more programs than units. At 64 tokens six stages are faster than seven.
         """
         m = max(16, power_of_two(tokens))
         n = max(16, min(64, power_of_two(rows)))
@@ -226,12 +243,12 @@ class Tuning:
         tiles, splits = -(-rows // n) * -(-tokens // m), 1
         while splits < 8 and 2 * splits * tiles <= self.units and 4 * splits * k <= columns:
             splits *= 2
-        return self._own(Product(m, n, k, 4, stages, splits))
+        return self._apply_changes(Product(m, n, k, 4, stages, splits))
 
-    @remembered
+    @memoized
     def grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, element: int) -> Grouped:
-        """Products with matrices of a stack. Tiles hold twice what a matrix gets of ``pairs`` if all get the same, so
-        that few are read twice."""
+        """Products with matrices of a stack. A tile holds twice the pairs that a matrix gets of ``pairs`` in an even
+        distribution, so that few matrices are read twice."""
         m = max(16, min(128, power_of_two(-(-2 * pairs // matrices))))
         flip = m < 64
         if self.shared < 96 << 10:
@@ -246,69 +263,76 @@ class Tuning:
             k //= 2
         most = 3 if k > 64 or wide == 256 else 4
         stages = max(2, min(most, (self.shared - 1024) // ((m + halves * n) * k * element)))
-        return self._own(Grouped(m, n, k, 8 if m * n * halves > 8192 else 4, stages, flip))
+        return self._apply_changes(Grouped(m, n, k, 8 if m * n * halves > 8192 else 4, stages, flip))
 
-    @remembered
-    def lone(self, hidden: int, inner: int, top: int) -> Lone | None:
-        """One token and its ``top`` experts; None where its row does not fit into one tile."""
+    @memoized
+    def single_token(self, hidden: int, inner: int, top: int) -> SingleToken | None:
+        """One token and its ``top`` experts; None if its row does not fit into one tile."""
         k = power_of_two(hidden)
         if not 16 <= k <= 4096:
             return None
         up = Product(max(1, -(-2 * self.units // top)), max(1, 8192 // k), k, 4, 1)
         wide = min(256, power_of_two(inner))
         down = Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1)
-        return Lone(self.part("up")._own(up), self.part("down")._own(down))
+        return SingleToken(self.part("up")._apply_changes(up), self.part("down")._apply_changes(down))
 
-    @remembered
+    @memoized
     def scores(self, tokens: int, experts: int, columns: int, element: int) -> tuple[Product, int]:
-        """Products of a router, and the parts that columns are cut into: a power of two."""
+        """Products of a router, and the number of spans of columns, a power of two."""
         k = max(16, min(128 if element <= 2 else 32, power_of_two(columns)))
         m, n = 16 if tokens <= 64 else 64, max(16, min(64, power_of_two(experts)))
         parts = power_of_two(max(1, self.units // (2 * -(-tokens // m) * -(-experts // n))))
         return Product(m, n, k, 4, 2), min(parts, 16, power_of_two(columns) // k)
 
-    @remembered
+    @memoized
     def decode_tile(self, wide: int, element: int) -> tuple[int, int, int]:
-        """Keys a tile, warps, stages for heads of ``wide`` elements (keys and values together: twice)."""
+        """(keys per tile, warps, stages) for heads of ``wide`` elements (keys and values together: twice)."""
         n = 64 if wide <= 128 else 32 if wide <= 256 else 16
         while n > 16 and 2 * 2 * n * wide * element > self.shared:
             n //= 2
         stages = max(2, min(3, self.shared // (2 * n * wide * element)))
         return n, 4, stages
 
-    @remembered
+    @memoized
     def mixed_tile(self, wide: int, group: int, element: int) -> tuple[int, int, int, int]:
-        """Query lines, keys a tile, warps, stages."""
+        """(query lines, keys per tile, warps, stages)."""
         if element > 2:
-            # No matrix unit takes these, so a product is written out: with tiles of 64 a kernel takes 7 s to compile
-            # and is 790 KB long.
+            # No matrix unit takes these, so a product is unrolled: with tiles of 64 a kernel takes 7 s to compile and
+            # has 790 KB.
             m, n = max(32, power_of_two(group)), 32 if wide <= 128 else 16
             return m, n if (m + 2 * n) * wide * element <= self.shared else 16, 8, 1
         m = 128 if wide <= 128 and self.shared >= 160 << 10 else 64 if wide <= 128 else 32
         m = max(m, 16, power_of_two(group))
         if m == wide == 128:
-            return m, 32, 4, 3  # 163 µs where 64 keys, 8 warps and 2 stages took 198: 16 prompts of 512, 32 heads
+            return m, 32, 4, 3  # 163 µs; 64 keys, 8 warps and 2 stages took 198 (16 prompts of 512, 32 heads)
         n = 64 if wide <= 128 else 32
         while n > 16 and (m + 2 * 2 * n) * wide * element > self.shared:
             n //= 2
-        # Two programs side by side hide each other's waits better than a third stage does.
+        # Two programs on a unit hide each other's latency better than a third stage does.
         stages = max(1, min(2, (self.shared - m * wide * element) // (2 * n * wide * element)))
         return m, n, 8 if m >= 128 else 4, stages
 
-    def splits(self, programs: int, longest: int, tile: int) -> int:
-        """How many parts a request's keys are cut into, so that the device is full; a power of two."""
-        wanted = power_of_two(max(1, (4 * self.units) // max(1, programs)))
-        return max(1, min(wanted, 16, power_of_two(-(-longest // (tile * LEAST)))))
+    @memoized
+    def long_tile(self, wide: int) -> LongTile | None:
+        """For heads of ``wide`` 16-bit numbers; None where there are no sizes. Measured on a GPU with 132 units."""
+        sizes = {64: LongTile(128, 128, 2, 1024), 128: LongTile(128, 128, 2, 128), 256: LongTile(128, 64, 2, 32)}
+        tile = sizes.get(wide)
+        fits = tile is not None and (tile.m + 2 * tile.stages * tile.n) * wide * 2 + 1024 <= self.shared
+        return tile if fits else None
 
-    @remembered
+    def splits(self, programs: int, longest: int, tile: int) -> int:
+        """Number of splits of a request's keys that fills the device, a power of two."""
+        wanted = power_of_two(max(1, (4 * self.units) // max(1, programs)))
+        return max(1, min(wanted, 16, power_of_two(-(-longest // (tile * MIN_TILES)))))
+
+    @memoized
     def latent_tile(self, heads: int, element: int, programs: int) -> LatentTile:
         """Decode over latents, by ``programs`` tiles of heads.
 
-        Measured on a GPU with 132 units and 16 heads: two programs a unit with two tiles under way in each are fastest
-        where there are so many programs, one with three where there are not (16 requests of 264 tokens: 10.2 µs, 11.8
-        with one tile under way). State on the left side of
-        the products is as fast at 64 requests and a sixth slower at 256; products in four batches of a quarter of the
-        latent are slower by half.
+        Measured on a GPU with 132 units and 16 heads: two programs per unit with two tiles in flight in each are
+        fastest if there are enough programs, else one with three (16 requests of 264 tokens: 10.2 µs, 11.8
+        with one tile in flight). State as the left operand is as fast at 64 requests and a sixth slower at 256;
+        products in four batches of a quarter of the latent are slower by half.
         """
         if not self._has(160, element):
             return LatentTile(16, 16, 4, 1)
@@ -316,15 +340,15 @@ class Tuning:
         alone = 4 if m == 16 else 2
         return LatentTile(m, 32, 4 if m == 16 else 8, 3 if programs > self.units else alone)
 
-    @remembered
+    @memoized
     def latent_mixed_tile(self, element: int) -> LatentTile:
         """Any query lengths over latents."""
         if self._has(200, element):
             return LatentTile(64, 32, 8, 2)
         return LatentTile(16, 32, 4, 2) if self._has(160, element) else LatentTile(16, 16, 4, 1)
 
-    @remembered
-    def prompt_tile(self, element: int) -> Product:
+    @memoized
+    def prefill_tile(self, element: int) -> Product:
         """Whole prompts over expanded keys and values: ``m`` queries, ``n`` keys."""
         if self._has(200, element):
             return Product(128, 64, 0, 8, 2)
@@ -333,22 +357,22 @@ class Tuning:
         return Product(32, 32 if element <= 2 else 16, 0, 4, 1)
 
     def _has(self, kilobytes: int, element: int) -> bool:
-        """So much shared memory, for elements of two bytes."""
+        """Whether a program may have this much shared memory, and elements have two bytes at most."""
         return self.shared >= kilobytes << 10 and element <= 2
 
     def latent_splits(self, programs: int, longest: int, tile: LatentTile) -> int:
-        """As ``splits``, but what a part leaves to be merged is as large as what it read of 32 tokens, so a device is
-        filled once and no more, and no request is cut into more than ``MOST_LATENT_SPLITS``."""
+        """As ``splits``. But a split's partial result is as large as the state of 32 tokens, so the device is filled
+        only once, and no request has more than ``MAX_LATENT_SPLITS`` splits."""
         wanted = power_of_two(max(1, (2 * self.units) // max(1, programs)) + 1) // 2
-        return max(1, min(wanted, MOST_LATENT_SPLITS, power_of_two(-(-longest // (tile.n * LEAST)))))
+        return max(1, min(wanted, MAX_LATENT_SPLITS, power_of_two(-(-longest // (tile.n * MIN_TILES)))))
 
-    @remembered
+    @memoized
     def latent_product(self, tokens: int, rank: int) -> Product:
-        """Queries of one head into latent space; ``n``: columns of it a program."""
+        """Projection of one head's queries into latent space; ``n``: columns of it for each program."""
         m = max(16, min(64, power_of_two(tokens)))
         return Product(m, min(128 if m == 64 and tokens > 64 else 64, max(16, power_of_two(rank))), 0, 4, 1)
 
-    @remembered
+    @memoized
     def latent_values(self, tokens: int, value: int, rank: int, splits: int) -> Product:
         """One head's values from ``splits`` parts of latents: ``m`` tokens, ``n`` values, ``k`` of the latent."""
         wide = max(16, power_of_two(value))

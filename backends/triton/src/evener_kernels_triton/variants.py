@@ -1,5 +1,5 @@
-"""Other sizes of launches than the rules of ``tuning`` give, for ``evener tune`` to time: a few changes around what a
-rule gives for one product, and for a composite every combination of those of its products."""
+"""Launch sizes other than those of the rules in ``tuning``, for ``evener tune`` to time: a few changes of a rule's
+sizes for one product, and for a composite every combination of the changes of its products."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ import torch
 from evener.contracts.ops import OpCall, Variant
 from evener_kernels_triton.tuning import Grouped, Product, Tuning
 
-#: Tokens up to which own products are tried where the rule takes the library's.
-_SOME = 128
+#: Up to this many tokens our products are tried where the rule uses the library's.
+_MAX_TRIED_TOKENS = 128
 
 
 def combined(parts: Mapping[str, Iterable[Variant]]) -> Sequence[Variant]:
-    """Changes of every part, each alone and with each of the others'."""
+    """Changes of every part, each alone and combined with those of the others."""
     each = [[{}, *({f"{part}.{key}": value for key, value in one.items()} for one in of)] for part, of in parts.items()]
     return [dict(ChainMap(*of)) for of in itertools.product(*each) if any(of)]
 
 
 def products(tuning: Tuning, call: OpCall, rows: int, columns: int, halves: int = 1) -> Sequence[Variant]:
-    """Of ``few``: a weight [rows, columns] at the tokens of ``call``; ``halves``: 2 with an activation, which halves
-    the rows of one token."""
+    """Variants of ``few_tokens_linear`` for a weight [rows, columns] at the tokens of ``call``; ``halves``: 2 with an
+    activation, which halves the rows of one token."""
     tokens, element = call.bucket.high, _size(call)
     if tokens == 1:
-        p = tuning.stream(rows // halves, columns, halves)
-        return streams(p) if p is not None else rises(tuning.gemv(rows // halves, columns, halves))
-    if tokens > _SOME:
+        p = tuning.persistent_gemv(rows // halves, columns, halves)
+        return (
+            persistent_gemv_variants(p)
+            if p is not None
+            else gemv_variants(tuning.gemv(rows // halves, columns, halves))
+        )
+    if tokens > _MAX_TRIED_TOKENS:
         return []
-    own, usual = tuning.skinny(tokens, rows, columns, element), tuning.few(tokens, rows)
+    own, usual = tuning.skinny(tokens, rows, columns, element), tuning.uses_own_product(tokens, rows)
     tried = [] if usual else [{"own": 1}]
     for n, k, warps in ((own.n, own.k, 8), (own.n // 2, own.k, 4), (own.n * 2, own.k, 4), (own.n, own.k // 2, 4)):
         stages = _stages(tuning, (max(own.m, 16) + n) * k * element, 8)
@@ -45,8 +49,8 @@ def products(tuning: Tuning, call: OpCall, rows: int, columns: int, halves: int 
     return [*tried, {"library": 1}] if usual else [{"own": 1, **one} for one in tried]
 
 
-def streams(p: Product) -> Sequence[Variant]:
-    """Of one token and rows in one tile: programs, rows at a time, warps."""
+def persistent_gemv_variants(p: Product) -> Sequence[Variant]:
+    """Variants for one token and rows in one tile: programs, rows at a time, warps."""
     other = 4 if p.warps == 8 else 8
     tried: list[Variant] = [{"n": 2 * p.n}, {"m": 2 * p.m}, {"warps": other}, {"n": 2 * p.n, "warps": 2 * other}]
     if p.m > 1:
@@ -56,14 +60,16 @@ def streams(p: Product) -> Sequence[Variant]:
     return tried
 
 
-def rises(p: Product) -> Sequence[Variant]:
-    """Of one token and rows in several tiles: rows and columns at a time, warps."""
+def gemv_variants(p: Product) -> Sequence[Variant]:
+    """Variants for one token and rows in several tiles: rows and columns at a time, warps."""
     tried = [{"n": 2 * p.n}, {"warps": p.warps // 2}, {"n": 2 * p.n, "warps": min(16, 2 * p.warps)}]
     return [*tried, {"k": p.k // 2}] if p.k >= 64 else tried
 
 
-def stacks(tuning: Tuning, call: OpCall, matrices: int, rows: int, columns: int, halves: int) -> Sequence[Variant]:
-    """Of a stack's product, ``top`` matrices a token."""
+def grouped_variants(
+    tuning: Tuning, call: OpCall, matrices: int, rows: int, columns: int, halves: int
+) -> Sequence[Variant]:
+    """Variants of a stack's product, ``top`` matrices for each token."""
     element = _size(call)
     own = tuning.grouped(call.bucket.high * call.static["top"], matrices, rows, columns, halves, element)
     tried: list[Grouped] = []
@@ -76,7 +82,7 @@ def stacks(tuning: Tuning, call: OpCall, matrices: int, rows: int, columns: int,
 
 
 def _stages(tuning: Tuning, tile: int, most: int) -> int | None:
-    """Tiles of so many bytes that shared memory holds, up to ``most``; None for fewer than two."""
+    """Number of stages: tiles of these bytes that fit into shared memory, at most ``most``; None for fewer than two."""
     fit = min(most, (tuning.shared - 1024) // tile)
     return fit if fit >= 2 else None
 

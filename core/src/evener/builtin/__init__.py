@@ -1,5 +1,4 @@
-"""Core's own features, registered through the hooks that a stranger uses: op schemas, state kinds, the unquantized
-scheme."""
+"""Core's own op schemas, state kinds and quantization scheme, registered through the hooks that packages use."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from evener.ops.schemas import BUILTIN
 descriptor = Descriptor(
     name="core",
     summary="the built-in ops, state kinds and formats",
-    contracts={"ops": 1, "state": 1, "quant": 1},
+    contracts={"ops": 2, "state": 2, "quant": 2},
     module="evener.builtin.hooks",
     op_schemas=tuple(schema.name for schema in BUILTIN),
     state_kinds=tuple(kind.name for kind in BUILTIN_KINDS),

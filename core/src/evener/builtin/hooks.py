@@ -1,4 +1,4 @@
-"""The hook implementations of core's own features."""
+"""Hook implementations of core's own ops, state kinds and quantization scheme."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def evener_state_kinds() -> Sequence[StateKind]:
 
 @hookimpl
 def evener_quant_schemes() -> Sequence[QuantScheme]:
-    """Unquantized is one format."""
+    """The scheme of checkpoints that are not quantized."""
     return (Unquantized(),)

@@ -1,4 +1,4 @@
-"""The built-in state kinds: which blocks are still needed. Others are added with the hook ``evener_state_kinds``."""
+"""The built-in state kinds: which KV cache blocks are still needed. Packages add others with ``evener_state_kinds``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class FullKind(StateKind):
 
 
 class LocalKind(StateKind):
-    """What the next token attends to is read, and nothing before it: the last ``window`` tokens, that one included, or
-    the chunk that it lies in."""
+    """Only the tokens that the next one attends to are read: the last ``window`` tokens, that one included, or its
+    chunk."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def first_live_block(self, spec: StateSpec, computed: int, block_size: int) -> int:
         assert spec.window is not None, f"a {self.name} spec has a window"
-        return max(0, int(spec.first_seen(computed))) // block_size
+        return max(0, int(spec.first_attended(computed))) // block_size
 
 
 class RecurrentKind(StateKind):
-    """A row of state goes on from the row at the end of the block before."""
+    """One row of state for each block: it continues the row of the block before."""
 
     name = "recurrent"
 
@@ -41,7 +41,7 @@ class RecurrentKind(StateKind):
     def reusable(self, spec: StateSpec, column: int, block_size: int) -> bool:
         return (column + 1) * block_size % (spec.every or block_size) == 0
 
-    def held(self, spec: StateSpec, first: int, stop: int, block_size: int) -> int:
+    def live_blocks(self, spec: StateSpec, first: int, stop: int, block_size: int) -> int:
         apart = (spec.every or block_size) // block_size
         ends = {first, stop - 1}
         return stop // apart - first // apart + sum(not self.reusable(spec, column, block_size) for column in ends)

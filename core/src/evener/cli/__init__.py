@@ -1,2 +1,2 @@
-"""The command line: ``evener COMMAND …``. Each command is a module with ``main(argv) -> int``, imported when it is
-asked for."""
+"""The command line: ``evener COMMAND …``. Each command is a module with ``main(argv) -> int``, imported only when that
+command runs."""

@@ -1,6 +1,6 @@
-"""What the commands share: options of their own beside the keys, whole files, and errors as one line.
+"""What the commands share: their own options beside the config keys, config files, and errors in one line.
 
-``read_config`` is what a command that a package brings should use too::
+Commands of other packages should use ``read_config`` too::
 
     def main(argv: list[str]) -> int:
         command = Command("serve", "Serve a model over HTTP.")
@@ -15,20 +15,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from evener.config.keys import Typed, split_command_line
+from evener.config.keys import ParsedCommandLine, split_command_line
+from evener.config.legacy_keys import legacy_env_overrides
 from evener.config.schema import Config
-from evener.config.seeds import environment_overrides
+from evener.engine.processes.launch import join_ranks
 from evener.errors import ConfigError
-from evener.launch import join_ranks
 
 _EPILOG = (
-    "Every key=value may be written --key value too; a file of keys is given with --config FILE or CONFIG_NAME=FILE. "
-    "`evener config --keys` lists the keys."
+    "Every key=value may also be written --key value. Keys can be read from a YAML file: --config FILE, or the "
+    "environment variable CONFIG_NAME=FILE. `evener config --keys` lists all keys."
 )
 
 
 class Command:
-    """One command's own options. Anything else on its command line is a model or a key, or what ``words`` calls it."""
+    """One command's own options. Anything else on its command line is the model, a key, or what ``words`` describes."""
 
     def __init__(self, name: str, summary: str, takes_model: bool = True, words: str = "") -> None:
         self.name = name
@@ -38,15 +38,13 @@ class Command:
             allow_abbrev=False, add_help=False,
         )  # fmt: skip
         self._takes_value: dict[str, bool] = {}
-        self.option("-h", "--help", action="help", help="show this and stop")
+        self.option("-h", "--help", action="help", help="show this help and exit")
         if takes_model:
-            # The second spelling is a seed's.
+            # The second spelling is a legacy one.
             self.option(
-                "--config",
-                "--config_file",
-                metavar="FILE",
-                help="a YAML file of keys; a path, or a name here or in config/",
-            )
+                "--config", "--config_file", metavar="FILE",
+                help="YAML file of keys: a path, or a file name in this folder or in config/",
+            )  # fmt: skip
 
     def option(self, *names: str, **settings: Any) -> None:
         """Add an option; the arguments are those of ``argparse.ArgumentParser.add_argument``."""
@@ -54,10 +52,10 @@ class Command:
         self._takes_value.update(dict.fromkeys(action.option_strings, action.nargs != 0))
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """This command's options, and the words that are not its own in their order.
+        """This command's options, and all other words in their order.
 
         Raises:
-            ConfigError: an option lacks its value, or has a wrong one.
+            ConfigError: an option has no value, or a wrong one.
         """
         own: list[str] = []
         rest: list[str] = []
@@ -77,14 +75,14 @@ class Command:
         return self._parser.parse_args(own), rest
 
     def parse_options(self, argv: Sequence[str]) -> argparse.Namespace:
-        """``parse`` for a command that takes nothing but its own options.
+        """``parse`` for a command that takes only its own options.
 
         Raises:
-            ConfigError: as ``parse``, or there is something else.
+            ConfigError: as ``parse``, or there is another word.
         """
         arguments, words = self.parse(argv)
         if words:
-            raise ConfigError(f"evener {self.name}: unexpected argument {words[0]!r}")
+            raise ConfigError(f"evener {self.name}: unexpected argument {words[0]!r}; type `evener {self.name} --help`")
         return arguments
 
 
@@ -96,28 +94,29 @@ class _Parser(argparse.ArgumentParser):
 def read_config(
     command: Command, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, ranks: bool = True
 ) -> tuple[argparse.Namespace, Config]:
-    """A command line as the command's own options and a ``Config``; notes about old spellings go to standard error.
+    """Split a command line into the command's own options and a ``Config``; warnings about old spellings go to
+    standard error.
 
     Args:
         environ: where ``CONFIG_NAME`` and ``WORLD_SIZE`` are read; default ``os.environ``.
-        ranks: the command starts an engine: see ``evener.launch.join_ranks``.
+        ranks: whether the command starts an engine: see ``evener.engine.processes.launch.join_ranks``.
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be used, no model, or another number of ranks than is used.
+        ConfigError: an unknown key, an invalid value, no model, or the wrong number of ranks.
     """
     environ = os.environ if environ is None else environ
     arguments, words = command.parse(argv)
     typed = split_command_line(words)
-    inherited, notes = environment_overrides(environ)
+    inherited, notes = legacy_env_overrides(environ)
     for note in notes:
         print(f"warning: {note}", file=sys.stderr)
-    # Whatever is typed comes later and wins.
-    typed = Typed(typed.positionals, (*inherited, *typed.overrides))
+    # What was typed comes later and wins.
+    typed = ParsedCommandLine(typed.positionals, (*inherited, *typed.overrides))
     config = build_config(typed, arguments.config or environ.get("CONFIG_NAME"))
     if ranks and config.request.prompt_tokens_len is not None and command.name != "run":
-        raise ConfigError("request.prompt_tokens_len makes up a prompt for `evener run`; `evener "
-                          f"{command.name}` gets its prompts from elsewhere: leave it out")  # fmt: skip
-    from evener.config.source import with_local_model
+        raise ConfigError("request.prompt_tokens_len sets the prompt length of `evener run` only; `evener "
+                          f"{command.name}` does not use it: leave it out")  # fmt: skip
+    from evener.config.local_model import with_local_model
 
     config = with_local_model(config)
     if ranks:
@@ -125,8 +124,8 @@ def read_config(
     return arguments, config
 
 
-def build_config(typed: Typed, file: str | None = None) -> Config:
-    """A ``Config`` of a split command line and a whole file; notes go to standard error.
+def build_config(typed: ParsedCommandLine, file: str | None = None) -> Config:
+    """A ``Config`` of a split command line and a config file; warnings go to standard error.
 
     Raises:
         ConfigError: as ``read_config``.
@@ -134,7 +133,8 @@ def build_config(typed: Typed, file: str | None = None) -> Config:
     from evener.config.hydra_boundary import from_command_line
 
     if len(typed.positionals) > 1:
-        raise ConfigError(f"unexpected argument {typed.positionals[1]!r}; options are written key=value or --key value")
+        raise ConfigError(f"unexpected argument {typed.positionals[1]!r}: the model comes first, then options as "
+                          "key=value or --key value")  # fmt: skip
     built = from_command_line(typed.positionals[0] if typed.positionals else None, typed.overrides, file or None)
     for note in built.notes:
         print(f"warning: {note}", file=sys.stderr)

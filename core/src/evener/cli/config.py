@@ -1,4 +1,4 @@
-"""``evener config``: what every key resolves to for one model on this machine, and why; or the list of keys."""
+"""``evener config``: the resolved value of every key for one model on this machine, and why; or the list of keys."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ from typing import Any
 from evener.cli.command import Command, read_config
 from evener.config.schema import key_specs
 from evener.errors import ConfigError
-from evener.key_spec import shown
+from evener.key_spec import format_value
 
 
 def main(argv: list[str]) -> int:
     """Print the resolved configuration, or with ``--keys`` every key that exists."""
-    command = Command("config", "Show what every option resolves to for a model on this machine, and why.")
-    command.option("--json", action="store_true", help="for programs")
-    command.option(
-        "--keys", action="store_true", help="list every key, what it takes and what it is for; needs no model"
-    )
+    command = Command("config", "Show the resolved value of every option for a model on this machine, and why.")
+    command.option("--json", action="store_true", help="print JSON")
+    command.option("--keys", action="store_true", help="list every key with its values and meaning; needs no model")
     arguments, words = command.parse(argv)
     if arguments.keys:
         if words:
-            raise ConfigError(f"evener config --keys takes no more arguments, and there is {words[0]!r}")
+            raise ConfigError(f"evener config --keys takes no other argument: leave out {words[0]!r}")
         rows = keys()
         print(json.dumps(rows, indent=2) if arguments.json else _table(rows))
         return 0
-    # A look at the values is no run: ranks that somebody started do not matter.
+    # This starts no engine, so torchrun's ranks do not matter.
     arguments, config = read_config(command, argv, ranks=False)
     from evener.config.checkpoint import read_model_facts
     from evener.config.resolve import DeviceFacts, resolve_config
     from evener.plugins.choose import choose
-    from evener.plugins.discover import discover
+    from evener.plugins.discover import installed_catalog
     from evener.plugins.load import load
 
     model = read_model_facts(config.model)
-    loaded = load(choose(discover(), config.backend), config.options)
+    loaded = load(choose(installed_catalog(), config.backend), config.options)
     device = DeviceFacts.of(loaded.open_device(), loaded.backend.name)
     resolved = resolve_config(config, model, device)
     if config.backend is None:
@@ -45,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def keys() -> list[dict[str, Any]]:
-    """Every key that can be set here: the fixed ones, then options of installed packages."""
+    """Every key that can be set here: first the core's, then the options of installed packages."""
     from evener.config.packages import Packages
 
     specs = {**key_specs(), **Packages().options}
@@ -57,12 +55,12 @@ def keys() -> list[dict[str, Any]]:
             "required": required, "help": spec.help,
         })  # fmt: skip
     op = {"key": "ops.<op>", "takes": "a package, or reference", "default": None, "required": False}
-    return [*rows, {**op, "help": "Who computes one op, by name."}]
+    return [*rows, {**op, "help": "The package whose kernel computes this op."}]
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
-        default = "required" if row["required"] else f"default {shown(row['default'])}"
+        default = "required" if row["required"] else f"default {format_value(row['default'])}"
         lines.append(f"{row['key']}\n    {row['help']}\n    It takes {row['takes']}; {default}.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""``evener doctor``: how the backend is chosen here, each step of each candidate with its reasons."""
+"""``evener doctor``: how the backend is chosen on this machine, with every step and reason for each candidate."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from evener.cli.command import Command
 
 
 def main(argv: list[str]) -> int:
-    """Print the steps. 0 if a backend can be used, 1 if not."""
+    """Print the steps. Returns 0 if a backend can be used, 1 if not."""
     command = Command("doctor", "Show how the backend is chosen: every candidate, every step, with reasons.", False)
-    command.option("--backend", help="ask for this one, as a run would")
-    command.option("--fresh", action="store_true", help="probe again instead of reading cached answers")
-    command.option("--json", action="store_true", help="for programs")
+    command.option("--backend", help="check this backend, as if a run asked for it")
+    command.option("--fresh", action="store_true", help="probe the devices again; ignore cached results")
+    command.option("--json", action="store_true", help="print JSON")
     arguments = command.parse_options(argv)
     from evener.plugins import report
     from evener.plugins.choose import assess, requested_backend
-    from evener.plugins.discover import discover
+    from evener.plugins.discover import installed_catalog
     from evener.plugins.probe import ProbeRun
-    from evener.resolution.tuning_files import tuning_lines
+    from evener.resolution.tuning import tuning_lines
 
-    catalog = discover()
+    catalog = installed_catalog()
     name, _ = requested_backend(arguments.backend)
     probes = ProbeRun.start(catalog.backends, only=name, fresh=arguments.fresh)
     assessed = assess(catalog, arguments.backend, probes=probes)

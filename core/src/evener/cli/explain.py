@@ -1,4 +1,4 @@
-"""``evener explain``: op by op what a run of one model would use here, the memory that it would take, and why."""
+"""``evener explain``: the kernel that would run each op of a model here, the memory plan, and the reasons."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evener.backend_search import BackendSearch
 from evener.cli.command import Command, read_config
 from evener.config.schema import Config
 from evener.errors import CheckpointError
-from evener.search import Search
 
 if TYPE_CHECKING:
-    from evener.engine.assembly import Assembly
+    from evener.engine.worker.assembly import Assembly
 
-#: Files that hold weights, or say where they are.
+#: Files that hold weights, or an index of them.
 _WEIGHTS = ("*.safetensors*", "*.bin*", "*.gguf")
 _WEIGHTS_OF = {"auto": "read from its files", "dummy": "random numbers"}
 
 
 def main(argv: list[str]) -> int:
-    """Print the explanation. 0 if the model fits and its weights are its own, 1 if not; of files headers are read."""
-    command = Command("explain", "Show what a run of a model would use here, op by op, its memory, and why.")
-    command.option("--json", action="store_true", help="for programs")
-    # A look is no run: ranks that somebody started do not matter.
+    """Print the explanation. Returns 0 if the model fits and its weights match, 1 if not. Reads only file headers."""
+    command = Command("explain", "Show which kernel would run each op of a model here, the memory plan, and why.")
+    command.option("--json", action="store_true", help="print JSON")
+    # This starts no engine, so torchrun's ranks do not matter.
     arguments, config = read_config(command, argv, ranks=False)
     found = explain(config)
     width = shutil.get_terminal_size((120, 24)).columns
@@ -36,35 +36,35 @@ def main(argv: list[str]) -> int:
 
 
 def explain(config: Config) -> dict[str, Any]:
-    """What a run of ``config`` would use, as plain data. A folder without weight files is explained as it is described.
+    """What a run of ``config`` would use, as plain data. A folder without weight files is explained from its
+    ``config.json`` alone.
 
     Raises:
-        EvenerError: as starting the engine would; that the model does not fit, or that its weights have other names or
-            shapes, is part of the answer.
+        EvenerError: as when the engine starts. A model that does not fit, or weights with wrong names or shapes, are
+            no error but part of the result (``problem``).
     """
-    search = Search(config.backend)
-    from evener.distributed.planned import Planned
-    from evener.distributed.world import Ranks, World
-    from evener.engine.assembly import assemble, capture_offer
-    from evener.engine.provision import outline
+    search = BackendSearch(config.backend)
+    from evener.distributed.communicators import ExplainCommunicator
+    from evener.distributed.world import RankGroups, World
+    from evener.engine.worker.assembly import assemble, find_graph_capture
+    from evener.engine.worker.memory import estimate_memory_plan
 
     described = config.load == "auto" and not _has_weights(Path(config.model))
     infer = config.infer
-    ranks = Ranks(
-        World.of(0, infer.tp_size, infer.pp_size), tp=Planned("tp", infer.tp_size) if infer.tp_size > 1 else None
-    )
+    tp = ExplainCommunicator("tp", infer.tp_size) if infer.tp_size > 1 else None
+    ranks = RankGroups(World.of(0, infer.tp_size, infer.pp_size), tp=tp)
     a = assemble(dataclasses.replace(config, load="dummy") if described else config, search, ranks=ranks)
-    resolved, plan = outline(a)
+    resolved, plan = estimate_memory_plan(a)
     largest = resolved.step_tokens, resolved.max_seq_len
     manifest = a.resolver.manifest.to_json()
     refused = {row["provider"]: row for row in manifest["ops"] if row["op"] == "attention"}
-    offer, graphs = capture_offer(a)
+    offer, graphs = find_graph_capture(a)
     backend = a.loaded.backend
     return {
         "model": {
             "path": config.model, "architecture": a.checkpoint.architecture, "dtype": resolved.dtype,
             "weights": "described by config.json alone" if described else _WEIGHTS_OF[config.load],
-            "problem": _misfit(a),
+            "problem": _weight_mismatch(a),
         },
         "backend": {
             "name": backend.name, "version": backend.version, "reason": a.loaded.selection.reason,
@@ -88,13 +88,15 @@ def _has_weights(path: Path) -> bool:
     return not path.is_dir() or any(any(path.glob(pattern)) for pattern in _WEIGHTS)
 
 
-def _misfit(a: Assembly) -> str | None:
-    """Which tensors are missing, left over or misshapen, by the files' headers; None if none, or if none is read."""
-    from evener.loading.match import beside, check_match
+def _weight_mismatch(a: Assembly) -> str | None:
+    """Which tensors are missing, unexpected or of a wrong shape, by the files' headers; None if all match, or if no
+    file was read."""
+    from evener.loading.match import check_match, match_context
 
     try:
         if a.headers:
-            check_match(a.build.weights, a.headers, a.scheme, where=str(a.checkpoint.path), **beside(a.build, a.others))
+            context = match_context(a.build, a.other_stages)
+            check_match(a.build.weights, a.headers, a.scheme, where=str(a.checkpoint.path), **context)
     except CheckpointError as error:
         return str(error)
     return None
@@ -102,7 +104,7 @@ def _misfit(a: Assembly) -> str | None:
 
 def _state(a: Assembly, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
     size = a.geometry.block_size
-    labels = {offer.value: offer.label for offer in a.resolver.market.states}
+    labels = {candidate.value: candidate.label for candidate in a.resolver.available.states}
     for group in a.geometry.groups:
         provider = labels.get(group.provider, "reference")
         yield {
@@ -114,11 +116,11 @@ def _state(a: Assembly, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _scratch(a: Assembly, step: int, longest: int) -> list[str]:
-    """Who asks for the largest scratch inside the workspace, where anybody does: at a step of so many tokens, of
-    sequences of at most so many."""
+    """Which kernel or state provider needs the largest scratch memory, for a step of ``step`` tokens of sequences of at
+    most ``longest``; empty if none needs any."""
     asked = [(g.provider.workspace(g.spec, g.attention, step, longest), g.provider.name) for g in a.geometry.groups]
-    nbytes, who = max((a.resolver.workspace, a.resolver.largest), *asked)
-    return [f"of the workspace {nbytes / (1 << 20):.1f} MiB are scratch of {who}"] if nbytes else []
+    nbytes, who = max((a.resolver.footprint.workspace, a.resolver.footprint.workspace_owner), *asked)
+    return [f"the workspace holds {nbytes / (1 << 20):.1f} MiB of scratch memory for {who}"] if nbytes else []
 
 
 def _communicator(a: Assembly) -> dict[str, Any]:
@@ -136,20 +138,20 @@ def render(found: dict[str, Any], width: int) -> str:
 
     out = io.StringIO()
     console = Console(file=out, width=width, no_color=True, highlight=False, markup=False, soft_wrap=False)
-    console.print("\n".join(_head(found)))
+    console.print("\n".join(_header_lines(found)))
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for column in ("op", "tokens", "sites", "provider", "why better ones lost"):
+    for column in ("op", "tokens", "sites", "provider", "why not the others"):
         table.add_column(column, overflow="fold")
     for row in found["ops"]:
         reasons = "\n".join(f"{each['provider']}: {each['reason']}" for each in row["refused"])
         provider = "\n".join(filter(None, (f"{row['provider']} {row['version']}", row.get("why"))))
         table.add_row(*map(Text, (row["op"], ", ".join(row["tokens"]), str(row["sites"]), provider, reasons)))
     console.print(table)
-    console.print("\n".join(_tail(found)))
+    console.print("\n".join(_footer_lines(found)))
     return out.getvalue()
 
 
-def _head(found: dict[str, Any]) -> Iterator[str]:
+def _header_lines(found: dict[str, Any]) -> Iterator[str]:
     model, backend = found["model"], found["backend"]
     yield f"model:        {model['architecture']} in {model['dtype']}, weights: {model['weights']}"
     yield f"backend:      {backend['name']} {backend['version']} ({backend['reason']}), {backend['device']}"
@@ -165,12 +167,12 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
     yield from (f"              {line}" for line in found["dequantized"])
     own = found["communicator"]
     who = own["package"] or "torch.distributed"
-    yield f"communicator: {who}" if own["used"] else "communicator: none, one rank needs none"
+    yield f"communicator: {who}" if own["used"] else "communicator: none, there is one rank"
     graphs = found["graphs"]
     yield f"graphs:       {graphs['package'] or 'none'}, {graphs['reason']}"
 
 
-def _tail(found: dict[str, Any]) -> Iterator[str]:
+def _footer_lines(found: dict[str, Any]) -> Iterator[str]:
     yield from (f"note: {note}" for note in found["notes"])
     if found["fallbacks"]:
         yield f"on the reference: {', '.join(found['fallbacks'])}"

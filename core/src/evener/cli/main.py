@@ -1,7 +1,7 @@
 """``evener``: find the command, run it, and turn errors into one line.
 
-Commands of installed packages stand beside the built-in ones; a built-in name cannot be taken. Exit codes: 0 done, 1
-it could not be done, 2 it was asked for wrongly, 130 interrupted.
+Installed packages may add commands, but not under a built-in name. Exit codes: 0 success, 1 failure, 2 wrong usage or
+configuration, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import TYPE_CHECKING, cast
 from evener.errors import ConfigError, DescriptorError, EvenerError, UnknownNameError
 
 if TYPE_CHECKING:
-    from evener.plugins.target import Target
+    from evener.plugins.catalog import LazyImport
 
 Main = Callable[[list[str]], int]
 
 
 #: Commands of the core's own: module and summary.
 _BUILTIN: Mapping[str, tuple[str, str]] = {
-    "run": ("evener.cli.run", "answer one prompt and stop"),
-    "explain": ("evener.cli.explain", "show what a run would use, op by op, and its memory"),
-    "tune": ("evener.cli.tune", "time what could serve a model's call sites, into a file that runs read"),
-    "config": ("evener.cli.config", "show what every option resolves to, and why"),
-    "why-not": ("evener.cli.why_not", "say what became of a backend, package, op, kernel or scheme, and why"),
+    "run": ("evener.cli.run", "answer one prompt and exit"),
+    "explain": ("evener.cli.explain", "show which kernel would run each op, and the memory plan"),
+    "tune": ("evener.cli.tune", "benchmark kernels and save the choices"),
+    "config": ("evener.cli.config", "show the resolved value of every option, and why"),
+    "why-not": ("evener.cli.why_not", "explain why a backend, package, op, kernel or scheme was or wasn't used"),
     "plugins": ("evener.cli.plugins", "list installed packages"),
     "doctor": ("evener.cli.doctor", "show how the backend is chosen, step by step"),
-    "models": ("evener.cli.models", "list the architectures that can be run"),
-    "new": ("evener.cli.new", "write a package to start from: new backend NAME, new model NAME"),
-    "conformance": ("evener.testing.conformance.command", "check whether a backend keeps the contracts"),
+    "models": ("evener.cli.models", "list the supported model architectures"),
     "version": ("evener.cli.version", "show versions"),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
-#: Commands that a package of ours brings, and what to type when it is not installed.
+#: Commands that come with another distribution of this project, and what to type when it is not installed.
 _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "serve": ("serve a model over HTTP", 'pip install "evener[serve]"'),
-    "chat": ("talk with a model in the terminal", 'pip install "evener[serve]"'),
-    "completion": ("print a completion script for a shell", 'pip install "evener[serve]"'),
+    "chat": ("chat with a model in the terminal", 'pip install "evener[serve]"'),
+    "completion": ("print a shell completion script", 'pip install "evener[serve]"'),
+    "conformance": ("check whether a backend keeps the contracts", "pip install evener-conformance"),
+    "new": ("create a package to start from: new backend NAME, new model NAME", "pip install evener-conformance"),
 }
 
 
@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone (`| head`); without this the interpreter complains when it closes the stream.
+        # The reader is gone (`| head`); without this the interpreter prints an error when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except EvenerError as error:
         return _report(error, str(error), 2 if isinstance(error, ConfigError) else 1)
     except Exception as error:
-        hint = "this is a fault of evener or of a package; EVENER_DEBUG=1 shows where, for the report to its author"
+        hint = "this is a bug in evener or in a package: set EVENER_DEBUG=1 to see the stack trace, and report it"
         return _report(error, f"{type(error).__name__}: {error}; {hint}", 1)
 
 
@@ -78,16 +78,16 @@ def _dispatch(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name == "--version":
         name = "version"
-    return find(name)(rest)
+    return find_command(name)(rest)
 
 
-def find(name: str) -> Main:
+def find_command(name: str) -> Main:
     """The function of one command; imports its module.
 
     Raises:
-        UnknownNameError: nobody has such a command.
+        UnknownNameError: there is no such command.
         ConfigError: it belongs to a package that is not installed.
-        DescriptorError: the package that announces it does not deliver it.
+        DescriptorError: the package that declares it does not have it.
     """
     if name in _BUILTIN:
         return cast(Main, import_module(_BUILTIN[name][0]).main)
@@ -95,11 +95,14 @@ def find(name: str) -> Main:
     if name in found:
         loaded = found[name].load()
         if not callable(loaded):
-            raise DescriptorError(f"command {name!r} of {found[name].distribution} is no function: {found[name].path}")
+            raise DescriptorError(
+                f"command {name!r} of {found[name].distribution} is not a function: {found[name].path}; report it to "
+                "the package's author"
+            )
         return cast(Main, loaded)
     if name in _OPTIONAL:
         raise ConfigError(
-            f"`evener {name}` comes with a package that is not installed; type: {_OPTIONAL[name][1]}{_unusable()}"
+            f"`evener {name}` needs a package that is not installed; type: {_OPTIONAL[name][1]}{_unusable()}"
         )
     raise UnknownNameError(
         "command", name, {*_BUILTIN, *_OPTIONAL, *found}, "`evener --help` lists them." + _unusable()
@@ -107,28 +110,28 @@ def find(name: str) -> Main:
 
 
 def _unusable() -> str:
-    """Packages that are installed and cannot be used, any of which may bring the command; empty if there is none."""
-    from evener.plugins.discover import discover
+    """Installed packages that cannot be used: one of them may have the command. Empty if there is none."""
+    from evener.plugins.discover import installed_catalog
 
-    catalog = discover()
+    catalog = installed_catalog()
     reasons = [str(problem.error) for problem in catalog.problems]
-    reasons += [f"{each} is switched off: {each.reason}" for each in catalog.disabled]
+    reasons += [f"{each} is disabled: {each.reason}" for each in catalog.disabled]
     return "".join(f"\n  {reason}" for reason in reasons)
 
 
-def installed_commands() -> Mapping[str, Target]:
-    """Commands that installed packages bring.
+def installed_commands() -> Mapping[str, LazyImport]:
+    """Commands of installed packages.
 
     Raises:
-        DescriptorError: a package announces a built-in command's name.
+        DescriptorError: a package declares a command with a built-in name.
     """
-    from evener.plugins.discover import discover
+    from evener.plugins.discover import installed_catalog
 
-    found = discover().commands()
+    found = installed_catalog().commands()
     for name in found.keys() & _BUILTIN.keys():
         raise DescriptorError(
-            f"{found[name].distribution} brings a command {name!r}, which is evener's own; uninstall it, or switch it "
-            f"off with EVENER_DISABLE_PLUGINS={found[name].package}"
+            f"{found[name].distribution} declares a command {name!r}, which is a built-in command; uninstall it, or "
+            f"disable it with EVENER_DISABLE_PLUGINS={found[name].package}"
         )
     return found
 
@@ -140,11 +143,9 @@ def help_text() -> str:
     rows += [(name, summary if name in found else f"{summary} ({how})") for name, (summary, how) in _OPTIONAL.items()]
     rows += [(name, f"from {found[name].distribution}") for name in sorted(found) if name not in _OPTIONAL]
     lines = [f"  {name:<11} {summary}" for name, summary in rows]
-    head = (
-        "usage: evener COMMAND [options]\n\nServe and run language models on whatever hardware is here.\n\ncommands:\n"
-    )
+    head = "usage: evener COMMAND [options]\n\nRun and serve large language models on this machine.\n\ncommands:\n"
     return (
         head
         + "\n".join(lines)
-        + "\n\n`evener COMMAND --help` says more; EVENER_DEBUG=1 shows where an error comes from."
+        + "\n\n`evener COMMAND --help` shows a command's options. EVENER_DEBUG=1 shows the stack trace of an error."
     )

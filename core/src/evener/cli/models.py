@@ -1,4 +1,4 @@
-"""``evener models``: the architectures that installed packages can run."""
+"""``evener models``: the model architectures of installed packages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from evener.cli.command import Command
 from evener.contracts.architecture import Architecture
 from evener.errors import EvenerError
 from evener.layers.builder import Builder
-from evener.plugins.target import Target
+from evener.plugins.catalog import LazyImport
 
 _COLUMNS = ("name", "family", "state", "oracle", "distribution")
 
 
 def main(argv: list[str]) -> int:
     """Print the list."""
-    command = Command(
-        "models", "List the architectures that can be run, by the name that a checkpoint asks for.", False
-    )
-    command.option("--json", action="store_true", help="for programs")
+    command = Command("models", "List the supported model architectures, by their names in config.json.", False)
+    command.option("--json", action="store_true", help="print JSON")
     arguments = command.parse_options(argv)
-    from evener.plugins.catalog import targets
-    from evener.plugins.discover import discover
+    from evener.plugins.discover import installed_catalog
 
-    rows = [_row(target) for _, target in sorted(targets(discover().packages, "architecture").items())]
+    rows = [_row(target) for _, target in sorted(installed_catalog().lazy_imports("architecture").items())]
     if arguments.json:
         print(json.dumps(rows, indent=2))
     elif not rows:
@@ -37,7 +34,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _row(target: Target) -> dict[str, str]:
+def _row(target: LazyImport) -> dict[str, str]:
     row = {"name": target.name, "package": target.package, "distribution": target.distribution, "path": target.path}
     try:
         return {**row, **facts(target.load())}
@@ -46,7 +43,7 @@ def _row(target: Target) -> dict[str, str]:
 
 
 def facts(architecture: type[Architecture]) -> dict[str, str]:
-    """What a class says of itself, and its tiny model declares: family, kinds of state, oracle; "" is unknown."""
+    """Family, kinds of state and oracle of a class, read from it and from its tiny model; "" means unknown."""
     config: dict[str, Any] = architecture.tiny_config()
     build = Builder("bfloat16", 64)
     if config:

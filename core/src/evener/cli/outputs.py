@@ -1,4 +1,4 @@
-"""The folder that a one-shot run leaves: ``outputs/<day>/<time>/`` with its keys, its log and its result."""
+"""The output folder of ``evener run``: ``outputs/<day>/<time>/`` with the run's keys, log and result."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from evener.config.schema import Config, key_specs, to_flat
 from evener.errors import ConfigError
 
 
-class Outputs:
-    """One run's folder; it is made here.
+class OutputFolder:
+    """One run's folder, created here.
 
     ``config.yaml`` has the keys that were set, for ``--config``; ``resolved.json`` every key with its value and reason;
-    ``manifest.json`` who computed each op and why the others did not; ``run.log`` what was logged, unless ``log.file``
-    says elsewhere; ``result.json`` the answer and its figures.
+    ``manifest.json`` the kernel that ran each op, and why the others did not; ``run.log`` the log, unless ``log.file``
+    names another file; ``result.json`` the answer and its timings.
 
     Args:
         parent: the folder of all runs.
-        now: names the folder; a number is added where one of that name is there.
+        now: names the folder; a number is added if that name exists.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
 
     def __init__(self, parent: Path, now: datetime) -> None:
@@ -42,12 +42,12 @@ class Outputs:
                 except FileExistsError:
                     number += 1
         except OSError as error:
-            raise ConfigError(f"outputs={parent} cannot be written: {error.strerror}; name another folder, or "
-                              "set outputs=none") from error  # fmt: skip
+            raise ConfigError(f"outputs={parent} cannot be written: {error.strerror}; set another folder, or "
+                              "outputs=none") from error  # fmt: skip
 
-    def configured(self, config: Config) -> Config:
-        """``config``, logging into the folder; its keys are written down."""
-        # Where there is no default the value is never equal to it.
+    def save_config(self, config: Config) -> Config:
+        """Write the keys of ``config`` to ``config.yaml``; returns ``config`` with its log file in the folder."""
+        # A key without a default is always written.
         defaults = {key: spec.default for key, spec in key_specs().items()}
         flat = {key: value for key, value in to_flat(config).items() if key not in defaults or value != defaults[key]}
         flat["model"] = str(Path(config.model).absolute())
@@ -64,14 +64,14 @@ class Outputs:
         (self.folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def open_outputs(config: Config) -> Outputs | None:
-    """The folder of this run; None if there is to be none.
+def open_outputs(config: Config) -> OutputFolder | None:
+    """The folder of this run; None if ``outputs`` asks for none.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     wanted = config.outputs
     if wanted == "auto":
         fixed = config.request.prompt_tokens_len is not None or config.request.max_new_tokens is not None
         wanted = "outputs" if fixed else None
-    return None if wanted is None else Outputs(Path(wanted), datetime.now())
+    return None if wanted is None else OutputFolder(Path(wanted), datetime.now())

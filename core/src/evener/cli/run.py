@@ -1,4 +1,4 @@
-"""``evener run``: answer one prompt, as it comes, and stop."""
+"""``evener run``: answer one prompt, streamed to standard output, and exit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from evener.cli.command import Command, read_config
 from evener.cli.outputs import open_outputs
@@ -28,16 +28,16 @@ log = logging.getLogger("evener.run")
 
 
 def main(argv: list[str]) -> int:
-    """Run it; the answer goes to standard output, one line of figures to standard error."""
+    """Run it; the answer goes to standard output, one line with the timings to standard error."""
     arguments, config = read_config(_command(), argv)
     if arguments.prompt is None and config.request.prompt_tokens_len is None:
-        raise ConfigError("evener run needs --prompt TEXT, or request.prompt_tokens_len=N for made-up tokens")
+        raise ConfigError("evener run needs a prompt: --prompt TEXT, or request.prompt_tokens_len=N for random tokens")
     if arguments.prompt == "-":
         arguments.prompt = sys.stdin.read()
-    # Whatever is wrong with the request is said before there is a folder, and before a weight is read.
-    params, chats = sampling_of(arguments, config), _chats(config, arguments)
+    # A wrong request is reported before the output folder is created and before weights are read.
+    params, chats = sampling_params_from(arguments, config), _uses_chat_template(config, arguments)
     outputs = open_outputs(config)
-    config = config if outputs is None else outputs.configured(config)
+    config = config if outputs is None else outputs.save_config(config)
     set_up_logging(config.log)
     try:
         answer = asyncio.run(_answer(config, arguments, params, chats))
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         outputs.write("resolved.json", answer.resolved)
         outputs.write("manifest.json", answer.manifest)
         outputs.write("result.json", answer.to_json() | {"model": config.model, "sampling": dataclasses.asdict(params)})
-        print(f"left in {outputs.folder}", file=sys.stderr)
+        print(f"output folder: {outputs.folder}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(answer.to_json(), indent=2))
     else:
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass
 class _Answer:
-    """What came, and how fast."""
+    """The answer and its timings; times as ``time.perf_counter`` gives them, in seconds."""
 
     backend: str
     reason: str
@@ -75,20 +75,20 @@ class _Answer:
     manifest: dict[str, Any] = field(default_factory=dict)
 
     def rate(self) -> float | None:
-        """Tokens a second after the first; None for fewer than two tokens."""
+        """Tokens per second after the first token; None for fewer than two tokens."""
         seconds = 0.0 if self.first is None else self.ended - self.first
         return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else None
 
     def line(self) -> str:
-        """The figures in one line."""
+        """The timings in one line."""
         rate, first = self.rate(), None if self.first is None else self.first - self.started
         parts = [f"{self.backend} ({self.reason})", f"{self.prompt_tokens} + {self.tokens} tokens"]
-        parts += [] if first is None else [f"first after {first:.2f} s"]
+        parts += [] if first is None else [f"first token after {first:.2f} s"]
         parts += [] if rate is None else [f"{rate:.1f} tokens/s"]
-        return "; ".join([*parts, f"ended: {self.finish_reason}"])
+        return "; ".join([*parts, f"finish reason: {self.finish_reason}"])
 
     def to_json(self) -> dict[str, Any]:
-        """The same for programs; times in seconds."""
+        """The same as plain data; times in seconds."""
         return {
             "text": self.text, "finish_reason": self.finish_reason, "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.tokens, "backend": self.backend, "backend_reason": self.reason,
@@ -98,37 +98,37 @@ class _Answer:
 
 
 def _command() -> Command:
-    command = Command("run", "Answer one prompt and stop.")
-    command.option("--prompt", metavar="TEXT", help="what to ask; - reads standard input")
-    command.option("--system", metavar="TEXT", help="a system message before it")
-    command.option("--chat", dest="chat", action="store_true", default=None, help="through the model's chat template "
-                   "(the default where it has one)")  # fmt: skip
-    command.option("--raw", dest="chat", action="store_false", help="complete the text as it stands")
+    command = Command("run", "Answer one prompt and exit.")
+    command.option("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
+    command.option("--system", metavar="TEXT", help="a system message before the prompt")
+    command.option("--chat", dest="chat", action="store_true", default=None, help="apply the model's chat template "
+                   "(the default if it has one)")  # fmt: skip
+    command.option("--raw", dest="chat", action="store_false", help="complete the prompt without a chat template")
     add_sampling_options(command)
-    command.option("--json", action="store_true", help="the answer and its figures for programs, at the end")
+    command.option("--json", action="store_true", help="print the answer and its timings as JSON, at the end")
     return command
 
 
 def add_sampling_options(command: Command) -> None:
-    """The options that ``sampling_of`` reads."""
-    command.option("--max-tokens", type=int, metavar="N", help="at most this many new tokens")
-    command.option("--temperature", type=float, metavar="X", help="0 is greedy")
-    command.option("--top-p", type=float, metavar="X", help="keep the likeliest tokens that add up to this")
-    command.option("--top-k", type=int, metavar="N", help="keep this many of the likeliest tokens")
-    command.option("--min-p", type=float, metavar="X", help="drop tokens less likely than this times the likeliest")
-    command.option("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
-    command.option("--ignore-eos", action="store_true", help="go on after the model's end token")
+    """The options that ``sampling_params_from`` reads."""
+    command.option("--max-tokens", type=int, metavar="N", help="maximum number of new tokens")
+    command.option("--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy")
+    command.option("--top-p", type=float, metavar="X", help="sample from the likeliest tokens that add up to X")
+    command.option("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
+    command.option("--min-p", type=float, metavar="X", help="drop tokens less likely than X times the likeliest")
+    command.option("--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated")
+    command.option("--ignore-eos", action="store_true", help="do not stop at the model's end-of-sequence token")
 
 
-def sampling_of(arguments: argparse.Namespace, config: Config) -> SamplingParams:
-    """What was asked for, with ``request.*`` and ``infer.stop_with_eos`` where nothing was.
+def sampling_params_from(arguments: argparse.Namespace, config: Config) -> SamplingParams:
+    """The parameters from the command line; ``request.*`` and ``infer.stop_with_eos`` fill in what is not given.
 
     Raises:
         RequestError: a value is out of range.
     """
     from evener.sampling_params import SamplingParams
 
-    # Both lengths given: the seeds' speed test, whose answers end at nothing else.
+    # Both lengths are given: the legacy benchmark mode. Its answers always have exactly that length.
     fixed = config.request.prompt_tokens_len is not None and config.request.max_new_tokens is not None
     return SamplingParams(
         max_tokens=config.request.max_new_tokens if arguments.max_tokens is None else arguments.max_tokens,
@@ -141,11 +141,11 @@ def sampling_of(arguments: argparse.Namespace, config: Config) -> SamplingParams
     )
 
 
-def _chats(config: Config, arguments: argparse.Namespace) -> bool:
+def _uses_chat_template(config: Config, arguments: argparse.Namespace) -> bool:
     """Whether the prompt goes through the model's chat template.
 
     Raises:
-        ConfigError: there is a system message that only a template could place.
+        ConfigError: there is a system message, which needs a template, and no template is used.
     """
     from evener.frontend.chat import Chat
     from evener.loading.checkpoint import open_files
@@ -155,7 +155,7 @@ def _chats(config: Config, arguments: argparse.Namespace) -> bool:
         chats = Chat.of(open_files(config.tokenizer or config.model), None).available
     if arguments.system is not None and (not chats or arguments.prompt is None):
         raise ConfigError(
-            "--system needs a chat template, which this model lacks or --raw leaves out; put its text into --prompt"
+            "--system needs a chat template, but this model has none or --raw is given; put the text into --prompt"
         )
     return bool(chats)
 
@@ -167,9 +167,10 @@ async def _answer(config: Config, arguments: argparse.Namespace, params: Samplin
     try:
         if llm.tokenizer is None:
             params = dataclasses.replace(params, detokenize=False)
-        answer = _Answer(str(llm.info["backend"]), str(llm.info["backend_reason"]))
-        answer.resolved = cast("dict[str, Any]", llm.info.get("config", {}))
-        answer.manifest = cast("dict[str, Any]", llm.info.get("manifest", {}))
+        info = llm.info
+        assert info is not None, "it was started"
+        answer = _Answer(info.backend, info.backend_reason)
+        answer.resolved, answer.manifest = info.config, info.manifest
         async with await _submit(llm, config, arguments, params, chats) as stream:
             answer.prompt_tokens = len(stream.prompt_token_ids)
             await _read(stream, answer, show=not arguments.json)
@@ -190,20 +191,19 @@ async def _submit(
 
 
 def _fixed_prompt(llm: AsyncLLM, config: Config, text: str | None, length: int) -> list[int]:
-    """``length`` tokens: of ``text``, over and over and cut, or made up.
+    """``length`` tokens: those of ``text``, repeated and cut, or random ones without a text.
 
     Raises:
         ConfigError: ``text`` has no tokens.
     """
     if text is None:
-        vocabulary = llm.info["vocab_size"]
-        assert isinstance(vocabulary, int), "Ready.info has the vocabulary's size"
+        assert llm.info is not None, "it was started"
         drawn = random.Random(config.seed)
-        return [drawn.randrange(vocabulary) for _ in range(length)]
+        return [drawn.randrange(llm.info.vocab_size) for _ in range(length)]
     ids = [] if llm.tokenizer is None else llm.tokenizer.encode(text)
     if not ids:
-        raise ConfigError(f"--prompt {text!r} has no tokens here, so request.prompt_tokens_len={length} cannot be made "
-                          "of it; leave --prompt out for made-up tokens")  # fmt: skip
+        raise ConfigError(f"request.prompt_tokens_len={length} repeats the tokens of --prompt, but {text!r} has none; "
+                          "leave --prompt out for random tokens")  # fmt: skip
     return (ids * -(-length // len(ids)))[:length]
 
 

@@ -1,4 +1,4 @@
-"""``evener version``: versions of what is installed, for bug reports."""
+"""``evener version``: the versions of installed packages, for bug reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evener.cli.command import Command
 def main(argv: list[str]) -> int:
     """Print the versions."""
     command = Command("version", "Show versions of evener, its packages, Python and torch.", False)
-    command.option("--json", action="store_true", help="for programs")
+    command.option("--json", action="store_true", help="print JSON")
     arguments = command.parse_options(argv)
     found = versions()
     if arguments.json:
@@ -22,13 +22,12 @@ def main(argv: list[str]) -> int:
 
 
 def versions() -> dict[str, str]:
-    """``{distribution: version}``: evener's own, those of installed packages, torch's and Python's. Imports none of
-    them."""
+    """``{distribution: version}`` of evener, installed packages, torch and Python. Imports none of them."""
     from importlib_metadata import PackageNotFoundError, version
 
-    from evener.plugins.discover import discover
+    from evener.plugins.discover import installed_catalog
 
-    catalog = discover()
+    catalog = installed_catalog()
     found = {"evener": version("evener")}
     for origin in (*catalog.packages, *catalog.problems, *catalog.disabled):
         found[origin.distribution] = origin.version

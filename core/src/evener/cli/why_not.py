@@ -1,8 +1,8 @@
-"""``evener why-not NAME``: everything that has this name here, what became of it, and why.
+"""``evener why-not NAME``: explains why everything with this name was or wasn't used.
 
-A name is that of a backend, another package or its distribution, an op, a kernel, a state provider, a packing, a
-quantization scheme, an architecture, a command, a request plugin, a file ending, a source of models, or a value of an
-option that a package claims. With a model the answer says at which of its call sites, and at how many tokens.
+NAME may be a backend, another package or its distribution, an op, a kernel, a state provider, a packing, a quantization
+scheme, an architecture, a command, a request plugin, a file ending, a source of models, or an option value that a
+package claims. With a model, the answer says at which of the model's call sites, and for how many tokens.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from evener.errors import ConfigError, EvenerError, UnknownNameError, did_you_me
 if TYPE_CHECKING:
     from evener.plugins.catalog import Catalog
     from evener.plugins.choose import Assessment, Selection
-    from evener.plugins.trace import Candidate
+    from evener.plugins.report import PackageRecord
 
-#: What descriptors announce, and what one of it is called.
-_ANNOUNCED: Mapping[str, str] = {
+#: Fields of a descriptor, and what one entry of each is called.
+_DESCRIPTOR_FIELDS: Mapping[str, str] = {
     "ops": "kernels for op", "op_schemas": "op", "states": "state provider", "state_kinds": "kind of state",
     "formats": "quantization scheme", "architectures": "architecture", "commands": "command",
     "request_plugins": "request plugin", "checkpoints": "checkpoint reader", "model_sources": "source of models",
     "options": "option",
 }  # fmt: skip
-#: Providers of the core's own.
-_OWN = ("reference", "expanded")
+#: Providers that are part of the core.
+_BUILTIN_PROVIDERS = ("reference", "expanded")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One thing of that name. ``verdict``: as ``evener doctor`` says of its package (``chosen``, ``refused``,
-    ``broken``, ``disabled``), or ``offered``, and with a model ``used`` or ``passed over``."""
+    """One thing with that name. ``verdict``: that of its package as in ``evener doctor`` (``chosen``, ``refused``,
+    ``broken``, ``disabled``), or ``offered``, or with a model ``used`` or ``passed over``."""
 
     what: str
     name: str
@@ -49,33 +49,33 @@ class Answer:
 
 
 def main(argv: list[str]) -> int:
-    """Print the answers. 0 if anything has the name."""
-    command = Command("why-not", "Say what became of a backend, package, op, kernel, scheme … here, and why; exit "
-                      "code 0, whatever that is, or 2 where nothing has the name.", False,
+    """Print the answers. Returns 0 if anything has the name."""
+    command = Command("why-not", "Explain why a backend, package, op, kernel, scheme, ... was or wasn't used. The exit "
+                      "code is 0, or 2 if nothing has that name.", False,
                       "NAME [MODEL [key=value ...]]")  # fmt: skip
-    command.option("--backend", help="ask for this one, as a run would")
-    command.option("--json", action="store_true", help="for programs")
+    command.option("--backend", help="use this backend, as if a run asked for it")
+    command.option("--json", action="store_true", help="print JSON")
     arguments, words = command.parse(argv)
     if not words:
         raise ConfigError("evener why-not needs a name: evener why-not NAME [MODEL] [key=value ...]; "
-                          "`evener plugins` lists packages, `evener explain MODEL` ops")  # fmt: skip
+                          "`evener plugins` lists packages, `evener explain MODEL` lists ops")  # fmt: skip
     name, rest = words[0], words[1:]
     backend = [] if arguments.backend is None else [f"backend={arguments.backend}"]
     answers, known, assessed = _installed(name, arguments.backend)
-    # Only what descriptors do not say costs an import of torch and of the chosen packages.
+    # Torch and the chosen packages are imported only if the descriptors do not have the answer.
     usable = {answer.what for answer in answers if answer.verdict in ("chosen", "installed")}
     if rest:
         uncalled = [Answer("op", name, rest[0], "not called")] if "op" in usable else []
         answers = [*(_in_model(name, [*rest, *backend], known) or uncalled), *answers]
     elif "op" in usable and "kernels for op" not in usable:
-        what_then = f"the reference, or its parts, serve it where a model calls it: evener why-not {name} MODEL"
+        what_then = f"the reference or smaller ops compute it; for one model: evener why-not {name} MODEL"
         answers.insert(0, Answer("kernels for op", name, "no chosen package", "none", (what_then,)))
     elif not answers and assessed.selection is not None:
         answers += _loaded(name, assessed.selection, known)
     if not answers:
         near = did_you_mean(name, known).endswith("?")
-        install = "" if near else f"If it is a backend that you lack, type: pip install evener-backend-{name.lower()}"
-        raise UnknownNameError("name", name, known, install + "".join(assessed.report.unread))
+        install = "" if near else f"If it is a backend, install it: pip install evener-backend-{name.lower()}"
+        raise UnknownNameError("name", name, known, install + "".join(assessed.report.unusable_hints))
     if arguments.json:
         print(json.dumps({"name": name, "answers": [asdict(answer) for answer in answers]}, indent=2))
     else:
@@ -84,19 +84,19 @@ def main(argv: list[str]) -> int:
 
 
 def _installed(name: str, backend: str | None) -> tuple[list[Answer], set[str], Assessment]:
-    """Answers of the packages and their descriptors, every name that they have, and what would be chosen."""
+    """Answers from packages and their descriptors, every name in them, and the assessment of the backends."""
     from evener.builtin import BUILTINS
     from evener.plugins.choose import assess, requested_backend
-    from evener.plugins.discover import discover
+    from evener.plugins.discover import installed_catalog
     from evener.plugins.probe import ProbeRun
 
-    catalog = discover(builtins=BUILTINS)
+    catalog = installed_catalog(builtins=BUILTINS)
     named, _ = requested_backend(backend)
     assessed = assess(catalog, backend, probes=ProbeRun.start(catalog.backends, only=named))
     known = {each.name for each in assessed.report.candidates}
     known |= {each.distribution for each in assessed.report.candidates}
     descriptors = [package.descriptor for package in catalog.packages]
-    known |= {word for each in descriptors for field in _ANNOUNCED for word in getattr(each, field)}
+    known |= {word for each in descriptors for field in _DESCRIPTOR_FIELDS for word in getattr(each, field)}
     return [*_packages(name, assessed), *_announced(name, catalog, assessed)], known, assessed
 
 
@@ -106,11 +106,13 @@ def _packages(name: str, assessed: Assessment) -> Iterator[Answer]:
 
     for each in assessed.report.candidates:
         if name == each.name or normalized(name) == normalized(each.distribution):
-            yield Answer(NOUNS[each.group], each.name, _package(each), each.verdict, tuple(_why(each, assessed)))
+            yield Answer(
+                NOUNS[each.group], each.name, _package(each), each.verdict, tuple(_verdict_reasons(each, assessed))
+            )
 
 
-def _why(found: Candidate, assessed: Assessment) -> Iterator[str]:
-    """The verdict's reason, then the steps that led to it, each once."""
+def _verdict_reasons(found: PackageRecord, assessed: Assessment) -> Iterator[str]:
+    """The reason of the verdict, then the steps that led to it, each once."""
     steps = [f"{step.name}: {'yes' if step.ok else 'no'}" + f"; {step.detail}" * bool(step.detail)
              for step in found.steps]  # fmt: skip
     error = assessed.report.error if found.verdict not in ("chosen", "installed") else None
@@ -122,7 +124,7 @@ def _announced(name: str, catalog: Catalog, assessed: Assessment) -> Iterator[An
     for package in catalog.packages:
         of = candidates[package.group, package.name]
         reason = f"{package}: {of.reason}" if of.reason else str(package)
-        for field, what in _ANNOUNCED.items():
+        for field, what in _DESCRIPTOR_FIELDS.items():
             if name in getattr(package.descriptor, field):
                 yield Answer(what, name, _package(of), of.verdict, (reason,))
         for spelling, meaning in package.descriptor.aliases.items():
@@ -130,12 +132,13 @@ def _announced(name: str, catalog: Catalog, assessed: Assessment) -> Iterator[An
                 yield Answer("spelling", spelling, _package(of), of.verdict, (f"means {meaning}", reason))
 
 
-def _package(found: Candidate) -> str:
+def _package(found: PackageRecord) -> str:
     return f"{found.distribution} {found.version}"
 
 
 def _loaded(name: str, selection: Selection, known: set[str]) -> Iterator[Answer]:
-    """Answers of the chosen packages' kernels and state providers; at which sizes they serve only a model can say."""
+    """Answers about kernels and state providers of the chosen packages; whether they support a model's sizes is known
+    only with the model."""
     from evener.plugins.load import load
 
     loaded = load(selection)
@@ -146,7 +149,7 @@ def _loaded(name: str, selection: Selection, known: set[str]) -> Iterator[Answer
         layouts = [packing.layout for packing in kernel.value.packings]
         known.update(layouts)
         package = f"{kernel.distribution} {kernel.version}"
-        if _is(name, f"{kernel.package}/{kernel.value.name}"):
+        if _matches(name, f"{kernel.package}/{kernel.value.name}"):
             priority = f"priority {kernel.value.priority}"
             yield Answer(f"kernel for {kernel.value.op}", kernel.value.name, package, "offered", (priority, ask))
         if name in layouts:
@@ -154,14 +157,14 @@ def _loaded(name: str, selection: Selection, known: set[str]) -> Iterator[Answer
             yield Answer(f"packing for {kernel.value.op}", name, package, "offered", (reader, ask))
     for state in loaded.state_providers(device):
         known.add(state.value.name)
-        if _is(name, f"{state.package}/{state.value.name}"):
+        if _matches(name, f"{state.package}/{state.value.name}"):
             serves = f"state of kinds {', '.join(sorted(state.value.kinds))}, priority {state.value.priority}"
             package = f"{state.distribution} {state.version}"
             yield Answer("state provider", state.value.name, package, "offered", (serves, ask))
 
 
 def _in_model(name: str, words: list[str], known: set[str]) -> list[Answer]:
-    """Answers of one model's manifest; that it cannot run at all is one, too."""
+    """Answers from one model's manifest, or the reason why the model cannot run."""
     _, config = read_config(Command("why-not", ""), words, ranks=False)
     from evener.cli.explain import explain
 
@@ -181,23 +184,23 @@ def _in_model(name: str, words: list[str], known: set[str]) -> list[Answer]:
 
 
 def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Answer]:
-    """What became of an op's providers, or of a provider, at each run of token counts."""
+    """For an op: which provider serves it, and why not the others. For a provider: where it is used or passed over."""
     for row in rows:
         where = f"at {', '.join(row['tokens'])} tokens, " if row["tokens"] else ""
         where += f"{row['sites']} site" + "s" * (row["sites"] != 1)
         if name == row["op"]:
             lost = tuple(f"not {each['provider']}: {each['reason']}" for each in row["refused"])
-            nobody = ("no chosen package brings a kernel for it",) if not lost and row["provider"] in _OWN else ()
-            yield Answer(f"{row['op']} {where}:", row["provider"], row["version"], "used", lost or nobody)
+            no_kernel = ("no chosen package has a kernel for it",) if row["provider"] in _BUILTIN_PROVIDERS else ()
+            yield Answer(f"{row['op']} {where}:", row["provider"], row["version"], "used", lost or no_kernel)
             continue
-        if _is(name, row["provider"]):
+        if _matches(name, row["provider"]):
             yield Answer(f"{row['op']} {where}:", row["provider"], row["version"], "used")
         for each in row["refused"]:
-            if _is(name, each["provider"]):
+            if _matches(name, each["provider"]):
                 served = f"{row['provider']} serves"
                 yield Answer(f"{row['op']} {where}:", each["provider"], served, "passed over", (each["reason"],))
 
 
-def _is(name: str, provider: str) -> bool:
-    """Whether ``name`` is a provider's label, its package or its own name."""
+def _matches(name: str, provider: str) -> bool:
+    """Whether ``name`` is a provider's label, its package's name or its own name."""
     return name == provider or name in provider.split("/")

@@ -1,18 +1,18 @@
-"""Configuration: what was asked for (``Config``), what came of it (``ResolvedConfig``), and how keys are typed.
+"""Configuration: what was asked for (``Config``), what is used (``ResolvedConfig``), and how keys are written.
 
 ====================  ========================================================================
-module                noun
+module                content
 ====================  ========================================================================
 ``schema``            ``Config`` and its sections: every key with its default and help
-``keys``              keys as they are typed; unknown keys
-``seeds``             old spellings
-``packages``          keys that installed packages add
+``keys``              keys on the command line; unknown keys
+``legacy_keys``       old spellings of keys
+``packages``          keys of installed packages
 ``build``             from overrides to a ``Config``
 ``resolve``           from a ``Config`` to a ``ResolvedConfig``, with reasons
-``checkpoint``        facts of a checkpoint's ``config.json``
-``host``              cores of this host
-``source``            models that are named and do not lie here
-``hydra_boundary``    whole files and the command line's value grammar; the only user of Hydra
+``checkpoint``        facts from a checkpoint's ``config.json``
+``cpu_cores``         CPU cores of this host
+``local_model``       fetches a model that is given as a hub id
+``hydra_boundary``    config files and the grammar of values on the command line; the only user of Hydra
 ====================  ========================================================================
 """
 
@@ -29,8 +29,8 @@ from evener.config.schema import Config, InferConfig, LogConfig, RequestConfig, 
 __all__ = [
     "Config",
     "InferConfig",
+    "LegacyKeyWarning",
     "LogConfig",
-    "OldSpellingWarning",
     "RequestConfig",
     "ServeConfig",
     "from_overrides",
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 
-class OldSpellingWarning(UserWarning):
-    """A key or value in a spelling that has a newer one."""
+class LegacyKeyWarning(UserWarning):
+    """A key or value in an old spelling."""
 
 
 def from_overrides(model: str | os.PathLike[str], overrides: Mapping[str, Any]) -> Config:
@@ -51,12 +51,12 @@ def from_overrides(model: str | os.PathLike[str], overrides: Mapping[str, Any]) 
         overrides: dotted keys, nested mappings, or both; values may be typed or text.
 
     Raises:
-        ConfigError: an unknown key, or a value that cannot be used.
+        ConfigError: an unknown key, or an invalid value.
 
     Warns:
-        OldSpellingWarning: once for each old spelling.
+        LegacyKeyWarning: once for each old spelling.
     """
     built = build.from_overrides(model, overrides)
     for note in built.notes:
-        warnings.warn(note, OldSpellingWarning, stacklevel=3)
+        warnings.warn(note, LegacyKeyWarning, stacklevel=3)
     return built.config

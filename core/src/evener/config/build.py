@@ -1,4 +1,4 @@
-"""From overrides to a ``Config``: old spellings, aliases and unknown keys first, then values."""
+"""From overrides to a ``Config``: first old spellings, aliases and unknown keys, then values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from evener.config.checkpoint import read_model_facts
-from evener.config.keys import Override, flatten, spec_of
+from evener.config.keys import Override, find_key_spec, flatten
+from evener.config.legacy_keys import check_model_family, rewrite
 from evener.config.packages import Packages
 from evener.config.schema import SECTIONS, Config, key_specs
-from evener.config.seeds import check_family, rewrite
 from evener.errors import ConfigError
-from evener.key_spec import parse, read, shown
+from evener.key_spec import format_value, parse, read
 
 
 @dataclass(frozen=True)
 class Normalized:
-    """Overrides whose every key exists; ``notes`` for a person; ``claimed`` names came with ``models=``."""
+    """Overrides in which every key exists; ``notes``: warnings for the user; ``claimed``: names given with
+    ``models=``."""
 
     overrides: tuple[Override, ...]
     notes: tuple[str, ...] = ()
@@ -27,19 +28,19 @@ class Normalized:
 
 @dataclass(frozen=True)
 class Built:
-    """A ``Config`` and what to tell the person who asked for it."""
+    """A ``Config`` and warnings for the user."""
 
     config: Config
     notes: tuple[str, ...] = ()
 
 
-def overrides_of(tree: Mapping[str, Any]) -> tuple[Override, ...]:
+def overrides_from_mapping(tree: Mapping[str, Any]) -> tuple[Override, ...]:
     """Overrides from a mapping: dotted keys, nested mappings, or both."""
     return tuple(Override(key, value, f"{key}={value}") for key, value in flatten(tree))
 
 
 def normalize(overrides: Iterable[Override], packages: Packages) -> Normalized:
-    """Rewrite old spellings and claimed ones, and check that every key exists.
+    """Rewrite old spellings and those that a package claims, and check that every key exists.
 
     Raises:
         ConfigError: an unknown key, or an old spelling without an equivalent.
@@ -48,37 +49,37 @@ def normalize(overrides: Iterable[Override], packages: Packages) -> Normalized:
     done: list[Override] = []
     notes = list(rewritten.notes)
     for override in rewritten.overrides:
-        claim = packages.alias(override.key, shown(override.value)) if _may_be_claimed(override) else None
+        claim = packages.alias(override.key, format_value(override.value)) if _is_claimable(override) else None
         if claim is not None:
             new_key, new_value, package = claim
-            notes.append(f"{override.shown} means {new_key}={new_value} here: package {package!r} claims it")
+            notes.append(f"{override.original} is read as {new_key}={new_value}, as package {package!r} defines it")
             override = override.to(new_key, new_value)
-        key, _ = spec_of(override, packages)
+        key, _ = find_key_spec(override, packages)
         done.append(override.to(key, override.value))
     return Normalized(tuple(done), tuple(notes), rewritten.claimed)
 
 
-def _may_be_claimed(override: Override) -> bool:
-    """A key or value that is not the core's own: packages are asked, and only then."""
+def _is_claimable(override: Override) -> bool:
+    """A key or value that the core does not have, and a package may define."""
     spec = key_specs().get(override.key)
     return spec is None or (spec.claimable and override.value not in spec.choices)
 
 
 def construct(flat: Mapping[str, Any], packages: Packages, claimed: Iterable[str] = ()) -> Config:
-    """Build a ``Config`` of dotted keys that exist (see ``normalize``).
+    """Build a ``Config`` from dotted keys that exist (see ``normalize``).
 
     Args:
-        claimed: names from ``models=`` that the checkpoint must fit.
+        claimed: names from ``models=``; the checkpoint must be of their family.
 
     Raises:
-        ConfigError: no model, a value that cannot be used, or a claimed name of another family.
+        ConfigError: no model, an invalid value, or a claimed name of another family.
     """
     top: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     ops: dict[str, str] = {}
     options: dict[str, dict[str, Any]] = {}
     for given, raw in flat.items():
-        key, spec = spec_of(Override(given, raw, f"{given}={raw}"), packages)
+        key, spec = find_key_spec(Override(given, raw, f"{given}={raw}"), packages)
         section, _, name = key.rpartition(".")
         if not section:
             top[name] = parse(key, spec, raw)
@@ -90,7 +91,7 @@ def construct(flat: Mapping[str, Any], packages: Packages, claimed: Iterable[str
             options.setdefault(section, {})[name] = read(key, spec, raw)
     if not top.get("model"):
         raise ConfigError(
-            "no model is given: name its folder first, as in `evener serve /path/to/model`, or model=/path/to/model"
+            "no model is given: write its folder first, as in `evener serve /path/to/model`, or model=/path/to/model"
         )
     built: dict[str, Any] = {name: SECTIONS[name](**values) for name, values in sections.items()}
     config = Config(**top, **built, ops=ops, options=options)
@@ -100,19 +101,19 @@ def construct(flat: Mapping[str, Any], packages: Packages, claimed: Iterable[str
 
 def _check_claimed(config: Config, claimed: Iterable[str]) -> None:
     names = list(claimed)
-    # A folder that is not there is the loader's to report, with more to say.
+    # The loader reports a missing folder, with a better message.
     if not names or not os.path.isdir(config.model):
         return
     facts = read_model_facts(config.model)
     for name in names:
-        check_family(name, config.model, facts.model_type)
+        check_model_family(name, config.model, facts.model_type)
 
 
 def with_model(overrides: Iterable[Override], model: str | os.PathLike[str] | None) -> tuple[Override, ...]:
-    """Put a model that was named by itself in front.
+    """Put the positional model in front.
 
     Raises:
-        ConfigError: a key names another one.
+        ConfigError: a key gives another model.
     """
     given = tuple(overrides)
     if model is None:
@@ -120,7 +121,7 @@ def with_model(overrides: Iterable[Override], model: str | os.PathLike[str] | No
     path = os.fspath(model)
     for override in given:
         if override.key in ("model", "models.ckpt_dir") and os.fspath(override.value) != path:
-            raise ConfigError(f"the model is given twice: {path!r} and {override.shown!r}; keep one")
+            raise ConfigError(f"the model is given twice: {path!r} and {override.original!r}; keep one")
     return (Override("model", path, path), *given)
 
 
@@ -130,9 +131,9 @@ def from_overrides(
     """A ``Config`` from Python values: dotted keys (``{"infer.max_reqs": 8}``), nested mappings, or both.
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be used, or no model.
+        ConfigError: an unknown key, an invalid value, or no model.
     """
     packages = packages or Packages()
-    normal = normalize(with_model(overrides_of(overrides), model), packages)
+    normal = normalize(with_model(overrides_from_mapping(overrides), model), packages)
     flat = {override.key: override.value for override in normal.overrides}
     return Built(construct(flat, packages, normal.claimed), normal.notes)

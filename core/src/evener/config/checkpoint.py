@@ -1,4 +1,4 @@
-"""What a configuration needs to know of a checkpoint, read from its ``config.json``."""
+"""What a configuration needs to know about a checkpoint, read from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: What files call the longest sequence; one with two of them says how far it goes beyond what it was trained on.
+#: Names of the maximum sequence length in such files. With two of them, the smaller is the length of training.
 _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "model_max_length")
 
 
@@ -16,10 +16,10 @@ class ModelFacts:
 
     Attributes:
         path: its folder or file.
-        model_type: the family, as the file spells it; "" if the file does not say.
-        dtype: the type its weights were saved in, torch's name; None if the file does not say.
-        max_positions: the longest sequence that it was made for; None if the file does not say.
-        trained_positions: the longest that it was trained on, if the file says that besides.
+        model_type: the family as in the file; "" if the file does not say.
+        dtype: the dtype of the saved weights, torch's name; None if the file does not say.
+        max_positions: the maximum sequence length in tokens; None if the file does not say.
+        trained_positions: the sequence length of training, if the file has it too and it is smaller.
     """
 
     path: str
@@ -33,7 +33,7 @@ def read_model_facts(model: str) -> ModelFacts:
     """Read the configuration of the checkpoint ``model``.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the file does not exist or cannot be read.
     """
     from evener.loading.checkpoint import open_checkpoint
 
@@ -41,7 +41,7 @@ def read_model_facts(model: str) -> ModelFacts:
 
 
 def facts_of(model: str, table: Mapping[str, Any]) -> ModelFacts:
-    """The facts in a parsed ``config.json``. A multi-modal one keeps its language model's under ``text_config``."""
+    """The facts in a parsed ``config.json``. Multimodal models keep those of the language model in ``text_config``."""
     inner = table.get("text_config")
     layers = [table, inner] if isinstance(inner, dict) else [table]
     dtype = _first(layers, "dtype", "torch_dtype")

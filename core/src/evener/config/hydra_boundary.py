@@ -1,8 +1,8 @@
-"""Hydra, at the command line and nowhere else: whole files (``CONFIG_NAME``, ``--config``) and the grammar of values.
+"""Hydra, used only for the command line: config files (``CONFIG_NAME``, ``--config``) and the grammar of values.
 
-Old spellings are rewritten and keys are checked before Hydra sees anything, because its own message for an unknown
-key misleads. A plain value is quoted, so that paths with ``=``, ``,`` or spaces work; ``[a,b]``, ``{a: 1}`` and
-quoted text are Hydra's to read.
+Old spellings are rewritten and keys are checked before Hydra sees them, because Hydra's own message for an unknown key
+is misleading. Plain values are quoted, so that paths with ``=``, ``,`` or spaces work; Hydra reads ``[a,b]``,
+``{a: 1}`` and quoted text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evener.config.build import Built, construct, normalize, overrides_of, with_model
-from evener.config.keys import Override, flatten, spec_of
+from evener.config.build import Built, construct, normalize, overrides_from_mapping, with_model
+from evener.config.keys import Override, find_key_spec, flatten
 from evener.config.packages import Packages
 from evener.errors import ConfigError
 
@@ -36,26 +36,26 @@ def from_command_line(
     """A ``Config`` from what was typed: ``file`` first, then ``overrides`` over it.
 
     Args:
-        model: folder that was named by itself, if any.
+        model: the positional model, if any.
         file: a YAML file: an absolute or relative path, or a name (see ``find_file``).
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be used, an unreadable file, or no model.
+        ConfigError: an unknown key, an invalid value, an unreadable file, or no model.
     """
     packages = packages or Packages()
-    base = normalize(overrides_of(read_file(find_file(file))) if file else (), packages)
+    base = normalize(overrides_from_mapping(read_file(find_file(file))) if file else (), packages)
     typed = normalize(with_model(overrides, model), packages)
     flat = compose_flat(base.overrides, typed.overrides, packages)
-    # A name typed here replaces one from the file, as every other key does.
+    # A typed name replaces the file's, as with every other key.
     return Built(construct(flat, packages, typed.claimed or base.claimed), base.notes + typed.notes)
 
 
 def find_file(name: str, folder: Path | None = None) -> Path:
-    """The file that ``CONFIG_NAME`` or ``--config`` means: a path, or a name with or without ``.yaml`` here or in
-    ``config/``.
+    """The file of ``CONFIG_NAME`` or ``--config``: a path, or a name with or without ``.yaml`` in ``folder`` (default:
+    the current one) or in its ``config/``.
 
     Raises:
-        ConfigError: there is none; names the places.
+        ConfigError: there is none; the message lists the paths.
     """
     folder = Path.cwd() if folder is None else folder
     path = Path(name).expanduser()
@@ -64,7 +64,7 @@ def find_file(name: str, folder: Path | None = None) -> Path:
     found = next((candidate for candidate in dict.fromkeys(tried) if candidate.is_file()), None)
     if found is None:
         raise ConfigError(
-            f"config file {name!r} is not there; looked for {', '.join(str(each) for each in dict.fromkeys(tried))}"
+            f"config file {name!r} does not exist; looked for {', '.join(str(each) for each in dict.fromkeys(tried))}"
         )
     if found.suffix != ".yaml":
         raise ConfigError(f"config file {str(found)!r} must end in .yaml; rename it")
@@ -88,7 +88,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
 
 def compose_flat(base: Iterable[Override], typed: Iterable[Override], packages: Packages) -> dict[str, Any]:
-    """Dotted keys to values: those of ``base`` with ``typed`` over them, read with Hydra's grammar.
+    """Dotted keys to values: ``base``, overridden by ``typed``, whose values are read with Hydra's grammar.
 
     Raises:
         ConfigError: a value that Hydra cannot read.
@@ -117,21 +117,21 @@ def _compose_one(override: Override, expression: str) -> None:
     try:
         _compose([expression])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{override.shown!r} cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"{override.original!r} cannot be read: {_first_line(error)}") from error
 
 
 def _expression(override: Override, packages: Packages) -> str:
     if not isinstance(override.value, str):
         return f"++{override.key}={override.value}"
-    _, spec = spec_of(override, packages)
+    _, spec = find_key_spec(override, packages)
     structured = override.value.startswith(("[", "{")) and spec.kind == "names"
     quoted = len(override.value) > 1 and override.value[0] in "'\"" and override.value[-1] == override.value[0]
     return f"++{override.key}={override.value if structured or quoted else quote(override.value)}"
 
 
 def quote(value: str) -> str:
-    """``value`` as quoted text of Hydra's grammar: it comes back letter by letter."""
-    # Backslashes count only where a quote follows them, at the end too.
+    """``value`` as quoted text in Hydra's grammar: Hydra reads back exactly ``value``."""
+    # A backslash is special only before a quote; the closing quote counts too.
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)
     return "'" + re.sub(r"(\\+)\Z", lambda match: match[1] * 2, escaped) + "'"
 

@@ -1,5 +1,5 @@
-"""Keys as they are typed: ``key=value``, ``--flag value`` and ``--flag=value`` are the same; an unknown key is an
-error that helps."""
+"""Keys on the command line: ``key=value``, ``--flag value`` and ``--flag=value`` mean the same; the error for an
+unknown key suggests known ones."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from evener.config.schema import key_specs
 from evener.errors import ConfigError, UnknownNameError
 from evener.key_spec import KeySpec
 
-# No "/" in a key, so a path with "=" in it is not taken for one.
+# No "/" in a key, so a path that contains "=" does not match.
 _ASSIGNMENT = re.compile(r"(\+{0,2})(\w[\w.-]*)=(.*)", re.DOTALL)
 _BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "auto"})
 
 
 @dataclass(frozen=True)
 class Override:
-    """One key that somebody set.
+    """One key that the user set.
 
     Attributes:
         key: dotted, as typed (flags have their dashes turned into underscores).
         value: text as typed, or a typed value from YAML or Python.
-        shown: how it was typed, for messages.
+        original: the text as typed, for messages.
     """
 
     key: str
     value: Any
-    shown: str
+    original: str
 
     def to(self, key: str, value: Any) -> Override:
-        """The same request, spelt another way."""
-        return Override(key, value, self.shown)
+        """The same override with another key and value."""
+        return Override(key, value, self.original)
 
 
 class UnknownKeyError(UnknownNameError):
-    """A key that nobody knows; says which one was meant, or where the list is."""
+    """An unknown key; the message suggests similar keys and says where the list is."""
 
     def __init__(self, shown: str, key: str, known: Collection[str]) -> None:
         self.what, self.name, self.known = "option", key, sorted(known)
@@ -55,21 +55,21 @@ class UnknownKeyError(UnknownNameError):
 
 
 @dataclass(frozen=True)
-class Typed:
-    """A command line, split: what stands alone, and the keys."""
+class ParsedCommandLine:
+    """A command line split into positional words and keys."""
 
     positionals: tuple[str, ...]
     overrides: tuple[Override, ...]
 
 
-def split_command_line(argv: Sequence[str]) -> Typed:
+def split_command_line(argv: Sequence[str]) -> ParsedCommandLine:
     """Split ``argv`` into positionals and overrides.
 
-    A bare ``--flag`` means true where the key is a switch of the core's, and takes the next word otherwise (an option
-    of a package needs ``--package.switch=true``).
+    A bare ``--flag`` means true if the key is a boolean of the core; otherwise the next word is its value (a boolean
+    option of a package needs ``--package.switch=true``).
 
     Raises:
-        ConfigError: a flag without its value, or a short option that does not exist.
+        ConfigError: a flag without its value, or an unknown short option.
     """
     switches = {key for key, spec in key_specs().items() if spec.kind == "bool"}
     positionals: list[str] = []
@@ -93,7 +93,7 @@ def split_command_line(argv: Sequence[str]) -> Typed:
                               "(`evener config --keys` lists them)")  # fmt: skip
         else:
             positionals.append(word)
-    return Typed(tuple(positionals), tuple(overrides))
+    return ParsedCommandLine(tuple(positionals), tuple(overrides))
 
 
 def _flag_value(word: str, switch: bool, rest: list[str]) -> str:
@@ -106,7 +106,7 @@ def _flag_value(word: str, switch: bool, rest: list[str]) -> str:
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of nested mappings as dotted keys: ``{"infer": {"depth": 1}}`` gives ``("infer.depth", 1)``. Empty
-    mappings vanish."""
+    mappings give nothing."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")
@@ -114,11 +114,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def spec_of(override: Override, packages: Packages) -> tuple[str, KeySpec]:
-    """The key as it is written in lists, and what it takes.
+def find_key_spec(override: Override, packages: Packages) -> tuple[str, KeySpec]:
+    """The key in its canonical spelling, and what it takes.
 
     Raises:
-        UnknownKeyError: nobody has such a key.
+        UnknownKeyError: there is no such key.
     """
     fixed = key_specs()
     if override.key in fixed:
@@ -126,14 +126,14 @@ def spec_of(override: Override, packages: Packages) -> tuple[str, KeySpec]:
     section, _, name = override.key.partition(".")
     if section == "ops":
         if name not in packages.ops:
-            raise UnknownKeyError(override.shown, override.key, [f"ops.{op}" for op in packages.ops])
-        return override.key, KeySpec(help=f"Who computes {name}.", kind="str", default=None)
-    # Flags turn "-" into "_", and a package's name may hold either.
+            raise UnknownKeyError(override.original, override.key, [f"ops.{op}" for op in packages.ops])
+        return override.key, KeySpec(help=f"The package whose kernel computes {name}.", kind="str", default=None)
+    # Flags turn "-" into "_", and a package's name may contain either.
     spelt = {key.replace("-", "_"): key for key in packages.options}
     found = spelt.get(override.key.replace("-", "_"))
     if found is None:
         options = [d.options for d in packages.descriptors if d.name.replace("-", "_") == section.replace("-", "_")]
         if options and not any(options):
-            raise ConfigError(f"{override.shown} cannot be set: {section} takes no options; leave it out")
-        raise UnknownKeyError(override.shown, override.key, [*fixed, *packages.options])
+            raise ConfigError(f"{override.original} cannot be set: package {section} has no options; leave it out")
+        raise UnknownKeyError(override.original, override.key, [*fixed, *packages.options])
     return found, packages.options[found]

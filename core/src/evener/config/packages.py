@@ -1,6 +1,6 @@
-"""What installed packages add to the keys: their options, their ops and the spellings that they claim.
+"""Keys of installed packages: their options, their ops and the option values that they claim.
 
-Descriptors are read only when a key or value is not the core's own, so ``LLM`` with plain keys reads none here.
+Descriptors are read only for a key or value that the core does not know, so ``LLM`` with plain keys reads none here.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from evener.key_spec import KeySpec
 if TYPE_CHECKING:
     from evener.contracts.descriptor import Descriptor
 
-#: Call sites that are chosen like ops but served by state providers.
+#: Ops that are chosen like the others, but computed by state providers.
 STATE_OPS = ("attention",)
 
 
-def installed() -> Iterable[Descriptor]:
-    """The descriptors of every installed package, read now."""
-    from evener.plugins.discover import discover
+def installed_descriptors() -> Iterable[Descriptor]:
+    """The descriptors of all installed packages, read now."""
+    from evener.plugins.discover import installed_catalog
 
-    return [package.descriptor for package in discover().packages]
+    return [package.descriptor for package in installed_catalog().packages]
 
 
 class Packages:
-    """Keys that installed packages add. ``read`` gives their descriptors; it is called once, at the first use."""
+    """Keys of installed packages. ``read`` returns their descriptors; it is called once, at the first use."""
 
-    def __init__(self, read: Callable[[], Iterable[Descriptor]] = installed) -> None:
+    def __init__(self, read: Callable[[], Iterable[Descriptor]] = installed_descriptors) -> None:
         self._read = read
 
     @cached_property
@@ -48,7 +48,7 @@ class Packages:
 
     @cached_property
     def ops(self) -> frozenset[str]:
-        """Names that may follow ``ops.``: the core's ops, those that packages add, and ``attention``."""
+        """Names that may follow ``ops.``: the core's ops, those of packages, and ``attention``."""
         from evener.ops.schemas import BUILTIN
 
         core = {schema.name for schema in BUILTIN}
@@ -57,22 +57,22 @@ class Packages:
         )
 
     def alias(self, key: str, value: str) -> tuple[str, str, str] | None:
-        """Who claims ``key=value``: (key to set, value to set, package), or None.
+        """The package that claims ``key=value``: (key to set, value to set, package), or None.
 
         Raises:
-            ConfigError: two packages claim the spelling for different things, or the claim is no ``key=value``.
+            ConfigError: two packages claim it, or the claim is not of the form ``key=value``.
         """
         text = f"{key}={value}"
         claims = {d.aliases[text]: d.name for d in self.descriptors if text in d.aliases}
         if not claims:
             return None
         if len(claims) > 1:
-            raise ConfigError(f"{text} is claimed by {' and '.join(sorted(claims.values()))} for different things; "
+            raise ConfigError(f"{text} has different meanings in {' and '.join(sorted(claims.values()))}; "
                               f"type one of: {', '.join(sorted(claims))}")  # fmt: skip
         ((target, package),) = claims.items()
         new_key, equals, new_value = target.partition("=")
         if not equals:
             raise ConfigError(
-                f"package {package!r} claims {text} for {target!r}, which is no key=value; report it to its author"
+                f"package {package!r} maps {text} to {target!r}, which is not key=value; report it to its author"
             )
         return new_key, new_value, package

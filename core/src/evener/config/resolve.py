@@ -1,7 +1,7 @@
 """From ``auto`` to values: a new frozen object, with the reason for each value.
 
-Nothing is written back into ``Config``. What only the engine can know (the block size, state memory that is left
-after warm-up) it adds with ``ResolvedConfig.with_value``, which again gives a new object.
+Nothing is written back into ``Config``. Values that only the engine knows (the block size, the memory left after
+warm-up) are added with ``ResolvedConfig.with_value``, which returns a new object.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.config.checkpoint import ModelFacts
-from evener.config.host import usable_cores
+from evener.config.cpu_cores import usable_cores
 from evener.config.schema import Auto, Config, InferConfig, key_specs, to_flat
 from evener.errors import ConfigError
-from evener.key_spec import shown
+from evener.key_spec import format_value
 
 if TYPE_CHECKING:
     from evener.contracts.device import Device
 
 GIB = 2**30
-#: Requests at the same time, and the longest request, when nobody says: (host memory, device memory).
+#: Values for ``auto``: (with host memory, with device memory).
 _MAX_REQS = (64, 256)
 _MAX_SEQ_LEN = (32_768, 131_072)
 _STEP_TOKENS = (2048, 8192)
@@ -30,17 +30,17 @@ _STEP_TOKENS = (2048, 8192)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """Facts of the device that was chosen.
+    """Facts about the chosen device.
 
     Attributes:
         backend: name of its backend.
-        name: what a person calls it.
-        dtypes: compute types with native kernels.
-        emulated: compute types that give right results slowly.
+        name: the device's name.
+        dtypes: compute dtypes with native kernels.
+        emulated: compute dtypes that give correct results slowly.
         host_memory: tensors live in host memory.
         graphs: steps can be captured.
-        free: bytes that can still be allocated, of host memory this rank's share.
-        local: ranks of this run on the machine; they share its cores.
+        free: bytes that can still be allocated; of host memory, this rank's share.
+        local: ranks of this run on this machine; they share its cores.
     """
 
     backend: str
@@ -54,7 +54,7 @@ class DeviceFacts:
 
     @classmethod
     def of(cls, device: Device, backend: str, local: int = 1) -> DeviceFacts:
-        """The facts of an opened device that is one of ``local`` on its machine."""
+        """The facts of an opened device; ``local`` ranks run on its machine."""
         can = device.capabilities
         free = device.memory().free // (local if can.host_memory else 1)
         return cls(
@@ -68,20 +68,20 @@ class ResolvedConfig:
     """What this run uses.
 
     Attributes:
-        config: what was asked for; keys that have no field below are used as they stand there.
-        dtype: torch's name of the compute type.
+        config: what was asked for; keys without a field below are used from there.
+        dtype: the compute dtype, torch's name.
         max_reqs: requests that run at the same time.
         max_seq_len: tokens of one request.
         step_tokens: tokens in one step.
         block_size: tokens in one block; "auto" until the engine has asked the state providers.
         kv_memory: bytes for state; None until the engine has measured what is left.
         depth: plans in flight.
-        use_cuda_graph: capture steps.
-        threads: host threads that compute.
+        use_cuda_graph: whether steps are captured.
+        threads: host threads for computation.
         executor: where the workers run.
         backend: name of the chosen backend.
         served_model_name: the model's name in the API.
-        reasons: why, by key.
+        reasons: the reason for a value, by key.
     """
 
     config: Config
@@ -100,13 +100,13 @@ class ResolvedConfig:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def with_value(self, key: str, value: Any, reason: str) -> ResolvedConfig:
-        """A copy in which ``key`` (``"infer.block_size"``) is ``value``, for ``reason``."""
+        """A copy with ``key`` (as in ``"infer.block_size"``) set to ``value``, and ``reason`` as its reason."""
         name = key.rpartition(".")[2]
         changes: dict[str, Any] = {name: value, "reasons": {**self.reasons, key: reason}}
         return dataclasses.replace(self, **changes)
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """Every key with its value and why it has it, in the order of the documents."""
+        """Every key with its value and reason, in the order of the documents."""
         specs, own = key_specs(), {f.name for f in dataclasses.fields(self)} - {"config", "reasons"}
         rows: list[tuple[str, Any, str]] = []
         for key, asked in to_flat(self.config).items():
@@ -117,8 +117,8 @@ class ResolvedConfig:
         return rows
 
     def text(self) -> str:
-        """The rows as aligned lines for a person."""
-        cells = [(key, shown(value), reason) for key, value, reason in self.rows()]
+        """The rows as aligned lines of text."""
+        cells = [(key, format_value(value), reason) for key, value, reason in self.rows()]
         wide = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
         return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {reason}".rstrip() for key, value, reason in cells)
 
@@ -134,10 +134,10 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     """Turn every ``auto`` of ``config`` into a value for this checkpoint on this device.
 
     Args:
-        serving: the run is a server, whose worker gets a process of its own.
+        serving: whether this is a server; its worker gets a process of its own.
 
     Raises:
-        ConfigError: an asked value that this checkpoint or device cannot serve; names the number and what to change.
+        ConfigError: this checkpoint or device does not support a value; the message says what to change.
     """
     infer, reasons = config.infer, {}
     dtype, reasons["dtype"] = _dtype(config.dtype, model, device)
@@ -153,14 +153,14 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     reasons["infer.max_reqs"] = f"for {where}" if infer.max_reqs == "auto" else "as asked"
     step_tokens = _pick(_STEP_TOKENS, device) if infer.step_tokens == "auto" else infer.step_tokens
     if infer.depth == "auto":
-        reasons["infer.depth"] = "one is computed, others are read" if infer.pp_size == 1 else "one more than stages"
+        reasons["infer.depth"] = "one is computed, one is read" if infer.pp_size == 1 else "one more than stages"
     if infer.block_size == "auto":
-        reasons["infer.block_size"] = "the engine takes one that every state provider offers"
+        reasons["infer.block_size"] = "the engine takes a size that every state provider supports"
     reasons["backend"] = "as asked" if config.backend else f"chosen: {device.name}"
-    apart = wants_processes(config, serving)
+    apart = uses_worker_processes(config, serving)
     if config.executor == "auto":
         who = "a server's worker" if serving else "each of several ranks"
-        reasons["executor"] = f"{who} gets a process of its own" if apart else "one device needs one process"
+        reasons["executor"] = f"{who} gets its own process" if apart else "one device needs one process"
     served = config.serve.served_model_name
     if served is None:
         reasons["serve.served_model_name"] = "the folder's name"
@@ -187,24 +187,24 @@ def _pick(pair: tuple[int, int], device: DeviceFacts) -> int:
 
 
 def plans_in_flight(config: Config) -> int:
-    """How many plans are out at a time."""
+    """How many plans are in flight at a time."""
     return config.infer.pp_size + 1 if config.infer.depth == "auto" else config.infer.depth
 
 
 def layer_partition(infer: InferConfig) -> tuple[int, ...]:
-    """Layers of each pipeline stage, where they were given.
+    """Number of layers of each pipeline stage, if given; else empty.
 
     Raises:
-        ConfigError: they are no numbers.
+        ConfigError: they are not numbers.
     """
     asked = infer.pp_layer_partition
     if not all(each.isdigit() for each in asked):
-        raise ConfigError(f"infer.pp_layer_partition={','.join(asked)} is no list of numbers, as in 15,16")
+        raise ConfigError(f"infer.pp_layer_partition={','.join(asked)} is not a list of numbers; write it as in 15,16")
     return tuple(map(int, asked))
 
 
-def wants_processes(config: Config, serving: bool) -> bool:
-    """Whether workers get processes of their own."""
+def uses_worker_processes(config: Config, serving: bool) -> bool:
+    """Whether each worker gets its own process."""
     ranks = config.infer.tp_size * config.infer.pp_size
     return config.executor == "process" or (config.executor == "auto" and (serving or ranks > 1))
 
@@ -214,21 +214,21 @@ def _dtype(asked: str, model: ModelFacts, device: DeviceFacts) -> tuple[str, str
     if asked != "auto":
         if asked not in usable:
             raise ConfigError(
-                f"dtype={asked} cannot be computed on {device.name}; it has {', '.join(sorted(usable))}: "
+                f"dtype={asked} is not supported on {device.name}, which has {', '.join(sorted(usable))}: "
                 "leave dtype out, or set one of these"
             )
         return asked, "as asked" + (", emulated on this device" if asked in device.emulated else "")
     wanted = model.dtype or "float32"
-    origin = "the checkpoint's own" if model.dtype else "the checkpoint does not say, which means float32"
+    origin = "the checkpoint's own" if model.dtype else "the checkpoint has none, which means float32"
     if wanted in usable:
         return wanted, origin + (", emulated on this device" if wanted in device.emulated else "")
-    # float32 loses nothing; the 16-bit types lose range or precision to each other.
+    # float32 loses nothing; between the 16-bit types range or precision is lost.
     instead = next((name for name in ("float32", "bfloat16", "float16") if name in usable), None)
     if instead is None:
         raise ConfigError(
-            f"{device.name} computes none of float32, bfloat16 and float16; choose another backend with --backend"
+            f"{device.name} supports none of float32, bfloat16 and float16; choose another backend with --backend"
         )
-    return instead, f"the checkpoint is {wanted}, which this device cannot compute"
+    return instead, f"the checkpoint is {wanted}, which this device does not support"
 
 
 def _max_seq_len(asked: int | Auto, model: ModelFacts, device: DeviceFacts) -> tuple[int, str]:
@@ -236,17 +236,17 @@ def _max_seq_len(asked: int | Auto, model: ModelFacts, device: DeviceFacts) -> t
     if asked != "auto":
         if positions is not None and asked > positions:
             raise ConfigError(
-                f"infer.max_seq_len={asked} is more than the {positions} positions that the checkpoint was made for "
-                f"(max_position_embeddings or the like in its config.json); set at most {positions}"
+                f"infer.max_seq_len={asked} is more than the checkpoint's {positions} positions "
+                f"(max_position_embeddings or a similar key in its config.json); set at most {positions}"
             )
         return asked, "as asked"
     if positions is None:
         raise ConfigError(f"{model.path}/config.json has no max_position_embeddings; set infer.max_seq_len=TOKENS")
     cap, trained = _pick(_MAX_SEQ_LEN, device), model.trained_positions or positions
     if trained > cap:
-        return cap, f"the checkpoint allows {positions}; capped for memory, infer.max_seq_len={positions} takes all"
+        return cap, f"limited to save memory; the checkpoint allows {positions}: infer.max_seq_len={positions}"
     if trained < positions:
-        return trained, f"what the checkpoint was trained on; it allows {positions} with infer.max_seq_len={positions}"
+        return trained, f"the checkpoint's length of training; it allows {positions}: infer.max_seq_len={positions}"
     return positions, "max_position_embeddings of the checkpoint"
 
 
@@ -259,7 +259,7 @@ def _graph(asked: bool | Auto, device: DeviceFacts) -> tuple[bool, str]:
 
 
 def _kv_memory(asked: int | float | Auto, device: DeviceFacts) -> tuple[int | None, str]:
-    free = f"{device.free / GIB:.1f} GiB that are free"
+    free = f"{device.free / GIB:.1f} GiB of free memory"
     if isinstance(asked, float):
         return int(asked * device.free), f"{asked:g} of the {free}"
     if asked != "auto":

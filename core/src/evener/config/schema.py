@@ -1,9 +1,9 @@
-"""The configuration as it was asked for: frozen dataclasses, one field a key.
+"""The configuration as the user asked for it: frozen dataclasses, one field per key.
 
 A key is a field's dotted name: ``dtype``, ``infer.max_reqs``, ``serve.port``. ``auto`` stays ``"auto"`` here;
-``resolve`` gives a new object. Every field says in its metadata what it takes and what it is for; the command line,
-``LLM``, Hydra, ``evener config`` and the documents read that and nothing else. A value that this version cannot
-honour is an error when the object is built.
+``resolve`` returns a new object. The metadata of each field has its allowed values and its help text; the command line,
+``LLM``, Hydra, ``evener config`` and the documents all read them there. A value that this version does not support is
+an error when the object is built.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from evener.key_spec import KeySpec, Kind, check
 
 Auto = Literal["auto"]
 
-#: Short spellings of compute types.
-DTYPE_WORDS = {
+#: Short names of compute dtypes.
+DTYPE_ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "f16": "float16",
@@ -30,7 +30,7 @@ DTYPE_WORDS = {
 
 
 def option(default: Any, kind: Kind, help: str, **limits: Any) -> Any:
-    """A field that is a key; ``limits`` are fields of ``KeySpec``."""
+    """A dataclass field that is a key; ``limits`` are further fields of ``KeySpec``."""
     return field(default=default, metadata={"spec": KeySpec(help=help, kind=kind, **limits)})
 
 
@@ -52,88 +52,89 @@ def specs(section: type[Section]) -> dict[str, KeySpec]:
 
 @dataclass(frozen=True, kw_only=True)
 class InferConfig(Section):
-    """How the model is computed."""
+    """How the model is run."""
 
     prefix: ClassVar[str] = "infer."
 
     tp_size: int = option(1, "int", "Tensor-parallel ranks.", minimum=1)
     pp_size: int = option(1, "int", "Pipeline stages.", minimum=1)
     pp_layer_partition: tuple[str, ...] = option(
-        (), "names", "Layers of each pipeline stage, as in 15,16; none: equally many."
+        (), "names", "Number of layers of each pipeline stage, as in 15,16; none: equal numbers."
     )  # fmt: skip
     pp_prefill_reqs: int | Auto = option(
-        "auto", "int", "With stages, requests of one plan that read their prompts; auto: their share of a stage.",
+        "auto", "int", "With pipeline stages: maximum number of prefill requests in one plan; auto: their share.",
         auto=True, minimum=1
     )  # fmt: skip
     pp_decode_reqs: int | Auto = option(
-        "auto", "int", "With stages, requests of one plan that add a token; auto: their share of a stage.",
+        "auto", "int", "With pipeline stages: maximum number of decode requests in one plan; auto: their share.",
         auto=True, minimum=1
     )  # fmt: skip
     dp_size: int = option(
-        1, "int", "Data-parallel copies of attention.", minimum=1, supported=(1,), missing="data parallelism is"
+        1, "int", "Data-parallel ranks of attention.", minimum=1, supported=(1,), missing="data parallelism is"
     )  # fmt: skip
     ep_size: int = option(
-        1, "int", "Ranks that share a model's experts.", minimum=1, supported=(1,), missing="expert parallelism is"
+        1, "int", "Expert-parallel ranks.", minimum=1, supported=(1,), missing="expert parallelism is"
     )  # fmt: skip
-    max_reqs: int | Auto = option("auto", "int", "Requests that run at the same time.", auto=True, minimum=1)
+    max_reqs: int | Auto = option("auto", "int", "Maximum number of running requests.", auto=True, minimum=1)
     max_seq_len: int | Auto = option(
-        "auto", "int", "Tokens of one request, prompt and answer together.", auto=True, minimum=2
+        "auto", "int", "Maximum tokens of one request, prompt and answer together.", auto=True, minimum=2
     )  # fmt: skip
     attn_type: str = option(
-        "auto", "str", "Who computes attention: the best that fits, or the plain reference.",
+        "auto", "str", "Kernel for attention: auto: the fastest that fits; ref: the plain reference.",
         choices=("auto", "ref"), claimable=True
     )  # fmt: skip
     op_impl: str = option(
-        "auto", "str", "Who computes the other ops: the best that fits, or the plain reference.",
+        "auto", "str", "Kernels for all other ops: auto: the fastest that fit; ref: the plain reference.",
         choices=("auto", "ref"), claimable=True
     )  # fmt: skip
     use_cuda_graph: bool | Auto = option(
-        "auto", "bool", "Capture steps and replay them, where the device can.", auto=True
+        "auto", "bool", "Capture decode steps as graphs and replay them; auto: if the device can.", auto=True
     )  # fmt: skip
     tuning: str = option(
         "auto", "path",
-        "Measured choices of kernels: a file of `evener tune`; auto: what the user's cache folder and packages hold "
-            "for such a device; off: none.",
+        "File of `evener tune` with the choice of kernels; auto: the files for this device in the user's cache folder "
+        "and in packages; off: none.",
         auto=True
     )  # fmt: skip
-    cache_type: str = option("auto", "str", "How state is kept: in pages.", choices=("auto", "paged"))
+    cache_type: str = option("auto", "str", "Layout of the KV cache; always paged.", choices=("auto", "paged"))
     mla_absorb: str = option(
         "auto", "str",
-        "How latent attention reads its state for one new token: expanded to keys and values, with queries brought "
-        "into latent space, or so with matrix products made once at start.",
+        "How latent attention (MLA) decodes: none: latents are expanded to keys and values; absorb-without-precomp: "
+        "queries are projected into latent space; absorb: the same with matrices multiplied once at start.",
         choices=("auto", "none", "absorb-without-precomp", "absorb")
     )  # fmt: skip
     index_topk: int | Auto = option(
-        "auto", "int", "Earlier tokens that sparse attention reads; 0 reads all of them.", auto=True, minimum=0
+        "auto", "int", "Number of earlier tokens that sparse attention reads; 0: all.", auto=True, minimum=0
     )  # fmt: skip
     latent_dtype: str = option(
-        "auto", "str", "Type of latent state; auto: the compute type.", choices=("auto", "bfloat16", "float8_e4m3fn")
+        "auto", "str", "Dtype of stored MLA latents; auto: the compute dtype.",
+        choices=("auto", "bfloat16", "float8_e4m3fn")
     )  # fmt: skip
     snapshot_every: int = option(
-        512, "int", "Tokens between the snapshots of recurrent state that a prefix can go on from.", minimum=1
+        512, "int", "Tokens between snapshots of recurrent state in the prefix cache.", minimum=1
     )  # fmt: skip
-    block_size: int | Auto = option("auto", "int", "Tokens in one block of state.", auto=True, minimum=1)
+    block_size: int | Auto = option("auto", "int", "Tokens in one block of the KV cache.", auto=True, minimum=1)
     kv_memory: int | float | Auto = option(
-        "auto", "size", "Memory for state: bytes, or a fraction of what is free at start.", auto=True
+        "auto", "size", "Memory for the KV cache and other state: bytes, or a fraction of the memory free at start.",
+        auto=True
     )  # fmt: skip
     step_tokens: int | Auto = option(
-        "auto", "int", "Tokens computed in one step, over all requests.", auto=True, minimum=1
+        "auto", "int", "Token budget of one step, over all requests.", auto=True, minimum=1
     )  # fmt: skip
     depth: int | Auto = option(
-        "auto", "int", "Plans in flight: 1 for debugging; auto: one more than pipeline stages. Tokens are the same.",
+        "auto", "int", "Plans in flight; auto: pipeline stages + 1. 1 is for debugging; the tokens are the same.",
         auto=True, minimum=1, maximum=16
     )  # fmt: skip
-    prefix_cache: bool = option(True, "bool", "Reuse the state of prompts that begin alike.")
-    silence_limit: float = option(
-        20.0, "float", "Seconds without a sign of life after which a process of the run is taken for dead; 0: never.",
+    prefix_cache: bool = option(True, "bool", "Reuse the KV cache of prompts with a common prefix.")
+    heartbeat_timeout: float = option(
+        20.0, "float", "Seconds without a heartbeat after which a process counts as dead; 0: no limit.", minimum=0
+    )  # fmt: skip
+    step_timeout: float = option(
+        300.0, "float", "Seconds that one step may take in worker processes, before the engine stops; 0: no limit.",
         minimum=0
     )  # fmt: skip
-    step_limit: float = option(
-        300.0, "float", "Seconds that a step in worker processes may take before the engine gives up; 0: any number.",
-        minimum=0
-    )  # fmt: skip
-    threads: int | Auto = option("auto", "int", "Host threads that compute.", auto=True, minimum=1)
-    stop_with_eos: bool = option(True, "bool", "End an answer at the model's end token, for requests that do not say.")
+    threads: int | Auto = option("auto", "int", "Host threads for computation.", auto=True, minimum=1)
+    stop_with_eos: bool = option(True, "bool", "Stop at the model's end-of-sequence token, unless a request says.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +143,18 @@ class ServeConfig(Section):
 
     prefix: ClassVar[str] = "serve."
 
-    host: str = option("127.0.0.1", "str", "Address to listen on; 0.0.0.0 for every interface.")
-    port: int = option(21002, "int", "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
+    host: str = option("127.0.0.1", "str", "Address to listen on; 0.0.0.0: all interfaces.")
+    port: int = option(21002, "int", "Port to listen on; 0: any free port.", minimum=0, maximum=65535)
     api_keys: tuple[str, ...] = option(
-        (), "names", "Keys that requests must carry.", supported=((),), missing="API keys are"
+        (), "names", "API keys, one of which a request must have.", supported=((),), missing="API keys are"
     )  # fmt: skip
     served_model_name: str | None = option(
         None, "str", "The model's name in the API; none: the folder's name.", none=True
     )  # fmt: skip
-    max_queue: int = option(1024, "int", "Requests that may wait; more are refused with 429.", minimum=0)
+    allowed_hosts: tuple[str, ...] = option((), "names", "Names that a Host header may have; *: any. By default "
+                                            "localhost and its addresses if serve.host is one, else any.")  # fmt: skip
+    max_connections: int = option(4096, "int", "Maximum number of open connections.", minimum=1)
+    max_queue: int = option(1024, "int", "Maximum number of waiting requests; more get status 429.", minimum=0)
 
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -163,68 +167,68 @@ class LogConfig(Section):
     prefix: ClassVar[str] = "log."
 
     level: str = option(
-        "auto", "str", "The least of what is said; auto: info of a server and in a file, warnings elsewhere.",
+        "auto", "str", "Minimum log level; auto: info for a server and in a file, warning otherwise.",
         choices=("auto", *_LEVELS), words=dict(zip(_LEVELS, _LEVELS, strict=True))
     )  # fmt: skip
-    file: str | None = option(None, "path", "A file that lines are added to as well; none: no file.", none=True)
-    format: str = option("text", "str", "Lines for people, or an object a line.", choices=("text", "json"))
-    interval: float = option(10.0, "float", "Seconds between a busy server's lines on itself; 0: none.", minimum=0)
+    file: str | None = option(None, "path", "Log file, in addition to standard error; none: no file.", none=True)
+    format: str = option("text", "str", "Format of a log line: text, or a JSON object.", choices=("text", "json"))
+    interval: float = option(10.0, "float", "Seconds between a server's lines of statistics; 0: none.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestConfig(Section):
-    """What a request asks for when it does not say."""
+    """Defaults for requests."""
 
     prefix: ClassVar[str] = "request."
 
     prompt_tokens_len: int | None = option(
         None, "int",
-        "`evener run` makes a prompt of so many tokens; with request.max_new_tokens the answer's number is exact, too.",
+        "`evener run` uses a prompt of this many tokens; with request.max_new_tokens the answer's length is exact too.",
         none=True, minimum=1
     )  # fmt: skip
     max_new_tokens: int | None = option(
         None, "int",
-        "New tokens of requests that do not say; none: chat takes the rest of the context, completions 16.",
+        "Default maximum of new tokens; none: the rest of the context for chat, 16 for completions.",
         none=True, minimum=1
     )  # fmt: skip
-    plugins: tuple[str, ...] = option((), "names", "Request plugins that see every request, in this order.")
+    plugins: tuple[str, ...] = option((), "names", "Request plugins that process every request, in this order.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """Everything a person may set.
+    """Everything that can be set.
 
     Attributes:
-        ops: who computes an op, ``{"attention": "name of a package"}``; typed as ``ops.<op>=<package>``.
-        options: options of packages, ``{package: {option: value}}``; typed as ``<package>.<option>=<value>``. Only
-            those that were set.
+        ops: the package that computes an op, ``{"attention": "name of a package"}``; written ``ops.<op>=<package>``.
+        options: options of packages that were set, ``{package: {option: value}}``; written
+            ``<package>.<option>=<value>``.
     """
 
     model: str = option(
         dataclasses.MISSING, "path", "The model: a folder, a file such as model.gguf, or its id on a hub (org/name)."
     )  # fmt: skip
     dtype: str = option(
-        "auto", "str", "Type that is computed in; auto: the checkpoint's own.",
-        choices=("auto", "bfloat16", "float16", "float32"), words=DTYPE_WORDS
+        "auto", "str", "Compute dtype; auto: the checkpoint's own.",
+        choices=("auto", "bfloat16", "float16", "float32"), words=DTYPE_ALIASES
     )  # fmt: skip
     load: str = option(
-        "auto", "str", "Where weights come from: the checkpoint, or random numbers (dummy).",
+        "auto", "str", "Source of the weights: auto: the checkpoint; dummy: random numbers.",
         choices=("auto", "dummy")
     )  # fmt: skip
     quant: str = option(
-        "auto", "str", "Quantization; auto: as the checkpoint says.", supported=("auto", "none"),
+        "auto", "str", "Quantization; auto: that of the checkpoint.", supported=("auto", "none"),
         missing="quantization is"
     )  # fmt: skip
     backend: str | None = option(
-        None, "str", "The backend to run on; none: the best that is installed and fits.", none=True
+        None, "str", "The backend to run on; none: the best one that is installed and fits this machine.", none=True
     )  # fmt: skip
     max_fallback: str = option(
         "any", "str",
-        "What may run on the plain reference: anything, anything with a line for each at start, or nothing.",
+        "Ops that may run on the slow reference: any; listed: any, with a warning for each at start; none.",
         choices=("any", "listed", "none")
     )  # fmt: skip
     seed: int = option(
-        0, "int", "Seed of random weights and of requests that bring none.", minimum=0, maximum=2**31 - 1
+        0, "int", "Seed of random weights, and of requests without a seed.", minimum=0, maximum=2**31 - 1
     )  # fmt: skip
     trust_model_code: bool = option(
         False, "bool", "Run Python code from the model's folder.", supported=(False,),
@@ -235,13 +239,13 @@ class Config(Section):
         None, "path", "JSON file of regular expressions that rename a checkpoint's tensors.", none=True
     )  # fmt: skip
     executor: str = option(
-        "auto", "str", "Where workers run: in this process (several: as its threads), or each in one of its own.",
+        "auto", "str", "Where workers run: inline: in this process (several as threads); process: each in its own.",
         choices=("auto", "inline", "process")
     )  # fmt: skip
     outputs: str | None = option(
         "auto", "path",
-        "Folder in which `evener run` leaves a folder with its keys, log and result; auto: outputs where request.* "
-            "fixes a length, otherwise none.",
+        "Folder in which `evener run` creates a folder with keys, log and result; auto: outputs if request.* sets a "
+        "length, otherwise none.",
         auto=True, none=True
     )  # fmt: skip
     infer: InferConfig = field(default_factory=InferConfig)
@@ -252,7 +256,7 @@ class Config(Section):
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-#: The sections of ``Config`` by their names in keys.
+#: The sections of ``Config`` by their prefixes in keys.
 SECTIONS: Mapping[str, type[Section]] = {
     "infer": InferConfig,
     "serve": ServeConfig,
@@ -262,8 +266,8 @@ SECTIONS: Mapping[str, type[Section]] = {
 
 
 def key_specs() -> dict[str, KeySpec]:
-    """Every fixed key, in the order of the documents; ``ops.<op>`` and ``<package>.<option>`` come from what is
-    installed."""
+    """Every fixed key, in the order of the documents; ``ops.<op>`` and ``<package>.<option>`` come from installed
+    packages."""
     keys = specs(Config)
     for name, section in SECTIONS.items():
         keys.update({f"{name}.{key}": spec for key, spec in specs(section).items()})
@@ -271,7 +275,7 @@ def key_specs() -> dict[str, KeySpec]:
 
 
 def to_flat(config: Config) -> dict[str, Any]:
-    """``config`` as dotted keys, all of them; ``from_overrides`` of it gives an equal ``Config``."""
+    """All of ``config`` as dotted keys; ``from_overrides`` turns them back into an equal ``Config``."""
     flat: dict[str, Any] = {}
     for key in key_specs():
         section, _, name = key.rpartition(".")

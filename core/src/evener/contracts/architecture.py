@@ -1,8 +1,8 @@
-"""The architecture contract: a model family as a thin file over ``evener.layers``.
+"""The architecture contract: a model family, as a short file over ``evener.layers``.
 
-An architecture is *declared* from the checkpoint's own ``config.json`` through a ``Builder``: which weights, which ops,
-which state. Declaring imports no torch, so ``evener config`` and the memory estimate work before a weight is read.
-Register it lazily in a descriptor::
+An architecture *declares* its weights, ops and state through a ``Builder``, from the checkpoint's own ``config.json``.
+Declaring does not import torch, so ``evener config`` and the memory estimate work before any weight is read. Register
+the class by name in a descriptor; it is imported when a checkpoint needs it::
 
     Descriptor(name="my-models", architectures={"MyForCausalLM": "my_models.mine:MyForCausalLM"}, …)
 """
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     import torch
 
     from evener.contracts.checkpoint import ModelFiles
+    from evener.contracts.communicator import Communicator
     from evener.contracts.encoder import Encoder, ImageInput
-    from evener.layers.builder import Builder
 
 
 class Step(Protocol):
-    """What a forward pass sees of a step.
+    """One step, as a forward pass gets it. T is the number of tokens.
 
     Attributes:
-        bucket: index into every call site's table.
-        token_ids: int32 [T]; positions: int32 or int64 [T].
-        metas: for each state group its provider's metadata; None where this stage has no layer of the group.
-        overlay: which rows of the step, int64 [N], do not stand for their tokens' embeddings but for these rows [N,
-            hidden] in the compute type; None: all stand for embeddings.
-        stream: behind the first pipeline stage, ``x`` [T, hidden] in the compute type (zeros) and the residual, float32
-            [T, hidden], of which the sum is what the stage before gave; None in the first.
+        bucket: index into the table of every call site.
+        token_ids: int32 [T].
+        positions: int32 or int64 [T].
+        metas: for each state group the metadata of its provider; None if this stage has no layer of the group.
+        embedding_overrides: int64 [N], rows of the step, and [N, hidden] in the compute dtype, what replaces the
+            embeddings of their tokens; None: nothing is replaced.
+        stream: the input of a later pipeline stage: ``x`` [T, hidden] in the compute dtype (zeros) and the residual,
+            float32 [T, hidden]; their sum is the output of the stage before. None in the first stage.
     """
 
     bucket: int
@@ -40,21 +41,47 @@ class Step(Protocol):
     metas: tuple[Any, ...]
 
     @property
-    def overlay(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
+    def embedding_overrides(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
     @property
     def stream(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
 
 
+class ModelBuilder(Protocol):
+    """What an architecture gets to declare itself to. It is a ``Builder`` (see ``evener.layers``), which layers take;
+    the members here are what a model reads of its run.
+
+    Attributes:
+        dtype: compute dtype of weights and activations.
+        max_positions: tokens of the longest sequence that will be run.
+        communicator: of this rank's tensor parallel group; None for one rank.
+    """
+
+    dtype: str
+    max_positions: int
+    communicator: Communicator | None
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank's pipeline stage embeds the tokens."""
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank's pipeline stage computes the logits."""
+
+    def layers(self, count: int) -> range:
+        """The numbers of this stage's layers, out of ``count``."""
+
+
 class Architecture(ABC):
-    """One model family. Construct declares; ``forward`` runs a step.
+    """One model family. The constructor declares the model; ``forward`` runs a step.
 
     Attributes:
         vocab_size: width of the logits.
-        max_positions: longest context that its position encoding was made for.
-        hidden_size: width of the hidden states, which pipeline stages pass on.
-        encoders: (optional) what it reads beside text, by name; in the first pipeline stage.
-        oracle: (optional) what its tests compare it with, for ``evener models``: "transformers", or "own", an
-            implementation that was written for that from the published facts.
+        max_positions: the longest context that its position encoding supports.
+        hidden_size: width of the hidden states that pipeline stages pass on.
+        encoders: (optional) its encoders of other inputs than text, by name; only in the first pipeline stage.
+        oracle: (optional) the implementation that its tests compare it with, shown by ``evener models``:
+            "transformers", or "own" for one that was written from the published description.
     """
 
     vocab_size: int
@@ -64,41 +91,41 @@ class Architecture(ABC):
     oracle: str = ""
 
     @abstractmethod
-    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         """Declare everything from ``config`` (the parsed ``config.json``), for pipeline stages what the builder's
         ``layers``, ``first_stage`` and ``last_stage`` say.
 
         Raises:
-            ArchitectureError: the config asks for a variant that the class does not implement; says which key.
+            ArchitectureError: the config asks for a variant that the class does not implement; names the key.
         """
 
     @abstractmethod
     def forward(self, step: Step) -> torch.Tensor:
-        """Hidden states float32 [T, hidden] of the step's tokens, before the head's norm."""
+        """Hidden states of the step's tokens before the final norm, float32 [T, hidden]."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """Logits float32 [R, vocab_size] of the rows ``hidden`` [R, hidden], picked from ``forward``'s result."""
+        """Logits float32 [R, vocab_size] for ``hidden`` [R, hidden], rows of the result of ``forward``."""
 
     def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """(optional) Ids int32 [R] of the largest logits, the first of equal ones, where that takes less than all
-        logits. ``hidden`` as for ``logits``. Default: None, take the logits."""
+        """(optional) Token ids with the largest logit, int32 [R], for a model that finds them faster than all logits;
+        of equal logits the lowest id. ``hidden`` as for ``logits``. Default: None; ``logits`` is called instead."""
         del hidden, step
         return None
 
     @classmethod
     def images(cls, config: Mapping[str, Any]) -> ImageInput | None:
-        """(optional) How a model of this ``config`` takes images. Default: it takes none."""
+        """(optional) How a model with this ``config`` takes images. Default: None, it takes no images."""
         del config
         return None
 
     @classmethod
     def text_files(cls, files: ModelFiles) -> ModelFiles:
-        """(optional) The text files of a model whose folder has no ``tokenizer.json``, with what the family's
-        published code makes of the files that it has instead. Default: ``files``."""
+        """(optional) Called for a model without ``tokenizer.json``: its text files, with those that the family's
+        published code makes from other files of the folder. Default: ``files`` unchanged."""
         return files
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:
-        """(optional) A small random config for tests and ``evener models``. Default: none, an empty dict."""
+        """(optional) A config with small sizes, for tests and ``evener models``. Default: an empty dict."""
         return {}

@@ -1,11 +1,12 @@
 """The checkpoint contract: where a model's files and weights come from.
 
-Whatever it is on disk, a checkpoint gives what a model folder saved for transformers has: text files by name and
-tensors by name. The core reads folders. A package adds the reader of another kind of file, by its ending::
+A checkpoint gives what a model folder saved for transformers has: text files by name and tensors by name. Core reads
+such folders. A package can add a reader for single files, by their ending::
 
     Descriptor(name="my-reader", checkpoints={".xyz": "my_reader:XyzCheckpoint"}, …)
 
-Opening one and reading its texts and headers imports no torch, and believes nothing that the file's size contradicts.
+Opening a checkpoint and reading its texts and headers must not import torch, and must check offsets and sizes in the
+file against the size of the file.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from evener.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+#: What a checkpoint stores, without the numbers: ``{tensor: (dtype, shape)}``; see ``Checkpoint.headers``.
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where the bytes of a stored tensor lie, one after another: a file, and the offset of the first in it."""
+    """Where a stored tensor is: a file, and the offset of its first byte. The bytes are contiguous."""
 
     file: Path
     offset: int
@@ -39,26 +41,26 @@ class ModelFiles(ABC):
     ``tokenizer_config.json``, ``chat_template.jinja``, …
 
     Attributes:
-        path: what it was opened from.
+        path: the file or folder that was opened.
     """
 
     path: Path
 
     @abstractmethod
     def text(self, name: str) -> str | None:
-        """The text of the file ``name``; None if the model has none.
+        """The text of the file ``name``; None if there is no such file.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
 
     def names(self, pattern: str) -> Sequence[str]:
-        """(optional) Names of the files that fit a glob pattern, sorted. Default: none."""
+        """(optional) Names of the files that match a glob pattern, sorted. Default: none."""
         del pattern
         return ()
 
     def where(self, name: str) -> str:
-        """(optional) What messages call the file ``name``. Default: a file under ``path``."""
+        """(optional) How error messages name the file ``name``. Default: its path below ``path``."""
         return str(self.path / name)
 
     def json(self, name: str) -> dict[str, Any]:
@@ -81,10 +83,10 @@ class ModelFiles(ABC):
 
 
 class Checkpoint(ModelFiles):
-    """Text files and weights. A reader is constructed with the path, and reads no more than it needs for ``config``.
+    """Text files and weights. The constructor takes the path, and reads no more than ``config`` needs.
 
     Attributes:
-        copied: names of tensors that ``tensor`` makes anew, where others are mapped.
+        copied: names of tensors that ``tensor`` copies into new memory; the others are memory-mapped.
     """
 
     copied: frozenset[str] = frozenset()
@@ -92,37 +94,37 @@ class Checkpoint(ModelFiles):
     @property
     @abstractmethod
     def headers(self) -> Headers:
-        """``{tensor: (dtype, shape)}`` of all that is stored. Dtypes as torch names them, or a key of ``quant.BLOCKS``:
-        the shape is then that of the numbers, not of the blocks.
+        """``{tensor: (dtype, shape)}`` of all stored tensors. The dtype is torch's name, or a key of ``quant.BLOCKS``;
+        then the shape counts elements, not blocks.
 
         Raises:
-            CheckpointError: there are no weights, or what describes them is broken or lies.
+            CheckpointError: there are no weights, or their description is broken or does not fit the file.
         """
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor called ``name``, memory-mapped where the file has it as it is; one of blocks as uint8 [rows, bytes
-        of a row]. Do not write into it.
+        """The tensor ``name``, memory-mapped if the file stores it as it is. A tensor of blocks is uint8 [rows, bytes
+        per row]. The caller must not write into it.
 
         Raises:
-            CheckpointError: there is none of that name, or the file cannot be read.
+            CheckpointError: there is no such tensor, or the file cannot be read.
         """
 
     def extent(self, name: str) -> Extent | None:
-        """(optional) Where the file has the tensor ``name`` as ``tensor`` gives it, for readers that go to the file
-        themselves. Default: None, nowhere."""
+        """(optional) Where the file stores the tensor ``name`` exactly as ``tensor`` returns it, for code that reads
+        the file itself. Default: None, it does not."""
         del name
         return None
 
     def close(self) -> None:
-        """(optional) Let go of the files. Tensors that were handed out stay valid."""
+        """(optional) Close the files. Tensors that were returned stay valid. Default: nothing."""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """``config.json``.
 
         Raises:
-            CheckpointError: there is none, or it is not a JSON object.
+            CheckpointError: there is no such file, or it is not a JSON object.
         """
         if self.text("config.json") is None:
             raise CheckpointError(f"{self.path} has no config.json; give a model folder as saved for transformers")

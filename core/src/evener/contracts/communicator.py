@@ -1,7 +1,8 @@
-"""The communicator contract: how the ranks of one group talk. Passed to layers, never global; one rank has none.
+"""The communicator contract: collectives and messages between the ranks of one group.
 
-A process has two numbers: its rank in the *world*, which only the factory is told, and its index in each *group* that
-it belongs to. Everything on a ``Communicator`` counts inside the group, from 0.
+Layers get their communicator as an argument; there is no global one, and a run with one rank has none. A process has
+one rank in the *world*, and an index in each *group* that it belongs to. Only the factory gets the world's ranks; all
+numbers on a ``Communicator`` are indices in the group, from 0.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class CommunicatorCapabilities:
     """What a communicator can do.
 
     Attributes:
-        dtypes: element types that it reduces; others are sent as bytes.
-        capturable: its calls may be part of a graph.
+        dtypes: element types that it can reduce; tensors of other types are sent as bytes.
+        capturable: its calls may be captured in a graph.
     """
 
     dtypes: frozenset[str] = frozenset({"float32"})
@@ -32,9 +33,9 @@ class Communicator(ABC):
     """One named group of ranks ("tp", "pp", "ep"). Every rank calls the same methods in the same order.
 
     Attributes:
-        name: the group's, as the factory was given it.
-        rank: this process's index in the group, 0 to ``size - 1``: where the factory's ``ranks`` names it.
-        size: how many ranks the group has, at least 2.
+        name: the group's name, as given to the factory.
+        rank: this process's index in the group, 0 to ``size - 1``: its place in the factory's ``ranks``.
+        size: number of ranks in the group, at least 2.
         capabilities: see ``CommunicatorCapabilities``.
     """
 
@@ -45,50 +46,50 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, the same bits on each, as each samples by itself. ``tensor`` is donated, and may be the
-        result."""
+        """Sum over the ranks. Every rank must get the same bits, because every rank samples by itself. ``tensor`` is
+        donated: it may be overwritten, and may be the result."""
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors (equal shapes) joined along ``dim``, in the group's order."""
+        """The tensors of all ranks (equal shapes), concatenated along ``dim`` in the group's order."""
 
     @abstractmethod
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The sum over the ranks, of which each keeps its part of ``dim`` (divisible by ``size``)."""
+        """The sum over the ranks; each rank gets its part of ``dim``, which ``size`` divides."""
 
     @abstractmethod
     def all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Rows for each rank: ``send[r]`` rows of ``tensor`` go to index r of the group, ``receive[r]`` come from it;
-        both have ``size`` entries, 0 allowed, this rank's own among them. Returns [sum(receive), …], in the group's
-        order."""
+        """Exchange rows: ``send[r]`` rows of ``tensor`` go to index r of the group, and ``receive[r]`` rows come from
+        it. Both lists have ``size`` entries, with this rank's own; 0 is allowed. Returns [sum(receive), …] in the
+        group's order."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The tensor of index ``source`` of the group, on every rank. ``tensor`` is donated, and may be the result."""
+        """The tensor of index ``source``, on every rank. ``tensor`` is donated, and may be the result."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Send to index ``target`` of the group, not this rank's own; returns when ``tensor`` may be reused."""
+        """Send to index ``target``, another rank of the group; returns when ``tensor`` may be reused."""
 
-    def post(self, tensor: torch.Tensor, target: int) -> Callable[[], object]:
-        """(optional) As ``send``, but does not wait for the other rank. ``tensor`` must not change until the function
-        that is returned, which waits, has been called. Default: ``send``."""
+    def isend(self, tensor: torch.Tensor, target: int) -> Callable[[], object]:
+        """(optional) Like ``send``, but does not wait for the other rank. Returns a function that waits; until it has
+        been called, ``tensor`` must not change. Default: ``send``."""
         self.send(tensor, target)
         return lambda: None
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive into ``tensor`` (donated, and returned) from index ``source`` of the group, not this rank's own."""
+        """Receive into ``tensor``, and return it, from index ``source``, another rank of the group."""
 
-    def expect(self, tensor: torch.Tensor, source: int) -> Callable[[], torch.Tensor]:
-        """(optional) As ``receive``, but returns at once, so that nobody who sends waits for what this rank does before
-        it needs the tensor. The function that is returned gives it when it is there; call it once, in the order of the
-        calls of this. Default: it is ``receive``, for groups in which a message lies somewhere until it is taken."""
+    def irecv(self, tensor: torch.Tensor, source: int) -> Callable[[], torch.Tensor]:
+        """(optional) Like ``receive``, but returns at once, so that the sender does not wait while this rank does other
+        work. Returns a function that waits for the tensor and returns it; call each once, in the order of the
+        ``irecv`` calls. Default: that function is ``receive``, which is right if messages are buffered."""
         return lambda: self.receive(tensor, source)
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called it."""
 
     def close(self) -> None:
         """(optional) Leave the group. Default: nothing."""
@@ -96,18 +97,16 @@ class Communicator(ABC):
 
 
 class CommunicatorFactory(Protocol):
-    """Opens this process's end of a group. Only the group's ranks call it; for groups of the same ranks in the same
-    order. ``evener.distributed.torch_communicator.open_torch_communicator(library, …)`` takes the same arguments behind
-    the name of a library of ``torch.distributed``."""
+    """Opens this process's end of a group. Only the group's ranks call it; ranks that share several groups open them in
+    the same order. ``evener.backend.torch_communicator.open_torch_communicator`` takes the name of a library of
+    ``torch.distributed`` and then the same arguments."""
 
-    def __call__(
-        self, name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str
-    ) -> Communicator:
+    def __call__(self, name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str) -> Communicator:
         """This process's end of group ``name``.
 
         Args:
-            ranks: the group's ranks in the world, ascending, each once; ``ranks[i]`` is index i of the group.
-            rank: this process's rank in the world; one of ``ranks``.
-            world_size: ranks of the world.
-            init_method: where they all meet, as ``torch.distributed.init_process_group`` takes it.
+            ranks: world ranks of the group, ascending, each once; ``ranks[i]`` is index i of the group.
+            rank: this process's world rank; one of ``ranks``.
+            world_size: number of ranks in the world.
+            init_method: the rendezvous, as ``torch.distributed.init_process_group`` takes it.
         """

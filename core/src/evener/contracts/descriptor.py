@@ -1,13 +1,13 @@
-"""The descriptor: what a package is, as plain data, before anything of it is imported.
+"""The descriptor: a package's self-description as plain data. Core reads it before it imports anything else of it.
 
-An entry point in one of the groups below names a ``Descriptor`` in a torch-free module::
+An entry point in one of the groups below names a ``Descriptor``, in a module that does not import torch::
 
     [project.entry-points."evener.backends"]
     mychip = "evener_backend_mychip:descriptor"
 
-Core reads the descriptor, checks its contract versions and tags, and imports ``module`` only when the package was
-chosen. ``module`` holds the hook implementations (see ``evener.contracts.hooks``); what the hooks deliver must match
-the names that the descriptor carries, in both directions.
+Core reads the descriptor, checks its contract versions and tags, and imports ``module`` only if the package is chosen.
+``module`` has the hook implementations (see ``evener.contracts.hooks``). What the hooks return must match the names in
+the descriptor: nothing missing, and nothing more.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-#: Contract versions that this core speaks, inclusive: ``{contract: (oldest, newest)}``.
+#: Contract versions that this core supports, inclusive: ``{contract: (oldest, newest)}``. A change that breaks a
+#: contract raises its version, so that a package built for an older one is refused with both numbers.
 CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    dict.fromkeys(
-        ("descriptor", "probe", "device", "ops", "state", "communicator", "graph", "quant", "experts", "architecture",
-         "checkpoint", "layers", "request_plugin"),
-        (1, 1),
-    )
+    {
+        "descriptor": (1, 1), "probe": (2, 2), "device": (2, 2), "ops": (2, 2), "state": (2, 2), "communicator": (2, 2),
+        "graph": (1, 1), "quant": (2, 2), "experts": (1, 1), "architecture": (2, 2), "checkpoint": (1, 1),
+        "layers": (2, 2), "request_plugin": (1, 1),
+    }
 )  # fmt: skip
 
 #: Entry-point groups, in the order in which they are read.
@@ -35,10 +36,10 @@ class Option:
     """One option of a package, set as ``<package name>.<key>=value``.
 
     Attributes:
-        type: the type of its values. Text is converted (``"8"``, ``"true"``), as it comes from a command line.
-        default: the value when nobody sets it; of ``type``, or None.
-        help: one sentence for ``evener config``.
-        choices: the only values allowed; empty means any.
+        type: the type of its values. Text from a command line is converted (``"8"``, ``"true"``).
+        default: the value if the user sets none; of ``type``, or None.
+        help: one sentence, shown by ``evener config``.
+        choices: the allowed values; empty: any.
     """
 
     type: type[int] | type[float] | type[str] | type[bool]
@@ -49,43 +50,45 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """What one package is.
+    """The description of one package.
 
     Attributes:
-        name: the entry point's name, unique inside its group; lower case letters, digits, ``-`` and ``_``, a letter or
-            digit first. A backend's name is what ``--backend`` takes.
+        name: the entry point's name, unique in its group: lower case letters, digits, ``-`` and ``_``, first a letter
+            or digit. A backend's name is the value of ``--backend``.
         summary: one sentence.
-        contracts: the version of each contract that it implements, e.g. ``{"probe": 1, "device": 1, "ops": 1}``.
-            Needed: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
+        contracts: the version of each contract that it implements, e.g. ``{"probe": 2, "device": 2, "ops": 2}``.
+            Required: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states`` and ``state_kinds``, ``quant`` for
             ``formats``, ``architecture`` for ``architectures``, ``request_plugin`` for ``request_plugins``,
             ``checkpoint`` for ``checkpoints`` and ``model_sources``.
-        module: dotted path of the module that holds the hook implementations. It may import anything. Not needed by a
-            package that only carries lazy names (architectures, commands, request plugins).
-        probe: (backends) dotted path of a torch-free module with ``marks()`` and, unless its marks alone decide,
-            ``probe()``; see ``evener.contracts.probe``.
-        probe_timeout: (backends, optional) seconds that ``probe()`` may take, with the imports it needs.
+        module: dotted path of the module with the hook implementations. It may import anything. A package that only
+            announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
+        probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
+            ``evener.contracts.probe``.
+        probe_timeout: (backends, optional) time limit of ``probe()`` in seconds, with the imports it needs.
         serves: (backends) tags that kernels, graphs and collectives may need, e.g. ``{"triton", "namespace:mychip"}``.
-        needs: (kernels, graphs, collectives, plugins) tags of which the chosen backend must serve all.
-        evidence: (optional) how far it is verified, on what and when: the level (``L0`` imports and installs, ``L1``
-            calls match the vendor's signatures, ``L2`` its shape inference, ``L3`` whole engine on a simulated device,
-            ``L4`` kernels compiled for the target, ``L5`` silicon), a colon, and the words that ``evener doctor``
-            prints.
-        options: schema of the package's own options; checked before anything is imported.
-        aliases: (optional) spellings that the package claims, ``{"infer.attn_type=mychip": "ops.attention=mychip"}``.
-        ops: (optional) names of ops for which ``evener_kernels`` delivers kernels.
+        needs: (kernels, graphs, collectives, plugins) tags; the chosen backend must serve all of them.
+        evidence: (optional) how far it is verified: the level (``L0`` imports and installs, ``L1`` calls match the
+            vendor's signatures, ``L2`` its shape inference, ``L3`` whole engine on a simulated device, ``L4`` kernels
+            compiled for the target, ``L5`` real hardware), a colon, and what ran where and when. ``evener doctor``
+            prints it.
+        options: the package's own options; values are checked before anything is imported.
+        aliases: (optional) settings that the package translates to others, e.g.
+            ``{"infer.attn_type=mychip": "ops.attention=mychip"}``.
+        ops: (optional) names of ops for which ``evener_kernels`` returns kernels.
         op_schemas: (optional) names of ops that the package adds with ``evener_op_schemas``.
-        states: (optional) names of the state providers that ``evener_state_providers`` delivers.
-        state_kinds: (optional) names of state kinds that ``evener_state_kinds`` delivers.
-        formats: (optional) names of the quantization schemes that ``evener_quant_schemes`` delivers.
-        architectures: (optional) ``{"ArchitectureName": "module:Class"}``; imported when a checkpoint asks for one.
+        states: (optional) names of the state providers that ``evener_state_providers`` returns.
+        state_kinds: (optional) names of state kinds that ``evener_state_kinds`` returns.
+        formats: (optional) names of the quantization schemes that ``evener_quant_schemes`` returns.
+        architectures: (optional) ``{"ArchitectureName": "module:Class"}``; imported when a checkpoint names one.
         commands: (optional) ``{"name": "module:function"}``: CLI commands.
         request_plugins: (optional) ``{"name": "module:Class"}``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
-        tuning: (optional) dotted path of a folder with files that ``evener tune`` has written (``*.json``), part of the
-            package; they are looked at when the package was chosen.
-        model_sources: (optional) who fetches models by name, ``{"name": "module:function"}``; the function takes
-            the model's name, whether weights are needed, and the package's options, and gives a path or None.
+        tuning: (optional) dotted path of a folder in the package with files that ``evener tune`` wrote (``*.json``);
+            they are read if the package is chosen.
+        model_sources: (optional) functions that download models by name, ``{"name": "module:function"}``. The function
+            takes the model's name, whether weights are needed, and the package's options, and returns a path or
+            None.
     """
 
     name: str

@@ -1,8 +1,9 @@
-"""The encoder contract: what a model reads beside text, as rows in place of embeddings.
+"""The encoder contract: inputs other than text, as rows that replace token embeddings.
 
-An architecture that sees has two parts more. ``Architecture.encoders`` run in the worker: declared through the builder
-like every layer, run when a step first needs an item, their rows kept while requests read them. ``Architecture.images``
-runs in the front end, without a model: it says how an image is written in a prompt, and what the encoder gets of it.
+An architecture that takes images has two more parts. ``Architecture.encoders`` run in the worker. They are declared
+through the builder like layers, run when a step first needs an item, and their rows are kept while requests read them.
+``Architecture.images`` runs in the front end, without a model: it says how an image is written in a prompt and prepares
+the encoder's input.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Encoder(ABC):
-    """Makes rows of one kind of media; a member of ``Architecture.encoders``.
+    """Encodes one kind of media to rows; a value of ``Architecture.encoders``.
 
     Attributes:
-        rows: that one item gives.
-        tokens: rows of its largest call site, so that resolution has a bucket for them.
-        shape, dtype: of what ``encode`` takes, as numpy names it.
+        rows: number of rows per item.
+        tokens: rows of its largest call site; resolution makes a bucket for them.
+        shape, dtype: of the input of ``encode``, by numpy's names.
     """
 
     rows: int
@@ -32,14 +33,16 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, value: torch.Tensor) -> torch.Tensor:
-        """The rows [rows, hidden] of one item, on its device. They are as long as embeddings after their scale."""
+        """The rows [rows, hidden] of one item, on the device of ``value``. They replace embeddings after the model's
+        scale of embeddings, if it has one."""
 
 
 class ImageInput(ABC):
     """How a model takes images; made by ``Architecture.images`` in the front end.
 
     Attributes:
-        encoder: which of the model's encoders reads them; rows: tokens that one stands for.
+        encoder: name of the model's encoder for them.
+        rows: number of tokens that one image takes in a prompt.
     """
 
     encoder: str
@@ -47,13 +50,14 @@ class ImageInput(ABC):
 
     @abstractmethod
     def text(self, number: int) -> str:
-        """How image ``number`` of a conversation, from 1 on, is written in a message, without the tokens that it
-        stands for."""
+        """The text of image ``number`` of a conversation (the first is 1) in a message, without its placeholder
+        tokens."""
 
     @abstractmethod
-    def place(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """A prompt's ids with as many tokens put in for each image as it has rows, and where the first of each is."""
+    def expand_placeholders(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """A prompt's ids with ``rows`` placeholder tokens inserted for each image, and the index of each image's first
+        placeholder."""
 
     @abstractmethod
     def prepare(self, image: Image.Image) -> np.ndarray[Any, Any]:
-        """What the encoder takes, of the encoder's ``shape`` and ``dtype``."""
+        """The encoder's input for ``image``, of the encoder's ``shape`` and ``dtype``."""

@@ -1,6 +1,6 @@
-"""The experts contract: routing gives logical ids, a device-side map gives physical slots.
+"""The experts contract: routing gives logical expert ids, and a map on the device gives physical slots.
 
-Expert parallelism, spare copies and experts that are held elsewhere change the map, never the model.
+Expert parallelism, redundant copies and experts that are stored elsewhere change the map, never the model.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ class ExpertMap:
     """Logical expert ids to physical slots.
 
     Attributes:
-        slots: int32 [logical experts, copies]; -1 where there is no such copy on this rank.
-        copies: int32 [logical experts], how many copies each has (0 = not resident).
+        slots: int32 [logical experts, copies]; -1 if this rank has no such copy.
+        copies: int32 [logical experts], number of copies of each (0: not on this rank).
     """
 
     slots: torch.Tensor
     copies: torch.Tensor
 
     def __call__(self, logical: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
-        """Physical slots for logical ids [T, k]; ``salt`` int [T] spreads tokens over copies. -1 = not resident."""
+        """Physical slots for logical ids [T, k], -1 for an expert that is not on this rank. ``salt``: int [T], spreads
+        tokens over the copies."""
         counts = self.copies[logical]
         pick = (salt[:, None] % counts.clamp(min=1)).to(logical.dtype)
         return self.slots[logical, pick]

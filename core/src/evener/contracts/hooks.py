@@ -1,8 +1,8 @@
 """The hooks: functions that a package's ``module`` implements, marked with ``hookimpl``.
 
-Hooks run at start-up only, never per layer, token or op. Each returns objects; the hot path calls the objects. A
-function takes every argument of its hook, by name, without defaults; wrappers and ordering marks are refused, as no
-hook sees what another package returned. Implement those that your descriptor announces::
+Hooks run at start-up only, never per layer, token or op. They return objects, and the hot path calls the objects. A
+function takes all arguments of its hook by name, without defaults. pluggy's wrappers and ordering options are refused,
+because no hook sees what another package returned. Implement the hooks that your descriptor announces::
 
     from evener.contracts.hooks import hookimpl
 
@@ -33,13 +33,13 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec(firstresult=True)
 def evener_device(index: int, options: Mapping[str, Any]) -> Device:
-    """(backends, required) Open device ``index`` of this backend. ``options`` are the package's own, checked."""
+    """(backends, required) Open device ``index`` of this backend. ``options``: the package's own options, checked."""
     raise NotImplementedError
 
 
 @hookspec
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """Kernels for ops: at least one for each name in ``Descriptor.ops`` and for no other."""
+    """Kernels for ops: at least one for each name in ``Descriptor.ops``, and none for other ops."""
     raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ def evener_op_schemas() -> Sequence[OpSchema]:
 
 @hookspec
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
-    """State providers, one for each name in ``Descriptor.states``."""
+    """State providers, one for each name in ``Descriptor.states``. Each implements the interfaces of its ``kinds``."""
     raise NotImplementedError
 
 
@@ -69,12 +69,12 @@ def evener_quant_schemes() -> Sequence[QuantScheme]:
 
 @hookspec(firstresult=True)
 def evener_communicator(options: Mapping[str, Any]) -> CommunicatorFactory:
-    """(collectives, or a backend) How ranks of this backend talk. Default: ``torch.distributed``."""
+    """(collectives, or a backend) The factory of this backend's communicators. Default: ``torch.distributed``."""
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture | None:
-    """(graphs, or a backend) How a step is captured and replayed; None for a device that captures nothing, whose
-    ``capabilities.graphs`` is unset. Default: eager."""
+    """(graphs, or a backend) The object that captures steps; None for a device without ``capabilities.graphs``.
+    Default: steps run eagerly."""
     raise NotImplementedError

@@ -1,8 +1,8 @@
-"""Media in prompts: rows that stand for tokens. Torch-free.
+"""Media in prompts: rows that replace the embeddings of placeholder tokens. Torch-free.
 
-An item stands for some of a prompt's tokens: the model reads its rows where it would read their embeddings. The rows
-are given, or an encoder makes them in the worker. The tokens' ids are placeholders, so whatever compares prompts (the
-prefix cache, forks) compares items too.
+An item covers some tokens of a prompt; the model reads the item's rows instead of their embeddings. The rows are given,
+or an encoder computes them in the worker. The ids of these tokens are only placeholders, so code that compares prompts
+(the prefix cache, forks) compares items too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
-    """Rows ``start`` to ``start + rows - 1`` of a prompt.
+    """The tokens ``start`` to ``start + rows - 1`` of a prompt.
 
     Attributes:
-        start, rows: which tokens it stands for.
-        digest: of everything below; what has the same is the same.
-        data, shape, dtype: an array in C order, as numpy names its type: the rows [rows, hidden] themselves, or what
-            the encoder takes.
-        encoder: name of one of the model's encoders; "" if the data are the rows.
+        start, rows: the first token that it covers, and their number.
+        digest: hash of the fields below; items with equal digests are equal.
+        data, shape, dtype: an array in C order, dtype by numpy's name: the rows [rows, hidden] themselves, or the
+            encoder's input.
+        encoder: name of one of the model's encoders; "" if the array is the rows.
     """
 
     start: int
@@ -39,24 +39,24 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """Position behind its last row."""
+        """Position after its last token."""
         return self.start + self.rows
 
     @property
     def key(self) -> bytes:
-        """What a block of state depends on if the item reaches into it."""
+        """Part of the cache key of every block of state that has tokens of the item."""
         return self.digest + self.start.to_bytes(8, "little") + self.rows.to_bytes(8, "little")
 
     def array(self) -> np.ndarray[Any, Any]:
-        """The data, writable."""
+        """The array, a writable copy."""
         import numpy as np
 
         return np.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
 
 
 def make_item(start: int, array: np.ndarray[Any, Any], rows: int | None = None, encoder: str = "") -> MediaItem:
-    """An item of an array: of rows [n, hidden] float32, as long as embeddings after their scale, or of what ``encoder``
-    takes."""
+    """An item from an array: rows [n, hidden] float32, which replace embeddings after the model's scale of embeddings,
+    or the input of ``encoder``, with its number of ``rows``."""
     import numpy as np
 
     array = np.ascontiguousarray(array)
@@ -67,7 +67,7 @@ def make_item(start: int, array: np.ndarray[Any, Any], rows: int | None = None, 
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """Token ids, and the items that stand for some of them, in their order."""
+    """Token ids, and the items that cover some of them, in order."""
 
     ids: list[int]
     media: Sequence[MediaItem]

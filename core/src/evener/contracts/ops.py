@@ -1,11 +1,12 @@
-"""The op contract: what an op means, who can compute it, and for which sizes.
+"""The op contract: what an op computes, which kernels can compute it, and for which sizes.
 
-An ``OpSchema`` gives an op its meaning: a reference in plain torch (a *primitive*), or an expansion into other ops (a
-*composite*). A ``Kernel`` computes an op for some static parameters and some token counts; ``supports`` says for which,
-or why not. Resolution gives every call site one plain callable a token bucket, before the first step; nothing is chosen
+An ``OpSchema`` defines an op by its reference: plain torch code (a *primitive* op), or other ops (a *composite* op). A
+``Kernel`` computes an op for some static parameters and some numbers of tokens; its ``supports`` accepts a call or says
+why not. Before the first step, resolution gives every call site one plain callable per token bucket; nothing is chosen
 at run time.
 
-Ops are functional. An input that the schema marks *donated* may be overwritten and returned.
+Ops are functional: they do not change their inputs, except that an input which the schema marks *donated* may be
+overwritten and returned.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ if TYPE_CHECKING:
 
     from evener.contracts.quant import Packing
 
-#: A resolved op: takes the schema's inputs in order.
+#: A resolved op: takes the schema's inputs in order, and returns its outputs.
 OpFunction = Callable[..., Any]
 
-#: Settings of one way to run a kernel, plain data: ``{"rows": 32, "warps": 4}``.
+#: Static parameters of an op: sizes, dtypes, formats and flags that are fixed when the model is built.
+Static = Mapping[str, Any]
+
+#: Launch settings of a kernel as plain data, for tuning: ``{"rows": 32, "warps": 4}``.
 Variant = Mapping[str, int | str]
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A range of token counts, both ends inclusive, that one callable must serve."""
+    """The numbers of tokens that one callable must serve: ``low`` to ``high``, both inclusive."""
 
     low: int
     high: int
@@ -42,25 +46,26 @@ class Bucket:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call site at one bucket: what a kernel judges.
+    """One call site at one bucket: what ``Kernel.supports`` decides on.
 
     Attributes:
         op: the op's name.
-        static: sizes, dtypes, formats and flags that are fixed when the model is built. A weight among them is its
-            declaration, a ``LinearWeight`` of ``evener.layers.declared``: ``name``, ``parts`` (``WeightPart`` without
-            tensors), ``rows``, ``columns``, ``dtype``, ``out``, ``layout``. Nothing is loaded yet; its numbers come
-            with each call, as the input of that name.
-        bucket: the token counts to serve; ``supports`` must hold for all of them.
+        static: sizes, dtypes, formats and flags that are fixed when the model is built. For a weight it has the
+            declaration, a ``LinearWeight`` (``evener.contracts.declared``): ``name``, ``parts`` (``WeightPart`` without
+            tensors), ``rows``, ``columns``, ``dtype``, ``out``, ``layout``. Nothing is loaded yet; each call gets the
+            loaded weight as the input of the same name.
+        bucket: the numbers of tokens; ``supports`` must hold for all of them.
         device: the device's capabilities.
-        layouts: for each weight in ``OpSchema.weights`` by its name as a static parameter, the layout that was chosen
-            for it: one of the kernel's own ``packings`` if it lists any. The callable gets a ``PackedWeight`` whose
-            ``data`` is what that packing made.
-        state_layout: for ops that touch state, the layout of the provider that owns it.
-        variant: given to ``Kernel.build``: which of its ``variants`` was measured to be fastest; empty: its own choice.
+        layouts: for each weight in ``OpSchema.weights``, by its name in ``static``, the layout that was chosen for it:
+            one of the kernel's own ``packings`` if it lists any. The callable gets a ``PackedWeight`` whose ``data``
+            that packing made.
+        state_layout: for ops that use state, the layout of the state's provider.
+        variant: for ``Kernel.build``: the one of its ``variants`` that was measured as fastest; empty: the kernel
+            chooses.
     """
 
     op: str
-    static: Mapping[str, Any]
+    static: Static
     bucket: Bucket
     device: DeviceCapabilities
     layouts: Mapping[str, str] = field(default_factory=dict)
@@ -69,13 +74,15 @@ class OpCall:
 
 
 class Use(Protocol):
-    """Given to a reference: returns the callable that resolution chose for another op at the same bucket.
+    """The argument ``use`` of a reference: returns the callable that resolution chose for another op, for the same
+    bucket.
 
-    ``any_rows``: the first input's rows do not follow the step's tokens; the callable takes any number of them, finds
-    its bucket itself and goes in pieces where there is none so large. For ops that take each row by itself.
+    ``any_rows``: the first input's number of rows is not the step's number of tokens. The callable takes any number of
+    rows: it finds the bucket itself, and splits the rows if no bucket is large enough. For ops that compute each row
+    independently.
 
-    ``sizes``: for the memory plan, how large dynamic dimensions are here: a factor on the step's tokens for ``T`` or on
-    its output rows for ``R``, a number for any other.
+    ``sizes``: sizes of dynamic dimensions here, for the memory plan: for ``T`` a factor on the step's tokens, for ``R``
+    a factor on its output rows, for other dimensions the size.
     """
 
     def __call__(
@@ -88,13 +95,13 @@ class Tensor:
     """One input or output of an op.
 
     Attributes:
-        name: as the reference names it.
-        shape: dimension names or numbers; a name that ``static`` holds is static, ``T`` is the token count, others are
-            dynamic.
-        dtype: a dtype name, ``*`` for the site's ``dtype``, ``out`` for its static of that name, or ``packed`` for a
-            ``PackedWeight``.
+        name: its name in the reference.
+        shape: dimension names or numbers. A name in ``static`` is a static size, ``T`` is the number of tokens, other
+            names are dynamic.
+        dtype: a dtype name, ``*`` for the call site's ``dtype``, ``out`` for its static parameter ``out``, or
+            ``packed`` for a ``PackedWeight``.
         donated: the op may overwrite it and return it.
-        optional: may be None.
+        optional: it may be None.
     """
 
     name: str
@@ -105,7 +112,7 @@ class Tensor:
 
 
 def tensors(text: str) -> tuple[Tensor, ...]:
-    """Inputs or outputs written as ``"x T,hidden donated; bias rows float32 optional"``: name, shape (``-`` for none),
+    """Parse inputs or outputs from ``"x T,hidden donated; bias rows float32 optional"``: name, shape (``-`` for none),
     dtype if it is not ``*``, flags."""
     found = []
     for line in text.split(";"):
@@ -118,14 +125,14 @@ def tensors(text: str) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class OpCase:
-    """One generated test case: static parameters and inputs that fit the schema."""
+    """One generated test case: static parameters, and inputs that match the schema."""
 
-    static: Mapping[str, Any]
+    static: Static
     inputs: tuple[Any, ...]
 
 
-#: What the blocks of almost every model are like; see ``OpSchema.usual``.
-USUAL = {
+#: Values that almost every model has; see ``OpSchema.defaults``.
+STATIC_DEFAULTS = {
     "norm": "rms", "qk_norm_over": "head", "gated": True, "parallel": False, "logit_scale": 1.0, "query_scale": False,
     "pre_norm": True, "qk_norm_ranks": None,
 }  # fmt: skip
@@ -133,27 +140,27 @@ USUAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class OpSchema:
-    """What an op means.
+    """The definition of an op.
 
     Attributes:
-        name: lower case, unique.
-        doc: the meaning in a sentence or a formula.
-        static: the static parameters by name, each with a sentence.
+        name: unique, lower case.
+        doc: the meaning, as a sentence or a formula.
+        static: the static parameters by name, each with a description.
         inputs: in the order in which the callable takes them.
-        outputs: in the order in which it returns them; one output is returned bare.
-        reference: ``"module:function"``; the function takes ``(static, use)`` and returns the callable. A composite
-            builds it from ``use(...)``.
-        composite: whether the reference is an expansion.
+        outputs: in the order in which it returns them; a single output is returned without a tuple.
+        reference: ``"module:function"``; the function takes ``(static, use)`` and returns the callable. The reference
+            of a composite op calls other ops through ``use(...)``.
+        composite: whether the reference consists of other ops.
         weights: names of inputs that are ``PackedWeight``.
-        state: whether the op reads or writes state; its static then holds ``state``.
-        usual: for static parameters that few models change, the value that a kernel may take for granted, also inside
-            a static parameter that is a mapping. Another value is refused for a kernel that does not name the
-            parameter in ``Kernel.unusual``, so that a kernel never meets a variant that it does not know.
-        cases: ``"module:function"``; the function takes ``(dtype, generator)`` and yields ``OpCase``; "" for ops whose
-            cases need a whole model.
+        state: whether the op reads or writes state; then ``static`` has ``state``, the layer's ``StateSlot``.
+        defaults: for static parameters that few models change, the usual value; also for keys of a static parameter
+            that is a mapping. If a call has another value, core refuses every kernel that does not name the parameter
+            in ``Kernel.non_default``, so a kernel never gets a variant that it does not know.
+        cases: ``"module:function"``; the function takes ``(dtype, generator)`` and yields ``OpCase``. "" for ops of
+            core, whose cases are in the conformance kit, and for ops whose cases need a whole model.
         tolerance: ``{dtype: (relative, absolute)}`` against the reference computed in float32.
-        scratch: bytes that the reference holds at its peak for each element of its first input, beside inputs and
-            outputs; for the memory plan.
+        scratch: for the memory plan: bytes that the reference holds at its peak, per element of its first input,
+            without inputs and outputs.
         deterministic: equal inputs give equal bits on one device.
         capturable: the reference may run while a graph is captured: it reads no value on the host.
     """
@@ -167,7 +174,7 @@ class OpSchema:
     composite: bool = False
     weights: tuple[str, ...] = ()
     state: bool = False
-    usual: Mapping[str, Any] = field(default_factory=lambda: USUAL)
+    defaults: Mapping[str, Any] = field(default_factory=lambda: STATIC_DEFAULTS)
     cases: str = ""
     tolerance: Mapping[str, tuple[float, float]] = field(
         default_factory=lambda: {"float32": (1e-5, 1e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (2e-3, 2e-3)}
@@ -186,15 +193,17 @@ class Kernel(ABC):
     Attributes:
         op: the op it computes.
         name: unique inside the package, e.g. "fused_rms_norm".
-        priority: the highest that supports a call wins; the reference has -1000. Ties: the name that sorts first.
-        capturable: it may run while a graph is being captured.
+        priority: of the kernels that support a call, the one with the highest is used; the reference has -1000. Of
+            equal priorities the name that sorts first is used.
+        capturable: it may run while a graph is captured.
         deterministic: equal inputs give equal bits.
-        batch_invariant: a token's result does not depend on the other tokens of the step.
+        batch_invariant: the result of a token does not depend on the other tokens in the step.
         packings: for ops with weights, the packings whose ``PackedWeight`` it accepts, best first.
-        state_layout: for ops that touch state, the layout it was written for; a candidate only where that unit won.
-        across_ranks: it does what ranks do together, with the communicator that its static holds. Without, it is no
-            candidate where there is one, but may serve the part of one rank that such a composite is made of.
-        unusual: static parameters of ``OpSchema.usual`` of which it judges other values itself.
+        state_layout: for ops that use state, the layout that it was written for; it is a candidate only if the
+            provider of that layout was chosen.
+        across_ranks: it computes the op of all ranks, with the communicator in ``static``. A kernel without it is not a
+            candidate for a call with a communicator, but may compute the part of one rank inside such a composite.
+        non_default: names in ``OpSchema.defaults`` for which its ``supports`` handles other values.
     """
 
     op: str
@@ -206,33 +215,32 @@ class Kernel(ABC):
     packings: tuple[Packing, ...] = ()
     state_layout: str | None = None
     across_ranks: bool = False
-    unusual: frozenset[str] = frozenset()
+    non_default: frozenset[str] = frozenset()
 
     @abstractmethod
     def supports(self, call: OpCall) -> str | None:
-        """None when the whole bucket of ``call`` is served; otherwise the reason, in words for ``explain``."""
+        """None if the kernel can serve the whole bucket of ``call``; otherwise the reason, in words for people."""
 
     @abstractmethod
     def build(self, call: OpCall) -> OpFunction:
-        """The callable for this site and bucket. Called once, after ``supports`` returned None."""
+        """The callable for this call site and bucket. Called once, after ``supports`` returned None."""
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
-        """(optional) Other ways to run ``call`` than its own choice, for ``evener tune`` to time; a file of what was
-        measured may bring one of them back in ``call.variant``. Asked after ``supports`` returned None; all of them are
-        right. Default: none."""
+        """(optional) Other launch settings for ``call`` than the kernel's own choice. ``evener tune`` measures them,
+        and a tuning file may pass one of them back in ``call.variant``. Called after ``supports`` returned None; all of
+        them must give correct results. Default: none."""
         del call
         return ()
 
     def workspace(self, call: OpCall) -> int:
-        """(optional) Bytes of the device that a call with ``call.bucket.high`` tokens takes at its peak beside its
-        inputs and results: copies of inputs, wide intermediates, partial sums. A result that a donated input has no
-        room for is counted by core. Default 0.
+        """(optional) Peak device memory, in bytes, of a call with ``call.bucket.high`` tokens, without inputs and
+        results: copies of inputs, intermediates, partial sums. Core counts the results. Default: 0.
 
-        Asked before ``build``, with the variant that is built. The scratch is the call's: it is free again when the
-        call has returned (on a device with a queue: for whatever is submitted next). Call sites run one after another,
-        so the memory plan has room for the largest of all ``workspace`` and no more. Scratch that a kernel keeps from
-        call to call is safe only where all of the package's kernels share one buffer of the largest size; memory that
-        each built callable keeps for itself is in no plan.
+        Called before ``build``, with the variant that will be built. The memory must be free again when the call has
+        returned (on a device with a queue: for the work that is submitted next). Call sites run one after another, so
+        the memory plan reserves only the largest ``workspace`` of all. A kernel may keep scratch memory from call to
+        call only if all kernels of the package share one buffer of the largest size; memory that each built callable
+        keeps for itself is not in the plan.
         """
         del call
         return 0

@@ -1,37 +1,36 @@
-"""The request-plugin contract: touch a request before it runs and a response before it is sent.
+"""The request-plugin contract: change a request before it runs, or a response before it is sent.
 
-Announce a class in ``Descriptor.request_plugins``; a run uses those that ``request.plugins=NAME,NAME`` names, in that
-order. A failure in a plugin fails the request, with the plugin's name in the error.
+Announce a class in ``Descriptor.request_plugins``. A run uses the plugins in ``request.plugins=NAME,NAME``, in that
+order. If a plugin fails, the request fails, with the plugin's name in the error.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from evener.frontend.outputs import Delta, RequestOutput
+from evener.contracts.outputs import Delta, RequestOutput
 
 
 class RequestPlugin(ABC):
-    """Runs in the front end. One object a model; its methods may be called from several threads."""
+    """Runs in the front end. There is one object per model; its methods may be called from several threads."""
 
     @abstractmethod
     def prepare(self, model_dir: str, options: Mapping[str, Any]) -> None:
         """Called once, before the first request."""
 
     def preprocess(self, request: dict[str, Any]) -> dict[str, Any]:
-        """(optional) The request, to be returned as it shall be run. Default: unchanged.
+        """(optional) Return the request as it should run. Default: unchanged.
 
         Args:
-            request: ``prompt`` (text, a chat's after its template, or token ids), ``params`` (``SamplingParams``,
-                frozen: replace it), ``kind`` ("chat" or "completion") and ``media`` (a list of ``MediaItem`` that stand
-                for tokens; empty for most). Rows of your own: return token ids as ``prompt``, any ids where the rows
-                shall stand, and ``evener.contracts.media.make_item(position, rows)`` in ``media``.
+            request: ``prompt`` (text, for a chat after its template, or token ids), ``params`` (``SamplingParams``,
+                frozen: replace it), ``kind`` ("chat" or "completion") and ``media`` (a list of ``MediaItem``, usually
+                empty). To add rows of your own, return token ids as ``prompt``, with any ids as placeholders, and
+                ``evener.contracts.media.make_item(position, rows)`` in ``media``.
 
         Raises:
-            RequestError: the request is refused; the caller gets the message.
+            RequestError: refuse the request; the caller gets the message.
         """
         return request
 

@@ -1,33 +1,40 @@
-"""The state contract: what a layer remembers, and who owns its layout.
+"""The state contract: what a layer keeps from one step to the next (its KV cache), and who owns the memory layout.
 
-A layer declares a ``StateSpec``; equal specs form a *group* with one block table a request. A ``StateProvider`` is
-resolved as a unit for a group: it decides the layout of a block, writes it and attends over it. Core keeps block ids
-and nothing else. Block 0 is the null block: never read for a real token, writable garbage for padding.
+A layer declares a ``StateSpec``. Layers with equal specs form a *group*, with one block table per request. Resolution
+chooses one ``StateProvider`` for each group. It decides the layout of a block, writes to it and reads from it; core
+knows only block ids. Block 0 is the null block: padding tokens may write to it, and no real token reads it.
 
-A block holds ``block_size`` tokens of one layer (``per="token"``), or one row of state as it stood after the block's
-last computed token (``per="request"``). All groups draw their blocks from one pool.
+A block holds ``block_size`` tokens of one layer (``per="token"``), or one row of state as it was after the block's last
+computed token (``per="request"``). All groups take their blocks from one pool.
 
-Which methods of a provider a layer calls follows from the kind of its state:
+Each kind of state has an interface: the methods that its layers call. A provider implements the interface of every
+built-in kind in its ``kinds``; one that does not is refused when it is registered.
 
-========== ============================= =======================================================================
-kind       tensors                       calls
-========== ============================= =======================================================================
-full,      key [kv_heads, head_dim],     ``write``, ``attend``
+========== ============================ ========================= ==================================================
+kind       tensors                      interface                 methods
+========== ============================ ========================= ==================================================
+full,      key [kv_heads, head_dim],    ``AttentionProvider``     ``write``, ``attend``
 window,    value [kv_heads, value_dim]
 chunk
-latent     latent [rank], rope [dim]     ``write``; ``attend`` with queries in latent space; ``pieces`` where
-                                         keys and values are expanded instead; ``attend_chosen`` if sparse
-index      key [dim]                     ``write``, ``select``
-recurrent  as the recurrence needs       ``advance``
-========== ============================= =======================================================================
+latent     latent [rank], rope [dim]    ``LatentProvider``        ``write``, ``attend``, and ``pieces`` where a layer
+                                                                  expands latents to keys and values
+latent,    the same                     ``SparseLatentProvider``  the same, and ``attend_chosen``
+with top
+index      key [dim]                    ``IndexProvider``         ``write``, ``select``
+recurrent  as the recurrence needs      ``RecurrentProvider``     ``advance``
+========== ============================ ========================= ==================================================
+
+A package may add a kind of state. Its provider subclasses ``StateProvider`` itself, and has the methods that the
+package's own ops call.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.device import DeviceCapabilities
@@ -36,7 +43,8 @@ from evener.contracts.quant import DTYPE_BYTES
 if TYPE_CHECKING:
     import torch
 
-GraphReach = Literal["never", "uniform_decode", "any"]
+#: See ``StateProvider.graph``.
+GraphSupport = Literal["never", "uniform_decode", "any"]
 
 
 @dataclass(frozen=True)
@@ -55,17 +63,18 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What one layer remembers.
+    """The state of one layer.
 
     Attributes:
         kind: a registered kind: "full", "window", "chunk", "latent", "index", "recurrent".
-        tensors: for "full", "window" and "chunk": key [kv_heads, head_dim] and value [kv_heads, value_dim].
-        per: whether ``tensors`` are for a token or for a request.
-        window: (kind "window") a query attends to itself and the ``window - 1`` tokens before it; (kind "chunk") to
-            those of its own chunk up to itself: chunks of ``window`` tokens, one after another from position 0.
-        every: (per request) tokens between snapshots that a prefix can go on from, a multiple of the block size; None
-            keeps one at every block's end.
-        shared_with: (optional) name of an earlier layer whose state this layer reads instead of having its own.
+        tensors: see the table above, in this order.
+        per: whether ``tensors`` are for one token or for one request.
+        window: (kind "window") a query attends to itself and to the ``window - 1`` tokens before it; (kind "chunk") the
+            sequence is cut into chunks of ``window`` tokens from position 0, and a query attends to the tokens of its
+            own chunk up to itself.
+        every: (per request) tokens between two snapshots from which a cached prefix can continue, a multiple of the
+            block size; None keeps a snapshot at the end of every block.
+        shared_with: (optional) name of an earlier layer; this layer reads that layer's state and has none of its own.
     """
 
     kind: str
@@ -80,9 +89,9 @@ class StateSpec:
         """Bytes for one token (or one request), unpadded."""
         return sum(t.nbytes for t in self.tensors)
 
-    def first_seen(self, at: Any) -> Any:
-        """The first position that the query at position ``at`` attends to, a number or a tensor of them; below 0 where
-        a window reaches further back than the sequence."""
+    def first_attended(self, at: Any) -> Any:
+        """The first position that the query at position ``at`` (int or integer tensor) attends to; negative where the
+        window is longer than the sequence so far."""
         if self.window is None:
             return 0 * at
         return at - at % self.window if self.kind == "chunk" else at - self.window + 1
@@ -90,21 +99,22 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How a layer reads its state; a provider may refuse what it cannot do.
+    """How a layer reads its state. A provider refuses what it cannot do in ``supports``.
 
     Attributes:
-        heads: query heads.
-        head_dim: of queries and keys.
+        heads: number of query heads.
+        head_dim: length of a query and of a key.
         scale: factor on the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None is off.
-        sinks: whether each head has a learned logit that joins the softmax without a value.
-        dtype: compute type.
-        top: (sparse latent) ``attend_chosen`` is called, with so many tokens a query; (index) so many ``select`` names.
-        parts: requests that add one token get metadata of their own (``StepParts``), because they are computed in
-            another way than the rest.
-        algorithm: "softmax", or the recurrence that ``advance`` computes (``gated_delta``).
-        slopes: (attention with linear biases, Press et al. 2022) for each of ``heads`` what a score loses per token by
-            which the key lies before the query, in float32 and after the soft cap; None is off.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: no soft cap.
+        sinks: each head has a learned logit that takes part in the softmax and has no value.
+        dtype: compute dtype.
+        top: (latent) attention is sparse: the layer calls ``attend_chosen`` with up to ``top`` tokens per query;
+            (index) how many tokens ``select`` returns.
+        split_decode: the layer computes requests that add one token differently; they get metadata of their own
+            (``SplitMetadata``).
+        algorithm: "softmax", or the recurrence that ``advance`` computes ("gated_delta").
+        slopes: (attention with linear biases, Press et al. 2022) one number per query head: the score is reduced by
+            slope * (query position - key position), in float32, after the soft cap; None: no biases.
     """
 
     heads: int
@@ -114,61 +124,64 @@ class AttentionSpec:
     sinks: bool = False
     dtype: str = "float32"
     top: int | None = None
-    parts: bool = False
+    split_decode: bool = False
     algorithm: str = "softmax"
     slopes: tuple[float, ...] | None = None
 
 
 class StateKind(ABC):
-    """The block rules of a kind: which blocks are still needed. Everything else about prefixes and dead blocks follows
-    from it."""
+    """Which blocks of a kind of state are still needed. Prefix reuse and the freeing of blocks follow from it."""
 
     name: str
 
     @abstractmethod
     def first_live_block(self, spec: StateSpec, computed: int, block_size: int) -> int:
-        """Index of the first block that the token at position ``computed`` (and any after it) can still read.
+        """Index of the first block that the token at position ``computed``, or any token after it, can still read.
 
-        Blocks before it may be freed. A prefix of ``n`` blocks can be reused if the blocks from ``first_live_block(n *
+        Earlier blocks may be freed. A prefix of ``n`` blocks can be reused if the blocks from ``first_live_block(n *
         block_size)`` up to ``n`` are cached. Must not decrease as ``computed`` grows.
         """
 
     def needs(self, spec: StateSpec, column: int, last: int, block_size: int) -> bool:
-        """(optional) Whether a step whose last new block is ``last`` writes block ``column``; others get none. Default:
-        all are written."""
+        """(optional) Whether a step whose last new block is ``last`` writes block ``column``; a block that is not
+        written is not allocated. Default: all are written."""
         del spec, column, last, block_size
         return True
 
     def reusable(self, spec: StateSpec, column: int, block_size: int) -> bool:
-        """(optional) Whether a full block ``column`` holds its prefix's state wherever steps ended. Default: yes."""
+        """(optional) Whether the full block ``column`` holds the state of its prefix no matter where steps ended.
+        Default: yes."""
         del spec, column, block_size
         return True
 
-    def held(self, spec: StateSpec, first: int, stop: int, block_size: int) -> int:
-        """(optional) Blocks that a request holds of ``first`` to ``stop`` while a step that ends there is in flight.
-        Default: all."""
+    def live_blocks(self, spec: StateSpec, first: int, stop: int, block_size: int) -> int:
+        """(optional) How many of the blocks ``first`` to ``stop`` a request holds while a step that ends at ``stop`` is
+        in flight. Default: all."""
         del spec, block_size
         return stop - first
 
 
 @dataclass(frozen=True)
 class StateStep:
-    """One step as a group sees it. Tensors live on the device, begin aligned (``DeviceCapabilities.alignment``; those
-    of a part of a step, see ``rows``, need not), and are valid during the step only. Integers are int32 where the
-    device takes no int64.
+    """One step of one group. Its tensors are on the device and valid during the step only. They start at a multiple of
+    ``DeviceCapabilities.alignment``, except those of a step that ``rows`` returned. Integers are int32 on a device
+    without int64.
 
     Attributes:
-        tokens: tokens in the step (T); requests: rows (R). A captured step is padded with requests of one token whose
-            slots lie in block 0, which is nobody's; what ``attend`` returns for them is not read.
-        max_query: longest query of a request; max_kv: an upper bound of ``kv_lens``.
-        query_start: int32 [R + 1], offsets into the tokens.
-        kv_lens: int32 [R], tokens of state after this step's writes.
-        positions: int32 or int64 [T].
-        slot_mapping: int32 or int64 [T], ``block * block_size + offset`` where each token is written.
-        block_table: int32 [R, C], block ids. Entries before the first live block may be stale (they name blocks of
-            others) and must not be read.
-        host_query_lens, host_kv_lens: the same numbers on the host, in row order. In a capture they are those of the
-            run that is captured, while sizes follow ``max_kv``; ``Replay.update`` gets those of each replay.
+        tokens: number of tokens in the step (T).
+        requests: number of requests (R). A captured step is padded with requests of one token, whose slots are in the
+            null block; what ``attend`` returns for them is not read.
+        max_query: the most tokens that a request adds.
+        max_kv: an upper bound of ``kv_lens``.
+        query_start: int32 [R + 1], offset of each request's first token, then T.
+        kv_lens: int32 [R], tokens of state of each request after this step's writes.
+        positions: int32 or int64 [T], of each token in its sequence.
+        slot_mapping: int32 or int64 [T], where each token is written: ``block * block_size + offset``.
+        block_table: int32 [R, C], block ids. Entries before the first live block may be stale: such blocks may belong
+            to other requests, and must not be read.
+        host_query_lens, host_kv_lens: how many tokens each request adds, and ``kv_lens``, on the host. During a
+            capture they belong to the step that is being captured, while sizes follow ``max_kv``; ``Replay.update``
+            gets those of each replay.
     """
 
     tokens: int
@@ -184,7 +197,7 @@ class StateStep:
     host_kv_lens: Sequence[int]
 
     def rows(self, first: int, stop: int) -> StateStep:
-        """The step of requests ``first`` to ``stop`` alone."""
+        """The part of the step with requests ``first`` to ``stop`` only."""
         queries, lengths = self.host_query_lens[first:stop], self.host_kv_lens[first:stop]
         start = sum(self.host_query_lens[:first])
         end = start + sum(queries)
@@ -197,22 +210,22 @@ class StateStep:
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """A step's metadata in two parts: ``single`` for its first ``tokens`` tokens, whose requests add one each, and
-    ``longer`` for the rest; None for a part without tokens."""
+class SplitMetadata:
+    """A step's metadata in two parts: ``decode`` for the first ``tokens`` tokens, from requests that add one token
+    each, and ``prefill`` for the rest. A part without tokens is None."""
 
-    single: Any
-    longer: Any
+    decode: Any
+    prefill: Any
     tokens: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some tokens of one request's state, in the canonical layout.
+    """The state of some consecutive tokens of one request, in the canonical layout.
 
     Attributes:
-        first, stop: the request's tokens in the step.
-        offset: position of the first of them, less the position of the piece's first token.
+        first, stop: the range of the request's tokens in the step.
+        offset: position of the request's first token in the step, minus the position of the piece's first token.
         tensors: for each tensor of the spec [tokens, *shape]; valid until the next piece.
     """
 
@@ -223,38 +236,39 @@ class Piece:
 
 
 class StateProvider(ABC):
-    """Owns the layout of some kinds of state and computes with it.
+    """Owns the layout of some kinds of state; the base of the interfaces below. Subclass the interface of each kind
+    that you serve, and this class itself only for a kind that your package adds.
 
     Attributes:
         name: unique in the run, e.g. "cpu.paged".
-        layout: name of its layout; a fused kernel that writes state declares the same.
-        kinds: the kinds it serves.
-        priority: the highest that supports a group wins; the reference has -1000.
-        graph: how far its attention can be captured: "never"; "uniform_decode", steps in which every request adds as
-            many tokens; "any". The engine captures steps in which each request adds one.
-        owns_memory: it allocates its own pool in ``bind`` and ignores ``storage``.
-        batch_invariant: a request's result does not depend on its company.
+        layout: name of its layout; a fused kernel that writes state declares the same name.
+        kinds: the kinds of state that it serves.
+        priority: of the providers that support a group, the one with the highest is used; the reference has -1000.
+        graph: which steps can be captured with its methods: "never"; "uniform_decode", steps in which every request
+            adds the same number of tokens; "any". The engine captures steps in which each request adds one.
+        owns_memory: it allocates a pool of its own in ``bind`` and ignores ``storage``.
+        batch_invariant: the result of a request does not depend on the other requests in the step.
     """
 
     name: str
     layout: str
     kinds: frozenset[str]
     priority: int = 0
-    graph: GraphReach = "never"
+    graph: GraphSupport = "never"
     owns_memory: bool = False
     batch_invariant: bool = False
 
     @abstractmethod
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
-        """None when it can serve the group; otherwise the reason."""
+        """None if it can serve the group; otherwise the reason why not."""
 
     @abstractmethod
     def block_sizes(self, spec: StateSpec) -> Sequence[int]:
-        """Tokens a block that it offers, preferred first; each a multiple of the smallest."""
+        """The block sizes that it offers, in tokens, preferred first; each a multiple of the smallest."""
 
     @abstractmethod
     def bytes_per_block(self, spec: StateSpec, block_size: int) -> int:
-        """Bytes of one block of one layer, its own padding included. Needs no device."""
+        """Bytes of one block of one layer, with its own padding. Must not need a device."""
 
     @abstractmethod
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> Any:
@@ -263,88 +277,130 @@ class StateProvider(ABC):
 
     @abstractmethod
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
-        """Metadata of one step, made once for a group and passed to ``write``, ``attend`` … of its layers."""
+        """Metadata of one step. It is made once per step and group, and is the ``meta`` of every call for a layer of
+        the group."""
 
     def metadata(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
-        """What layers of a group get: ``prepare``'s result, or ``StepParts`` of two. Requests that add one token and
-        come first are the first part. Not to be overridden."""
-        if not attention.parts:
+        """What the layers of a group get: the result of ``prepare``, or ``SplitMetadata`` of two calls. The decode part
+        is the requests that come first and add one token each. Do not override it."""
+        if not attention.split_decode:
             return self.prepare(step, spec, attention, block_size)
         longer = (row for row, count in enumerate(step.host_query_lens) if count > 1)
         cut = step.requests if step.max_query == 1 else next(longer)
         one = self.prepare(step.rows(0, cut), spec, attention, block_size) if cut else None
         rest = step.rows(cut, step.requests) if cut < step.requests else None
-        return StepParts(one, rest and self.prepare(rest, spec, attention, block_size), cut)
-
-    @abstractmethod
-    def write(self, views: Any, meta: Any, *values: torch.Tensor) -> None:
-        """Write this step's tokens; ``values`` in the order of ``spec.tensors``, each [T, *shape]. Mutates it."""
-
-    @abstractmethod
-    def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention of query [T, heads, head_dim] over the state, this step's tokens included; returns [T, heads,
-        value_dim].
-
-        A latent state is one key for all heads, its tensors joined, and its first tensor is the value: query [T, heads,
-        rank + dim] gives [T, heads, rank].
-        """
-
-    def attend_chosen(self, views: Any, meta: Any, query: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """(sparse latent) ``attend`` where each query reads only the positions in its row of ``chosen``, int32 [T,
-        top], -1 for none; each is at most the query's own and named once."""
-        raise NotImplementedError(f"{self.name} serves no sparse state")
-
-    def pieces(self, views: Any, meta: Any, limit: int) -> Iterator[Piece]:
-        """(latent) The whole state of each request of the step, this step's tokens included, in pieces of at most
-        ``limit`` tokens; the pieces of a request follow one another."""
-        raise NotImplementedError(f"{self.name} hands out no state")
-
-    def select(self, views: Any, meta: Any, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(index) For each token the positions of the ``top`` tokens up to itself with the highest score, int32 [T,
-        top], -1 where there are fewer; the order is free.
-
-        The score of a key is the sum over heads of ``weights * relu(query @ key)``, in float32, for query [T, heads,
-        head_dim] and weights float32 [T, heads]. Ties go to the lower position.
-        """
-        raise NotImplementedError(f"{self.name} serves no index")
-
-    def advance(self, views: Any, meta: Any, *inputs: torch.Tensor) -> torch.Tensor:
-        """(recurrent) Run this step's tokens through the recurrence, from the row before each request's first token
-        (zeros at position 0), and keep the row after its last and at every snapshot that is passed; mutates the state.
-
-        Inputs and result are the algorithm's. ``gated_delta`` (Yang et al. 2024) has the state conv [channels, width -
-        1] and delta float32 [heads, key_dim, value_dim], and takes mixed [T, channels] (queries and keys of the key
-        heads, then values), filter [channels, width], decay float32 [T, heads] (logarithms), beta float32 [T, heads].
-        Mixed goes through a causal depthwise convolution and silu; queries and keys are normalised to length 1, queries
-        times key_dim ** -0.5; a value head uses the key head ``head * key_heads // heads``. Per token ``S = exp(decay)
-        S; S += k (beta (v - k S))``; it returns q S, [T, heads, value_dim].
-        """
-        raise NotImplementedError(f"{self.name} serves no recurrence")
+        return SplitMetadata(one, rest and self.prepare(rest, spec, attention, block_size), cut)
 
     @abstractmethod
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy blocks ``source`` to ``target`` (int32 [n] each) in one layer."""
+        """Copy the blocks ``source`` to the blocks ``target`` (int32 [n] each) of one layer. Mutates the state."""
 
     @abstractmethod
     def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Blocks (int32 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape] (or [n,
-        *shape])."""
+        """The blocks (int32 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape], or [n,
+        *shape] for state per request."""
 
     @abstractmethod
     def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        """The inverse of ``export_blocks``."""
+        """The inverse of ``export_blocks``. Mutates the state."""
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
-        """(optional) Bytes of the device that one layer's share of a step takes at its peak, its result and what it is
-        given aside: what ``prepare`` makes, and the scratch of ``write``, ``attend`` and the like. Default 0.
+        """(optional) Device memory, in bytes, that one layer's calls need at their peak, not counting what they return
+        and what they are given: what ``prepare`` allocates, and the scratch of the other methods. Default: 0.
 
-        Asked once for each group before weights are read. The memory plan has room for the largest of the groups and of
-        all kernels (``Kernel.workspace``), because calls follow one another; what ``prepare`` makes lives until the
-        step's last layer, for all groups at once, and should be small.
+        Called once for each group before weights are read. The memory plan reserves the largest value of all groups
+        and all kernels (``Kernel.workspace``), because calls run one after another. What ``prepare`` allocates should
+        be small: it stays until the step's last layer, for all groups at once.
 
         Args:
-            max_tokens: tokens of the largest step (``infer.step_tokens``), over any number of requests.
+            max_tokens: tokens of the largest step (``infer.step_tokens``), from any number of requests.
             max_kv: tokens of the longest request (``infer.max_seq_len``).
         """
         del spec, attention, max_tokens, max_kv
         return 0
+
+
+class AttentionProvider(StateProvider):
+    """Keys and values of every token: the interface of the kinds "full", "window" and "chunk"."""
+
+    @abstractmethod
+    def write(self, views: Any, meta: Any, *values: torch.Tensor) -> None:
+        """Write this step's tokens: ``values`` in the order of ``spec.tensors``, each [T, *shape]. Mutates the
+        state."""
+
+    @abstractmethod
+    def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of query [T, heads, head_dim] over the state, with the tokens that this step wrote; returns [T,
+        heads, value_dim]. ``sinks``: [heads], see ``AttentionSpec.sinks``."""
+
+
+class LatentProvider(AttentionProvider):
+    """One latent and one rotated key of every token (multi-head latent attention, DeepSeek-V2 2024): the interface of
+    the kind "latent".
+
+    For ``attend``, a token's tensors joined are one key for all heads, and its latent is the value: query [T, heads,
+    rank + dim] gives [T, heads, rank].
+    """
+
+    @abstractmethod
+    def pieces(self, views: Any, meta: Any, limit: int) -> Iterator[Piece]:
+        """The whole state of each request of the step, with the tokens that this step wrote, in pieces of at most
+        ``limit`` tokens. The pieces of a request follow one another in order."""
+
+
+class SparseLatentProvider(LatentProvider):
+    """Latent state whose layers read only some of the tokens (``AttentionSpec.top``)."""
+
+    @abstractmethod
+    def attend_chosen(self, views: Any, meta: Any, query: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Like ``attend``, but each query reads only the positions in its row of ``chosen``: int32 [T, top], -1 for
+        none. Each position is at most the query's own and occurs once."""
+
+
+class IndexProvider(StateProvider):
+    """One key of every token, by which a sparse layer selects tokens: the interface of the kind "index"."""
+
+    @abstractmethod
+    def write(self, views: Any, meta: Any, *values: torch.Tensor) -> None:
+        """Write this step's keys: one tensor [T, dim]. Mutates the state."""
+
+    @abstractmethod
+    def select(self, views: Any, meta: Any, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """For each token the positions of the ``top`` tokens with the highest score, up to and including itself: int32
+        [T, top] in any order, -1 where there are fewer.
+
+        The score of a key is the sum over heads of ``weights * relu(query @ key)``, in float32, for query [T, heads,
+        head_dim] and weights float32 [T, heads]. Of equal scores the lower position is selected.
+        """
+
+
+class RecurrentProvider(StateProvider):
+    """One row of state per request: the interface of the kind "recurrent"."""
+
+    @abstractmethod
+    def advance(self, views: Any, meta: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        """Run this step's tokens through the recurrence. Each request starts from the row before its first token in the
+        step (zeros at position 0). The row after its last token is stored, and so is the row at every snapshot on the
+        way (``StateSpec.every``). Mutates the state.
+
+        Inputs and result depend on ``AttentionSpec.algorithm``. "gated_delta" (Yang et al. 2024) has the state conv
+        [channels, width - 1] and delta float32 [heads, key_dim, value_dim]. Its inputs are mixed [T, channels] (queries
+        of the key heads, then keys, then values), filter [channels, width], decay float32 [T, heads] (logarithms) and
+        beta float32 [T, heads]. Mixed goes through a causal depthwise convolution and silu. Queries and keys are
+        normalised to length 1, then queries are multiplied by key_dim ** -0.5. Value head h uses key head ``h *
+        key_heads // heads``. For each token ``S = exp(decay) S; S += k (beta (v - k S))``. Returns q S, [T, heads,
+        value_dim].
+        """
+
+
+#: The interface of each built-in kind of state.
+INTERFACES: Mapping[str, type[Any]] = MappingProxyType(
+    {"full": AttentionProvider, "window": AttentionProvider, "chunk": AttentionProvider, "latent": LatentProvider,
+     "index": IndexProvider, "recurrent": RecurrentProvider}
+)  # fmt: skip
+
+
+def required_interface(spec: StateSpec, attention: AttentionSpec) -> type[Any]:
+    """The interface that a layer needs from its provider; ``StateProvider`` for a kind that a package adds."""
+    sparse = spec.kind == "latent" and attention.top is not None
+    return SparseLatentProvider if sparse else INTERFACES.get(spec.kind, StateProvider)

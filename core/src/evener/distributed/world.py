@@ -1,4 +1,4 @@
-"""The world: which rank a worker is, how ranks are laid out, and its ends of the groups it belongs to. Torch-free."""
+"""The ranks of a run: how they are numbered, and the groups in which they communicate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     import torch
 
     from evener.contracts.communicator import Communicator, CommunicatorFactory
-    from evener.distributed.launched import Launched
+    from evener.distributed.torchrun import TorchrunEnv
 
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place among ``size`` of them; the default is a world of one.
+    """One worker's rank among ``size`` workers. The default is a single worker.
 
-    ``rank = pp_rank * tp_size + tp_rank``: the ranks that share each layer are neighbours, because they talk most.
+    ``rank = pp_rank * tp_size + tp_rank``, so the ranks of one tensor parallel group are neighbours: they communicate
+    most.
 
     Raises:
         EngineError: the numbers contradict each other.
@@ -37,23 +38,23 @@ class World:
         place = self.pp_rank * self.tp_size + self.tp_rank, self.tp_size * self.pp_size
         if not inside or place != (self.rank, self.size):
             raise EngineError(
-                f"{self} is no place in a world: size is tp_size × pp_size, and rank is pp_rank × tp_size + tp_rank"
+                f"{self} contradicts itself: size must be tp_size × pp_size, and rank pp_rank × tp_size + tp_rank"
             )
 
     @classmethod
     def of(cls, rank: int, tp_size: int = 1, pp_size: int = 1) -> World:
-        """The place of rank ``rank``."""
+        """The world as rank ``rank`` sees it."""
         return cls(rank % tp_size, tp_size, rank // tp_size, pp_size, rank, tp_size * pp_size)
 
     @property
     def tp_ranks(self) -> tuple[int, ...]:
-        """The ranks that share this rank's layers, in order."""
+        """The ranks of this rank's tensor parallel group, which share its layers, in order."""
         first = self.rank - self.tp_rank
         return tuple(range(first, first + self.tp_size))
 
     @property
     def pp_ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's column through the stages, first stage first."""
+        """The ranks with this ``tp_rank`` in all pipeline stages, first stage first."""
         return tuple(range(self.tp_rank, self.size, self.tp_size))
 
     @property
@@ -63,29 +64,31 @@ class World:
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank has the head and samples."""
+        """Whether this rank computes the logits and samples."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def name(self) -> str:
-        """What a person calls this rank's worker."""
+        """This rank's worker in messages."""
         parts = [f"stage {self.pp_rank} of {self.pp_size}"] * (self.pp_size > 1)
         parts += [f"part {self.tp_rank} of {self.tp_size}"] * (self.tp_size > 1)
         return f"worker of rank {self.rank} ({', '.join(parts)})" if parts else "worker"
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's results are the ones that are read; the others of the last stage have the same."""
+        """Whether this rank sends results to the controller. The other ranks of the last stage have the same ones."""
         return self.last_stage and self.tp_rank == 0
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """A worker's place and its ends of its groups; a group of one has no communicator.
+class RankGroups:
+    """A worker's rank and its communicators. A group of one rank has none.
 
     Attributes:
-        ids: the same ranks as ``pp``: sampled ids go against the stream, and neither waits for the other.
-        device: the worker's device on its machine, on which ``local`` ranks of this run live.
+        tp: ranks that share this rank's layers.
+        pp: this rank's pipeline stages, for the residual stream.
+        ids: the same ranks as ``pp``, for sampled ids: they go the other way, and neither must wait for the other.
+        device: index of the worker's device on its machine; ``local_size`` ranks of this run are on that machine.
     """
 
     world: World = World()
@@ -93,15 +96,15 @@ class Ranks:
     pp: Communicator | None = None
     ids: Communicator | None = None
     device: int = 0
-    local: int = 1
+    local_size: int = 1
 
-    def open(self, factory: CommunicatorFactory) -> Ranks:
-        """Itself: whoever made it has opened its groups."""
+    def open(self, factory: CommunicatorFactory) -> RankGroups:
+        """Returns itself, because its groups are open."""
         del factory
         return self
 
-    def least(self, values: Sequence[int], where: torch.device) -> list[int]:
-        """The smallest of each value over all ranks; every rank calls it at the same point."""
+    def min_across_ranks(self, values: Sequence[int], where: torch.device) -> list[int]:
+        """The minimum of each value over all ranks. All ranks must call it at the same point."""
         if self.world.size == 1:
             return list(values)
         import torch
@@ -113,25 +116,25 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a worker process is told: its place, its device, and where the ranks meet (``init_method`` as
-    ``torch.distributed`` takes it)."""
+class RankPlacement:
+    """What a worker process needs to join the others: its rank, its device, and the ``init_method`` of
+    ``torch.distributed``, through which the ranks find each other."""
 
     world: World = World()
     device: int = 0
-    local: int = 1
+    local_size: int = 1
     init_method: str = ""
 
     @classmethod
-    def of(cls, launched: Launched, tp_size: int, pp_size: int) -> Place:
-        """The place of a process that was started together with others."""
-        return cls(World.of(launched.rank, tp_size, pp_size), launched.local_rank, launched.local_size, "env://")
+    def of(cls, torchrun: TorchrunEnv, tp_size: int, pp_size: int) -> RankPlacement:
+        """The placement of a process that torchrun has started."""
+        return cls(World.of(torchrun.rank, tp_size, pp_size), torchrun.local_rank, torchrun.local_size, "env://")
 
-    def open(self, factory: CommunicatorFactory) -> Ranks:
-        """Meet the others; waits for them."""
+    def open(self, factory: CommunicatorFactory) -> RankGroups:
+        """Open the groups. Waits until the other ranks do the same."""
         groups = {"tp": self.world.tp_ranks, "pp": self.world.pp_ranks, "ids": self.world.pp_ranks}
         opened = {
             name: factory(name, ranks, self.world.rank, self.world.size, self.init_method)
             for name, ranks in groups.items() if len(ranks) > 1
         }  # fmt: skip
-        return Ranks(self.world, device=self.device, local=self.local, **opened)
+        return RankGroups(self.world, device=self.device, local_size=self.local_size, **opened)

@@ -1,1 +1,13 @@
-"""The engine: requests, state, plans and the steps that run them. Read ``scheduler`` first."""
+"""The engine, in four packages. Read them in this order.
+
+==============  ==============================================================================================
+package         holds
+==============  ==============================================================================================
+``wire``        what crosses between the parts: messages, plans of steps, interfaces of client and executor
+``controller``  the scheduler: which request computes which tokens in each step, and in which blocks
+``worker``      one device rank: builds the model, plans its memory, runs steps and samples
+``processes``   starting the parts in one process or in several, with their sockets and heartbeats
+==============  ==============================================================================================
+
+``wire`` imports none of the others, ``controller`` and ``worker`` import only ``wire``, ``processes`` imports all.
+"""

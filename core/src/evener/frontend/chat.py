@@ -1,4 +1,4 @@
-"""A conversation to the text that the model reads."""
+"""Turns a conversation into the text that the model reads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from evener.contracts.checkpoint import ModelFiles
 from evener.contracts.media import MediaPrompt
 from evener.errors import CheckpointError, RequestError, TemplateError
-from evener.frontend.images import Images
+from evener.frontend.images import ImageCollector
 from evener.frontend.render import Renderer
 from evener.frontend.tokenizer import Tokenizer
 
 ROLES = ("developer", "system", "user", "assistant", "tool")
-#: Fields of a message that templates read; any other with a value in it is refused, not ignored.
+#: Fields of a message that templates read; any other field with a value is refused, not ignored.
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DEFAULT, _TOOLS = "default", "tool_use"
@@ -25,26 +25,23 @@ class Chat:
     """The chat templates of a model.
 
     Args:
-        templates: source by name; ``tool_use`` is taken when there are tools, else ``default``. Empty: the model has
-            none.
+        templates: template sources by name; ``tool_use`` is used with tools, else ``default``. Empty: the model has no
+            template.
         special_tokens: variables for the template.
-        renderer: renders them.
-        images: begins the images of a conversation; None: the model takes none.
+        renderer: renders the templates.
+        images: creates the collector for a conversation's images; None: the model takes no images.
     """
 
     def __init__(
-        self,
-        templates: dict[str, str],
-        special_tokens: dict[str, str | list[str]] | None = None,
-        renderer: Renderer | None = None,
-        images: Callable[[], Images] | None = None,
-    ) -> None:
+        self, templates: dict[str, str], special_tokens: dict[str, str | list[str]] | None = None,
+        renderer: Renderer | None = None, images: Callable[[], ImageCollector] | None = None,
+    ) -> None:  # fmt: skip
         self._templates, self._special_tokens = templates, dict(special_tokens or {})
         self._renderer, self._images = renderer or Renderer(), images
 
     @classmethod
     def of(
-        cls, files: ModelFiles, tokenizer: Tokenizer | None, images: Callable[[], Images] | None = None
+        cls, files: ModelFiles, tokenizer: Tokenizer | None, images: Callable[[], ImageCollector] | None = None
     ) -> Chat:  # fmt: skip
         """Templates of a model: ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else
         ``chat_template.json``, else ``tokenizer_config.json`` (one, or a list of named ones).
@@ -60,10 +57,10 @@ class Chat:
         return bool(self._templates)
 
     def prompt(self, messages: list[dict[str, Any]], **options: Any) -> str | MediaPrompt:
-        """What ``render`` gives of ``messages`` and ``options``, or its ids with what stands for the images in it.
+        """The result of ``render``; with images, its token ids and the images.
 
         Raises:
-            RequestError, TemplateError: as ``render``; the text marks images of its own.
+            RequestError, TemplateError: as ``render``, or the text itself contains the model's image marks.
         """
         images = self._images() if self._images is not None else None
         text = self.render(messages, images=images, **options)
@@ -77,49 +74,51 @@ class Chat:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
-        images: Images | None = None,
+        images: ImageCollector | None = None,
     ) -> str:
-        """The text of a conversation, special tokens spelt out: encode it with ``add_special_tokens=False``.
+        """The text of a conversation including special tokens: encode it with ``add_special_tokens=False``.
 
         Args:
-            messages: role and content each, as OpenAI has them. Content is a string or a list of text parts, which
-                are joined by line ends. Arguments of tool calls may be JSON text.
-            tools: function schemas, as OpenAI has them.
+            messages: in OpenAI's format. Content is a string or a list of text parts, which are joined with newlines.
+                Arguments of tool calls may be JSON text.
+            tools: function schemas in OpenAI's format.
             add_generation_prompt: end with the beginning of the assistant's message.
-            continue_final_message: end within the last message instead, for the model to go on.
+            continue_final_message: end within the last message instead, so that the model continues it.
             template_kwargs: further variables for the template (``enable_thinking=False``).
-            images: takes parts of contents that are images: ``{"type": "image", "image": …}``, Pillow's.
+            images: collects content parts that are Pillow images: ``{"type": "image", "image": …}``.
 
         Raises:
-            RequestError: a message that cannot be used; ``param`` is its place.
+            RequestError: a message is invalid; ``param`` is its path.
             TemplateError: there is no template, or it refused the messages or took too long.
         """
         template = self._choose(bool(tools))
-        plain = normalize(messages, knows_developer="developer" in template, images=images)
+        plain = normalize(messages, supports_developer_role="developer" in template, images=images)
         if continue_final_message:
             add_generation_prompt = False
             if not isinstance(plain[-1].get("content"), str):
                 raise RequestError("continue_final_message needs a last message with text", "messages")
         variables = {
-            **self._special_tokens,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt,
             **(template_kwargs or {}),
-        }
+        }  # fmt: skip
         taken = {"messages", "tools", "add_generation_prompt", "continue_final_message"} & set(template_kwargs or {})
         if taken:
-            raise RequestError(f"template_kwargs must not have {min(taken)!r}, which is given apart", "template_kwargs")
+            message = f"template_kwargs must not have {min(taken)!r}, which has its own parameter"
+            raise RequestError(message, "template_kwargs")
         return self._renderer.render(template, plain, continue_final_message, variables)
 
     def warm_up(self) -> None:
-        """Start the render process, if there is anything to render.
+        """Start the render process, if the model has a template.
 
         Raises:
             TemplateError: it does not start.
         """
         if self._templates:
             self._renderer.start()
+
+    def interrupt(self) -> None:
+        """End the rendering that runs now, from another thread; it raises ``TemplateError``."""
+        self._renderer.interrupt()
 
     def close(self) -> None:
         """End the render process, if one was started."""
@@ -132,24 +131,29 @@ class Chat:
             return self._templates[_TOOLS]
         if _DEFAULT not in self._templates:
             names = ", ".join(sorted(self._templates))
-            raise TemplateError(f"this model's chat templates ({names}) have none named 'default'", "messages")
+            message = f"this model has chat templates ({names}), but none named 'default': use completions instead"
+            raise TemplateError(message, "messages")
         return self._templates[_DEFAULT]
 
 
-def normalize(messages: object, knows_developer: bool = False, images: Images | None = None) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content as a string, in which ``images`` are words, ``developer`` as
-    ``system`` where the template does not know it, tool arguments as objects, fields that are None left out (but
-    ``content``).
+def normalize(
+    messages: object, supports_developer_role: bool = False, images: ImageCollector | None = None
+) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content as a string with the model's marks for ``images``, the role
+    ``developer`` as ``system`` if the template does not know it, tool arguments as objects, no fields that are None
+    except ``content``.
 
     Raises:
-        RequestError: something that cannot be used; ``param`` is its place (``messages[2].content[0]``).
+        RequestError: a message is invalid; ``param`` is the path (``messages[2].content[0]``).
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list with at least one message", "messages")
-    return [_message(message, f"messages[{i}]", knows_developer, images) for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", supports_developer_role, images) for i, message in enumerate(messages)]
 
 
-def _message(message: object, place: str, knows_developer: bool, images: Images | None) -> dict[str, Any]:
+def _message(
+    message: object, place: str, supports_developer_role: bool, images: ImageCollector | None
+) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestError(f"{place} must be an object with role and content", place)
     role = message.get("role")
@@ -157,20 +161,19 @@ def _message(message: object, place: str, knows_developer: bool, images: Images 
         raise RequestError(f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{place}.role")
     for name, value in message.items():
         if name not in FIELDS and value not in (None, [], {}):
-            raise RequestError(
-                f"{place}.{name} is not supported by this server", f"{place}.{name}", "unsupported_parameter"
-            )
+            where = f"{place}.{name}"
+            raise RequestError(f"{where} is not supported by this server", where, "unsupported_parameter")
     plain = {name: message[name] for name in FIELDS if message.get(name) is not None}
-    plain["role"] = "system" if role == "developer" and not knows_developer else role
+    plain["role"] = "system" if role == "developer" and not supports_developer_role else role
     plain["content"] = _content(message.get("content"), f"{place}.content", "tool_calls" in plain, images)
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{place}.tool_calls")
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
-    # Templates read it under the first or the second name, clients send it under any.
+    # Templates read it under the first or second name; clients send any of the three.
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _content(content: object, place: str, optional: bool, images: Images | None) -> str | None:
+def _content(content: object, place: str, optional: bool, images: ImageCollector | None) -> str | None:
     if isinstance(content, str) or (content is None and optional):
         return content
     if not isinstance(content, list):
@@ -182,10 +185,8 @@ def _content(content: object, place: str, optional: bool, images: Images | None)
             texts.append(images.add(part["image"]))
             continue
         if kind != "text":
-            raise RequestError(
-                f"{place}[{i}] is of type {kind!r}; this model takes parts of type 'text' only", f"{place}[{i}].type",
-                "unsupported_parameter",
-            )
+            message = f"{place}[{i}] is of type {kind!r}; this model takes parts of type 'text' only"
+            raise RequestError(message, f"{place}[{i}].type", "unsupported_parameter")
         if not isinstance(part.get("text"), str):
             raise RequestError(f"{place}[{i}].text must be a string", f"{place}[{i}].text")
         texts.append(part["text"])
@@ -202,10 +203,10 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
             raise RequestError(f"{place}[{i}] must have a function with a name", f"{place}[{i}].function")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            # OpenAI sends them as JSON text; templates walk through an object.
+            # OpenAI's API has JSON text; templates need an object.
             try:
                 arguments = json.loads(arguments or "{}")
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also a number of very many digits
                 where = f"{place}[{i}].function.arguments"
                 raise RequestError(f"{where} is not valid JSON: {error}", where) from error
         plain.append({**call, "function": {**function, "arguments": arguments}})
@@ -225,7 +226,6 @@ def _find_templates(files: ModelFiles) -> dict[str, str]:
             try:
                 return {entry["name"]: entry["template"] for entry in found}
             except (TypeError, KeyError) as error:
-                raise CheckpointError(
-                    f"{files.where(name)}: every chat template must have a name and a template"
-                ) from error
+                where = files.where(name)
+                raise CheckpointError(f"{where}: every chat template must have a name and a template") from error
     return {}

@@ -1,4 +1,4 @@
-"""What a model folder says about sampling: defaults and EOS ids."""
+"""Sampling defaults and EOS ids from a model's folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evener.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling values for what a caller leaves unset, and the ids that end a sample (may be empty)."""
+    """Default sampling values, and the token ids that end a sample (may be empty)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -22,7 +22,7 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, files: ModelFiles, tokenizer_eos: int | None = None) -> GenerationDefaults:
-        """Read ``generation_config.json``. EOS ids: from it, else from ``config.json``, else ``tokenizer_eos``.
+        """Read ``generation_config.json``. EOS ids are from there, else from ``config.json``, else ``tokenizer_eos``.
 
         Raises:
             CheckpointError: a file is not JSON, or a value has the wrong type.

@@ -1,11 +1,11 @@
-"""Ids to text as they come.
+"""Streaming detokenization: token ids to text, token by token.
 
-Text that was given out is never taken back. So a piece is given out once its characters are whole: bytes that may
-still become a character wait for the next token. Two ways, both constant work a token:
+Text that was returned never changes later. So only complete characters are returned: bytes of an incomplete character
+wait for the next token. There are two ways, both with constant work per token:
 
 - ``ByteDetokenizer`` for the decoders of nearly all checkpoints (byte-level BPE, and byte fallback with a marker for
   spaces): each token has fixed bytes, which go through an incremental UTF-8 decoder.
-- ``WindowDetokenizer`` for every other decoder: decodes a short window twice, with and without the new token.
+- ``WindowDetokenizer`` for every other decoder: it decodes a short window twice, with and without the new token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 _REPLACEMENT = "\ufffd"
-#: A UTF-8 character has at most 4 bytes: a window that waits for more tokens than this waits for nothing.
+#: A UTF-8 character has at most 4 bytes: no more tokens than this can complete one.
 _MAX_HELD = 4
 
 
@@ -24,19 +24,19 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; often empty."""
+        """The text that is complete after ``token_id``; often empty."""
 
     @abstractmethod
     def finish(self) -> str:
-        """What was still held back; an incomplete character becomes U+FFFD. Nothing may be pushed afterwards."""
+        """The remaining text; an incomplete character becomes U+FFFD. Do not call ``push`` afterwards."""
 
 
 class ByteDetokenizer(Detokenizer):
-    """For decoders under which every token has bytes of its own.
+    """For decoders in which every token has fixed bytes.
 
     Args:
         token_bytes: id to bytes; empty for a token without text.
-        strip_first_space: leave out one space at the very beginning.
+        strip_first_space: remove one space at the beginning of the text.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], strip_first_space: bool) -> None:
@@ -58,7 +58,7 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For any decoder whose text of a token depends on at most the few tokens before it.
+    """For any decoder in which a token's text depends only on the few tokens before it.
 
     Args:
         decode: ids to text.
@@ -83,7 +83,7 @@ class WindowDetokenizer(Detokenizer):
     def _take(self, final: bool) -> str:
         text = self._decode(self._context + self._held)
         new = text[len(self._context_text) :]
-        # An incomplete character is U+FFFD to most decoders, and nothing at all to some.
+        # Most decoders give U+FFFD for an incomplete character, some give nothing.
         if (not new or new.endswith(_REPLACEMENT)) and not final and len(self._held) < _MAX_HELD:
             return ""
         self._context, self._held = self._held, []

@@ -1,8 +1,8 @@
-"""Requests in, engine messages out; engine events in, deltas out. No I/O and no threads: ``LLM`` and ``AsyncLLM``
-drive it.
+"""Turns requests into engine messages, and engine events into deltas. No I/O and no threads: ``LLM`` and ``AsyncLLM``
+do that.
 
-The controller alone ends a request. A stop string found here is a ``Finish`` message to it; the sample's last delta
-comes when its ``Finished`` arrives, and tokens that arrive in between are dropped.
+Only the controller ends a request. If a stop string is found here, a ``Finish`` message goes to the controller; the
+sample's last delta follows when its ``Finished`` arrives, and tokens that arrive in between are dropped.
 """
 
 from __future__ import annotations
@@ -13,55 +13,65 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from evener.contracts.media import MediaPrompt
-from evener.engine.messages import (
-    Abort,
-    Dead,
-    Finish,
-    Finished,
-    FromController,
-    NewRequest,
-    Sampling,
-    ToController,
-    TokenLogprobs,
-    Tokens,
-)
+from evener.contracts.media import MediaItem, MediaPrompt
+from evener.contracts.outputs import Delta
+from evener.engine.wire import messages as wire
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.detokenize import Detokenizer
-from evener.frontend.media import checked
-from evener.frontend.outputs import Delta
+from evener.frontend.media import validated_media
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import MAX_BIASES, SamplingParams
 
 Kind = Literal["chat", "completion"]
-#: New tokens of a completion that does not say how many, as OpenAI has it.
+#: The parameter in which a request of each kind has its prompt, for errors.
+_PROMPT_PARAM: dict[Kind, str] = {"chat": "messages", "completion": "prompt"}
+#: Default maximum of new tokens for completions, as in OpenAI's API.
 COMPLETION_MAX_TOKENS = 16
 _SEED_BITS = 31
-#: A lower temperature is greedy in all but name, and a logit divided by it may be too large for float32.
-_COLD = 1e-5
+#: A lower temperature is greedy in effect, and logits divided by it may overflow float32.
+_MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A checked request that is not submitted yet.
+
+    Attributes:
+        ids: the prompt's token ids; media: what stands for some of them.
+        max_tokens: new tokens, limited to the context.
+        params: as given.
+        eos_ids: the model's end-of-sequence ids, unless they are ignored; bias: see ``Sampling.bias``.
+    """
+
+    ids: list[int]
+    media: list[MediaItem]
+    max_tokens: int
+    params: SamplingParams
+    eos_ids: frozenset[int]
+    bias: list[wire.LogitBias]
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample on its way. ``stopped`` once its text is complete and only the controller's word is missing."""
+    """One open sample. ``stopped``: its text is complete, and only the controller's ``Finished`` is missing."""
 
     request_id: str
     index: int
     detokenizer: Detokenizer | None
     stops: StopStrings
-    silent_ids: frozenset[int]
-    #: Those of the caller, without the model's own EOS ids.
+    hidden_ids: frozenset[int]
+    #: The caller's stop ids, without the model's EOS ids.
     stop_ids: frozenset[int]
-    #: Tokens whose text no stop string ends yet.
-    unstoppable: int
+    #: Number of next tokens for which stop strings are ignored (``min_tokens``).
+    min_tokens_left: int
     last_id: int = -1
     stopped: bool = False
     failure: str | None = None
     stop_reason: str | int | None = None
-    #: The first prompt token has no log-probabilities: it is reported as None before the first that has.
+    #: The first prompt token has no log-probabilities: None must be reported for it before the others.
     prompt_logprobs_due: bool = False
 
 
@@ -69,32 +79,23 @@ class Frontend:
     """The front end of one engine.
 
     Args:
-        max_model_len: tokens that prompt and output may have together.
-        vocab_size: ids must be below it.
-        tokenizer: None: ids only.
-        defaults: the model's own sampling defaults and EOS ids.
-        default_max_tokens: new tokens of requests that do not say; None: chat takes the rest of the
-            context, completions 16.
-        stop_with_eos: whether an EOS token ends requests that do not say.
-        plugins: see every request and what comes back of it.
-        rng: draws the seeds of requests that bring none.
-        hidden_size: of rows that stand for tokens; media_rows: that the engine takes at a time.
+        max_model_len: maximum tokens of prompt and output together.
+        vocab_size: token ids must be below it.
+        tokenizer: None: token ids only.
+        defaults: the model's sampling defaults and EOS ids.
+        default_max_tokens: default maximum of new tokens; None: the rest of the context for chat, 16 for completions.
+        stop_with_eos: whether an EOS token ends a request by default.
+        plugins: process every request and its output.
+        rng: draws the seeds of requests without one.
+        hidden_size: width of embedding rows in media; media_rows: rows that one engine step takes.
     """
 
     def __init__(
-        self,
-        *,
-        max_model_len: int,
-        vocab_size: int,
-        tokenizer: Tokenizer | None = None,
-        defaults: GenerationDefaults | None = None,
-        default_max_tokens: int | None = None,
-        stop_with_eos: bool = True,
-        plugins: RequestPlugins | None = None,
-        rng: random.Random | None = None,
-        hidden_size: int = 0,
+        self, *, max_model_len: int, vocab_size: int, tokenizer: Tokenizer | None = None,
+        defaults: GenerationDefaults | None = None, default_max_tokens: int | None = None, stop_with_eos: bool = True,
+        plugins: RequestPlugins | None = None, rng: random.Random | None = None, hidden_size: int = 0,
         media_rows: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self._hidden_size, self._media_rows = hidden_size, media_rows
         self.tokenizer, self.defaults = tokenizer, defaults or GenerationDefaults()
@@ -106,37 +107,51 @@ class Frontend:
 
     @property
     def num_open(self) -> int:
-        """Samples that were submitted and have not ended."""
+        """Number of samples that were submitted and have not ended."""
         return len(self._samples)
 
     def is_open(self, request_id: str) -> bool:
-        """Whether a sample of the request has not ended."""
+        """Whether any sample of the request has not ended."""
         return request_id in self._requests
 
-    def submit(
-        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, request_id: str,
-        kind: Kind = "completion",
-    ) -> list[NewRequest]:  # fmt: skip
-        """Check a request and turn it into messages, one for each of its ``n`` samples, to be sent in order.
+    def prepare(
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: Kind = "completion"
+    ) -> PreparedRequest:
+        """Tokenize a request and check everything but its id; nothing is submitted. Safe in another thread.
 
-        A chat's prompt is the rendered template, whose special tokens are not added again. With ``n`` > 1 sample i
-        has the id ``<request_id>-<i>`` and a seed of its own.
+        A chat's prompt is the rendered template: no special tokens are added to it.
 
         Raises:
-            RequestError: empty prompt, an id outside the vocabulary, text without a tokenizer, an id that is in use,
-                media that do not fit the prompt or the model.
+            RequestError: empty prompt, an id outside the vocabulary, text without a tokenizer, media that do not fit
+                the model, too many biased ids.
             ContextLengthError: the prompt, or prompt + ``max_tokens``, does not fit.
         """
-        ids = self.encode(prompt, params, kind)
-        media = checked(prompt, self._hidden_size, self._media_rows)
+        ids = self._encode(prompt, params, kind)
+        # First: a prompt that is far too long is refused before each of its ids is checked.
         max_tokens = self._max_tokens(len(ids), params, kind)
+        if not isinstance(prompt, str) or max(ids) >= self.vocab_size:
+            self._check_ids(ids, _PROMPT_PARAM[kind])
+        for name, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            self._check_ids(list(given), name)
+        media = validated_media(prompt, self._hidden_size, self._media_rows)
+        ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
+        eos_ids = frozenset() if ignore_eos else frozenset(self.defaults.eos_ids)
+        bias = self._bias(params, eos_ids | frozenset(params.stop_token_ids))
+        return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias)
+
+    def submit(self, prepared: PreparedRequest, request_id: str) -> list[wire.NewRequest]:
+        """A prepared request as messages, one for each of its ``n`` samples, to be sent in order.
+
+        With ``n`` > 1 sample i has the id ``<request_id>-<i>`` and a seed of its own.
+
+        Raises:
+            RequestError: the id is in use.
+        """
+        params, eos_ids = prepared.params, prepared.eos_ids
         names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._samples for name in names):
             raise RequestError(f"request id {request_id!r} is in use by a running request", "request_id")
-        ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
-        eos_ids = frozenset() if ignore_eos else frozenset(self.defaults.eos_ids)
         asked = frozenset(params.stop_token_ids)
-        bias = self._bias(params, eos_ids | asked)
         seed = self._rng.getrandbits(_SEED_BITS) if params.seed is None else params.seed
         messages = []
         for index, name in enumerate(names):
@@ -144,104 +159,104 @@ class Frontend:
             detokenizer = None if tokenizer is None else tokenizer.detokenizer(params.skip_special_tokens)
             self._samples[name] = _Sample(
                 request_id, index, detokenizer, StopStrings(params.stop_strings, params.include_stop_str_in_output),
-                silent_ids=eos_ids if params.include_stop_str_in_output else eos_ids | asked,
-                stop_ids=asked - eos_ids, unstoppable=params.min_tokens,
+                hidden_ids=eos_ids if params.include_stop_str_in_output else eos_ids | asked,
+                stop_ids=asked - eos_ids, min_tokens_left=params.min_tokens,
                 prompt_logprobs_due=params.prompt_logprobs is not None and index == 0,
             )  # fmt: skip
-            sampling = self._sampling(params, sample_seed(seed, index), bias, index)
+            sampling = self._sampling(params, sample_seed(seed, index), prepared.bias, index)
             messages.append(
-                NewRequest(
-                    id=name, prompt=ids, max_tokens=max_tokens, sampling=sampling,
+                wire.NewRequest(
+                    id=name, prompt=prepared.ids, max_tokens=prepared.max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
-                    fork_of=names[0] if index else "", media=media,
+                    fork_of=names[0] if index else "", media=prepared.media,
                 )
             )  # fmt: skip
         self._requests[request_id] = set(names)
         return messages
 
-    def encode(
-        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: Kind = "completion"
-    ) -> list[int]:
-        """The prompt's ids, checked against vocabulary and context; nothing is submitted. Safe in another thread.
-
-        Raises:
-            RequestError, ContextLengthError: as ``submit``.
-        """
-        param = "messages" if kind == "chat" else "prompt"
+    def _encode(self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: Kind) -> list[int]:
+        param = _PROMPT_PARAM[kind]
         prompt = prompt.ids if isinstance(prompt, MediaPrompt) else prompt
         if self.tokenizer is None and (isinstance(prompt, str) or params.detokenize):
             what = "the prompt is text" if isinstance(prompt, str) else "text was asked for"
             raise RequestError(
                 f"{what}, but the model folder has no tokenizer: give token ids (over HTTP as the prompt, in "
-                "Python with SamplingParams(detokenize=False)), or a folder that has one: tokenizer=FOLDER",
+                "Python with SamplingParams(detokenize=False)), or set tokenizer=FOLDER to a folder that has one",
                 param if isinstance(prompt, str) else "detokenize",
             )
         if isinstance(prompt, str):
             assert self.tokenizer is not None, "checked above"
-            if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
-                raise RequestError("the prompt has half of a surrogate pair, which is no character: remove it", param)
+            try:
+                too_long = self.tokenizer.exceeds(prompt, self.max_model_len)
+            except UnicodeEncodeError as error:
+                message = "the prompt has a lone surrogate, which is not a character: remove it"
+                raise RequestError(message, param) from error
+            if too_long:
+                raise ContextLengthError(
+                    f"the prompt of {len(prompt)} characters is longer than the model's context of "
+                    f"{self.max_model_len} tokens: shorten the prompt", param,
+                )  # fmt: skip
             ids = self.tokenizer.encode(prompt, add_special_tokens=kind != "chat")
         else:
             ids = list(prompt)
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", param)
-        if not isinstance(prompt, str) or max(ids) >= self.vocab_size:
-            self._check_ids(ids, param)
-        self._max_tokens(len(ids), params, kind)
-        for name, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            self._check_ids(list(given), name)
         return ids
 
-    def abort(self, request_id: str) -> list[ToController]:
-        """Messages that end what still runs of a request; its last deltas come with the controller's answer."""
-        return [Abort(name) for name in sorted(self._requests.get(request_id, ()))]
+    def abort(self, request_id: str) -> list[wire.ToController]:
+        """Messages that abort a request's open samples; their last deltas follow when the controller answers."""
+        return [wire.Abort(name) for name in sorted(self._requests.get(request_id, ()))]
 
-    def handle(self, event: FromController) -> tuple[list[Delta], list[ToController]]:
-        """Take one event in: what callers should see, and what the controller should be told.
+    def handle(self, event: wire.FromController) -> tuple[list[Delta], list[wire.ToController]]:
+        """Handle one event: returns deltas for callers, and messages for the controller.
 
-        After ``Dead`` every open sample has had its last delta. Events of unknown requests are ignored.
+        After ``Dead`` every open sample has its last delta. Events of unknown requests are ignored.
         """
-        if isinstance(event, Tokens):
+        if isinstance(event, wire.Tokens):
             return self._tokens(event)
-        if isinstance(event, Finished):
+        if isinstance(event, wire.Finished):
             return self._finished(event), []
-        if isinstance(event, Dead):
+        if isinstance(event, wire.Dead):
             error = f"the engine has stopped: {event.reason}"
-            ends = [Finished(id=name, reason="error", error=error, status=503) for name in list(self._samples)]
+            ends = [wire.Finished(id=name, reason="error", error=error, status=503) for name in list(self._samples)]
             return [delta for end in ends for delta in self._finished(end)], []
         return [], []
 
-    def _tokens(self, event: Tokens) -> tuple[list[Delta], list[ToController]]:
+    def _tokens(self, event: wire.Tokens) -> tuple[list[Delta], list[wire.ToController]]:
         sample = self._samples.get(event.id)
         if sample is None or sample.stopped:
             return [], []
-        text, count = self._read(sample, event.ids)
-        logprobs = None if event.logprobs is None else [as_dict(entry) for entry in event.logprobs[:count]]
+        try:
+            text, count = self._read(sample, event.ids)
+        except RequestError as error:
+            sample.stopped, sample.failure = True, str(error)
+            return [], [wire.Abort(event.id)]
+        logprobs = None if event.logprobs is None else [logprobs_dict(entry) for entry in event.logprobs[:count]]
         delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
         delta.num_cached_tokens = event.cached
         if event.prompt_logprobs is not None or sample.prompt_logprobs_due:
             first: list[dict[int, float] | None] = [None] if sample.prompt_logprobs_due else []
-            delta.prompt_logprobs = first + [as_dict(entry) for entry in event.prompt_logprobs or ()]
+            delta.prompt_logprobs = first + [logprobs_dict(entry) for entry in event.prompt_logprobs or ()]
             sample.prompt_logprobs_due = False
         try:
-            shown = self.plugins.chunk(delta)
+            shown = self.plugins.postprocess_chunk(delta)
         except RequestError as error:
             sample.stopped, sample.failure = True, str(error)
-            return [], [Abort(event.id)]
-        return [shown], [Finish(event.id)] if sample.stopped else []
+            return [], [wire.Abort(event.id)]
+        return [shown], [wire.Finish(event.id)] if sample.stopped else []
 
     def _read(self, sample: _Sample, ids: list[int]) -> tuple[str, int]:
-        """Text that may be shown, and how many of ``ids`` belong to the sample: a stop string may cut them."""
+        """Text that may be shown, and how many of ``ids`` belong to the sample: a stop string may end it earlier."""
         if ids:
             sample.last_id = ids[-1]
         if sample.detokenizer is None:
             return "", len(ids)
         pieces = []
         for count, token in enumerate(ids, 1):
-            sample.unstoppable -= 1
-            if token in sample.silent_ids:
+            sample.min_tokens_left -= 1
+            if token in sample.hidden_ids:
                 continue
-            if sample.unstoppable >= 0:
+            if sample.min_tokens_left >= 0:
                 pieces.append(sample.detokenizer.push(token))
                 continue
             match = sample.stops.push(sample.detokenizer.push(token))
@@ -251,7 +266,7 @@ class Frontend:
                 return "".join(pieces), count
         return "".join(pieces), len(ids)
 
-    def _finished(self, event: Finished) -> list[Delta]:
+    def _finished(self, event: wire.Finished) -> list[Delta]:
         sample = self._samples.pop(event.id, None)
         if sample is None:
             return []
@@ -267,7 +282,7 @@ class Frontend:
         if sample.failure is not None:
             delta.finish_reason, delta.error = "error", sample.failure
         elif sample.stop_reason is not None:
-            # The text is complete, whatever became of the request while Finish was under way.
+            # The text is complete, however the request ended in the engine before Finish arrived.
             delta.finish_reason, delta.stop_reason = "stop", sample.stop_reason
         else:
             delta.finish_reason, delta.error, delta.status = event.reason, event.error, event.status
@@ -278,9 +293,9 @@ class Frontend:
         return [delta if sample.failure is not None else self._last(delta)]
 
     def _last(self, delta: Delta) -> Delta:
-        """The last delta as the plugins want it shown; one that fails on it makes it an error."""
+        """The last delta after the plugins; if a plugin fails, the delta becomes an error."""
         try:
-            return self.plugins.chunk(delta)
+            return self.plugins.postprocess_chunk(delta)
         except RequestError as error:
             delta.text, delta.finish_reason, delta.error, delta.status = "", "error", str(error), error.status
             return delta
@@ -289,22 +304,21 @@ class Frontend:
         size = self.vocab_size
         if not (set(map(type, ids)) <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < size):
             bad = next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < size)
-            raise RequestError(
-                f"{param} has {ids[bad]!r} at position {bad}: ids are integers from 0 to {size - 1}", param
-            )
+            message = f"{param} has {ids[bad]!r} at position {bad}: ids are integers from 0 to {size - 1}"
+            raise RequestError(message, param)
 
-    def _bias(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[tuple[int, float, int]]:
-        """What the engine adds to logits: ``logit_bias`` always, and what bars ``stop_ids`` from ``min_tokens``."""
-        bias = [(token, float(value), 0) for token, value in params.logit_bias.items() if value]
+    def _bias(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[wire.LogitBias]:
+        """What the engine adds to logits: ``logit_bias``, and -inf for ``stop_ids`` during ``min_tokens`` tokens."""
+        bias = [wire.LogitBias(token, float(value)) for token, value in params.logit_bias.items() if value]
         if params.min_tokens:
-            bias += [(token, -math.inf, params.min_tokens) for token in sorted(stop_ids)]
+            bias += [wire.LogitBias(token, -math.inf, params.min_tokens) for token in sorted(stop_ids)]
         if len(bias) > MAX_BIASES:
-            raise RequestError(f"logit_bias and min_tokens touch {len(bias)} ids; at most {MAX_BIASES}", "logit_bias")
+            message = f"logit_bias and min_tokens change the logits of {len(bias)} ids; at most {MAX_BIASES} may be"
+            raise RequestError(message, "logit_bias")
         return bias
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams, kind: Kind) -> int:
-        rest = self.max_model_len - prompt_len
-        param = "messages" if kind == "chat" else "prompt"
+        rest, param = self.max_model_len - prompt_len, _PROMPT_PARAM[kind]
         if rest < 1:
             raise ContextLengthError(
                 f"the prompt has {prompt_len} tokens, but the model's context is {self.max_model_len} tokens, of which "
@@ -326,34 +340,30 @@ class Frontend:
             )
         return params.max_tokens
 
-    def _sampling(self, params: SamplingParams, seed: int, bias: list[tuple[int, float, int]], index: int) -> Sampling:
+    def _sampling(self, params: SamplingParams, seed: int, bias: list[wire.LogitBias], index: int) -> wire.Sampling:
         defaults = self.defaults
         repetition = params.repetition_penalty
         top_k = defaults.top_k if params.top_k is None else params.top_k
         temperature = float(defaults.temperature if params.temperature is None else params.temperature)
-        return Sampling(
-            temperature=temperature if temperature >= _COLD else 0.0,
+        return wire.Sampling(
+            temperature=temperature if temperature >= _MIN_TEMPERATURE else 0.0,
             top_k=min(max(top_k, 0), self.vocab_size),
             top_p=float(defaults.top_p if params.top_p is None else params.top_p),
             min_p=float(defaults.min_p if params.min_p is None else params.min_p),
-            seed=seed,
-            logprobs=params.logprobs,
-            prompt_logprobs=None if index else params.prompt_logprobs,
             repetition_penalty=float(defaults.repetition_penalty if repetition is None else repetition),
-            frequency_penalty=float(params.frequency_penalty),
-            presence_penalty=float(params.presence_penalty),
-            bias=bias,
-        )
+            frequency_penalty=float(params.frequency_penalty), presence_penalty=float(params.presence_penalty),
+            logprobs=params.logprobs, prompt_logprobs=None if index else params.prompt_logprobs, seed=seed, bias=bias,
+        )  # fmt: skip
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample ``index``, in 31 bits. Sample 0 keeps a seed that fits."""
+    """The seed of sample ``index``, in 31 bits. Sample 0 uses ``seed`` itself if it fits."""
     if index == 0 and 0 <= seed < 1 << _SEED_BITS:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> (32 - _SEED_BITS)
 
 
-def as_dict(entry: TokenLogprobs) -> dict[int, float]:
+def logprobs_dict(entry: wire.TokenLogprobs) -> dict[int, float]:
     """Id to log-probability, the sampled token first."""
     return dict(zip(entry.ids, entry.values, strict=True))

@@ -1,4 +1,4 @@
-"""Images of a conversation, put into its prompt as the model writes them."""
+"""Puts the images of a conversation into its prompt, in the model's own format."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from evener.errors import RequestError
 from evener.frontend.tokenizer import Tokenizer
 
 
-class Images:
-    """Those of one conversation, of a model that takes them as ``how`` says. What comes from outside is decoded and
-    judged before."""
+class ImageCollector:
+    """The images of one conversation, in the format ``how`` of the model. Images are already decoded and checked."""
 
     def __init__(self, how: ImageInput, tokenizer: Tokenizer) -> None:
         self._how, self._tokenizer = how, tokenizer
         self.found: list[Any] = []
 
     def add(self, image: Any) -> str:
-        """Take one of Pillow's images; returns what stands for it in the text."""
+        """Add a Pillow image; returns its placeholder in the text."""
         self.found.append(self._how.prepare(image))
         return self._how.text(len(self.found))
 
     def prompt(self, text: str) -> MediaPrompt:
-        """The rendered conversation with what stands for its images.
+        """The token ids of the rendered conversation, with its images.
 
         Raises:
-            RequestError: its text marks images of its own.
+            RequestError: the number of image marks in the text is not the number of images.
         """
-        ids, starts = self._how.place(self._tokenizer.encode(text, add_special_tokens=False))
+        ids, starts = self._how.expand_placeholders(self._tokenizer.encode(text, add_special_tokens=False))
         if len(starts) != len(self.found):
             raise RequestError(
-                f"the conversation has {len(self.found)} images and its text {len(starts)} marks of images: leave the "
-                "model's marks out of texts, and use a chat template that shows every message", "messages",
+                f"the conversation has {len(self.found)} images, but its text has {len(starts)} image marks: leave the "
+                "model's image marks out of texts, and use a chat template that shows every message", "messages",
             )  # fmt: skip
         both = zip(starts, self.found, strict=True)
         return MediaPrompt(ids, [make_item(at, each, self._how.rows, self._how.encoder) for at, each in both])

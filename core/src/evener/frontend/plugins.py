@@ -1,6 +1,6 @@
-"""The request plugins of a run, in order: they see a request before it is submitted and what comes back of it.
+"""The request plugins of a run, in order: they process a request before it is submitted, and its output.
 
-A failure fails the request it happened in, with the plugin's name in the error; others go on.
+If a plugin fails, its request fails with the plugin's name in the error; other requests continue.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evener.contracts.media import MediaPrompt
+from evener.contracts.outputs import Delta, RequestOutput
 from evener.contracts.request_plugin import RequestPlugin
 from evener.errors import RequestError, RequestPluginError, UnknownNameError
-from evener.frontend.outputs import Delta, RequestOutput
 from evener.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
 
 class RequestPlugins:
-    """Prepared plugins by name; none does nothing."""
+    """Prepared plugins by name; without plugins it does nothing."""
 
     def __init__(self, plugins: Sequence[tuple[str, RequestPlugin]] = ()) -> None:
         self._plugins = tuple(plugins)
@@ -29,16 +29,15 @@ class RequestPlugins:
         """Import and prepare the named plugins, in this order.
 
         Raises:
-            UnknownNameError: no installed package brings one of them.
+            UnknownNameError: no installed package has one of them.
             DescriptorError: its module cannot be imported.
             RequestPluginError: its ``prepare`` failed.
         """
         if not names:
             return cls()
-        from evener.plugins.catalog import targets
-        from evener.plugins.discover import discover
+        from evener.plugins.discover import installed_catalog
 
-        known = targets(discover().packages, "request plugin")
+        known = installed_catalog().lazy_imports("request plugin")
         plugins = []
         for name in names:
             if name not in known:
@@ -51,10 +50,10 @@ class RequestPlugins:
     def __bool__(self) -> bool:
         return bool(self._plugins)
 
-    def before(
+    def preprocess(
         self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: str
     ) -> tuple[str | list[int] | MediaPrompt, SamplingParams]:
-        """The request as the plugins want it run.
+        """The request after all plugins' ``preprocess``.
 
         Raises:
             RequestError: a plugin refuses the request.
@@ -68,8 +67,8 @@ class RequestPlugins:
             return request["prompt"], request["params"]
         return MediaPrompt(request["prompt"], request["media"]), request["params"]
 
-    def chunk(self, delta: Delta) -> Delta:
-        """One streamed piece as the plugins want it shown.
+    def postprocess_chunk(self, delta: Delta) -> Delta:
+        """One streamed delta after all plugins' ``postprocess_chunk``.
 
         Raises:
             RequestPluginError: a plugin failed.
@@ -78,8 +77,8 @@ class RequestPlugins:
             delta = _call(name, "postprocess_chunk", plugin.postprocess_chunk, delta)
         return delta
 
-    def whole(self, output: RequestOutput) -> RequestOutput:
-        """A finished response as the plugins want it returned.
+    def postprocess(self, output: RequestOutput) -> RequestOutput:
+        """A finished output after all plugins' ``postprocess``.
 
         Raises:
             RequestPluginError: a plugin failed.
@@ -94,7 +93,6 @@ def _call(name: str, method: str, function: Callable[..., T], *arguments: Any) -
         return function(*arguments)
     except RequestError:
         raise
-    except Exception as cause:  # a stranger's code; the cause is kept
-        raise RequestPluginError(
-            f"request plugin {name!r} failed in {method} with {type(cause).__name__}: {cause}"
-        ) from cause
+    except Exception as cause:  # code of another package may raise anything
+        message = f"request plugin {name!r} failed in {method} with {type(cause).__name__}: {cause}"
+        raise RequestPluginError(message) from cause

@@ -1,9 +1,9 @@
-"""Rendering with limits on time and memory.
+"""Renders chat templates with limits on time and memory.
 
-Nothing inside a Python process can stop a C call that runs for ever, so templates are rendered in a child process
-that imports only jinja2. It starts with the first chat, stays, limits its own memory, and is ended when it takes too
-long; the next chat starts a new one. Its time is the processor's: on a machine with other work a template that waits
-has not taken long. It ends by itself when its parent does, because its input ends.
+Nothing inside a Python process can stop a C call that runs for ever, so templates are rendered in a child process that
+imports only jinja2. It starts with the first chat and limits its own memory. If a template takes too long, the process
+is killed, and the next chat starts a new one. The limit is CPU time, so that a busy machine does not cause timeouts.
+The child ends when its parent ends, because its standard input closes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import threading
 import time
 from typing import Any
 
-from evener.errors import TemplateError
+from evener.errors import RenderTimeoutError, TemplateError
 
-#: The path of the parent is the child's, so that it imports the same packages and nothing from the working directory.
+#: The child gets the parent's sys.path: it imports the same packages, and nothing from the working directory.
 _START = "import sys; sys.path[:] = {path!r}; from evener.frontend.render_worker import main; main({memory}, {limit})"
-#: Starting Python and importing jinja2 on a loaded machine; not part of a template's time.
+#: For starting Python and importing jinja2 on a busy machine; does not count as a template's time.
 _START_LIMIT_S = 60.0
-#: How many times its limit a template may take by the clock.
-_WAITS = 12
+#: The limit on a template's wall-clock time is this many times its CPU time limit.
+_WALL_CLOCK_FACTOR = 12
 
 
 class Renderer:
-    """One render process, started when needed. Safe to use from several threads, which take turns.
+    """One render process, started when needed. Safe to use from several threads; they take turns.
 
     Args:
-        time_limit: seconds of a processor that one template may take.
+        time_limit: seconds of CPU time for one template.
         memory_limit: bytes that rendering may use.
     """
 
@@ -50,13 +50,15 @@ class Renderer:
             TemplateError: the template refused the messages, took too long, or needs too much memory.
         """
         request = {
-            "template": template,
-            "messages": messages,
-            "continue_final_message": continue_final_message,
+            "template": template, "messages": messages, "continue_final_message": continue_final_message,
             "variables": variables,
-        }
+        }  # fmt: skip
         with self._lock:
-            answer = self._ask(json.dumps(request).encode() + b"\n")
+            try:
+                line = json.dumps(request).encode() + b"\n"
+            except RecursionError as error:
+                raise TemplateError("the messages are nested too deeply", "messages") from error
+            answer = self._ask(line)
         if "error" in answer:
             raise TemplateError(f"the model's chat template refused the messages: {answer['error']}", "messages")
         return answer["text"]
@@ -71,9 +73,15 @@ class Renderer:
             self._started()
 
     def close(self) -> None:
-        """End the process; a later ``render`` starts another."""
+        """Stop the process; a later ``render`` starts another."""
         with self._lock:
             self._stop()
+
+    def interrupt(self) -> None:
+        """End the ``render`` that runs now, from another thread; the next one starts a new process."""
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def _ask(self, line: bytes) -> dict[str, str]:
         process = self._started()
@@ -81,25 +89,28 @@ class Renderer:
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            answer = self._answer(process, self._time_limit * _WAITS)
+            answer = self._answer(process, self._time_limit * _WALL_CLOCK_FACTOR)
         except (BrokenPipeError, EOFError, TimeoutError) as error:
             self._stop()
-            if isinstance(error, TimeoutError) or process.returncode == -signal.SIGPROF:
+            if isinstance(error, TimeoutError):
+                message = f"rendering the messages took longer than {self._time_limit:g} s: try again"
+                raise RenderTimeoutError(message, "messages", "deadline_exceeded") from error
+            if process.returncode == -signal.SIGPROF:
                 return {"error": f"rendering took longer than {self._time_limit:g} s and was stopped"}
             return {"error": "rendering it ended the render process (out of memory?)"}
         except BaseException:
-            # An answer that is still to come must not be taken for the next request's.
+            # A late answer must not be taken for the answer to the next request.
             self._stop()
             raise
         answered: dict[str, str] = json.loads(answer)
         return answered
 
     def _answer(self, process: subprocess.Popen[bytes], limit: float) -> bytes:
-        """One line.
+        """Read one line.
 
         Raises:
             TimeoutError: it did not come in time.
-            EOFError: the process is gone.
+            EOFError: the process has ended.
         """
         assert process.stdout is not None, "made with a pipe"
         deadline = time.monotonic() + limit
@@ -120,7 +131,7 @@ class Renderer:
             return self._process
         self._stop()
         program = _START.format(path=sys.path, memory=self._memory_limit, limit=self._time_limit)
-        # A session of its own: Ctrl-C is for the parent, which then closes the pipe.
+        # Its own session: Ctrl-C goes to the parent only, which then closes the pipe.
         self._process = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -128,9 +139,8 @@ class Renderer:
             self._answer(self._process, _START_LIMIT_S)
         except (EOFError, TimeoutError) as error:
             self._stop()
-            raise TemplateError(
-                f"the process that renders chat templates did not start: {error!r}", "messages"
-            ) from error
+            message = f"the process that renders chat templates did not start: {error!r}"
+            raise TemplateError(message, "messages") from error
         return self._process
 
     def _stop(self) -> None:
@@ -144,4 +154,4 @@ class Renderer:
             try:
                 pipe.close()
             except BrokenPipeError:
-                continue  # what was not yet written was for a process that is gone
+                continue  # unwritten data for a process that has ended

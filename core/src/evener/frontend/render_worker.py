@@ -1,7 +1,7 @@
-"""The render process: reads a request, renders, answers, until its input ends. Started by ``render``.
+"""The render process: reads requests, renders and answers until its input ends. Started by ``render``.
 
-One message is a line of JSON. The process limits its own memory and, by a signal that no code of it can hold up, the
-time of the processor that a rendering takes.
+One message is one line of JSON. The process limits its own memory, and with SIGPROF, which ends it even inside a C
+call, the CPU time of a rendering.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from evener.frontend.template import compile_template, render
 
 
 def main(extra_bytes: int, limit_s: float) -> None:
-    """Serve requests from stdin on stdout.
+    """Read requests from stdin and answer on stdout.
 
     Args:
-        extra_bytes: memory that rendering may use beyond what the process has now.
-        limit_s: seconds of a processor after which a rendering ends the process, by SIGPROF.
+        extra_bytes: memory that rendering may use in addition to what the process uses now.
+        limit_s: seconds of CPU time after which SIGPROF ends the process.
     """
     _limit_memory(extra_bytes)
     answers = sys.stdout.buffer

@@ -1,4 +1,4 @@
-"""What a front end is built from, beside the engine's own word."""
+"""The settings from which a front end is built, besides the engine's ``EngineInfo``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from evener.frontend.chat import Chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
-from evener.frontend.images import Images
+from evener.frontend.images import ImageCollector
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_files
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
     from evener.config import Config
     from evener.contracts.architecture import Architecture
     from evener.contracts.checkpoint import ModelFiles
+    from evener.engine.wire.engine_info import EngineInfo
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSettings:
-    """Where the front end's files are, and what requests get that do not say.
+    """The front end's files, and defaults for requests.
 
     Attributes:
-        model_dir: the model's folder or file; None: what ``Ready.info["model"]`` says.
+        model_dir: the model's folder or file; None: the engine's ``EngineInfo.model``.
         tokenizer_dir: folder or file with tokenizer and template; None: the model's.
-        seed: fixes the seeds of requests that bring none; None draws them.
-        max_tokens: new tokens of requests that do not say; None: chat takes the rest of the context, completions 16.
-        stop_with_eos: whether an EOS token ends requests that do not say.
-        plugins: names of the request plugins that run, in order; options: of packages, by package name.
+        seed: fixes the seeds of requests without one; None: random seeds.
+        max_tokens: default maximum of new tokens; None: the rest of the context for chat, 16 for completions.
+        stop_with_eos: whether an EOS token ends a request by default.
+        plugins: names of the request plugins, in order; options: of packages, by package name.
     """
 
     model_dir: Path | None = None
@@ -46,55 +47,46 @@ class FrontendSettings:
 
     @classmethod
     def from_config(cls, config: Config) -> FrontendSettings:
-        """As the config says."""
+        """The settings in ``config``."""
         return cls(
-            model_dir=Path(config.model),
-            tokenizer_dir=None if config.tokenizer is None else Path(config.tokenizer),
-            seed=config.seed,
-            max_tokens=config.request.max_new_tokens,
-            stop_with_eos=config.infer.stop_with_eos,
-            plugins=config.request.plugins,
-            options=config.options,
-        )
+            model_dir=Path(config.model), tokenizer_dir=None if config.tokenizer is None else Path(config.tokenizer),
+            seed=config.seed, max_tokens=config.request.max_new_tokens, stop_with_eos=config.infer.stop_with_eos,
+            plugins=config.request.plugins, options=config.options,
+        )  # fmt: skip
 
-    def build(self, info: dict[str, object]) -> tuple[Frontend, Chat]:
-        """The front end and the chat template for an engine whose ``Ready.info`` is ``info``. May take a second.
+    def build(self, info: EngineInfo) -> tuple[Frontend, Chat]:
+        """The front end and the chat templates for an engine with this ``info``. May take a second.
 
         Raises:
             CheckpointError: a tokenizer, template or generation file cannot be used.
         """
-        model_dir = self.model_dir or Path(str(info["model"]))
-        family = partial(_architecture, info.get("architecture"))
-        files = _texts(model_dir, family)
-        tokenizer_files = files if self.tokenizer_dir is None else _texts(self.tokenizer_dir, family)
+        model_dir = self.model_dir or Path(info.model)
+        family = partial(_architecture, info.architecture)
+        files = _text_files(model_dir, family)
+        tokenizer_files = files if self.tokenizer_dir is None else _text_files(self.tokenizer_dir, family)
         tokenizer = Tokenizer.of(tokenizer_files)
         frontend = Frontend(
-            max_model_len=int(info["max_model_len"]),  # type: ignore[call-overload]
-            vocab_size=int(info["vocab_size"]),  # type: ignore[call-overload]
-            tokenizer=tokenizer,
+            max_model_len=info.max_model_len, vocab_size=info.vocab_size, tokenizer=tokenizer,
             defaults=GenerationDefaults.of(files, None if tokenizer is None else tokenizer.eos_id),
-            default_max_tokens=self.max_tokens,
-            stop_with_eos=self.stop_with_eos,
+            default_max_tokens=self.max_tokens, stop_with_eos=self.stop_with_eos,
             plugins=RequestPlugins.load(self.plugins, model_dir, self.options),
             rng=None if self.seed is None else random.Random(self.seed),
-            hidden_size=int(info.get("hidden_size", 0)),  # type: ignore[call-overload]
-            media_rows=int(info.get("media_rows", 1)),  # type: ignore[call-overload]
-        )
-        how = family().images(files.json("config.json")) if info.get("encoders") else None
-        images = None if how is None or tokenizer is None else partial(Images, how, tokenizer)
+            hidden_size=info.hidden_size, media_rows=info.media_rows,
+        )  # fmt: skip
+        how = family().images(files.json("config.json")) if info.encoders else None
+        images = None if how is None or tokenizer is None else partial(ImageCollector, how, tokenizer)
         return frontend, Chat.of(tokenizer_files, tokenizer, images)
 
 
-def _texts(path: Path, family: Callable[[], type[Architecture]]) -> ModelFiles:
-    """A model's text files; without ``tokenizer.json``, what its family's published code makes of those it has."""
+def _text_files(path: Path, family: Callable[[], type[Architecture]]) -> ModelFiles:
+    """A model's text files; without ``tokenizer.json``, the files that the model's family makes from the others."""
     files = open_files(path)
     return files if files.text("tokenizer.json") is not None else family().text_files(files)
 
 
-def _architecture(name: object) -> type[Architecture]:
-    """An architecture's class, for what it says of text and images; its model is not made. None: what all inherit."""
+def _architecture(name: str | None) -> type[Architecture]:
+    """An architecture's class, for its handling of text and images; no model is built. None: the base class."""
     from evener.contracts.architecture import Architecture
-    from evener.plugins.catalog import targets
-    from evener.plugins.discover import discover
+    from evener.plugins.discover import installed_catalog
 
-    return Architecture if name is None else targets(discover().packages, "architecture")[str(name)].load()
+    return Architecture if name is None else installed_catalog().lazy_imports("architecture")[name].load()

@@ -1,4 +1,4 @@
-"""Stop strings that may lie across tokens."""
+"""Finds stop strings, also those that span several tokens."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """What a piece of text led to: the text that may be shown, and the stop string if one was found."""
+    """The text that may be shown, and the stop string if one was found."""
 
     text: str
     stop: str | None = None
 
 
 class StopStrings:
-    """Watches one sample's text for stop strings.
+    """Searches one sample's text for stop strings.
 
-    Text that may be the beginning of a stop string is held back until that is decided, so what was shown never has to
-    be taken back. The match that is complete first wins; of two that are complete with the same character, the one
-    that began earlier.
+    Text that may be the beginning of a stop string is held back until that is decided, so returned text never changes.
+    The match that ends first wins; of two that end at the same character, the one that begins earlier.
 
     Args:
         stops: strings, none empty.
-        include: leave the stop string in the text.
+        include: keep the stop string in the text.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
@@ -30,19 +29,19 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> StopMatch:
-        """Take the next piece in. After a match nothing may be pushed."""
+        """Add the next piece of text. Do not call it again after a match."""
         buffer = self._held + text
         found = self._find(buffer)
         if found is not None:
             begin, stop = found
             self._held = ""
             return StopMatch(buffer[: begin + len(stop)] if self._include else buffer[:begin], stop)
-        keep = self._undecided(buffer)
+        keep = self._partial_match_len(buffer)
         self._held = buffer[len(buffer) - keep :]
         return StopMatch(buffer[: len(buffer) - keep])
 
     def finish(self) -> str:
-        """The text that was held back: no stop string came of it."""
+        """The text that was still held back; it did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -54,8 +53,8 @@ class StopStrings:
                 best = (begin + len(stop), begin, stop)
         return None if best is None else (best[1], best[2])
 
-    def _undecided(self, buffer: str) -> int:
-        """Length of the longest end of ``buffer`` that begins a stop string."""
+    def _partial_match_len(self, buffer: str) -> int:
+        """Length of the longest suffix of ``buffer`` that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             for size in range(min(len(stop) - 1, len(buffer)), longest, -1):

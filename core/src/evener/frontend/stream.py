@@ -1,29 +1,28 @@
-"""The deltas of one request on their way to an asyncio task."""
+"""The deltas of one request, for an asyncio task."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
-from evener.frontend.outputs import Delta
+from evener.contracts.outputs import Delta
 
 
 class RequestStream:
     """The deltas of one request, as an asynchronous iterator; ends after the last delta of the last sample.
 
-    Deltas that wait for a slow reader are merged. ``aclose`` before the end, or cancelling a task that waits in the
-    iterator, aborts the request; ``async with`` closes by itself.
+    If the reader is slow, waiting deltas are merged. ``aclose`` before the end aborts the request; so does cancelling a
+    task that waits in the iterator. ``async with`` closes automatically.
 
     Attributes:
         request_id: the request's id.
-        prompt: its text; None when ids were given.
-        prompt_token_ids: its ids.
+        prompt: the prompt's text; None if ids were given.
+        prompt_token_ids: the prompt's ids.
         n: number of samples.
 
     Args:
-        abort: called with the id when the stream is closed before its end.
+        abort: called with the request id if the stream is closed before its end.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class RequestStream:
         self._abort = abort
         self._queue: deque[Delta] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._unread, self._unended = n, n
+        self._unread, self._unfinished = n, n
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -58,27 +57,25 @@ class RequestStream:
         return delta
 
     async def aclose(self) -> None:
-        """Abort the request if it still runs. The iterator is at its end from now on."""
+        """Abort the request if it still runs. The iterator then ends."""
         self._queue.clear()
         self._unread = 0
-        if self._unended:
-            self._unended = 0
+        if self._unfinished:
+            self._unfinished = 0
             self._abort(self.request_id)
 
     async def __aenter__(self) -> RequestStream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def put(self, delta: Delta) -> None:
-        """Hand a delta over; from the event loop's own thread."""
+        """Add a delta; call it in the event loop's thread."""
         if self._unread == 0:
             return
         self._queue.append(delta)
         if delta.finish_reason is not None:
-            self._unended -= 1
+            self._unfinished -= 1
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -1,8 +1,7 @@
-"""Chat templates as transformers renders them. Runs in the render process: see ``render``.
+"""Renders chat templates as transformers does. Runs in the render process: see ``render``.
 
-A template comes with the model and is not trusted: jinja's immutable sandbox keeps it from the interpreter's
-internals, and the process around it from using time and memory without end, which a sandbox cannot do (``{{ 'x' *
-10**10 }}`` is one C call).
+A template comes with the model and is not trusted. jinja's immutable sandbox protects the interpreter's internals. The
+process around it limits time and memory, which a sandbox cannot do (``{{ 'x' * 10**10 }}`` is one C call).
 """
 
 from __future__ import annotations
@@ -12,33 +11,30 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.utils
+from jinja2 import exceptions, ext, nodes, runtime, utils
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %} … {% endgeneration %}`` marks the assistant's tokens for training; here it is its body."""
+class _Generation(ext.Extension):
+    """``{% generation %} … {% endgeneration %}`` marks the assistant's tokens for training; here only the body is
+    rendered."""
 
     tags = {"generation"}  # noqa: RUF012  jinja's own declaration is an instance attribute
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
 
-    def _body(self, caller: jinja2.runtime.Macro) -> str:
+    def _body(self, caller: runtime.Macro) -> str:
         return str(caller())
 
 
 class _Dict:
-    """The ``dict`` of a template: makes dicts and has no attributes to climb out by."""
+    """The ``dict`` of a template: creates dicts, and has no attributes through which a template leaves the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -47,15 +43,15 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class _Namespace(jinja2.utils.Namespace):
-    """The ``namespace`` of a template, without attributes that begin with an underscore."""
+class _Namespace(utils.Namespace):
+    """The ``namespace`` of a template; attribute names must not begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # As jinja's own: ``namespace(self=…)`` works.
         self, values = args[0], dict(*args[1:], **kwargs)
         for name in values:
             _check_name(name)
-        jinja2.utils.Namespace.__init__(self, values)
+        utils.Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -63,13 +59,13 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """A template in the environment that transformers gives it.
+    """A template in the same environment as in transformers.
 
     Raises:
         jinja2.TemplateError: a syntax error.
     """
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(
@@ -81,12 +77,12 @@ def compile_template(source: str) -> jinja2.Template:
 def render(
     template: jinja2.Template, messages: list[dict[str, Any]], continue_final_message: bool, variables: dict[str, Any]
 ) -> str:
-    """The text of a conversation. With ``continue_final_message`` it ends within the last message, for the model to
-    go on.
+    """The text of a conversation. With ``continue_final_message`` it ends within the last message, so that the model
+    continues it.
 
     Raises:
-        jinja2.TemplateError: the template refused, or does not show the message that is to be continued.
-        Exception: whatever an expression of the template raises.
+        jinja2.TemplateError: the template refused the messages, or does not show the message to continue.
+        Exception: an expression in the template may raise anything.
     """
     if not continue_final_message:
         return template.render(messages=messages, **variables)
@@ -95,14 +91,14 @@ def render(
     at = text.rfind(_CONTINUE_TAG.strip())
     if at < 0:
         raise jinja2.TemplateError("the template does not show the final message, so it cannot be continued")
-    # A template that trims messages trims the tag's own space too; then the message's were trimmed as well.
+    # If the tag's own space is missing, the template trims messages: trim the text before the tag too.
     whole = text[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG
     return text[:at] if whole else text[:at].rstrip()
 
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(
+        raise exceptions.SecurityError(
             f"a chat template cannot store {name!r} on a namespace: names must not begin with '_'"
         )
 
@@ -116,11 +112,8 @@ def _strftime_now(layout: str) -> str:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     # jinja's own filter escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

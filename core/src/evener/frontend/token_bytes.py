@@ -1,4 +1,4 @@
-"""Which bytes a token stands for, read off the decoder of a ``tokenizer.json``."""
+"""The bytes of each token, from the decoder in a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class ByteRule:
-    """A decoder under which each token has bytes of its own.
+    """A decoder in which each token has fixed bytes.
 
     Attributes:
-        to_bytes: a token's spelling in the vocabulary to its bytes.
-        strip_first_space: the decoder leaves out one space at the very beginning.
+        to_bytes: from a token's entry in the vocabulary to its bytes.
+        strip_first_space: the decoder removes one space at the beginning of the text.
     """
 
     to_bytes: Callable[[str], bytes]
@@ -25,10 +25,10 @@ class ByteRule:
 
 
 def byte_rule(decoder: str) -> ByteRule | None:
-    """The rule of a decoder, given as its JSON; None when its tokens have no bytes of their own.
+    """The rule of a decoder, given as JSON; None if its tokens have no fixed bytes.
 
-    Two families: ``ByteLevel`` (every byte has a printable stand-in), and ``Replace… ByteFallback? Fuse Strip?`` (a
-    marker stands for the space, ``<0xE2>`` for a byte).
+    There are two families: ``ByteLevel`` (a printable character for every byte), and ``Replace… ByteFallback? Fuse
+    Strip?`` (a marker for the space, ``<0xE2>`` for a byte).
     """
     spec = json.loads(decoder)
     if spec.get("type") == "ByteLevel":
@@ -49,8 +49,7 @@ def byte_rule(decoder: str) -> ByteRule | None:
 
 
 def byte_level_table() -> dict[str, int]:
-    """The stand-in character of every byte, as GPT-2 chose them: printable bytes are themselves, the others begin at
-    U+0100."""
+    """GPT-2's table from printable characters to bytes: printable bytes are themselves, the others begin at U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in table.values()]
@@ -61,7 +60,7 @@ def _from_byte_level(token: str, table: dict[str, int]) -> bytes:
     try:
         return bytes([table[char] for char in token])
     except KeyError:
-        # An added token is spelt as it is.
+        # An added token stands for its own text.
         return token.encode("utf-8")
 
 

@@ -1,31 +1,37 @@
-"""Text to ids and back, on the ``tokenizers`` library. A folder without ``tokenizer.json`` needs transformers."""
+"""Text to token ids and back, with the ``tokenizers`` library; without ``tokenizer.json`` transformers is needed."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from evener.contracts.checkpoint import ModelFiles
-from evener.errors import CheckpointError
+from evener.errors import CheckpointError, RequestError
 from evener.frontend.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from evener.frontend.token_bytes import ByteRule, byte_rule
 
-#: Names under which ``tokenizer_config.json`` and ``special_tokens_map.json`` spell single special tokens; templates
-#: get them.
+# One text at a time: the library's threads would not help, and they warn when a process is forked.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+#: Characters for each token of a context in which few texts of that length fit.
+_SURELY_LONG = 8
+#: Names of single special tokens in ``tokenizer_config.json`` and ``special_tokens_map.json``; templates get them.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class Vocabulary(ABC):
-    """What ``Tokenizer`` needs of the library beneath. Safe to use from several threads."""
+    """What ``Tokenizer`` needs from the underlying library. Safe to use from several threads."""
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of ``text``, with BOS and the like where the model has them if ``add_special_tokens``."""
+        """Ids of ``text``; with ``add_special_tokens`` also BOS and similar tokens, if the model has them."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -33,23 +39,34 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def token(self, token_id: int) -> str | None:
-        """The token's spelling; None for an id that has none."""
+        """The token's entry in the vocabulary; None for an unknown id."""
 
     @abstractmethod
     def id(self, token: str) -> int | None:
-        """The id of a spelling; None if there is none."""
+        """The id of an entry in the vocabulary; None if there is none."""
 
     @abstractmethod
     def special_ids(self) -> frozenset[int]:
-        """Ids that are no text."""
+        """Ids of special tokens, which are not text."""
 
     @abstractmethod
     def size(self) -> int:
         """Number of tokens, added ones included."""
 
-    @abstractmethod
     def byte_rule(self) -> ByteRule | None:
-        """The bytes of a token, where tokens have bytes of their own."""
+        """How a token becomes bytes; None (the default) if tokens have no fixed bytes."""
+        return None
+
+
+@contextlib.contextmanager
+def _no_panic() -> Iterator[None]:
+    """A panic of the library is no ``Exception`` and would end more than one request."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"the tokenizer failed on this text: {error}", "prompt") from error
 
 
 class FastVocabulary(Vocabulary):
@@ -61,18 +78,19 @@ class FastVocabulary(Vocabulary):
         self._library = library
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self._library.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Not ``encode``, which holds the GIL for as long as it takes.
+        with _no_panic():
+            return list(self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library.decode(list(ids), skip_special_tokens=False))
+        with _no_panic():
+            return str(self._library.decode(list(ids), skip_special_tokens=False))
 
     def token(self, token_id: int) -> str | None:
-        spelling: str | None = self._library.id_to_token(token_id)
-        return spelling
+        return self._library.id_to_token(token_id)
 
     def id(self, token: str) -> int | None:
-        found: int | None = self._library.token_to_id(token)
-        return found
+        return self._library.token_to_id(token)
 
     def special_ids(self) -> frozenset[int]:
         return frozenset(i for i, token in self._library.get_added_tokens_decoder().items() if token.special)
@@ -101,8 +119,7 @@ class SlowVocabulary(Vocabulary):
         return self._library.convert_ids_to_tokens(token_id) if 0 <= token_id < self.size() else None
 
     def id(self, token: str) -> int | None:
-        found: int | None = self._library.get_vocab().get(token)
-        return found
+        return self._library.get_vocab().get(token)  # type: ignore[no-any-return]
 
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._library.all_special_ids)
@@ -110,16 +127,13 @@ class SlowVocabulary(Vocabulary):
     def size(self) -> int:
         return len(self._library)
 
-    def byte_rule(self) -> ByteRule | None:
-        return None
-
 
 class Tokenizer:
     """A model's tokenizer. Safe to use from several threads.
 
     Args:
-        vocabulary: the library beneath.
-        special_tokens: ``bos_token`` and the like with their spelling, and ``additional_special_tokens`` with a list,
+        vocabulary: the underlying library.
+        special_tokens: ``bos_token`` and similar names with their text, and ``additional_special_tokens`` with a list;
             for templates.
     """
 
@@ -132,7 +146,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, files: ModelFiles) -> Tokenizer | None:
-        """The tokenizer of a model; None when it has none, as a folder with only ``config.json``.
+        """The tokenizer of a model; None if it has none, as in a folder with only ``config.json``.
 
         Raises:
             CheckpointError: its files cannot be used, or need the extra ``evener[slow-tokenizers]``.
@@ -144,9 +158,8 @@ class Tokenizer:
             try:
                 library = tokenizers.Tokenizer.from_str(text)
             except Exception as error:  # the library raises a bare Exception
-                raise CheckpointError(
-                    f"{files.where('tokenizer.json')} cannot be used ({error}); fetch the file again"
-                ) from error
+                where = files.where("tokenizer.json")
+                raise CheckpointError(f"{where} cannot be used ({error}); fetch the file again") from error
             _add_missing(library, config)
             return cls(FastVocabulary(library), special)
         if any(files.names(name) for name in (*_SLOW_FILES, "*.tiktoken")):
@@ -160,17 +173,36 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The id of ``eos_token``; None when the tokenizer names none."""
+        """The id of ``eos_token``; None if the tokenizer has none."""
         token = self.special_tokens.get("eos_token")
         return self._vocabulary.id(token) if isinstance(token, str) else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; ``add_special_tokens`` adds BOS and the like as ``tokenizer.json`` says. Special tokens
-        that are spelt out in ``text`` become their ids either way."""
+        """Ids of ``text``; ``add_special_tokens`` adds BOS and similar tokens as ``tokenizer.json`` says. Special
+        tokens written in ``text`` always become their ids."""
         return self._vocabulary.encode(text, add_special_tokens)
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of more than that times n bytes has more than n tokens."""
+        return max((len((self._vocabulary.token(i) or "").encode()) for i in range(self.vocab_size)), default=1)
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether ``text`` has more than ``limit`` tokens, found without encoding a text that is far longer. False: it
+        must be encoded to know."""
+        size = len(text.encode())
+        if size <= limit or size > limit * self.longest_token:
+            return size > limit
+        size = limit
+        # Where the beginning is cut, it may have up to ``longest_token`` tokens that the whole text does not have.
+        while len(text) > _SURELY_LONG * limit and size < len(text):
+            if len(self.encode(text[:size], False)) > limit + self.longest_token:
+                return True
+            size *= 2
+        return False
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``, just as a detokenizer streams it."""
+        """Text of ``ids``, the same as a detokenizer streams."""
         detokenizer = self.detokenizer(skip_special_tokens)
         return "".join([*(detokenizer.push(i) for i in ids), detokenizer.finish()])
 
@@ -183,8 +215,7 @@ class Tokenizer:
         return ByteDetokenizer(lookup, self._rule.strip_first_space)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special or not; empty for an id that the tokenizer does not have. May be part of a
-        character."""
+        """The bytes of one token, special or not; empty for an unknown id. They may be part of a character."""
         found = self._bytes.get(token_id)
         if found is None:
             spelling = self._vocabulary.token(token_id)
@@ -202,7 +233,7 @@ class Tokenizer:
 
 
 def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str | list[str]]:
-    """Special tokens by name; ``tokenizer_config.json`` wins over the older ``special_tokens_map.json``."""
+    """Special tokens by name; ``tokenizer_config.json`` has priority over the older ``special_tokens_map.json``."""
     found: dict[str, str | list[str]] = {}
     for name in SPECIAL_NAMES:
         for source in (config, token_map):
@@ -216,16 +247,16 @@ def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[s
             texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in more]
             found.setdefault("additional_special_tokens", [text for text in texts if isinstance(text, str)])
         elif isinstance(more, dict):
-            # Newer folders name further tokens of their own ("image_token": "<image>").
+            # Newer folders define further named tokens ("image_token": "<image>").
             found.update({name: text for name, text in more.items() if isinstance(text, str)})
     return found
 
 
 def _add_missing(library: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Add what ``added_tokens_decoder`` has and ``tokenizer.json`` lacks, in the order of ids.
+    """Add tokens that are in ``added_tokens_decoder`` but not in ``tokenizer.json``, in the order of ids.
 
     Raises:
-        CheckpointError: the library would give a token another id than the folder says.
+        CheckpointError: the library gives a token another id than the folder.
     """
     known = library.get_added_tokens_decoder()
     listed = config.get("added_tokens_decoder")
@@ -240,7 +271,7 @@ def _add_missing(library: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
         if got != token_id:
             raise CheckpointError(
                 f"tokenizer_config.json gives {entry['content']!r} id {token_id}, but tokenizer.json makes it {got}: "
-                "the two files are of different models: fetch both again"
+                "the two files are from different models: fetch both again"
             )
 
 
@@ -252,7 +283,7 @@ def _through_transformers(model_dir: Path) -> Vocabulary:
         raise CheckpointError(f"{asked}: pip install 'evener[slow-tokenizers]'") from error
     try:
         library = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # it raises whatever its converters raise
+    except Exception as error:  # its converters may raise anything
         what = "save the tokenizer as tokenizer.json with its own code, and put that into the folder"
         raise CheckpointError(f"{asked}, which cannot read them: {error}; {what}") from error
     backend = getattr(library, "backend_tokenizer", None)

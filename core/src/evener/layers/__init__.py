@@ -1,7 +1,7 @@
-"""Shared layers: what a model family is made of. Public, with a contract version of its own (``layers``).
+"""The layers that model families share. Public, with a contract version of its own (``layers``).
 
-Layers *declare*: weights by the checkpoint's names, call sites by op, state by spec. They import no torch and compute
-nothing themselves; a forward pass calls the plain functions that resolution put into their call sites.
+Layers *declare* to a ``Builder``: weights by their names in the checkpoint, call sites of ops, and state. They import
+no torch and compute nothing themselves; a forward pass calls the functions that resolution put into their call sites.
 """
 
 from evener.layers.alibi import alibi_slopes

@@ -1,4 +1,4 @@
-"""The builder: what a model's layers declare themselves to."""
+"""The builder: layers declare their weights, ops and state to it, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,57 +9,49 @@ from dataclasses import replace
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
+from evener.contracts import declared
+from evener.contracts.declared import Declared, LinearWeight, Size, Slice, Span, Table, Weight, WeightGroup, local_size
 from evener.contracts.quant import WeightPart, plain
 from evener.contracts.state import AttentionSpec, StateSpec
 from evener.errors import ConfigError
-from evener.layers.declared import (
-    CallSite,
-    Declared,
-    LinearWeight,
-    Size,
-    Slice,
-    Span,
-    StackedWeight,
-    StateSlot,
-    Table,
-    Weight,
-    WeightGroup,
-    held,
-)
-from evener.layers.settings import known_activation
+from evener.layers.config_json import known_activation
 
 if TYPE_CHECKING:
     import torch
 
     from evener.contracts.communicator import Communicator
 
-#: Gives the part that the checkpoint stores under a weight's name; None if it stores none.
+#: Returns the part that the checkpoint stores under a weight's name; None if it stores none.
 PartSource = Callable[[str], "WeightPart | None"]
-#: Names of checkpoint tensors and their out-features; pairs where one tensor is named for several of its spans.
+#: Names of checkpoint tensors with their out-features (rows). Pairs allow one name more than once, with a span each.
 Parts = Mapping[str, Size] | Sequence[tuple[str, Size]]
 
 
 class Builder:
-    """Collects what a model declares.
+    """Collects what a model declares: weights, call sites of ops, state. Nothing is read or computed here.
+
+    A size may be an int, or a ``Span`` of which this rank holds its part; ``shard`` makes spans.
 
     Args:
-        dtype: compute type of weights and activations.
-        max_positions: longest sequence that will be run; sizes position tables.
-        part_source: the quantization scheme's view of the checkpoint; None declares every part as unquantized.
-        communicator: of this rank's tensor-parallel group; None in a world of one. Layers share what they are made of
-            (``share``), declare their spans of it, and give the communicator to the ops whose results are sums.
-        absorb: how latent attention folds its up-projections: "auto", "none", "absorb-without-precomp" or "absorb".
-        index_top: tokens that sparse attention reads of each context; 0 reads all, None is what the config says.
-        state_dtype: of latent state, by default the compute type.
-        snapshot_every: tokens between snapshots of recurrent state; None: at every block's end.
-        stage: which of how many pipeline stages this rank is in.
-        partition: layers of each stage; by default equally many, one more in the first where it does not come out even.
+        dtype: compute dtype of weights and activations, e.g. "bfloat16".
+        max_positions: tokens of the longest sequence that will be run; the size of position tables.
+        part_source: what the checkpoint stores under a name, as its quantization scheme reads it; None declares every
+            part as unquantized.
+        communicator: of this rank's tensor parallel group; None for one rank. A layer shares its heads or features
+            with ``shard``, declares weights with the spans, and passes the communicator to the ops that sum results.
+        absorb: how latent attention applies its up-projections (``infer.mla_absorb``): "auto", "none",
+            "absorb-without-precomp" or "absorb".
+        index_top: tokens that sparse attention reads per query; 0: all; None: as the model's config says.
+        state_dtype: dtype of latent state; default: the compute dtype.
+        snapshot_every: tokens between two snapshots of recurrent state; None: one at the end of every block.
+        stage: (index, count): which pipeline stage this rank computes, and how many there are.
+        partition: number of layers of each stage; default: equal numbers, the first stages one more if needed.
 
     Attributes:
         weights, sites, slots, groups: everything declared so far, in order.
-        ignored: regular expressions for names that a checkpoint may hold and nobody needs.
-        ties: ``{name: twin}``: a checkpoint may hold ``name`` too if it equals ``twin``, which is read instead.
-        staged: the model has asked for its ``layers``.
+        ignored: regular expressions for names of checkpoint tensors that are not read.
+        ties: ``{name: twin}``: ``twin`` is read instead of ``name``; a checkpoint may hold both if they are equal.
+        staged: whether the model has asked for its ``layers``.
     """
 
     def __init__(
@@ -82,27 +74,27 @@ class Builder:
         self._part_source = part_source
         self._tables: dict[tuple[Any, ...], Table] = {}
         self.weights: list[Declared] = []
-        self.sites: list[CallSite] = []
-        self.slots: list[StateSlot] = []
+        self.sites: list[declared.CallSite] = []
+        self.slots: list[declared.StateSlot] = []
         self.groups: list[WeightGroup] = []
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
 
     @property
     def first_stage(self) -> bool:
-        """Whether this rank's stage embeds the tokens; the others go on with ``step.stream``."""
+        """Whether this rank's pipeline stage embeds the tokens; later stages continue with ``step.stream``."""
         return self.stage[0] == 0
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank's stage has the head."""
+        """Whether this rank's pipeline stage has the head."""
         return self.stage[0] == self.stage[1] - 1
 
     def layers(self, count: int) -> range:
-        """Of ``count`` layers those of this rank's stage.
+        """The numbers of this pipeline stage's layers, out of the model's ``count``.
 
         Raises:
-            ConfigError: they cannot be divided so.
+            ConfigError: the layers cannot be divided into these stages.
         """
         self.staged = True
         stage, stages = self.stage
@@ -114,63 +106,70 @@ class Builder:
             )
         return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
-    def alone(self) -> Builder:
-        """The same, for layers that every rank holds whole."""
+    def replicated(self) -> Builder:
+        """A copy without a communicator, for layers that every rank holds whole. It declares into the same lists."""
         twin = copy(self)
         twin.communicator = None
         return twin
 
     @property
     def ranks(self) -> int:
-        """How many ranks share each layer."""
+        """Number of tensor parallel ranks."""
         return 1 if self.communicator is None else self.communicator.size
 
-    def share(self, count: int, what: str, unit: int = 1) -> Span:
-        """This rank's part of ``count`` elements, in units of so many; the first ranks get one unit more if it does not
-        come out even. ``what`` they are is for messages.
+    def shard(self, count: int, what: str, unit: int = 1) -> Span:
+        """This rank's part of ``count`` elements, cut at multiples of ``unit``. If the units cannot be shared equally,
+        the first ranks get one more. ``what`` names the elements in messages.
 
         Raises:
             ConfigError: there are fewer units than ranks.
         """
         rank, units = 0 if self.communicator is None else self.communicator.rank, -(-count // unit)
         if units < self.ranks:
-            raise self.misfit(f"{count} {what} in units of {unit} are too few for so many ranks", range(1, units + 1))
+            raise self.tp_size_error(
+                f"{count} {what} in units of {unit} are too few for so many ranks", range(1, units + 1)
+            )
         each, more = divmod(units, self.ranks)
         first, last = (r * each + min(r, more) for r in (rank, rank + 1))
         return Span(first * unit, min(count, last * unit), count)
 
-    def share_inner(self, count: int, what: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Span:
-        """``share`` of what lies between two linear weights: ``rows`` of the checkpoint's parts (by name) before and
-        ``columns`` of those after, cut where their formats can be."""
+    def shard_inner(self, count: int, what: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Span:
+        """``shard`` of ``count`` features between two linear weights: the rows of one (``rows``: its names in the
+        checkpoint) and the columns of the next (``columns``). They are cut where the stored formats allow it, e.g. not
+        inside a quantization group.
+
+        Raises:
+            ConfigError: there are fewer units than ranks.
+        """
         forms = [(part.format, axis) for axis, names in enumerate((rows, columns)) for part in self._stored(names)]
         unit = lcm(*(max(1, form.group if axis else form.group_out) for form, axis in forms))
         if unit == 1 and count % self.ranks and count // gcd(count, 64) >= self.ranks:
             unit = gcd(count, 64)  # kernels like round sizes
-        return self.share(count, what, unit)
+        return self.shard(count, what, unit)
 
-    def misfit(self, why: str, sizes: Sequence[int]) -> ConfigError:
-        """The error for layers that so many ranks cannot share."""
+    def tp_size_error(self, why: str, sizes: Sequence[int]) -> ConfigError:
+        """The error for a layer that this number of ranks cannot share; ``sizes``: the numbers that can."""
         fit = ", ".join(map(str, sizes))
         return ConfigError(f"infer.tp_size={self.ranks}: {why}; sizes that fit: {fit}")
 
-    def share_heads(self, heads: int, kv_heads: int) -> tuple[Span, Span]:
-        """This rank's query heads, and the key and value heads that they read: its own, or one that it holds beside
-        its neighbours where there are more ranks than those. All ranks hold as much state.
+    def shard_heads(self, heads: int, kv_heads: int) -> tuple[Span, Span]:
+        """This rank's query heads, and the key and value heads that they read. With more ranks than key and value
+        heads, several ranks hold the same head. All ranks hold equally much state.
 
         Raises:
-            ConfigError: they do not come out even.
+            ConfigError: the heads cannot be shared equally.
         """
         fits = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
         if self.ranks not in fits:
-            raise self.misfit(f"{heads} query heads and {kv_heads} KV heads do not come out even", fits)
-        query = self.share(heads, "query heads")
+            raise self.tp_size_error(f"{heads} query heads and {kv_heads} KV heads do not come out even", fits)
+        query = self.shard(heads, "query heads")
         each = heads // kv_heads
         first, last = query.start // each, -(-query.stop // each)
         return query, Span(first, last, kv_heads)
 
-    def once(self, *names: str) -> bool:
-        """Whether this rank has what is added once to a sum over the ranks: rank 0 has. The others pass over the
-        checkpoint's ``names``."""
+    def on_first_rank(self, *names: str) -> bool:
+        """Whether this is rank 0, which alone holds what must be added once to a sum over the ranks, e.g. a bias. The
+        other ranks ignore the checkpoint's ``names``."""
         mine = self.communicator is None or self.communicator.rank == 0
         self.ignored += () if mine else map(re.escape, names)
         return mine
@@ -179,25 +178,40 @@ class Builder:
         self, name: str, *shape: Size, dummy: str = "noise", sources: Sequence[str] = (), spans: Sequence[Span] = (),
         axis: int = 0, dtype: str | None = None,
     ) -> Weight:  # fmt: skip
-        """A tensor called ``name`` in the checkpoint (or the join of ``sources`` along the first axis), held in
-        ``dtype``, by default the compute type. Of a Span in ``shape`` this rank holds its part; ``spans`` are those of
-        each source along ``axis``, and the parts are joined along it."""
+        """Declare a tensor that ops take as it is: a norm, a bias, an embedding table.
+
+        Args:
+            name: its name in the checkpoint.
+            shape: its shape; of a Span this rank holds its part.
+            dummy: what ``load=dummy`` fills it with: "noise", "ones" or "zeros".
+            sources: names of the checkpoint tensors that are joined along ``axis``, instead of the one called ``name``.
+            spans: the span that is read of each source along ``axis``.
+            axis: see ``sources`` and ``spans``.
+            dtype: what it is held in; default: the compute dtype.
+        """
         names = tuple(sources) or (name,)
         slices = [Slice(axis, span) for span in spans]
         slices = slices or [Slice(at, size) for at, size in enumerate(shape) if isinstance(size, Span)]
         if all(s.span.size == s.span.whole for s in slices):
             slices = []
-        sizes = tuple(map(held, shape))
+        sizes = tuple(map(local_size, shape))
         weight = Weight(name, sizes, dtype or self.dtype, names, dummy, slices=tuple(slices))
         self.weights.append(weight)
         return weight
 
-    def product(
+    def precomputed(
         self, name: str, rows: int, columns: int, sources: Mapping[str, tuple[Size, ...]],
         make: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     ) -> Weight:  # fmt: skip
-        """A matrix [rows, columns] that ``make`` computes once from checkpoint tensors of these shapes, or from this
-        rank's part of them."""
+        """Declare a matrix [rows, columns] that is computed once, when the weights are loaded.
+
+        Args:
+            name: of the result.
+            rows, columns: its shape on this rank.
+            sources: names of the checkpoint tensors that ``make`` takes, in this order, with their shapes; of a Span it
+                gets this rank's part.
+            make: computes the matrix.
+        """
         slices = tuple(_slice(*sizes) for sizes in sources.values())
         shapes = tuple(tuple(map(_whole, sizes)) for sizes in sources.values())
         weight = Weight(name, (rows, columns), self.dtype, tuple(sources), make=make, shapes=shapes, slices=slices)
@@ -205,47 +219,52 @@ class Builder:
         return weight
 
     def linear(
-        self, name: str, parts: Parts, columns: Size, out: str | None = None, unit_rows: bool = False
+        self, name: str, parts: Parts, columns: Size, out: str | None = None, normalize_rows: bool = False
     ) -> LinearWeight:
-        """A linear weight made of checkpoint tensors: ``parts`` maps their names to their out-features. ``out`` is the
-        type of its products if that is not the compute type. Of a Span this rank holds its part. ``unit_rows``: rows
-        are divided by their lengths, in the compute type whatever is stored.
+        """Declare a linear weight [rows, columns]: checkpoint tensors stacked along their rows.
 
-        Sizes are the config's; the loader compares them with the checkpoint's and names every difference at once.
+        Args:
+            name: of the whole, for messages and the manifest.
+            parts: names of the checkpoint tensors with their out-features (rows), in order.
+            columns: in-features.
+            out: dtype of its products; default: the compute dtype.
+            normalize_rows: divide every row by its L2 norm; the weight is then held unquantized in the compute dtype.
+
+        Sizes come from the config. The loader compares them with the checkpoint and names every difference at once.
         """
         found, slices = self._parts(parts, columns)
-        found = tuple(replace(p, format=plain(self.dtype)) for p in found) if unit_rows else found
-        sizes = sum(p.rows for p in found), held(columns)
-        weight = LinearWeight(name, found, *sizes, self.dtype, out, slices=slices, unit_rows=unit_rows)
+        found = tuple(replace(p, format=plain(self.dtype)) for p in found) if normalize_rows else found
+        sizes = sum(p.rows for p in found), local_size(columns)
+        weight = LinearWeight(name, found, *sizes, self.dtype, out, slices=slices, normalize_rows=normalize_rows)
         self.weights.append(weight)
         return weight
 
     def experts(
         self, name: str, experts: int, parts: Parts, columns: Size, *, stacked: Parts | None = None,
         transposed: bool = False,
-    ) -> StackedWeight:  # fmt: skip
-        """One matrix an expert, declared as one stack.
+    ) -> declared.StackedWeight:  # fmt: skip
+        """Declare one matrix [rows, columns] per expert, as one stack [experts, rows, columns].
 
         Args:
-            name: of the whole.
-            experts: how many.
-            parts: names of one matrix's tensors, ``{}`` in place of the expert's number, and their out-features.
+            name: of the whole, for messages and the manifest.
+            experts: number of experts.
+            parts: names of one expert's tensors, with ``{}`` for the expert's number, and their out-features (rows).
             columns: in-features.
-            stacked: what to read instead if the checkpoint has its tensors, which hold all experts.
-            transposed: stacked tensors, if unquantized, are [experts, columns, rows].
+            stacked: tensors that each hold all experts; they are read instead of ``parts`` if the checkpoint has them.
+            transposed: whether unquantized stacked tensors are stored as [experts, columns, rows].
         """
         if stacked is not None and any(self._stored([name for name, _ in _pairs(stacked)])):
             parts = stacked
         found, slices = self._parts(parts, columns)
-        weight = StackedWeight(
-            name, found, sum(p.rows for p in found), held(columns), self.dtype, experts=experts,
+        weight = declared.StackedWeight(
+            name, found, sum(p.rows for p in found), local_size(columns), self.dtype, experts=experts,
             transposed=transposed, slices=slices,
         )  # fmt: skip
         self.weights.append(weight)
         return weight
 
     def _stored(self, names: Sequence[str]) -> Iterator[WeightPart]:
-        """What the checkpoint has under these names (of experts: the first's); nothing for dummy weights."""
+        """The parts that the checkpoint stores under these names (the first expert's); none with dummy weights."""
         found = (self._part_source(name.format(0)) if self._part_source else None for name in names)
         return (part for part in found if part is not None)
 
@@ -255,62 +274,83 @@ class Builder:
         return tuple(part for part, _ in made), slices if any(slices) else ()
 
     def _part(self, name: str, rows: Size, columns: Size) -> tuple[WeightPart, Slice | None]:
-        # Without a source: dummy weights, or a missing tensor that the loader will name.
+        # Nothing stored: dummy weights, or a missing tensor, which the loader reports.
         form = next((part.format for part in self._stored([name])), plain(self.dtype))
         cut = _slice(rows, columns)
         if cut is not None:
             unit, span = max(1, form.group if cut.axis else form.group_out), cut.span
             if span.start % unit or (span.stop % unit and span.stop != span.whole):
                 sizes = [n for n in range(1, span.whole + 1) if span.whole % n == 0 and not span.whole // n % unit]
-                raise self.misfit(f"{name} is stored in units of {unit} and cannot be cut", sizes)
-        return WeightPart(name, held(rows), held(columns), form), cut
+                raise self.tp_size_error(f"{name} is stored in units of {unit} and cannot be cut", sizes)
+        return WeightPart(name, local_size(rows), local_size(columns), form), cut
 
     def ignore(self, pattern: str) -> None:
-        """Let checkpoints hold tensors whose whole name matches the regular expression ``pattern``, unread."""
+        """Do not read checkpoint tensors whose whole name matches the regular expression ``pattern``. A tensor that is
+        neither declared nor ignored is an error."""
         self.ignored.append(pattern)
 
     def tie(self, name: str, twin: str) -> None:
-        """``twin`` serves for ``name``; a checkpoint may store both if they are equal."""
+        """Read ``twin`` in place of ``name``, as for tied embeddings; a checkpoint may store both if they are equal."""
         self.ties[name] = twin
 
     def biases(self, parts: Parts, name: str, summed: bool = False) -> Weight | None:
-        """The biases of the linear weight with these ``parts`` (names end in ``.weight``), joined. ``summed``: its
-        products are added over the ranks, so one rank has them."""
+        """Declare the joined biases [rows] of a linear weight.
+
+        Args:
+            parts: as given to ``linear``; their names end in ``.weight``, the biases' in ``.bias``.
+            name: of the whole.
+            summed: whether the linear's results are summed over the ranks. Then only rank 0 has the bias, and the
+                others get None.
+        """
         sources = [part.removesuffix("weight") + "bias" for part, _ in _pairs(parts)]
-        if summed and not self.once(*sources):
+        if summed and not self.on_first_rank(*sources):
             return None
         spans = [size if isinstance(size, Span) else Span(0, size, size) for _, size in _pairs(parts)]
-        return self.weight(name, sum(map(held, spans)), dummy="zeros", sources=sources, spans=spans)
+        return self.weight(name, sum(map(local_size, spans)), dummy="zeros", sources=sources, spans=spans)
 
     def table(self, key: tuple[Any, ...], nbytes: int, make: Callable[[torch.device], torch.Tensor]) -> Table:
-        """A computed tensor; a second call with an equal ``key`` returns the first one's."""
+        """Declare a tensor of ``nbytes`` bytes that ``make`` computes on the device, such as rotary angles. Calls with
+        an equal ``key`` share one tensor."""
         if key not in self._tables:
             self._tables[key] = Table(key, nbytes, make)
             self.weights.append(self._tables[key])
         return self._tables[key]
 
-    def op(self, op: str, path: str, **static: Any) -> CallSite:
-        """A call site of ``op`` with these static parameters.
+    def op(self, op: str, path: str, **static: Any) -> declared.CallSite:
+        """Declare a call site of ``op``.
+
+        Args:
+            op: name of the op.
+            path: where in the model, e.g. "model.layers.3.mlp"; shown by ``evener explain``.
+            static: its static parameters; for a composite those of its record in ``evener.contracts.statics``.
 
         Raises:
-            ArchitectureError: the activation is unknown; other parameters are the op's to judge.
+            ArchitectureError: the activation is unknown. Other parameters are checked when the op is resolved.
         """
         if op in ("activate", "act_and_mul"):
             known_activation(static["activation"], *(() if op == "activate" else ("clamped_swiglu",)))
-        site = CallSite(path, op, static)
+        site = declared.CallSite(path, op, static)
         self.sites.append(site)
         return site
 
-    def state(self, name: str, spec: StateSpec, attention: AttentionSpec) -> StateSlot:
-        """A layer's state; with ``spec.shared_with`` the slot of that earlier layer."""
+    def state(self, name: str, spec: StateSpec, attention: AttentionSpec) -> declared.StateSlot:
+        """Declare the state of the layer ``name``, and how attention reads it. With ``spec.shared_with`` the result is
+        the slot of that earlier layer."""
         if spec.shared_with is not None:
             return next(slot for slot in self.slots if slot.name == spec.shared_with)
-        slot = StateSlot(name, spec, attention)
+        slot = declared.StateSlot(name, spec, attention)
         self.slots.append(slot)
         return slot
 
     def group(self, kind: type[tuple[Any, ...]], **fields: Declared | None) -> WeightGroup:
-        """Weights that an op takes together."""
+        """Declare weights that an op takes together, as one named tuple.
+
+        Args:
+            kind: the tuple's class, from ``evener.contracts.weights``, e.g. ``MLPWeights``.
+            fields: the declared weight of each field; None where the model has none.
+
+        The result's ``values`` is the tuple of loaded tensors, once they are loaded.
+        """
         group = WeightGroup(kind, fields)
         self.groups.append(group)
         return group

@@ -1,4 +1,4 @@
-"""The model that most families are: embedding, decoder layers, norm, head. A family says what its layers are."""
+"""The model that most families are: embedding, decoder layers, norm, head. A family describes its layers."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Architecture, Step
 from evener.layers.builder import Builder
+from evener.layers.config_json import read_float, read_int, unsupported
 from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MixerConfig, MixerLayer, MLPConfig
 from evener.layers.embedding import Embedding, LMHead
 from evener.layers.experts import MoEConfig
 from evener.layers.norms import norm_common
-from evener.layers.settings import count, number, refuse
 
 if TYPE_CHECKING:
     import torch
 
 
 class CausalLM(Architecture):
-    """A family sets what differs.
+    """A causal language model. A family subclasses it, describes its layers and overrides what differs.
 
-    Of ``config.json`` this class reads ``vocab_size``, ``max_position_embeddings``, ``hidden_size``,
-    ``num_attention_heads``, what ``eps_key`` names, all of which must be there, and two that need not be:
-    ``num_key_value_heads`` (it must divide the heads) and ``tie_word_embeddings``. There are as many layers as
-    ``attention`` returns. Whatever else matters a family reads itself. One whose config has other names for these
-    overrides ``__init__`` and hands on a config that has them.
+    This class reads these keys of ``config.json``: ``vocab_size``, ``max_position_embeddings``, ``hidden_size``,
+    ``num_attention_heads`` and the key that ``eps_key`` names, which are required; ``num_key_value_heads`` (it must
+    divide the heads) and ``tie_word_embeddings``, which are optional. The number of layers is the length of what
+    ``attention`` returns. A family reads all other keys itself. If its config has other names for the keys above, it
+    overrides ``__init__`` and passes on a config with these names.
 
     Attributes:
-        names: what checkpoints call the embedding, the layers, the norm behind them and the head, in this order;
-            without ``.weight``, and without the layer's number, which follows after a point.
-        tied: what ``tie_word_embeddings`` is when ``config.json`` does not say.
-        norm: kind of all norms: "rms", "layer", "biased_layer" or "bare_layer" (without a weight).
-        norm_offset: added to the weights of all root mean square norms: those of layers, before and after a half, of
-            heads, and the last one. Layer norms have none.
-        eps_key: name of the norms' epsilon in ``config.json``.
+        names: the checkpoint's names of the embedding, the layers, the last norm and the head, in this order; without
+            ``.weight``, and without the layer's number, which follows after a dot.
+        tied: the value of ``tie_word_embeddings`` if ``config.json`` has none.
+        norm: kind of all norms: "rms", "layer" (without bias), "biased_layer" or "bare_layer" (without weight).
+        norm_offset: added to the weights of all RMS norms: those before and after attention and MLP, of heads, and the
+            last one. Layer norms have none.
+        eps_key: the key of the norms' epsilon in ``config.json``.
         head_bias: whether the head has a bias.
     """
 
@@ -48,11 +48,11 @@ class CausalLM(Architecture):
     head_bias: bool = False
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        self.vocab_size, self.max_positions = (count(config, k) for k in ("vocab_size", "max_position_embeddings"))
-        hidden, eps = count(config, "hidden_size"), number(config, self.eps_key)
-        heads = count(config, "num_attention_heads")
-        if config.get("num_key_value_heads") and heads % count(config, "num_key_value_heads"):
-            raise refuse(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
+        self.vocab_size, self.max_positions = (read_int(config, k) for k in ("vocab_size", "max_position_embeddings"))
+        hidden, eps = read_int(config, "hidden_size"), read_float(config, self.eps_key)
+        heads = read_int(config, "num_attention_heads")
+        if config.get("num_key_value_heads") and heads % read_int(config, "num_key_value_heads"):
+            raise unsupported(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
         self.hidden_size = hidden
         self.embedding = self.head = None
         if build.first_stage:
@@ -82,19 +82,19 @@ class CausalLM(Architecture):
             build, name, self.names[2], self.vocab_size,
             norm_common(build, hidden, eps, self.norm_offset, self.norm), cap=self.logit_cap(config),
             scale=self.logit_scale(config), bias=f"{self.names[3]}.bias" if self.head_bias else None,
-            unit_rows=self.unit_head(config),
+            normalize_rows=self.normalize_head(config),
         )  # fmt: skip
 
     @abstractmethod
     def attention(self, config: Mapping[str, Any]) -> Sequence[AttentionConfig | MixerConfig]:
-        """What mixes tokens in each layer, ``num_hidden_layers`` of them."""
+        """The attention (or another token mixer) of each layer, ``num_hidden_layers`` of them."""
 
     @abstractmethod
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
-        """The MLP, or the experts, of one layer."""
+        """The MLP or the experts of layer number ``layer``."""
 
     def embedding_scale(self, config: Mapping[str, Any]) -> float:
-        """(optional) Factor on embedding rows. Default 1."""
+        """(optional) Factor on the embeddings. Default: 1."""
         del config
         return 1.0
 
@@ -103,20 +103,20 @@ class CausalLM(Architecture):
         del config
         return None
 
-    def unit_head(self, config: Mapping[str, Any]) -> bool:
-        """(optional) Whether the head's rows are divided by their lengths. Default: no."""
+    def normalize_head(self, config: Mapping[str, Any]) -> bool:
+        """(optional) Whether every row of the head is divided by its L2 norm. Default: no."""
         del config
         return False
 
     def logit_scale(self, config: Mapping[str, Any]) -> float:
-        """(optional) Factor on the logits. Default 1."""
+        """(optional) Factor on the logits. Default: 1."""
         del config
         return 1.0
 
     def forward(self, step: Step) -> torch.Tensor:
         if self.embedding is not None:
             return self.stack(self.embedding(step), step)
-        assert step.stream is not None, "a later stage goes on with what the one before has sent"
+        assert step.stream is not None, "a later stage continues with the stream of the stage before"
         return self.stack(step.stream[0], step, step.stream[1])
 
     def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:

@@ -1,80 +1,84 @@
-"""The embedding at the bottom and the language-model head on top."""
+"""The token embedding and the language model head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evener.contracts.architecture import Step
+from evener.contracts.declared import CallSite, Span
+from evener.contracts.statics import HeadStatic, NormStatic, VocabEmbeddingStatic
 from evener.layers.builder import Builder
-from evener.layers.declared import Span
 from evener.layers.norms import declare_norm
 
 if TYPE_CHECKING:
     import torch
 
 
-def share_vocab(build: Builder, vocab: int) -> Span:
-    """This rank's ids: equally many on each, but for the last rank."""
-    return build.share(vocab, "vocabulary entries", unit=-(-vocab // build.ranks))
+def shard_vocab(build: Builder, vocab: int) -> Span:
+    """This rank's ids: an equal number on each rank, except that the last ranks may have fewer."""
+    return build.shard(vocab, "vocabulary entries", unit=-(-vocab // build.ranks))
 
 
 class Embedding:
-    """Token embedding [vocab, hidden], optionally scaled. Ranks share the rows."""
+    """Token embedding [vocab, hidden], times ``scale``. Ranks share the rows (Shoeybi et al. 2019)."""
 
     def __init__(self, build: Builder, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:
-        rows = share_vocab(build, vocab)
+        rows = shard_vocab(build, vocab)
         self.weight = build.weight(name, rows, hidden)
-        static = {"hidden": hidden, "scale": scale, "dtype": build.dtype}
         if build.communicator is None:
-            self.site = build.op("embedding", name, vocab=vocab, **static)
+            self.site = build.op("embedding", name, vocab=vocab, hidden=hidden, scale=scale, dtype=build.dtype)
         else:
-            place = {"start": rows.start, "rows": rows.size, "communicator": build.communicator}
-            self.site = build.op("vocab_embedding", name, **place, **static)
+            static: VocabEmbeddingStatic = {
+                "hidden": hidden, "scale": scale, "dtype": build.dtype, "start": rows.start, "rows": rows.size,
+                "communicator": build.communicator,
+            }  # fmt: skip
+            self.site = build.op("vocab_embedding", name, **static)
 
     def __call__(self, step: Step) -> torch.Tensor:
-        """[T, hidden] for ``step.token_ids``, and for what stands in place of some."""
+        """The rows [T, hidden] of ``step.token_ids``, with ``step.embedding_overrides`` in place of some."""
         rows: torch.Tensor = self.site.table[step.bucket](step.token_ids, self.weight.value)
-        # As the engine's tables are written: every device's torch copies rows. Captured steps have none of these.
-        return rows if step.overlay is None else rows.index_copy(0, *step.overlay)
+        # index_copy, because every device's torch implements it. Steps that are captured have no overrides.
+        return rows if step.embedding_overrides is None else rows.index_copy(0, *step.embedding_overrides)
 
 
 class LMHead:
-    """Final norm and projection to the vocabulary, whose rows ranks share.
+    """Final norm and projection to the vocabulary. Ranks share the vocabulary's rows.
 
     Args:
-        build: where it declares itself.
-        name: of the weight; a tied head is declared under the embedding's.
+        build: the builder to declare it to.
+        name: of the weight, with ``.weight``; a tied head is declared under the embedding's name.
         norm: name of the norm, without ``.weight``.
-        vocab: rows.
-        common: hidden, dtype, and eps, offset and kind of the norm.
-        cap: soft cap on the logits, or None; scale: factor on them.
+        vocab: number of rows, of all ranks.
+        common: the width of the stream, and the norm (``norm_common``).
+        cap: soft cap on the logits, or None.
+        scale: factor on the logits.
         bias: name of a bias, or None.
-        unit_rows: rows of the weight are divided by their lengths.
+        normalize_rows: divide every row of the weight by its L2 norm.
     """
 
     def __init__(
-        self, build: Builder, name: str, norm: str, vocab: int, common: Mapping[str, Any], *, cap: float | None = None,
-        scale: float = 1.0, bias: str | None = None, unit_rows: bool = False,
+        self, build: Builder, name: str, norm: str, vocab: int, common: NormStatic, *, cap: float | None = None,
+        scale: float = 1.0, bias: str | None = None, normalize_rows: bool = False,
     ) -> None:  # fmt: skip
-        rows = share_vocab(build, vocab)
+        rows = shard_vocab(build, vocab)
         self.norm = declare_norm(build, norm, common["hidden"], common, "float32")
-        self.weight = build.linear(name, {name: rows}, common["hidden"], out="float32", unit_rows=unit_rows)
+        self.weight = build.linear(name, {name: rows}, common["hidden"], out="float32", normalize_rows=normalize_rows)
         self.bias = build.weight(bias, rows, dummy="zeros") if bias else None
-        static = {k: common[k] for k in ("hidden", "dtype", "eps", "offset", "norm")}
-        static |= {"vocab": vocab, "weight": self.weight, "logit_scale": scale, "cap": cap}
-        self.site = build.op("head", name, **static, communicator=build.communicator)
-        shared = build.communicator is not None
-        self.best = build.op("vocab_greedy", name, **static, communicator=build.communicator) if shared else None
+        static: HeadStatic = {
+            **common, "vocab": vocab, "weight": self.weight, "logit_scale": scale, "cap": cap,
+            "communicator": build.communicator,
+        }  # fmt: skip
+        self.site = build.op("head", name, **static)
+        self.best = None if build.communicator is None else build.op("vocab_greedy", name, **static)
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """Logits float32 [R, vocab] of the stream's rows, float32 [R, hidden]."""
-        norm, bias = (None if w is None else w.value for w in (self.norm, self.bias))
-        return self.site.table[step.bucket](hidden, norm, self.weight.value, bias)  # type: ignore[no-any-return]
+        """Logits float32 [R, vocab] of hidden states float32 [R, hidden]."""
+        return self._call(self.site, hidden, step)
 
     def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Ids int32 [R] of the largest logits, which ranks find in their own rows; None on one rank."""
-        if self.best is None:
-            return None
+        """Ids int32 [R] of the largest logits. Each rank looks in its own rows first; None on one rank."""
+        return None if self.best is None else self._call(self.best, hidden, step)
+
+    def _call(self, site: CallSite, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         norm, bias = (None if w is None else w.value for w in (self.norm, self.bias))
-        return self.best.table[step.bucket](hidden, norm, self.weight.value, bias)  # type: ignore[no-any-return]
+        return site.table[step.bucket](hidden, norm, self.weight.value, bias)  # type: ignore[no-any-return]

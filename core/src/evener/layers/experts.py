@@ -1,16 +1,16 @@
-"""A block of experts as a layer declares it: router, one stack of weights a projection, shared experts."""
+"""Mixture of experts: how a layer declares its router, its experts (one stack per projection) and shared experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from evener.contracts.declared import LinearWeight, Table, WeightGroup, merge_spans
+from evener.contracts.statics import MoEStatic, NormStatic
+from evener.contracts.weights import MoEWeights
 from evener.layers.builder import Builder
-from evener.layers.declared import LinearWeight, Table, WeightGroup, joined
+from evener.layers.config_json import known_activation
 from evener.layers.norms import norm_weight
-from evener.layers.settings import known_activation
-from evener.ops.expert_composites import MoEWeights
 
 if TYPE_CHECKING:
     import torch
@@ -18,26 +18,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Experts of one layer; names refer to the checkpoint, relative to the layer.
+    """Experts of one layer. Names are the checkpoint's, relative to the layer, without ``.weight`` and ``.bias``.
 
     Attributes:
-        experts: how many there are.
-        top: how many a token has.
-        inner: width between the projections of one.
-        activation: as ``act_and_mul`` has it, as are ``alpha`` and ``limit``.
-        scoring: as ``route`` has it, as are ``groups``, ``top_groups``, ``group_best``, ``renormalize`` and ``scale``.
-        weigh_input: routing weights are factors on the experts' inputs.
-        bias: router and experts have biases (experts' as stacked tensors).
-        correction: name of the bias that is for choosing only, or None.
-        shared_inner: width of the shared experts together; 0 if there are none.
+        experts: number of experts.
+        top: experts per token.
+        inner: width between the projections of one expert.
+        activation: one that the op ``act_and_mul`` knows.
+        alpha, limit: parameters of the activation ``clamped_swiglu``.
+        scoring: how logits become weights, as in the op ``route``; so are the next five.
+        groups: equal groups of neighbouring experts, of which a token uses some; 1: none.
+        top_groups: groups per token.
+        group_best: how many of a group's best scores are added up to rank it.
+        renormalize: whether the weights of the chosen experts are divided by their sum.
+        scale: factor on the weights.
+        router_weight_on_input: whether the weights are factors on the experts' inputs, not on their results.
+        bias: whether the router and the experts have biases (those of experts as stacked tensors).
+        correction: name of a bias on the scores that is used to choose experts only, or None.
+        shared_inner: width of all shared experts together; 0: none.
         router: name of the router.
-        at: prefix of the experts' tensors; an expert's number follows.
+        prefix: of the experts' tensors; the expert's number follows.
         projections: names of gate, up and down of one expert.
-        transposed: stacked tensors are stored as [experts, columns, rows].
+        transposed: whether stacked tensors are stored as [experts, columns, rows].
         shared: prefix of the shared experts.
-        shared_gate: name of the gate on them, or None.
+        shared_gate: name of the sigmoid gate on the shared experts' result, or None.
         post_norm: name of a norm after the block, or None.
-        norm: name of the norm before.
+        norm: name of the norm before the block.
     """
 
     experts: int
@@ -52,12 +58,12 @@ class MoEConfig:
     group_best: int = 1
     renormalize: bool = True
     scale: float = 1.0
-    weigh_input: bool = False
+    router_weight_on_input: bool = False
     bias: bool = False
     correction: str | None = None
     shared_inner: int = 0
     router: str = "mlp.gate"
-    at: str = "mlp.experts"
+    prefix: str = "mlp.experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     transposed: bool = False
     shared: str = "mlp.shared_experts"
@@ -65,69 +71,75 @@ class MoEConfig:
     post_norm: str | None = None
     norm: str = "post_attention_layernorm"
 
-    def declare(self, build: Builder, prefix: str, common: Mapping[str, Any]) -> tuple[WeightGroup, dict[str, Any]]:
-        """The block of layer ``prefix``; ``common``: hidden, dtype, eps and offset of its norms."""
-        hidden, count, at = common["hidden"], self.experts, f"{prefix}.{self.at}"
-        gate, up, down = (f"{at}.{{}}.{name}.weight" for name in self.projections)
+    def declare(self, build: Builder, prefix: str, common: NormStatic) -> tuple[WeightGroup, MoEStatic]:
+        """Declare the experts of layer ``prefix``: their weights, and the static parameters of their ``moe_block``."""
+        hidden, count, module = common["hidden"], self.experts, f"{prefix}.{self.prefix}"
+        gate, up, down = (f"{module}.{{}}.{name}.weight" for name in self.projections)
         router_parts = {f"{prefix}.{self.router}.weight": count}
-        rise, fall = [gate, up, f"{at}.gate_up_proj"], [down, f"{at}.down_proj"]
-        inner = build.share_inner(self.inner, "inner features of an expert", rise, fall)
-        # Stacked tensors hold gates, then ups; or pairs of one each, where the activation takes them so.
+        gate_up_names, down_names = [gate, up, f"{module}.gate_up_proj"], [down, f"{module}.down_proj"]
+        inner = build.shard_inner(self.inner, "inner features of an expert", gate_up_names, down_names)
+        # Stacked tensors hold all gate rows, then all up rows; for clamped_swiglu, gate and up rows alternate.
         paired, both = self.activation == "clamped_swiglu", 2 * self.inner
-        raised = [inner * 2] if paired else joined(inner.behind(first, both) for first in (0, self.inner))
-        stacked = [(f"{at}.gate_up_proj", span) for span in raised]
-        linears: dict[str, LinearWeight | None] = {
-            "router": build.linear(f"{prefix}.{self.router}", router_parts, hidden, out="float32"),
-            "gate_up": build.experts(
-                f"{at}.gate_up", count, stacked if paired else {gate: inner, up: inner}, hidden, stacked=stacked,
-                transposed=self.transposed,
-            ),
-            "down": build.experts(
-                f"{at}.down", count, {down: hidden}, inner, stacked={f"{at}.down_proj": hidden},
-                transposed=self.transposed,
-            ),
-            **self._declare_shared(build, prefix, hidden),
-        }  # fmt: skip
+        gate_up_spans = [inner * 2] if paired else merge_spans(inner.shifted(first, both) for first in (0, self.inner))
+        stacked = [(f"{module}.gate_up_proj", span) for span in gate_up_spans]
+        router = build.linear(f"{prefix}.{self.router}", router_parts, hidden, out="float32")
+        gate_up_linear = build.experts(
+            f"{module}.gate_up", count, stacked if paired else {gate: inner, up: inner}, hidden, stacked=stacked,
+            transposed=self.transposed,
+        )  # fmt: skip
+        down_linear = build.experts(
+            f"{module}.down", count, {down: hidden}, inner, stacked={f"{module}.down_proj": hidden},
+            transposed=self.transposed,
+        )  # fmt: skip
+        shared_gate_up, shared_down, shared_gate = self._declare_shared(build, prefix, hidden)
 
         def bias(name: str, *shape: int, wide: bool = False, **more: Any) -> Any:
             return build.weight(name, *shape, dummy="zeros", dtype="float32" if wide else None, **more)
 
-        gate_up_bias, down_bias = f"{at}.gate_up_proj_bias", f"{at}.down_proj_bias"
-        cut: dict[str, Any] = {"sources": [gate_up_bias] * len(raised), "spans": raised, "axis": 1}
+        gate_up_bias, down_bias = f"{module}.gate_up_proj_bias", f"{module}.down_proj_bias"
+        cut: dict[str, Any] = {"sources": [gate_up_bias] * len(gate_up_spans), "spans": gate_up_spans, "axis": 1}
 
         weights = build.group(
             MoEWeights, norm=norm_weight(build, prefix, self.norm, hidden, common),
             post_norm=norm_weight(build, prefix, self.post_norm, hidden, common),
-            **linears, **resident(build, prefix, count),
+            router=router, gate_up=gate_up_linear, down=down_linear, shared_gate_up=shared_gate_up,
+            shared_down=shared_down, shared_gate=shared_gate, **identity_expert_map(build, prefix, count),
             router_bias=bias(f"{prefix}.{self.router}.bias", count) if self.bias else None,
             correction=bias(f"{prefix}.{self.correction}", count, wide=True) if self.correction else None,
             gate_up_bias=bias(gate_up_bias, count, 2 * inner.size, **cut) if self.bias else None,
-            down_bias=bias(down_bias, count, hidden) if self.bias and build.once(down_bias) else None,
+            down_bias=bias(down_bias, count, hidden) if self.bias and build.on_first_rank(down_bias) else None,
         )  # fmt: skip
-        names = ("experts", "top", "scoring", "groups", "top_groups", "group_best", "renormalize", "scale",
-                 "activation", "alpha", "limit", "weigh_input")  # fmt: skip
-        known_activation(self.activation, "clamped_swiglu")
-        static = {**common, **{name: getattr(self, name) for name in names}, **linears, "inner": inner.size}
-        shared = linears["shared_down"]
-        static["shared_inner"] = 0 if shared is None else shared.columns
-        return weights, {**static, "post_norm": self.post_norm is not None, "communicator": build.communicator}
+        static: MoEStatic = {
+            **common, "experts": count, "top": self.top, "scoring": self.scoring, "groups": self.groups,
+            "top_groups": self.top_groups, "group_best": self.group_best, "renormalize": self.renormalize,
+            "scale": self.scale, "inner": inner.size, "alpha": self.alpha, "limit": self.limit,
+            "activation": known_activation(self.activation, "clamped_swiglu"),
+            "router_weight_on_input": self.router_weight_on_input, "router": router, "gate_up": gate_up_linear,
+            "down": down_linear, "shared_inner": 0 if shared_down is None else shared_down.columns,
+            "shared_gate_up": shared_gate_up, "shared_down": shared_down, "shared_gate": shared_gate,
+            "post_norm": self.post_norm is not None, "communicator": build.communicator,
+        }  # fmt: skip
+        return weights, static
 
-    def _declare_shared(self, build: Builder, prefix: str, hidden: int) -> dict[str, LinearWeight | None]:
-        found: dict[str, LinearWeight | None] = dict.fromkeys(("shared_gate_up", "shared_down", "shared_gate"))
+    def _declare_shared(self, build: Builder, prefix: str, hidden: int) -> tuple[LinearWeight | None, ...]:
+        """Gate and up, down, and the sigmoid gate of the shared experts."""
+        gate_up = down = gate = None
         if self.shared_inner:
-            at = f"{prefix}.{self.shared}"
-            rise, fall = [f"{at}.gate_proj.weight", f"{at}.up_proj.weight"], [f"{at}.down_proj.weight"]
-            inner = build.share_inner(self.shared_inner, "inner features of the shared experts", rise, fall)
-            found["shared_gate_up"] = build.linear(f"{at}.gate_up_proj", dict.fromkeys(rise, inner), hidden)
-            found["shared_down"] = build.linear(f"{at}.down_proj", dict.fromkeys(fall, hidden), inner)
+            module = f"{prefix}.{self.shared}"
+            gate_up_names = [f"{module}.gate_proj.weight", f"{module}.up_proj.weight"]
+            down_names = [f"{module}.down_proj.weight"]
+            inner = build.shard_inner(self.shared_inner, "inner features of shared experts", gate_up_names, down_names)
+            gate_up = build.linear(f"{module}.gate_up_proj", dict.fromkeys(gate_up_names, inner), hidden)
+            down = build.linear(f"{module}.down_proj", dict.fromkeys(down_names, hidden), inner)
         if self.shared_gate is not None:
             name = f"{prefix}.{self.shared_gate}"
-            found["shared_gate"] = build.linear(name, {f"{name}.weight": 1}, hidden)
-        return found
+            gate = build.linear(name, {f"{name}.weight": 1}, hidden)
+        return gate_up, down, gate
 
 
-def resident(build: Builder, prefix: str, experts: int) -> dict[str, Table]:
-    """The map that gives every expert one slot, its own number. One a layer: balancing changes them one by one."""
+def identity_expert_map(build: Builder, prefix: str, experts: int) -> dict[str, Table]:
+    """The expert map in which every expert has one slot, its own number. Each layer has a map of its own, because load
+    balancing changes them layer by layer."""
 
     def slots(device: torch.device) -> torch.Tensor:
         import torch

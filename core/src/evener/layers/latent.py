@@ -1,19 +1,20 @@
-"""Latent attention (MLA) of one layer, and its sparse indexer."""
+"""Multi-head latent attention (DeepSeek-AI 2024, MLA) of one layer, and the indexer of its sparse form."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Step
+from evener.contracts.declared import LinearWeight, Span, StateSlot, WeightGroup
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
-from evener.layers.builder import Builder
-from evener.layers.declared import Size, Span, StateSlot, WeightGroup
+from evener.contracts.statics import IndexStatic, LatentStatic, NormStatic
+from evener.contracts.weights import IndexWeights, LatentWeights
+from evener.layers.builder import Builder, Parts
 from evener.layers.norms import norm_weight
 from evener.layers.rotary import RotaryConfig
-from evener.ops.latent import IndexWeights, LatentWeights
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexConfig:
-    """The indexer of a sparse layer: ``top`` earlier tokens a query."""
+    """The indexer of a sparse layer (DeepSeek-AI 2025, DSA).
+
+    Attributes:
+        heads: index heads.
+        head_dim: width of an index head's query, and of the key that all of them share.
+        top: how many earlier tokens attention reads per query.
+    """
 
     heads: int
     head_dim: int
@@ -30,20 +37,20 @@ class IndexConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Latent attention of one layer.
+    """Multi-head latent attention of one layer. In brackets: the key in DeepSeek's ``config.json``.
 
     Attributes:
-        heads: query heads.
-        nope_dim: part of a head's query and key that is not rotated.
-        rope_dim: the rotated part.
-        value_dim: width of a head's value.
-        rank: of keys and values together.
-        q_rank: of the queries; None projects them directly.
-        rotary: the layer's angles, ``rope_dim`` wide.
-        scale: factor on scores; None is ``(nope_dim + rope_dim) ** -0.5``.
-        bias: whether the down-projections and the output projection have biases.
-        index: the sparse indexer, or None.
-        norm: name of the norm before.
+        heads: query heads (``num_attention_heads``).
+        nope_dim: part of a head's query and key that is not rotated (``qk_nope_head_dim``).
+        rope_dim: the rotated part (``qk_rope_head_dim``).
+        value_dim: width of a head's value (``v_head_dim``).
+        rank: width of the latent of keys and values (``kv_lora_rank``).
+        q_rank: width of the queries' latent (``q_lora_rank``); None: queries are projected directly.
+        rotary: rotary position embedding, ``rope_dim`` wide.
+        scale: factor on the scores; None: ``(nope_dim + rope_dim) ** -0.5``.
+        bias: whether the down-projections and the output projection have biases (``attention_bias``).
+        index: the indexer of sparse attention, or None.
+        norm: name of the norm before attention.
     """
 
     heads: int
@@ -58,67 +65,66 @@ class LatentConfig:
     index: IndexConfig | None = None
     norm: str = "input_layernorm"
 
-    def declare(self, build: Builder, prefix: str, common: Mapping[str, Any]) -> LatentAttention:
-        """The mixer of layer ``prefix``; ``common``: hidden, dtype, eps and offset of its norms."""
+    def declare(self, build: Builder, prefix: str, common: NormStatic) -> LatentAttention:
+        """Declare the mixer of layer ``prefix``; ``common`` are the static parameters that the layer's blocks share."""
         return LatentAttention(build, prefix, common, self)
 
 
 class LatentAttention:
     """Norm, latent attention and output projection: one call of ``latent_attention_block``.
 
-    ``build.absorb`` says how it is computed; "auto" absorbs without products. ``build.index_top`` overrides how many
-    tokens a sparse layer reads, and 0 makes it dense.
+    ``build.absorb`` chooses how it is computed; "auto" is "absorb-without-precomp". ``build.index_top`` overrides how
+    many tokens a sparse layer reads per query; 0 makes it dense.
     """
 
-    def __init__(self, build: Builder, prefix: str, common: Mapping[str, Any], c: LatentConfig) -> None:
-        at, hidden = f"{prefix}.self_attn", common["hidden"]
-        self._build, self._at, self._config, self._hidden = build, at, c, hidden
+    def __init__(self, build: Builder, prefix: str, common: NormStatic, c: LatentConfig) -> None:
+        module, hidden = f"{prefix}.self_attn", common["hidden"]
+        self._build, self._module, self._config, self._hidden = build, module, c, hidden
         self._absorb = "absorb-without-precomp" if build.absorb == "auto" else build.absorb
         top = build.index_top
         if top is None and c.index is not None:
             top = c.index.top
         sparse = c.index is not None and bool(top)
-        self._heads, _ = build.share_heads(c.heads, c.heads)
+        self._heads, _ = build.shard_heads(c.heads, c.heads)
         heads = self._heads.size
         self.slot = self._declare_state(top if sparse else None)
-        q: dict[str, Size] = {f"{at}.q_a_proj.weight": c.q_rank} if c.q_rank else {f"{at}.q_proj.weight": self._q_rows}
-        down_parts = {**q, f"{at}.kv_a_proj_with_mqa.weight": c.rank + c.rope_dim}
-        kv_b = {f"{at}.kv_b_proj.weight": self._heads * (c.nope_dim + c.value_dim)}
-        o = {f"{at}.o_proj.weight": hidden}
-        linears = {
-            "down": build.linear(f"{at}.down_proj", down_parts, hidden),
-            "kv_b": build.linear(f"{at}.kv_b_proj", kv_b, c.rank),
-            "o": build.linear(f"{at}.o_proj", o, self._heads * c.value_dim),
-            "q": build.linear(f"{at}.q_b", {f"{at}.q_b_proj.weight": self._q_rows}, c.q_rank) if c.q_rank else None,
-        }
+        q_a = (f"{module}.q_a_proj.weight", c.q_rank) if c.q_rank else (f"{module}.q_proj.weight", self._q_rows)
+        down_parts: Parts = (q_a, (f"{module}.kv_a_proj_with_mqa.weight", c.rank + c.rope_dim))
+        kv_b_name, kv_b_rows = f"{module}.kv_b_proj.weight", self._heads * (c.nope_dim + c.value_dim)
+        o_parts = {f"{module}.o_proj.weight": hidden}
+        down = build.linear(f"{module}.down_proj", down_parts, hidden)
+        kv_b = build.linear(f"{module}.kv_b_proj", {kv_b_name: kv_b_rows}, c.rank)
+        o = build.linear(f"{module}.o_proj", o_parts, self._heads * c.value_dim)
+        q_b = {f"{module}.q_b_proj.weight": self._q_rows}
+        q = build.linear(f"{module}.q_b", q_b, c.q_rank) if c.q_rank else None
         matrices = self._absorb != "none" or sparse
         self.weights: WeightGroup = build.group(
-            LatentWeights, **linears,
-            norm=norm_weight(build, prefix, c.norm, hidden, common),
-            kv_norm=build.weight(f"{at}.kv_a_layernorm.weight", c.rank, dummy="ones"),
-            q_norm=build.weight(f"{at}.q_a_layernorm.weight", c.q_rank, dummy="ones") if c.q_rank else None,
-            cos_sin=c.rotary.table(build), down_bias=build.biases(down_parts, f"{at}.down_bias") if c.bias else None,
-            o_bias=build.biases(o, f"{at}.o_bias", summed=True) if c.bias else None,
-            heads=build.weight(next(iter(kv_b)), *next(iter(kv_b.items()))[1:], c.rank) if matrices else None,
+            LatentWeights, down=down, kv_b=kv_b, o=o, q=q, norm=norm_weight(build, prefix, c.norm, hidden, common),
+            kv_norm=build.weight(f"{module}.kv_a_layernorm.weight", c.rank, dummy="ones"),
+            q_norm=build.weight(f"{module}.q_a_layernorm.weight", c.q_rank, dummy="ones") if c.q_rank else None,
+            cos_sin=c.rotary.table(build),
+            down_bias=build.biases(down_parts, f"{module}.down_bias") if c.bias else None,
+            o_bias=build.biases(o_parts, f"{module}.o_bias", summed=True) if c.bias else None,
+            heads=build.weight(kv_b_name, kv_b_rows, c.rank) if matrices else None,
             **(self._declare_products() if self._absorb == "absorb" and not sparse else {}),
         )  # fmt: skip
         if not sparse:
-            build.ignore(rf"{re.escape(at)}\.indexer\..*")
+            build.ignore(rf"{re.escape(module)}\.indexer\..*")
         self.index = self._declare_index(c.index, top or 0, hidden) if c.index is not None and sparse else None
-        static = {
-            **common, **linears, "communicator": build.communicator, "heads": heads, "nope_dim": c.nope_dim,
-            "rope_dim": c.rope_dim, "value_dim": c.value_dim, "rank": c.rank, "q_rank": c.q_rank,
-            "interleaved": c.rotary.interleaved, "absorb": self._absorb, "sparse": sparse, "state": self.slot,
-            "index": self.index and self.index[2],
+        static: LatentStatic = {
+            **common, "down": down, "kv_b": kv_b, "o": o, "q": q, "communicator": build.communicator, "heads": heads,
+            "nope_dim": c.nope_dim, "rope_dim": c.rope_dim, "value_dim": c.value_dim, "rank": c.rank,
+            "q_rank": c.q_rank, "interleaved": c.rotary.interleaved, "absorb": self._absorb, "sparse": sparse,
+            "state": self.slot, "index": self.index and self.index[2],
         }  # fmt: skip
-        self.site = build.op("latent_attention_block", at, **static)
+        self.site = build.op("latent_attention_block", module, **static)
 
     @property
     def _q_rows(self) -> Span:
         return self._heads * (self._config.nope_dim + self._config.rope_dim)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream is ``x + residual``; returns the next pair, each [T, hidden]."""
+        """The stream is ``x + residual``. Returns the next such pair, each [T, hidden]."""
         slot = self.slot
         more: tuple[Any, ...] = ()
         if self.index is not None:
@@ -134,17 +140,18 @@ class LatentAttention:
         scale = (c.nope_dim + c.rope_dim) ** -0.5 if c.scale is None else c.scale
         parts = self._absorb != "none" and top is None
         attention = AttentionSpec(
-            self._heads.size, c.rank + c.rope_dim, scale, dtype=self._build.dtype, top=top, parts=parts
+            self._heads.size, c.rank + c.rope_dim, scale, dtype=self._build.dtype, top=top, split_decode=parts
         )  # fmt: skip
-        return self._build.state(self._at, spec, attention)
+        return self._build.state(self._module, spec, attention)
 
     def _declare_products(self) -> dict[str, Any]:
-        """What absorption computes of two matrices each time, computed once."""
-        c, at, hidden = self._config, self._at, self._hidden
+        """For absorb="absorb": products of the up-projection with the query's and the output's projections, which are
+        computed once, when the weights are loaded."""
+        c, module, hidden = self._config, self._module, self._hidden
         heads, nope, rank = self._heads.size, c.nope_dim, c.rank
-        kv_b = {f"{at}.kv_b_proj.weight": (self._heads * (nope + c.value_dim), rank)}
+        kv_b = {f"{module}.kv_b_proj.weight": (self._heads * (nope + c.value_dim), rank)}
         columns = c.q_rank or hidden
-        queries = {f"{at}.q_b_proj.weight" if c.q_rank else f"{at}.q_proj.weight": (self._q_rows, columns)}
+        queries = {f"{module}.q_b_proj.weight" if c.q_rank else f"{module}.q_proj.weight": (self._q_rows, columns)}
 
         def q_product(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             import torch
@@ -160,29 +167,32 @@ class LatentAttention:
             return made.transpose(0, 1).flatten(1).to(tensors[0].dtype)
 
         build = self._build
-        o = {f"{at}.o_proj.weight": (hidden, self._heads * c.value_dim)}
+        o = {f"{module}.o_proj.weight": (hidden, self._heads * c.value_dim)}
         wide = heads * (rank + c.rope_dim)
         return {
-            "q_product": build.product(f"{at}.q_product", wide, columns, {**queries, **kv_b}, q_product),
-            "o_product": build.product(f"{at}.o_product", hidden, heads * rank, {**o, **kv_b}, o_product),
+            "q_product": build.precomputed(f"{module}.q_product", wide, columns, {**queries, **kv_b}, q_product),
+            "o_product": build.precomputed(f"{module}.o_product", hidden, heads * rank, {**o, **kv_b}, o_product),
         }
 
-    def _declare_index(self, c: IndexConfig, top: int, hidden: int) -> tuple[WeightGroup, StateSlot, dict[str, Any]]:
-        build, at, dtype = self._build, f"{self._at}.indexer", self._build.dtype
+    def _declare_index(self, c: IndexConfig, top: int, hidden: int) -> tuple[WeightGroup, StateSlot, IndexStatic]:
+        build, module, dtype = self._build, f"{self._module}.indexer", self._build.dtype
         assert self._config.q_rank is not None, "an indexer reads the queries' latent"
-        sizes = {"q": ("wq_b", c.heads * c.head_dim, self._config.q_rank), "k": ("wk", c.head_dim, hidden),
-                 "weights": ("weights_proj", c.heads, hidden)}  # fmt: skip
-        linears = {
-            key: build.linear(f"{at}.{name}", {f"{at}.{name}.weight": rows}, columns)
-            for key, (name, rows, columns) in sizes.items()
-        }
+
+        def linear(name: str, rows: int, columns: int) -> LinearWeight:
+            return build.linear(f"{module}.{name}", {f"{module}.{name}.weight": rows}, columns)
+
+        q = linear("wq_b", c.heads * c.head_dim, self._config.q_rank)
+        k, weights = linear("wk", c.head_dim, hidden), linear("weights_proj", c.heads, hidden)
         spec = StateSpec("index", (StateTensor("key", (c.head_dim,), dtype),))
-        slot = build.state(at, spec, AttentionSpec(c.heads, c.head_dim, 1.0, dtype=dtype, top=top))
+        slot = build.state(module, spec, AttentionSpec(c.heads, c.head_dim, 1.0, dtype=dtype, top=top))
         group = build.group(
-            IndexWeights, **linears, k_norm=build.weight(f"{at}.k_norm.weight", c.head_dim, dummy="ones"),
-            k_norm_bias=build.weight(f"{at}.k_norm.bias", c.head_dim, dummy="zeros"),
+            IndexWeights, q=q, k=k, weights=weights,
+            k_norm=build.weight(f"{module}.k_norm.weight", c.head_dim, dummy="ones"),
+            k_norm_bias=build.weight(f"{module}.k_norm.bias", c.head_dim, dummy="zeros"),
             cos_sin=self._config.rotary.table(build),
         )  # fmt: skip
-        static = {"hidden": hidden, "heads": c.heads, "head_dim": c.head_dim, "rope_dim": self._config.rope_dim,
-                  "dtype": dtype, "state": slot, **linears}  # fmt: skip
+        static: IndexStatic = {
+            "hidden": hidden, "heads": c.heads, "head_dim": c.head_dim, "rope_dim": self._config.rope_dim,
+            "dtype": dtype, "state": slot, "q": q, "k": k, "weights": weights,
+        }  # fmt: skip
         return group, slot, static

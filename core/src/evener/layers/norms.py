@@ -1,44 +1,42 @@
-"""Norms as layers declare them."""
+"""How layers declare their norms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from evener.contracts.declared import Size, Table, Weight, local_size
 from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.statics import NormStatic
 from evener.layers.builder import Builder
-from evener.layers.declared import Size, Table, Weight, held
 
 if TYPE_CHECKING:
     import torch
 
 
-def norm_common(build: Builder, hidden: int, eps: float, offset: float, kind: str) -> dict[str, Any]:
-    """What all blocks of a layer are told: the stream's width and its norms."""
+def norm_common(build: Builder, hidden: int, eps: float, offset: float, kind: str) -> NormStatic:
+    """The static parameters that all blocks of a layer share: the width of the residual stream, and the norms."""
     return {"hidden": hidden, "dtype": build.dtype, "eps": eps, "offset": offset, "norm": kind}
 
 
-def norm_weight(build: Builder, prefix: str, name: str | None, size: int, common: Mapping[str, Any]) -> Weight | None:
-    """The weight of norm ``name`` of layer ``prefix``, None for no name; ``common``: as made above."""
+def norm_weight(build: Builder, prefix: str, name: str | None, size: int, common: NormStatic) -> Weight | None:
+    """The weight of norm ``name`` in layer ``prefix``; None if there is no name."""
     return None if name is None else declare_norm(build, f"{prefix}.{name}", size, common)
 
 
-def declare_norm(
-    build: Builder, name: str, size: Size, common: Mapping[str, Any], dtype: str | None = None
-) -> Weight | None:
-    """The weight of norm ``name``, for a biased layer norm with the bias behind it; None for a bare one. Of a Span this
-    rank holds its part."""
+def declare_norm(build: Builder, name: str, size: Size, common: NormStatic, dtype: str | None = None) -> Weight | None:
+    """The weight [size] of norm ``name``. A biased layer norm's bias follows its weight, in one tensor [2 * size]; a
+    bare layer norm has no weight, and the result is None. If ``size`` is a Span, this rank holds its part."""
     kind, sources = common["norm"], [f"{name}.weight"]
     if kind == "bare_layer":
         return None
     if kind == "biased_layer":
-        sources, size = [*sources, f"{name}.bias"], 2 * held(size)
+        sources, size = [*sources, f"{name}.bias"], 2 * local_size(size)
     dummy, dtype = "zeros" if common["offset"] else "ones", dtype or (None if kind == "rms" else "float32")
     return build.weight(sources[0], size, dummy=dummy, sources=sources, dtype=dtype)
 
 
-def unit_norm(build: Builder, size: int, common: Mapping[str, Any]) -> Table:
-    """The weight of a root mean square norm that has none; ``common`` as in ``norm_weight``."""
+def ones_norm_weight(build: Builder, size: int, common: NormStatic) -> Table:
+    """The weight [size] for an RMS norm without weights in the checkpoint: with ``offset`` added it is all ones."""
     value = 1.0 - common["offset"]
 
     def make(device: torch.device) -> torch.Tensor:

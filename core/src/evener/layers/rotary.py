@@ -1,4 +1,4 @@
-"""Rotary position tables, from either spelling of the settings in ``config.json``."""
+"""Rotary position embedding: its settings in ``config.json``, in both spellings, and its table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from evener.contracts.declared import Table
 from evener.errors import ArchitectureError
-from evener.layers.declared import Table
 
 if TYPE_CHECKING:
     import torch
 
     from evener.layers.builder import Builder
 
-#: Scalings and the numbers that they cannot do without.
+#: Scalings, with the settings that each requires.
 _SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -23,22 +23,22 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def has_entries(rope_parameters: Mapping[str, Any] | None) -> bool:
-    """Whether ``rope_parameters`` has one entry a layer type."""
+    """Whether ``rope_parameters`` has one entry per layer type."""
     return any(isinstance(value, Mapping) for value in (rope_parameters or {}).values())
 
 
 def _settings(config: Mapping[str, Any], layer_type: str | None, default_base: float | None) -> Mapping[str, Any]:
-    """Theta and scaling as one mapping, whichever spelling holds them."""
+    """Theta and scaling as one mapping, from either spelling."""
     new = config.get("rope_parameters")
     if new:
-        if has_entries(new):  # a top-level theta would not say whose it is
+        if has_entries(new):  # a theta outside the entries would belong to no layer type
             return new.get(layer_type or "") or {}
         return new if new.get("rope_theta") is not None else {**new, "rope_theta": config.get("rope_theta")}
     return {"rope_theta": config.get("rope_theta", default_base), **(config.get("rope_scaling") or {})}
 
 
 def yarn_factor(factor: float, weight: float = 1.0) -> float:
-    """By how much YaRN raises a dot product's sides when the context is ``factor`` times as long."""
+    """YaRN's "mscale" for a context ``factor`` times as long: its factor on queries and on keys (Peng et al. 2023)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -51,18 +51,18 @@ def _amplitude(settings: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class TemperatureConfig:
-    """Factors that keep attention sharp in long contexts (Nakanishi 2025, "Scalable-Softmax"): the query at position p
-    times ``1 + weight * log(1 + floor((p + 1) / every))``."""
+    """Scales queries so that attention stays sharp in long contexts (Nakanishi 2025, "Scalable-Softmax"): the query at
+    position p is multiplied by ``1 + weight * log(1 + floor((p + 1) / every))``."""
 
     every: int
     weight: float
 
     def table(self, build: Builder) -> Table:
-        """float32 [max_positions]."""
+        """The factor of each position, float32 [max_positions]."""
         return _factors(build, self)
 
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Factors of the last tokens of contexts of these lengths."""
+        """The factors of the last positions of contexts of these lengths, float32."""
         import torch
 
         steps = torch.div(lengths, self.every, rounding_mode="floor").float()
@@ -71,17 +71,17 @@ class TemperatureConfig:
 
 @dataclass(frozen=True)
 class LogNConfig:
-    """The same for contexts longer than the ``trained`` one (Su 2021): the query at position p times log(p + 1) /
-    log(trained), or 1 where that is less."""
+    """Scales queries beyond the trained context of ``trained`` tokens (Su 2021, "log-n scaling"): the query at position
+    p is multiplied by ``max(1, log(p + 1) / log(trained))``."""
 
     trained: int
 
     def table(self, build: Builder) -> Table:
-        """float32 [max_positions]."""
+        """The factor of each position, float32 [max_positions]."""
         return _factors(build, self)
 
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Factors of the last tokens of contexts of these lengths."""
+        """The factors of the last positions of contexts of these lengths, float32."""
         return (lengths.float().log() / math.log(self.trained)).clamp(min=1)
 
 
@@ -98,20 +98,20 @@ def _factors(build: Builder, config: TemperatureConfig | LogNConfig) -> Table:
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """Angles of one kind of layer.
+    """Rotary position embedding of one kind of layer (Su et al. 2021).
 
     Attributes:
-        dim: the rotated part of a head, 0 for none.
+        dim: leading part of each head that is rotated; 0: none.
         base: theta.
-        scaling: "default", "linear", "llama3" or "yarn".
-        factor: how much longer the context was made.
-        low: Llama 3's lower frequency bound (YaRN's: in turns).
-        high: the upper one.
-        original: (both) the context of pre-training.
-        truncate: (YaRN) the bounds become whole dimensions.
+        scaling: how angles are scaled for longer contexts: "default" (not at all), "linear", "llama3" or "yarn".
+        factor: how many times longer the context is than in pre-training.
+        low: (llama3) ``low_freq_factor``; (yarn) ``beta_slow``.
+        high: (llama3) ``high_freq_factor``; (yarn) ``beta_fast``.
+        original: (llama3, yarn) tokens of the context in pre-training.
+        truncate: (yarn) whether the bounds are rounded to whole dimensions.
         amplitude: factor on cosines and sines.
-        interleaved: pairs (2i, 2i+1) instead of halves.
-        divisors: of the frequencies, one for each pair of dimensions; none divides nothing.
+        interleaved: whether pairs (2i, 2i+1) are rotated, instead of pairs (i, i + dim / 2).
+        divisors: of the frequencies, one for each pair of dimensions; empty: no division.
     """
 
     dim: int
@@ -133,13 +133,13 @@ class RotaryConfig:
         """Read ``rope_parameters`` (transformers 5; flat or by layer type) or ``rope_theta`` + ``rope_scaling`` (4).
 
         Args:
-            config: the model's.
+            config: the parsed ``config.json``.
             dim: size of a head.
-            layer_type: whose entry to read when there is one a layer type.
-            default_base: theta of families whose early configs had neither spelling; others must say it.
+            layer_type: which entry to read if ``rope_parameters`` has one per layer type.
+            default_base: theta if the config has none; None: the config must have one.
 
         Raises:
-            ArchitectureError: theta is missing, or the scaling or one of its numbers is missing or not implemented.
+            ArchitectureError: theta or a setting of the scaling is missing, or the scaling is not implemented.
         """
         settings = _settings(config, layer_type, default_base)
         base = settings.get("rope_theta")
@@ -166,7 +166,7 @@ class RotaryConfig:
             raise ArchitectureError(f"config.json has {wrong[0]} = {settings[wrong[0]]!r}; it must be a number")
         partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
-        if scaling == "default":  # numbers that do not matter must not make equal angles two tables
+        if scaling == "default":  # unused settings must not make two tables of equal angles
             return cls(int(dim * float(partial or 1.0)), float(base))
         yarn = scaling == "yarn"
         return cls(
@@ -178,7 +178,7 @@ class RotaryConfig:
         )  # fmt: skip
 
     def table(self, build: Builder) -> Table:
-        """float32 [max_positions, dim]: cosines, then sines, of dim / 2 angles each."""
+        """float32 [max_positions, dim]: the cosines of dim / 2 angles, then their sines."""
         length = build.max_positions
         return build.table(("rotary", self, length), length * self.dim * 4, lambda device: self._angles(length, device))
 
@@ -198,7 +198,7 @@ class RotaryConfig:
         return (torch.cat((angles.cos(), angles.sin()), dim=-1) * self.amplitude).to(device)
 
     def _yarn(self, inverse: torch.Tensor) -> torch.Tensor:
-        """YaRN (Peng et al. 2023): dimensions that turn often are kept, those that hardly turn are stretched."""
+        """YaRN (Peng et al. 2023): high frequencies are kept, low ones divided by the factor, with a ramp between."""
         import torch
 
         turns = (self.high, self.low)
@@ -211,7 +211,7 @@ class RotaryConfig:
         return inverse / self.factor * stretch + inverse * (1 - stretch)
 
     def _llama3(self, inverse: torch.Tensor) -> torch.Tensor:
-        """Llama 3.1's scaling: long wavelengths are stretched, short ones kept, those between are mixed."""
+        """Llama 3.1's scaling: long wavelengths are stretched, short ones kept, those between interpolated."""
         import torch
 
         wavelength = 2 * math.pi / inverse

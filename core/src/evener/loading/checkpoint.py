@@ -1,19 +1,27 @@
-"""Opening a model: a folder by the core itself, a file by the reader that a package registered for its ending."""
+"""Opening a model: a folder as transformers saves it, or a single file, which an installed package's reader reads by
+its ending. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from evener.contracts.checkpoint import Checkpoint, ModelFiles
-from evener.errors import CheckpointError
-from evener.loading.folder import FolderCheckpoint, FolderFiles
+from evener.contracts.checkpoint import Checkpoint, Extent, Headers, ModelFiles
+from evener.errors import CheckpointError, did_you_mean
+from evener.loading.safetensors_files import SafetensorsFile
+from evener.loading.torch_files import TorchFile
+
+if TYPE_CHECKING:
+    import torch
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint at ``path``. Only its description is read yet, not its weights.
 
     Raises:
-        CheckpointError: there is nothing, nobody reads it, or it is broken.
+        CheckpointError: it does not exist, no installed package reads it, or it is broken.
     """
     path = Path(path).expanduser()
     return _open_file(path) if path.is_file() else FolderCheckpoint(path)
@@ -26,16 +34,162 @@ def open_files(path: str | Path) -> ModelFiles:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    from evener.plugins.catalog import targets
-    from evener.plugins.discover import discover
+    from evener.plugins.discover import installed_catalog
 
-    readers = targets(discover().packages, "checkpoint reader")
+    readers = installed_catalog().lazy_imports("checkpoint reader")
     if path.suffix not in readers:
         known = f"installed packages read files ending in {', '.join(sorted(readers))}" if readers else (
             "no installed package reads single files (pip install evener-models)"
         )  # fmt: skip
-        raise CheckpointError(
-            f"cannot open {path}: {known}; otherwise give the folder that holds it and its config.json"
-        )
+        raise CheckpointError(f"cannot open {path}: {known}; or give the folder that holds it and its config.json")
     opened: Checkpoint = readers[path.suffix].load()(path)
     return opened
+
+
+#: Bytes of the longest text file that is read; the largest tokenizers have a third of that.
+MAX_TEXT = 100_000_000
+
+
+class WeightFile(Protocol):
+    """One weight file; ``headers`` and ``copied`` as a checkpoint's."""
+
+    path: Path
+
+    @property
+    def headers(self) -> Headers: ...
+    @property
+    def copied(self) -> frozenset[str]: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
+    def close(self) -> None: ...
+
+
+#: Kinds of weight files: the name of a single file, the ending of others, and the reader. The first kind that is there
+#: is taken, as in transformers, so that a folder with both loads the same weights.
+WEIGHT_FILE_KINDS = (("model.safetensors", ".safetensors", SafetensorsFile), ("pytorch_model.bin", ".bin", TorchFile))
+
+
+class FolderFiles(ModelFiles):
+    """The text files of a folder.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise CheckpointError(f"cannot open the model {path}: it does not exist; give a model folder or file")
+        self.path = path
+
+    def text(self, name: str) -> str | None:
+        path = self.path / name
+        try:
+            if path.stat().st_size > MAX_TEXT:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size:,} bytes, which is no configuration; fetch the file again"
+                )
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}; fetch the file again") from error
+
+    def names(self, pattern: str) -> Sequence[str]:
+        return sorted(str(path.relative_to(self.path)) for path in self.path.glob(pattern))
+
+
+class FolderCheckpoint(FolderFiles, Checkpoint):
+    """A folder with ``config.json`` and weights.
+
+    Raises:
+        CheckpointError: the folder or its ``config.json`` is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if not (path / "config.json").exists():
+            raise _missing_error(path, "config.json", "give a model folder as saved for transformers")
+
+    @cached_property
+    def headers(self) -> Headers:
+        return {name: file.headers[name] for name, file in self._files.items()}
+
+    @cached_property
+    def copied(self) -> frozenset[str]:  # type: ignore[override]  # known once the files are read
+        return frozenset(name for name, file in self._files.items() if name in file.copied)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self._files)}")
+        return self._files[name].tensor(name)
+
+    def extent(self, name: str) -> Extent | None:
+        file = self._files[name]
+        return file.extent(name) if isinstance(file, SafetensorsFile) else None
+
+    def close(self) -> None:
+        for file in self.__dict__.get("_files", {}).values():
+            file.close()
+
+    @cached_property
+    def _files(self) -> Mapping[str, WeightFile]:
+        """The file of each tensor."""
+        for single, ending, reader in WEIGHT_FILE_KINDS:
+            if (self.path / single).exists():
+                return _by_tensor([reader(self.path / single)], {})
+            name = f"{single}.index.json"
+            if self.text(name) is not None:
+                where = _weight_map(self.path / name, self.json(name), ending)
+                return _by_tensor([reader(self.path / file) for file in sorted(set(where.values()))], where)
+        names = ", ".join(f"{single}, {single}.index.json" for single, _, _ in WEIGHT_FILE_KINDS)
+        raise _missing_error(self.path, f"weights: no {names}", "save the model as safetensors, or use load=dummy")
+
+
+def _by_tensor(files: Sequence[WeightFile], where: Mapping[str, str]) -> dict[str, WeightFile]:
+    found: dict[str, WeightFile] = {}
+    for file in files:
+        for tensor in file.headers:
+            if tensor in found:
+                raise CheckpointError(
+                    f"{tensor!r} is both in {found[tensor].path.name} and in {file.path.name} of {file.path.parent}; "
+                    "remove the file that is not part of this checkpoint"
+                )
+            found[tensor] = file
+    lost = [tensor for tensor, name in where.items() if tensor not in found or found[tensor].path.name != name]
+    if lost:
+        raise CheckpointError(
+            f"the index lists {len(lost)} tensors in files that do not hold them: {format_names(lost)}; fetch it again"
+        )
+    return found
+
+
+def _weight_map(path: Path, index: Mapping[str, Any], ending: str) -> dict[str, str]:
+    """The index's ``{tensor: file}``, whose files are all in its folder."""
+    where = index.get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise CheckpointError(f"{path} has no weight_map; fetch the file again")
+    # Only the text of a name is checked: in a hub's cache each file of a folder is a link to a blob elsewhere.
+    for name in where.values():
+        if not isinstance(name, str) or not name.endswith(ending) or set(name) & set("/\\\0") or name.startswith("."):
+            raise CheckpointError(
+                f"{path} names the weight file {str(name)[:120]!r}; only *{ending} files of the same folder are read"
+            )
+    files = sorted(set(where.values()))
+    missing = [name for name in files if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent} lacks {len(missing)} of the {len(files)} weight files that {path.name} names: "
+            f"{format_names(missing)}; fetch them"
+        )
+    return where
+
+
+def _missing_error(folder: Path, what: str, advice: str) -> CheckpointError:
+    endings = (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".npz")
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in endings)
+    detail = f" (it holds {format_names(others)}; a file that describes itself is opened by its name)" if others else ""
+    return CheckpointError(f"{folder} has no {what}{detail}; {advice}")
+
+
+def format_names(names: Sequence[str], limit: int = 10) -> str:
+    """At most ``limit`` names, and how many there are."""
+    return ", ".join(names[:limit]) + (f", … ({len(names)} in all)" if len(names) > limit else "")

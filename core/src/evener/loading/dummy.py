@@ -9,14 +9,14 @@ from functools import partial
 
 import torch
 
+from evener.contracts.declared import Declared, LinearWeight, Slice, Weight
 from evener.contracts.quant import Packing, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, Slice, Weight
 from evener.loading.loader import Ledger, WeightBytes, fill
 from evener.loading.match import shared_names
 
 STD = 0.02
-#: A prime, so that rows of any power-of-two width differ although the noise repeats.
+#: Numbers in one period of noise; a prime, so that rows of any power-of-two width differ although the noise repeats.
 PERIOD = 1_048_573
 
 
@@ -24,12 +24,11 @@ def load_dummy(
     declared: Sequence[Declared], packings: Mapping[str, Packing], device: torch.device, seed: int = 0
 ) -> WeightBytes:
     """Fill ``value`` of every declared weight and every table. Matrices and embeddings are normal noise of standard
-    deviation ``STD``; biases of products, of the head, and sinks are zeros; norms are ones, or zeros where an offset is
-    added to them, and the bias of a layer norm is what its weight is. A weight of ``build.weight`` is noise unless its
-    ``dummy`` says otherwise.
+    deviation ``STD``; biases of linear layers and of the head, and sinks, are zeros; norms are ones, or zeros if an
+    offset is added to them, with equal biases. A weight of ``build.weight`` is noise unless its ``dummy`` is set.
 
-    A tensor's numbers depend on the seed and its own name alone, and a slice's are those of the whole. One period of
-    normal noise is drawn and copied from an offset that follows from the name, so filling runs at the speed of memory.
+    A tensor's numbers depend on the seed and its name only; a slice has the numbers of that part of the whole tensor.
+    One period of noise is drawn once and copied from an offset that the name decides, so filling is as fast as memory.
 
     Raises:
         CheckpointError: a declared part is quantized.
@@ -40,7 +39,7 @@ def load_dummy(
 
 
 def _matrices(item: LinearWeight, noise: _Noise, device: torch.device) -> Iterator[list[WeightPart]]:
-    """The parts of one matrix after another, each with numbers of its own."""
+    """The parts of one matrix after another; each expert has its own numbers."""
     for expert in range(max(1, item.experts)):
         named = [(replace(p, name=f"{p.name} {expert}" if item.experts else p.name), cut) for p, cut in item.pieces()]
         yield [noise.part(p, cut, item.dtype, device) for p, cut in named]
@@ -55,31 +54,28 @@ class _Noise:
 
     def weight(self, item: Weight, device: torch.device) -> torch.Tensor:
         dtype = getattr(torch, item.dtype)
-        if item.dummy == "ones":
-            return torch.ones(item.shape, dtype=dtype, device=device)
-        if item.dummy == "zeros":
-            return torch.zeros(item.shape, dtype=dtype, device=device)
+        if item.dummy in ("ones", "zeros"):
+            return torch.full(item.shape, float(item.dummy == "ones"), dtype=dtype, device=device)
         if len(item.sources) > 1 and not item.shapes and not item.slices:
             return self._fill(item.name, item.shape, item.dtype, device)
-        shapes = item.shapes or [item.shape if cut is None else cut.stored(item.shape) for _, cut in item.pieces()]
+        shapes = item.shapes or [item.shape if cut is None else cut.full_shape(item.shape) for _, cut in item.pieces()]
         pieces = zip(item.pieces(), shapes, strict=True)
         return item.join([self._shared(name, shape, item.dtype, device, cut) for (name, cut), shape in pieces])
 
     def part(self, part: WeightPart, cut: Slice | None, dtype: str, device: torch.device) -> WeightPart:
         if not part.format.plain:
             raise CheckpointError(
-                f"load=dummy cannot make up {part.name}, which is stored as {part.format.storage}; "
+                f"load=dummy cannot fill {part.name}, which is stored as {part.format.storage}; "
                 "use load=auto with real weights, or a config.json without quantization_config"
             )
         shape: tuple[int, ...] = (part.rows, part.columns)
-        shape = shape if cut is None else cut.stored(shape)
+        shape = shape if cut is None else cut.full_shape(shape)
         return replace(part, tensors={"weight": self._shared(part.name, shape, dtype, device, cut)})
 
     def _shared(
         self, name: str, shape: tuple[int, ...], dtype: str, device: torch.device, cut: Slice | None
     ) -> torch.Tensor:
-        """Noise for a checkpoint name, of which a slice may be wanted; one tensor for all who read that name (a tied
-        head)."""
+        """Noise for a tensor of the checkpoint, or a slice of it; weights that read one name (a tied head) share it."""
         key = (name, shape, dtype, cut)
         if key in self._made:
             return self._made[key]

@@ -10,46 +10,46 @@ from typing import Any
 import torch
 
 from evener.contracts.checkpoint import Checkpoint
+from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
 from evener.contracts.device import Device
 from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
 from evener.errors import CheckpointError
-from evener.layers.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
 from evener.loading.match import check_match, shared_names
-from evener.loading.uploader import BUFFER, BUFFERS, Uploader
+from evener.loading.uploader import BUFFER_BYTES, BUFFER_COUNT, Uploader
 
 
 @dataclass
 class WeightBytes:
-    """What loaded weights hold: bytes in memory (``counted``) and pages of weight files (``mapped``)."""
+    """Bytes of loaded weights: in memory (``allocated``) and in pages of weight files (``mapped``)."""
 
-    counted: int = 0
+    allocated: int = 0
     mapped: int = 0
 
 
 def load_weights(
     declared: Sequence[Declared], checkpoint: Checkpoint, scheme: QuantScheme, packings: Mapping[str, Packing],
     device: torch.device, *, ignored: Sequence[str] = (), ties: Mapping[str, str] | None = None,
-    elsewhere: Sequence[Declared] = (), through: Device | None = None,
+    other_stages: Sequence[Declared] = (), pinned_device: Device | None = None,
 ) -> WeightBytes:  # fmt: skip
     """Fill ``value`` of every declared weight and table. Call ``WeightGroup.bind`` afterwards.
 
     Args:
         declared: a builder's ``weights``; each ``LinearWeight`` has its ``layout``.
-        checkpoint: where the weights are.
-        scheme: how it stores linear weights.
+        checkpoint: the file or folder that is read.
+        scheme: how the checkpoint stores linear weights.
         packings: by layout.
         device: where the weights go.
-        ignored, ties: of the builder.
-        elsewhere: what other stages of the model read.
-        through: whose page-locked memory weights go through on their way; None moves them one after another.
+        ignored, ties: the builder's; see ``check_match``.
+        other_stages: weights that other pipeline stages read.
+        pinned_device: copies weights through its page-locked memory while others are read; None: one after another.
 
     Raises:
         CheckpointError: tensors are missing, left over or of other shapes, or tied tensors differ; nothing was loaded.
     """
-    check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.path), elsewhere)
+    check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.path), other_stages)
     _check_ties(checkpoint, ties or {})
-    buffers = through.locked(BUFFERS, BUFFER) if through else ()
-    with closing(Uploader(through, buffers)) if through and buffers else nullcontext() as uploader:
+    buffers = pinned_device.pinned_buffers(BUFFER_COUNT, BUFFER_BYTES) if pinned_device else ()
+    with closing(Uploader(pinned_device, buffers)) if pinned_device and buffers else nullcontext() as uploader:
         return _Loader(checkpoint, scheme, packings, device, shared_names(declared), uploader).load(declared)
 
 
@@ -85,11 +85,11 @@ class Ledger:
         if places and places <= self._mapped:
             self.bytes.mapped += nbytes
         else:
-            self.bytes.counted += nbytes
+            self.bytes.allocated += nbytes
 
 
 def _places(value: Any) -> Iterator[tuple[str, int]]:
-    """Where a packed weight's tensors lie; nothing for data that only its packing understands."""
+    """Device and address of a packed weight's tensors; nothing for data of another type."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield str(value.device), value.untyped_storage().data_ptr()
@@ -116,8 +116,7 @@ class _Loader:
         return tensor if name in self._checkpoint.copied else self._ledger.note_mapped(tensor)
 
     def _convert(self, name: str, dtype: str, cut: Slice | None) -> torch.Tensor:
-        """A tensor, or a slice of it, on the device in ``dtype``; names that several weights read are converted
-        once."""
+        """A tensor or a slice of it, on the device in ``dtype``; a name that several weights read is converted once."""
         key = (name, dtype, cut)
         if key in self._converted:
             return self._converted[key]
@@ -134,7 +133,7 @@ class _Loader:
         return tensor
 
     def _moved(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """``part`` of the stored tensor ``name``, without gaps; on the device if there is a way to it."""
+        """``part`` of the stored tensor ``name``, contiguous; on the device if there is an uploader."""
         if self._uploader is None:
             return part.contiguous()
         extent = self._checkpoint.extent(name) if part.is_contiguous() else None
@@ -157,7 +156,7 @@ class _Loader:
         return self._cut(self._filled(stored), cut)
 
     def _cut(self, stored: WeightPart, cut: Slice | None) -> WeightPart:
-        """A rank's slice of what is stored, which is not dequantized."""
+        """A rank's slice of a stored part, still quantized."""
         if cut is None:
             return stored
         piece = self._scheme.cut(stored, "in" if cut.axis else "out", cut.span.start, cut.span.stop)
@@ -168,10 +167,10 @@ class _Loader:
         return replace(part, tensors={role: self._read(name) for role, name in roles.items()})
 
     def _matrices(self, item: LinearWeight) -> Iterator[list[WeightPart]]:
-        """The parts of one matrix after another, each read and converted when its turn comes."""
+        """The parts of one matrix after another, read and converted one at a time."""
         if not isinstance(item, StackedWeight):
             found = [self._part(part, cut, item.dtype) for part, cut in item.pieces()]
-            yield [_unit(part) for part in found] if item.unit_rows else found
+            yield [_normalize_rows(part) for part in found] if item.normalize_rows else found
             return
         for expert in range(item.experts):
             yield [self._expert_part(item, part, cut, expert) for part, cut in item.pieces()]
@@ -193,7 +192,7 @@ class _Loader:
         return replace(part, name=name, tensors=found.tensors)
 
 
-def _unit(part: WeightPart) -> WeightPart:
+def _normalize_rows(part: WeightPart) -> WeightPart:
     rows = torch.nn.functional.normalize(part.tensors["weight"].float(), dim=1)
     return replace(part, tensors={"weight": rows.to(part.tensors["weight"].dtype)})
 
@@ -203,11 +202,11 @@ def fill(
     matrices: Callable[[LinearWeight], Iterator[Sequence[WeightPart]]], packings: Mapping[str, Packing],
     device: torch.device, ledger: Ledger,
 ) -> WeightBytes:  # fmt: skip
-    """Fill ``value`` of every declared weight and table, in their order; ``ledger``'s bytes.
+    """Fill ``value`` of every declared weight and table, in their order; returns the bytes that ``ledger`` counted.
 
     Args:
-        tensor: the value of a weight.
-        matrices: the parts of one matrix of a linear weight after another, packed as they come.
+        tensor: makes the value of a weight.
+        matrices: yields the parts of one matrix of a linear weight after another; each is packed before the next.
     """
     for item in declared:
         if isinstance(item, LinearWeight):

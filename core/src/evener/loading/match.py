@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what a model declared. Torch-free: headers only."""
+"""Comparing a checkpoint's headers with the weights that a model declares. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from evener.contracts.checkpoint import Headers
+from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
 from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener.layers.builder import Builder
-from evener.layers.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
 
-#: Buffers that old transformers versions saved although they follow from the config.
-HARMLESS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.attn\.bias")
+#: Buffers that old transformers versions saved although they are computed from the config.
+IGNORABLE_BUFFERS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.attn\.bias")
 
 
 def declared_names(item: Declared) -> Iterator[str]:
@@ -35,26 +35,26 @@ def stored_names(item: Declared, scheme: QuantScheme, headers: Headers) -> Itera
 
 def check_match(
     declared: Sequence[Declared], headers: Headers, scheme: QuantScheme, ignored: Sequence[str] = (),
-    ties: Mapping[str, str] | None = None, where: str = "the checkpoint", elsewhere: Sequence[Declared] = (),
+    ties: Mapping[str, str] | None = None, where: str = "the checkpoint", other_stages: Sequence[Declared] = (),
 ) -> None:  # fmt: skip
-    """Compare what was declared with what is stored.
+    """Compare the declared weights with the stored tensors.
 
     Args:
-        declared: the model's weights; tables are passed over.
+        declared: the model's weights; tables are skipped.
         headers: ``{tensor: (dtype, shape)}``.
         scheme: how the checkpoint stores linear weights.
         ignored: regular expressions for names that may be there and are not read.
         ties: names that may be there beside their twins.
         where: what to call the checkpoint in the message.
-        elsewhere: what other stages of the model read.
+        other_stages: weights that other pipeline stages read.
 
     Raises:
         CheckpointError: tensors are missing, left over, or of other shapes; one error names ten of each kind.
     """
     wanted = dict.fromkeys(name for item in declared for name in stored_names(item, scheme, headers))
     missing = [name for name in wanted if name not in headers]
-    others = {name for item in elsewhere for name in stored_names(item, scheme, headers)} | set(ties or ())
-    pattern = re.compile("|".join(f"(?:{p})" for p in (*HARMLESS, *ignored)))
+    others = {name for item in other_stages for name in stored_names(item, scheme, headers)} | set(ties or ())
+    pattern = re.compile("|".join(f"(?:{p})" for p in (*IGNORABLE_BUFFERS, *ignored)))
     extra = [n for n in headers if n not in wanted and n not in others and not pattern.fullmatch(n)]
     misshapen = [line for item in declared for line in _misshapen(item, headers, scheme)]
     findings = [
@@ -69,13 +69,13 @@ def check_match(
         )
 
 
-def beside(build: Builder, others: Sequence[Builder] = ()) -> dict[str, Any]:
-    """What a checkpoint may hold beside a stage's weights, as ``check_match`` takes it, from what all declared."""
+def match_context(build: Builder, others: Sequence[Builder] = ()) -> dict[str, Any]:
+    """Arguments of ``check_match`` for what a checkpoint may hold beside one stage's weights."""
     builds = (build, *others)
     return {
         "ignored": [pattern for each in builds for pattern in each.ignored],
         "ties": {name: twin for each in builds for name, twin in each.ties.items()},
-        "elsewhere": [weight for each in others for weight in each.weights],
+        "other_stages": [weight for each in others for weight in each.weights],
     }
 
 
@@ -89,7 +89,7 @@ def _finding(what: str, names: Sequence[str], limit: int = 10) -> str:
 def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterator[str]:
     if isinstance(item, Weight):
         shapes = [_shape(name, headers, scheme) for name in item.sources if name in headers]
-        wanted = item.shapes or tuple(cut.stored(item.shape) for cut in item.slices if cut is not None)
+        wanted = item.shapes or tuple(cut.full_shape(item.shape) for cut in item.slices if cut is not None)
         if len(shapes) < len(item.sources):
             return  # named as missing
         if not (tuple(shapes) == wanted if wanted else _joined(shapes) == item.shape):
@@ -114,7 +114,7 @@ def _misfit(
         return
     shapes = [list(headers[n][1]) for n in scheme.tensors(name, headers).values() if n in headers]
     wanted = [declared.rows, declared.columns]
-    wanted = wanted if cut is None else list(cut.stored(wanted))
+    wanted = wanted if cut is None else list(cut.full_shape(wanted))
     if isinstance(item, StackedWeight) and whole:
         wanted = wanted[::-1] if item.transposed and part.format.plain else wanted
         if any(shape[0] != item.experts for shape in shapes):
@@ -125,7 +125,7 @@ def _misfit(
 
 
 def _shape(name: str, headers: Headers, scheme: QuantScheme) -> tuple[int, ...]:
-    """The shape of what is stored under ``name``, once dequantized."""
+    """The shape of the tensor ``name`` after dequantization."""
     part = scheme.part(name, headers)
     return headers[name][1] if part is None or part.format.plain else (part.rows, part.columns)
 

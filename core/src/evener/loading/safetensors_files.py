@@ -14,14 +14,14 @@ from evener.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-#: safetensors' dtype codes and our names.
+#: safetensors' dtype codes, and torch's names.
 DTYPES: Mapping[str, str] = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
     "F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
 }  # fmt: skip
-#: More axes than any weight has; a shape of thousands is only there to make messages long.
+#: More axes than any weight has; a hostile file may have thousands, to make messages long.
 MAX_RANK = 16
 
 
@@ -29,7 +29,7 @@ class SafetensorsFile:
     """One file.
 
     Raises:
-        CheckpointError: its header is broken or lies.
+        CheckpointError: its header is broken, or does not fit the file.
     """
 
     copied: frozenset[str] = frozenset()
@@ -52,22 +52,22 @@ class SafetensorsFile:
         return tensor
 
     def extent(self, name: str) -> Extent:
-        """Where the bytes of ``name`` lie."""
+        """The file and the offset of the bytes of ``name``."""
         return Extent(self.path, self._data + self._entries[name]["data_offsets"][0])
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._open = None
 
 
 def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data begins in the file, and the header's entry of each tensor.
+    """The offset of the data in the file, and the header's entry of each tensor.
 
-    Nothing of it is believed before the library has judged it: types that exist, and ranges that fit the shapes and
-    cover the rest of the file without gap or overlap. So a hostile file costs at most the reading of its header.
+    The library checks the header first: dtypes exist, and ranges fit the shapes and cover the rest of the file without
+    gap or overlap. So a hostile file costs at most the reading of its header.
 
     Raises:
-        CheckpointError: the file cannot be read, is cut short, or its header lies about types, shapes or offsets.
+        CheckpointError: the file cannot be read, is cut short, or does not fit its header.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -17,7 +17,7 @@ _METHODS = ("quantization_config", "compression_config")
 
 
 class Unquantized(QuantScheme):
-    """One matrix a weight, in the element type that it is stored in."""
+    """Each weight is one matrix, in the dtype that it is stored in."""
 
     name = "unquantized"
 
@@ -34,7 +34,7 @@ class Unquantized(QuantScheme):
                 f"{name} is stored as {dtype}, but config.json has no quantization_config that says how to read it; "
                 "use the config.json that was published with these weights"
             )
-        # Three axes are a stack of matrices.
+        # A tensor with three axes is a stack of matrices.
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
         return WeightPart(name, rows, columns, form)
 
@@ -72,7 +72,7 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
         quant: a scheme's name, or "auto" to detect it.
 
     Raises:
-        UnknownNameError: nobody registered ``quant``.
+        UnknownNameError: no installed package has the scheme ``quant``.
         CheckpointError: no scheme fits the checkpoint, or more than one does, or ``quant`` does not.
     """
     known = {scheme.name: scheme for scheme in (Unquantized(), *schemes)}
@@ -88,7 +88,7 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
     fits = [scheme for scheme in known.values() if scheme.detect(config)]
     if len(fits) > 1:
         names = " and ".join(repr(scheme.name) for scheme in fits)
-        raise CheckpointError(f"the schemes {names} both claim this checkpoint; pick one with quant=<name>")
+        raise CheckpointError(f"the schemes {names} both fit this checkpoint; choose one with quant=<name>")
     if not fits:
         raise CheckpointError(
             f"the checkpoint is quantized with {stored!r}, which no installed package reads "

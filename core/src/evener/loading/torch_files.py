@@ -1,4 +1,4 @@
-"""Weights in PyTorch's own files (``pytorch_model.bin``): tensors only, mapped; nothing in them is run."""
+"""Weights in PyTorch's own files (``pytorch_model.bin``): only tensors, mapped; no code in them is run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TorchFile:
         self.copied = frozenset(name for name, tensor in self._tensors.items() if not tensor.is_contiguous())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor ``name``, mapped unless it is stored out of order."""
+        """The tensor ``name``, mapped unless it is stored with other strides."""
         return self._tensors[name].contiguous()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no file is held open."""
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
@@ -45,7 +45,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
             f"{path} holds more than tensors, which would need code to be run: {_first_line(error)}; nothing of it was "
             "run. Use a copy of the model in safetensors, or save its state_dict() alone"
         ) from error
-    except Exception as error:  # a hostile file makes torch raise almost anything
+    except Exception as error:  # for a hostile file torch raises almost anything
         raise CheckpointError(f"cannot read {path}: {_first_line(error)}; fetch the file again") from error
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
         loaded = loaded["state_dict"]
@@ -60,18 +60,18 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse what torch would unpack at any size: records are stored as they are, and none is larger than the file."""
+    """Refuse compressed records, which torch would unpack to any size, and records that are larger than the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(
-            f"{path} is not a file of torch 1.6 or later ({_first_line(error)}); fetch it again, or save it anew with "
+            f"{path} is not a file of torch 1.6 or later ({_first_line(error)}); fetch it again, or save it again with "
             "torch.save"
         ) from error
     size = path.stat().st_size
     if any(r.compress_type != zipfile.ZIP_STORED for r in records) or sum(r.file_size for r in records) > size:
-        raise CheckpointError(f"{path} has records that are packed, or larger than the file; fetch the file again")
+        raise CheckpointError(f"{path} has records that are compressed, or larger than the file; fetch the file again")
 
 
 def _first_line(error: BaseException) -> str:

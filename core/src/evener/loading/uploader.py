@@ -1,7 +1,8 @@
-"""Stored tensors to a device without a copy of the checkpoint on the host: several threads read files into a ring of
-page-locked buffers, and each full one is copied while the next are read. The ring is all the memory that it takes.
+"""Copies stored tensors to a device without a copy of the checkpoint on the host: several threads read files into a
+ring of page-locked buffers, and each full buffer is copied while the next are read. It takes no memory but the ring.
 
-Copies are queued behind the device's other work and not beside it: what packs a weight is little next to its way.
+Copies have no stream of their own and wait for the device's other work: packing a weight takes little time next to
+reading it.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from evener.contracts.checkpoint import Extent
 from evener.contracts.device import Device
 from evener.errors import CheckpointError
 
-#: What a device is asked for, the least that a thread is given to read, and the threads.
-BUFFERS, BUFFER, LEAST, READERS = 8, 16 << 20, 1 << 20, 4
+#: Buffers and their bytes that a device is asked for, the least bytes that a thread reads, and the threads.
+BUFFER_COUNT, BUFFER_BYTES, MIN_READ_BYTES, READERS = 8, 16 << 20, 1 << 20, 4
 
 
 class Uploader:
-    """To be closed: then no thread and no copy of it is under way."""
+    """Close it after use: that waits for its threads and copies."""
 
     def __init__(self, device: Device, buffers: Sequence[torch.Tensor]) -> None:
         self._device = device
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="evener-reader")
-        #: Buffers, each with what waits for the last copy from it; the one that was used first comes first.
+        #: Buffers, each with a function that waits for the last copy from it; the one that was used first comes first.
         self._ring: deque[tuple[torch.Tensor, Callable[[], object]]] = deque((b, lambda: None) for b in buffers)
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for reads and copies that are running."""
         self._readers.shutdown(cancel_futures=True)
         for _, wait in self._ring:
             wait()
 
     def move(self, name: str, tensor: torch.Tensor, extent: Extent | None) -> torch.Tensor:
-        """A tensor like ``tensor``, which is contiguous, on the device; its copy is under way.
+        """A copy of ``tensor``, which is contiguous, on the device; the copy may still be running.
 
         Args:
-            extent: where its bytes lie in a file; then nothing of ``tensor`` itself is read.
+            extent: file and offset of its bytes; then ``tensor`` itself is not read.
 
         Raises:
             CheckpointError: the file cannot be read.
         """
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device.torch_device)
-        step = min(self._ring[0][0].nbytes, max(LEAST, -(-out.nbytes // READERS)))
+        step = min(self._ring[0][0].nbytes, max(MIN_READ_BYTES, -(-out.nbytes // READERS)))
         reading: deque[tuple[Future[None], torch.Tensor, torch.Tensor]] = deque()
         for number, place in enumerate(_bytes(out).split(step) if out.nbytes else ()):
             if not self._ring:

@@ -1,4 +1,4 @@
-"""Checkpoints with other weight names: rules that say what a tensor is called here. Torch-free.
+"""Weight maps: rules that rename the tensors of a checkpoint. Torch-free.
 
 A JSON object of ``"regular expression": "name"``: the first expression, in the file's order, that matches a whole name
 renames it; ``$1`` and ``\\1`` stand for its groups, and ``null`` drops the tensor. ``weight_map=FILE`` names it;
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def with_weight_map(checkpoint: Checkpoint, file: str | None) -> Checkpoint:
-    """``checkpoint`` under the names that its rules give; itself if there are none.
+    """``checkpoint`` with renamed tensors; itself if there are no rules.
 
     Raises:
-        CheckpointError: the rules are no JSON object of expressions and names, or two tensors get one name.
+        CheckpointError: the rules are not a JSON object of expressions and names, or two tensors get the same name.
     """
     name = f"{checkpoint.config.get('model_type')}_weight_map.json"
     try:
@@ -63,12 +63,13 @@ class _Renamed(Checkpoint):
                 name = None if template is None else match.expand(template)
             if name is not None and self._names.setdefault(name, stored) != stored:
                 raise CheckpointError(
-                    f"the weight map of {inner.path} calls both {self._names[name]!r} and {stored!r} {name!r}"
+                    f"the weight map of {inner.path} gives {self._names[name]!r} and {stored!r} one name, {name!r}; "
+                    "change one of the two rules"
                 )
         self.copied = frozenset(name for name, stored in self._names.items() if stored in inner.copied)
         unused = [pattern.pattern for (pattern, _), count in zip(rules, used, strict=True) if not count]
         if unused:
-            log.warning("weight map: no tensor fits %s", ", ".join(map(repr, unused)))
+            log.warning("weight map: no tensor matches %s", ", ".join(map(repr, unused)))
         if untouched:
             shown = ", ".join(untouched[:10]) + (", …" if len(untouched) > 10 else "")
             log.info("weight map: %d tensors keep their names: %s", len(untouched), shown)

@@ -1,2 +1,2 @@
-"""The built-in ops: their schemas (``schemas``), what they mean (``reference``) and the composites' expansions
-(``composites``)."""
+"""The built-in ops: schemas (``schemas``), the reference of primitive ops (``reference``) and of composite ops
+(``composites`` and its neighbours)."""

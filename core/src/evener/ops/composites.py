@@ -1,75 +1,24 @@
-"""What the composites mean: expansions into other ops. Each function takes ``(static, use)`` and returns the callable.
+"""References of composite ops, written with other ops. Each function takes ``(static, use)`` and returns the callable.
 
-``use`` gives whatever resolution chose for the parts, so a faster primitive serves inside an expanded composite, and a
-kernel for the composite replaces all of them, without an edit in any model.
+``use`` returns what resolution chose for another op. So a faster primitive is used inside a composite, and a kernel for
+the composite replaces all of them, without a change in any model.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from evener.contracts.ops import OpFunction, Use
-from evener.ops.norms import Static, add_norm, any_norm, first_norm, head_norm
-from evener.ops.ranks import summed, vocab_head
+from evener.contracts import statics
+from evener.contracts.ops import OpFunction, Static, Use
+from evener.contracts.weights import AttentionWeights, MLPWeights, MoEWeights
+from evener.ops.norms import add_norm, any_norm, first_norm, head_norm
+from evener.ops.ranks import all_reduce_block, vocab_head
 
 if TYPE_CHECKING:
     import torch
 
+    from evener.contracts.declared import LinearWeight
     from evener.contracts.quant import PackedWeight
-    from evener.layers.declared import LinearWeight
-
-
-class AttentionWeights(NamedTuple):
-    """What an ``attention_block`` needs beside its inputs; None where the model has no such weight.
-
-    Attributes:
-        norm: [hidden], of the norm before; a layer norm's is float32, and a biased one's [2 * hidden], the bias behind
-            the weight.
-        qkv: queries, keys and values, in this order; rows (heads + kv_heads) * head_dim + kv_heads * value_dim.
-        o: the output projection, [hidden, heads * value_dim].
-        cos_sin: float32 [positions, rotary_dim], as ``rotary`` takes it.
-        qkv_bias: [rows of qkv].
-        o_bias: [hidden]; of ranks one has it.
-        q_norm: [head_dim], of the head norms of queries; where ``qk_norm_over`` is not "head", of all heads one after
-            another.
-        k_norm: the same of keys.
-        sinks: [heads], a logit of each head that joins its softmax.
-        post_norm: [hidden], of the norm after the output projection; as ``norm``.
-        query_scale: float32 [positions], factors on queries, after rotary; the products are rounded.
-    """
-
-    norm: torch.Tensor | None
-    qkv: PackedWeight
-    o: PackedWeight
-    cos_sin: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    post_norm: torch.Tensor | None = None
-    query_scale: torch.Tensor | None = None
-
-
-class MLPWeights(NamedTuple):
-    """What an ``mlp_block`` needs beside its inputs; None where the model has no such weight.
-
-    Attributes:
-        norm: [hidden], of the norm before; a layer norm's is float32, and a biased one's [2 * hidden], the bias behind
-            the weight.
-        gate_up: [2 * inner, hidden], the gate's rows first; [inner, hidden] if there is no gate.
-        down: [hidden, inner].
-        gate_up_bias: [rows of gate_up].
-        down_bias: [hidden]; of ranks one has it.
-        post_norm: [hidden], of the norm after the projection down; as ``norm``.
-    """
-
-    norm: torch.Tensor | None
-    gate_up: PackedWeight
-    down: PackedWeight
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    post_norm: torch.Tensor | None = None
 
 
 def linear_static(weight: LinearWeight) -> dict[str, Any]:
@@ -80,14 +29,14 @@ def linear_static(weight: LinearWeight) -> dict[str, Any]:
     return {"weight": weight, **sizes, "dtype": weight.dtype, "out": weight.out or weight.dtype}
 
 
-def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
-    heads, kv_heads, dim, value_dim = (static[k] for k in ("heads", "kv_heads", "head_dim", "value_dim"))
+def norm_qkv_rotary_write(static: statics.QKVStatic, use: Use) -> OpFunction:
+    heads, kv_heads, dim, value_dim = static["heads"], static["kv_heads"], static["head_dim"], static["value_dim"]
     sizes = [heads * dim, kv_heads * dim, kv_heads * value_dim]
     begin = first_norm(static, use)
     norms = [head_norm(static, use, n) for n in (heads, kv_heads)] if static["qk_norm"] else None
     project = use("linear", **linear_static(static["qkv"]))
-    angles = {k: static[k] for k in ("rotary_dim", "interleaved", "dtype")}
-    rotate = use("rotary", head_dim=dim, **angles) if static["rotary_dim"] else None
+    rotary, pairs, dtype = static["rotary_dim"], static["interleaved"], static["dtype"]
+    rotate = use("rotary", head_dim=dim, rotary_dim=rotary, interleaved=pairs, dtype=dtype) if rotary else None
     write = use("state.write", state=static["state"])
 
     def run(
@@ -110,14 +59,13 @@ def norm_qkv_rotary_write(static: Static, use: Use) -> OpFunction:
     return run
 
 
-def attention_block(static: Static, use: Use) -> OpFunction:
-    """The projection's result has the compute type. ``post_norm`` takes that (of ranks: their sum), computes in float32
-    and rounds to the compute type; ``offset`` is added to its weight, as to that of every root mean square norm of the
-    block, head norms too. The stream stays in float32, and the block's result is added to it by whoever comes next."""
+def attention_block(static: statics.AttentionStatic, use: Use) -> OpFunction:
+    """The output projection gives the compute dtype. ``post_norm`` takes that (with several ranks: their sum), computes
+    in float32 and rounds to the compute dtype. ``offset`` is added to the weight of every root mean square norm of the
+    block, head norms too. The residual stays in float32; the next block adds this block's result to it."""
     if static["communicator"] is not None:
-        return summed("attention_block", static, use, weights=3)
-    outside = ("o", "post_norm", "query_scale", "communicator")
-    enter = use("norm_qkv_rotary_write", **{k: v for k, v in static.items() if k not in outside})
+        return all_reduce_block("attention_block", static, use, weights=3)
+    enter = use("norm_qkv_rotary_write", **statics.select(static, statics.QKVStatic))
     attend = use("state.attend", state=static["state"])
     project = use("linear", **linear_static(static["o"]))
     post = any_norm(static, use) if static["post_norm"] else None
@@ -135,26 +83,94 @@ def attention_block(static: Static, use: Use) -> OpFunction:
     return run
 
 
-def mlp_block(static: Static, use: Use) -> OpFunction:
-    """Roundings, ``post_norm`` and ``offset`` are as in ``attention_block``."""
+def mlp_block(static: statics.MLPStatic, use: Use) -> OpFunction:
+    """Rounding, ``post_norm`` and ``offset`` as in ``attention_block``."""
     if static["communicator"] is not None:
-        return summed("mlp_block", static, use, weights=2)
+        return all_reduce_block("mlp_block", static, use, weights=2)
     begin, post = add_norm(static, use), any_norm(static, use) if static["post_norm"] else None
-    rise, fall = (use("linear", **linear_static(static[k])) for k in ("gate_up", "down"))
-    own = {k: static[k] for k in ("inner", "activation", "dtype")}
+    gate_up, down = (use("linear", **linear_static(weight)) for weight in (static["gate_up"], static["down"]))
+    own: Static = {"inner": static["inner"], "activation": static["activation"], "dtype": static["dtype"]}
     act = use("act_and_mul", **own, alpha=1.0, limit=0.0) if static["gated"] else use("activate", **own)
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = begin(x, residual, w.norm)
-        x = fall(act(rise(x, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+        x = down(act(gate_up(x, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
         return (post(x, w.post_norm) if post is not None else x), residual
 
     return run
 
 
-def decoder_layer(static: Static, use: Use) -> OpFunction:
-    """Parallel: each half has the norm before and the norm after that its own static parameters say; what attention
-    gives is added to the stream in float32, and what the MLP gives is the result beside it."""
+def _act(static: statics.MoEStatic, use: Use, inner: int, rows_per_token: int = 1) -> OpFunction:
+    kind: Static = {"activation": static["activation"], "alpha": static["alpha"], "limit": static["limit"]}
+    return use("act_and_mul", sizes={"T": rows_per_token}, inner=inner, dtype=static["dtype"], **kind)
+
+
+def _routed(static: statics.MoEStatic, use: Use) -> OpFunction:
+    """The activation, with ``each`` rows per token."""
+    score = use("linear", **linear_static(static["router"]))
+    route = use("route", **statics.select(static, statics.RouteStatic))
+    place = use("place_experts", experts=static["experts"])
+    router_weight_on_input, top = static["router_weight_on_input"], static["top"]
+    gate_up = use(
+        "grouped_linear", sizes={"T" if router_weight_on_input else "K": top}, **linear_static(static["gate_up"])
+    )
+    act = _act(static, use, static["inner"], top)
+    down = use("grouped_linear", sizes={"T": top}, **linear_static(static["down"]))
+    mix = use("mix_experts", sizes={"K": top}, hidden=static["hidden"], dtype=static["dtype"])
+
+    def run(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
+        ids, weights = route(score(x, w.router, w.router_bias), w.correction)
+        slots = place(ids, w.slots, w.copies)
+        single = slots.reshape(-1, 1)
+        if router_weight_on_input:
+            rows = (x.float()[:, None] * weights[..., None]).flatten(0, 1).to(x.dtype)
+            gate_up_rows = gate_up(rows, w.gate_up, single, w.gate_up_bias)
+            weights = weights.new_ones(weights.shape)
+        else:
+            gate_up_rows = gate_up(x, w.gate_up, slots, w.gate_up_bias)
+        h = act(gate_up_rows.flatten(0, 1))
+        del gate_up_rows  # the intermediate of the experts is the largest tensor of the block
+        down_rows = down(h, w.down, single, w.down_bias)
+        del h
+        return mix(down_rows.view(*slots.shape, -1), weights)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _shared(static: statics.MoEStatic, use: Use) -> OpFunction | None:
+    """The shared experts, which compute every row; None if there are none."""
+    if static["shared_gate_up"] is None or static["shared_down"] is None:
+        return None
+    gate_up, down = (use("linear", **linear_static(w)) for w in (static["shared_gate_up"], static["shared_down"]))
+    act = _act(static, use, static["shared_inner"])
+    gate = use("linear", **linear_static(static["shared_gate"])) if static["shared_gate"] is not None else None
+
+    def run(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
+        y: torch.Tensor = down(act(gate_up(x, w.shared_gate_up, None)), w.shared_down, None)
+        return y if gate is None else y * gate(x, w.shared_gate, None).sigmoid()
+
+    return run
+
+
+def moe_block(static: statics.MoEStatic, use: Use) -> OpFunction:
+    if static["communicator"] is not None:
+        return all_reduce_block("moe_block", static, use, weights=2)
+    begin, routed, shared = add_norm(static, use), _routed(static, use), _shared(static, use)
+    post = any_norm(static, use) if static["post_norm"] else None
+
+    def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = begin(x, residual, w.norm)
+        y = routed(x, w)
+        if shared is not None:
+            y = y + shared(x, w)
+        return (post(y, w.post_norm) if post is not None else y), residual
+
+    return run
+
+
+def decoder_layer(static: statics.DecoderLayerStatic, use: Use) -> OpFunction:
+    """If parallel, each half has the norms before and after it that its own static parameters say. The result of
+    attention is added to the residual in float32, and the result of the MLP is returned as ``x``."""
     attention = use("attention_block", **static["attention"])
     mlp, parallel = use("mlp_block", **static["mlp"]), static["parallel"]
 
@@ -171,7 +187,7 @@ def decoder_layer(static: Static, use: Use) -> OpFunction:
     return run
 
 
-def head(static: Static, use: Use) -> OpFunction:
+def head(static: statics.HeadStatic, use: Use) -> OpFunction:
     if static["communicator"] is not None:
         return vocab_head(static, use)
     norm = any_norm({**static, "dtype": "float32"}, use)

@@ -1,20 +1,23 @@
-"""Latent attention as composites: what is kept of a token is one short vector for all heads (DeepSeek-AI 2024, MLA).
+"""References of multi-head latent attention: the state has one short vector per token, shared by all heads
+(DeepSeek-V2, DeepSeek-AI 2024).
 
-There are two ways to attend. *Expansion* makes every head's keys and values from the latents again: few operations a
-query, right for many queries. *Absorption* brings the queries into latent space instead and the result out of it: few
-bytes a query, right for one. Both give the same numbers but for rounding.
+There are two ways to compute it. *Expansion* computes the keys and values of every head from the latents: few
+operations per query, so it is used for many queries. *Absorption* projects the queries into latent space and the result
+back: it reads few bytes, so it is used for one query per request. The results differ only by rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.ops import OpFunction, Use
-from evener.contracts.state import StepParts
+from evener.contracts.state import SplitMetadata
+from evener.contracts.statics import IndexStatic, LatentAttendStatic, LatentStatic, select
+from evener.contracts.weights import IndexWeights, LatentWeights
 from evener.ops.composites import linear_static
-from evener.ops.norms import Static, first_norm
-from evener.ops.ranks import summed
+from evener.ops.norms import first_norm
+from evener.ops.ranks import all_reduce_block
 
 if TYPE_CHECKING:
     import torch
@@ -23,85 +26,31 @@ if TYPE_CHECKING:
 
 #: Tokens of a context whose keys and values are expanded at a time.
 _PIECE = 512
-#: Of the norms inside, whatever the other norms have.
+#: Epsilon of the inner norms (of latents and of the index), whatever the block's own is.
 INNER_EPS = 1e-6
 
 
-class LatentWeights(NamedTuple):
-    """What a ``latent_attention_block`` needs beside its inputs; None where the model has no such weight.
-
-    Attributes:
-        norm: [hidden], of the norm before.
-        down: makes the queries (or their latent, if ``q`` makes queries from it), the latent and the rotated key.
-        kv_norm: [rank], of the norm of the latent.
-        kv_b: [heads * (nope_dim + value_dim), rank], makes keys and values of latents.
-        o: the output projection, [hidden, heads * value_dim].
-        cos_sin: float32 [positions, rope_dim], as ``rotary`` takes it.
-        q: [heads * (nope_dim + rope_dim), q_rank], makes queries of their latent.
-        q_norm: [q_rank], of the norm of the queries' latent.
-        down_bias: [rows of down].
-        o_bias: [hidden]; of ranks one has it.
-        heads: ``kv_b`` as it is, not packed.
-        q_product: [heads * (rank + rope_dim), …], a product that absorption can do without.
-        o_product: [hidden, heads * rank], another one.
-    """
-
-    norm: torch.Tensor
-    down: PackedWeight
-    kv_norm: torch.Tensor
-    kv_b: PackedWeight
-    o: PackedWeight
-    cos_sin: torch.Tensor
-    q: PackedWeight | None = None
-    q_norm: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    heads: torch.Tensor | None = None
-    q_product: torch.Tensor | None = None
-    o_product: torch.Tensor | None = None
-
-
-class IndexWeights(NamedTuple):
-    """What an ``index_block`` needs beside its inputs.
-
-    Attributes:
-        q: [heads * head_dim, q_rank], makes queries of the queries' latent.
-        k: [head_dim, hidden], makes the key.
-        weights: [heads, hidden], makes the heads' weights.
-        k_norm: [head_dim], of the layer norm of the key.
-        k_norm_bias: [head_dim], its bias.
-        cos_sin: float32 [positions, rope_dim], as ``rotary`` takes it.
-    """
-
-    q: PackedWeight
-    k: PackedWeight
-    weights: PackedWeight
-    k_norm: torch.Tensor
-    k_norm_bias: torch.Tensor
-    cos_sin: torch.Tensor
-
-
 def _parts(meta: Any, tokens: int) -> Iterator[tuple[Any, int, int, bool]]:
-    """Metadata, first and last token of each part, and whether its requests add one token each."""
-    if not isinstance(meta, StepParts):
+    """For each part: metadata, first token, end, and whether its requests add one token each."""
+    if not isinstance(meta, SplitMetadata):
         yield meta, 0, tokens, tokens == 1
         return
-    if meta.single is not None:
-        yield meta.single, 0, meta.tokens, True
-    if meta.longer is not None:
-        yield meta.longer, meta.tokens, tokens, False
+    if meta.decode is not None:
+        yield meta.decode, 0, meta.tokens, True
+    if meta.prefill is not None:
+        yield meta.prefill, meta.tokens, tokens, False
 
 
-def _inner_norm(static: Static, width: int) -> dict[str, Any]:
+def _inner_norm(static: LatentStatic, width: int) -> dict[str, Any]:
     return {"hidden": width, "dtype": static["dtype"], "eps": INNER_EPS, "offset": 0.0}
 
 
-def latent_attend(static: Static, use: Use) -> OpFunction:
-    heads, nope, value_dim, rank = (static[k] for k in ("heads", "nope_dim", "value_dim", "rank"))
+def latent_attend(static: LatentAttendStatic, use: Use) -> OpFunction:
+    heads, nope, value_dim, rank = static["heads"], static["nope_dim"], static["value_dim"], static["rank"]
     mode, sparse, dtype = static["absorb"], static["sparse"], static["dtype"]
     attend = use("state.attend_chosen" if sparse else "state.attend", state=static["state"])
     pieces = use("state.pieces", state=static["state"])
-    common = {"heads": heads, "dtype": dtype, "any_rows": True}
+    common: dict[str, Any] = {"heads": heads, "dtype": dtype, "any_rows": True}
     lower = use("head_linear", columns=nope, rows=rank, transposed=True, **common)
     lift = use("head_linear", columns=rank, rows=value_dim, transposed=False, **common)
     expand = use("linear", any_rows=True, **linear_static(static["kv_b"]))
@@ -140,13 +89,13 @@ def latent_attend(static: Static, use: Use) -> OpFunction:
         import torch
 
         if chosen is not None:
-            assert matrices is not None, "a sparse layer absorbs"
+            assert matrices is not None, "a sparse layer has the matrices for absorption"
             return absorbed(query, matrices, views, meta, chosen)
         found = []
         for part, first, stop, single in _parts(meta, query.shape[0]):
             rows = query[first:stop]
             if single and mode != "none":
-                assert matrices is not None, "absorption has its matrices"
+                assert matrices is not None, "a layer with absorption has its matrices"
                 found.append(absorbed(rows, matrices, views, part))
             else:
                 found.append(expanded(rows, kv_b, views, part))
@@ -155,9 +104,9 @@ def latent_attend(static: Static, use: Use) -> OpFunction:
     return run
 
 
-def index_block(static: Static, use: Use) -> OpFunction:
+def index_block(static: IndexStatic, use: Use) -> OpFunction:
     heads, dim, dtype = static["heads"], static["head_dim"], static["dtype"]
-    query, key, weigh = (use("linear", **linear_static(static[k])) for k in ("q", "k", "weights"))
+    query, key, weigh = (use("linear", **linear_static(w)) for w in (static["q"], static["k"], static["weights"]))
     norm = use("layer_norm", hidden=dim, dtype=dtype, eps=INNER_EPS)
     rotate = use("rotary", head_dim=dim, rotary_dim=static["rope_dim"], interleaved=False, dtype=dtype)
     write, select = (use(f"state.{name}", state=static["state"]) for name in ("write", "select"))
@@ -174,32 +123,31 @@ def index_block(static: Static, use: Use) -> OpFunction:
     return run
 
 
-def latent_attention_block(static: Static, use: Use) -> OpFunction:
+def latent_attention_block(static: LatentStatic, use: Use) -> OpFunction:
     if static["communicator"] is not None:
-        return summed("latent_attention_block", static, use, weights=3)
-    heads, nope, rope, rank, dtype = (static[k] for k in ("heads", "nope_dim", "rope_dim", "rank", "dtype"))
-    q_rank, hidden = static["q_rank"], static["hidden"]
+        return all_reduce_block("latent_attention_block", static, use, weights=3)
+    heads, nope, rope, rank = static["heads"], static["nope_dim"], static["rope_dim"], static["rank"]
+    q_rank, hidden, dtype = static["q_rank"], static["hidden"], static["dtype"]
     begin = first_norm(static, use)
-    down, leave = (use("linear", **linear_static(static[name])) for name in ("down", "o"))
+    down, out_proj = (use("linear", **linear_static(weight)) for weight in (static["down"], static["o"]))
     kv_norm = use("rms_norm", **_inner_norm(static, rank))
     q_norm = use("rms_norm", **_inner_norm(static, q_rank)) if q_rank else None
-    queries = use("linear", **linear_static(static["q"])) if q_rank else None
+    queries = use("linear", **linear_static(static["q"])) if static["q"] is not None else None
     rotate = use("rotary", head_dim=rope, rotary_dim=rope, interleaved=static["interleaved"], dtype=dtype)
     write, direct = (use(f"state.{name}", state=static["state"]) for name in ("write", "attend"))
-    inner = ("state", "heads", "nope_dim", "value_dim", "rank", "dtype", "kv_b", "absorb", "sparse")
-    attend = use("latent_attend", **{k: static[k] for k in inner})
-    products = {"heads": 1, "transposed": False, "dtype": dtype}
+    attend = use("latent_attend", **select(static, LatentAttendStatic))
+    products: dict[str, Any] = {"heads": 1, "transposed": False, "dtype": dtype}
     wide = heads * (rank + rope)
     q_product = use("head_linear", columns=q_rank or hidden, rows=wide, **products)
     o_product = use("head_linear", columns=heads * rank, rows=hidden, **products)
-    index = use("index_block", **static["index"]) if static["sparse"] else None
+    index = use("index_block", **static["index"]) if static["index"] is not None else None
     width = q_rank or heads * (nope + rope)
 
     def enter(
         query: torch.Tensor, cut: int, latent: torch.Tensor, key: torch.Tensor, positions: torch.Tensor,
         w: LatentWeights, views: Any, meta: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Rotate, and write the state; returns the queries."""
+        """Apply rotary, write the state, and return the queries."""
         import torch
 
         query = query.unflatten(-1, (heads, -1))
@@ -230,6 +178,6 @@ def latent_attention_block(static: Static, use: Use) -> OpFunction:
             query = queries(query, w.q, None)
         query = enter(query, nope, latent, key, positions, w, views, meta)
         found = attend(query, w.kv_b, w.heads, views, meta, chosen)
-        return leave(found.flatten(1), w.o, w.o_bias), residual
+        return out_proj(found.flatten(1), w.o, w.o_bias), residual
 
     return run

@@ -1,26 +1,23 @@
-"""The norms that blocks are made of, of any kind."""
+"""Norms of any kind, as the references of blocks use them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 
 if TYPE_CHECKING:
     import torch
 
-Static = Mapping[str, Any]
-
 
 def norm_static(static: Static, hidden: int | None = None) -> dict[str, Any]:
-    """Static parameters of a norm over ``hidden`` (default: the block's own width)."""
+    """Static parameters of ``rms_norm`` over ``hidden`` columns (default: the block's own width)."""
     return {"hidden": hidden or static["hidden"], **{k: static[k] for k in ("dtype", "eps", "offset")}}
 
 
 def any_norm(static: Static, use: Use, hidden: int | None = None) -> OpFunction:
-    """The block's kind of norm, over ``hidden`` (default: the block's own width). A layer norm is computed in float32,
-    in which its weights are; they are one tensor, the bias behind the weight."""
+    """The block's kind of norm, over ``hidden`` columns (default: the block's own width). A layer norm has float32
+    weights and is computed in float32; its weight and bias are one tensor, the weight first."""
     if static["norm"] == "rms":
         return use("rms_norm", **norm_static(static, hidden))
     size = hidden or static["hidden"]
@@ -35,7 +32,7 @@ def any_norm(static: Static, use: Use, hidden: int | None = None) -> OpFunction:
 
 
 def add_norm(static: Static, use: Use) -> OpFunction:
-    """Of the stream ``x + residual``, the normed rows and the sum in float32."""
+    """Returns the normed rows of ``x + residual``, and this sum in float32."""
     if not static.get("pre_norm", True):
         return lambda x, residual, _: ((x + residual).to(x.dtype), x + residual)
     if static["norm"] == "rms":
@@ -43,14 +40,14 @@ def add_norm(static: Static, use: Use) -> OpFunction:
     norm = any_norm(static, use)
 
     def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual  # the wider type wins
+        total = x + residual  # in the wider dtype of the two
         return norm(total, weight).to(x.dtype), total
 
     return run
 
 
 def first_norm(static: Static, use: Use) -> OpFunction:
-    """``add_norm`` where there may be no residual yet, as most blocks begin."""
+    """Like ``add_norm``, but ``residual`` may be None: in the first layer there is none yet."""
     add = add_norm(static, use)
     norm: OpFunction = any_norm(static, use) if static.get("pre_norm", True) else lambda x, _: x
 
@@ -61,8 +58,8 @@ def first_norm(static: Static, use: Use) -> OpFunction:
 
 
 def rms_norm_among_ranks(static: Static, use: Use, own: int) -> OpFunction:
-    """rms_norm of rows of which every rank holds ``own`` columns, with its part of the weight. Columns that several
-    ranks hold count once for each of these, all as often, so the mean is the same."""
+    """``rms_norm`` of rows that are split over ranks: every rank has ``own`` columns and the same part of the weight.
+    If several ranks have the same columns, all columns are counted equally often, so the mean does not change."""
     ranks, eps, offset = static["qk_norm_ranks"], static["eps"], static["offset"]
     add = use("all_reduce", communicator=ranks, hidden=1, dtype="float32")
 
@@ -76,7 +73,7 @@ def rms_norm_among_ranks(static: Static, use: Use, own: int) -> OpFunction:
 
 
 def head_norm(static: Static, use: Use, heads: int) -> OpFunction:
-    """Queries or keys [T, heads, dim] and their norm's weight to what they are after it."""
+    """The norm of queries or keys [T, heads, dim]."""
     dim, over = static["head_dim"], static["qk_norm_over"]
     if over == "head":
         return any_norm(static, use, dim)

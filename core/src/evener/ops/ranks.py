@@ -1,24 +1,23 @@
-"""Composites whose layers are shared between ranks (Shoeybi et al. 2019): the part of one rank, then the sum over all.
+"""References of composite ops with tensor parallelism (Shoeybi et al. 2019): one rank's part, then the sum over ranks.
 
-A block over ranks expands into the same block of one rank, whose result is one summand of its output: so a kernel that
-fuses a block serves between two sums, and knows nothing of ranks. The float32 stream beside it is the same everywhere.
+A block over several ranks uses the same block of one rank, whose result is one summand of the output. So a fused kernel
+for the block needs to know nothing of ranks. The float32 residual is the same on every rank.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from evener.contracts.ops import OpFunction, Use
-from evener.ops.norms import Static, any_norm
+from evener.contracts.ops import OpFunction, Static, Use
+from evener.contracts.statics import AllReduceNormStatic, HeadStatic, VocabEmbeddingStatic
+from evener.ops.norms import any_norm
 
 if TYPE_CHECKING:
     import torch
 
-_SUM = ("communicator", "hidden", "dtype")
 
-
-def all_reduce_norm(static: Static, use: Use) -> OpFunction:
-    reduce = use("all_reduce", **{k: static[k] for k in _SUM})
+def all_reduce_norm(static: AllReduceNormStatic, use: Use) -> OpFunction:
+    reduce = use("all_reduce", communicator=static["communicator"], hidden=static["hidden"], dtype=static["dtype"])
     norm = any_norm(static, use)
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -27,22 +26,21 @@ def all_reduce_norm(static: Static, use: Use) -> OpFunction:
     return run
 
 
-def summed(op: str, static: Static, use: Use, weights: int) -> OpFunction:
-    """The block ``op`` over ranks, where ``static["communicator"]`` is set.
+def all_reduce_block(op: str, static: Static, use: Use, weights: int) -> OpFunction:
+    """The block ``op`` over several ranks; ``static["communicator"]`` is set.
 
     Args:
-        weights: index of its weights among its inputs; they hold the norm after the sum, if there is one.
+        weights: index of the weights among the inputs; they have the weight of the norm after the sum, if there is one.
     """
     post = bool(static.get("post_norm"))
-    alone = {**static, "communicator": None, **({"post_norm": False} if post else {})}
-    inner = use(op, **alone)
-    form = {k: static[k] for k in (*_SUM, *(("eps", "offset", "norm") if post else ()))}
+    inner = use(op, **{**static, "communicator": None, **({"post_norm": False} if post else {})})
+    form = {k: static[k] for k in ("communicator", "hidden", "dtype", *(("eps", "offset", "norm") if post else ()))}
     reduce = use("all_reduce_norm" if post else "all_reduce", **form)
 
     kept: list[Any] = [None, None]
 
     def without_norm(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs, for a block that has no norm after it; the same objects at every step, which kernels want."""
+        """The inputs with ``post_norm`` None. The same object at every step: kernels cache what they derive from it."""
         if kept[0] is not inputs[weights]:
             kept[:] = inputs[weights], inputs[weights]._replace(post_norm=None)
         return (*inputs[:weights], kept[1], *inputs[weights + 1 :])
@@ -54,23 +52,26 @@ def summed(op: str, static: Static, use: Use, weights: int) -> OpFunction:
     return run
 
 
-def vocab_embedding(static: Static, use: Use) -> OpFunction:
+def vocab_embedding(static: VocabEmbeddingStatic, use: Use) -> OpFunction:
     start, rows = static["start"], static["rows"]
-    look = use("embedding", vocab=rows, **{k: static[k] for k in ("hidden", "dtype", "scale")})
-    reduce = use("all_reduce", **{k: static[k] for k in _SUM})
+    shape: Static = {"hidden": static["hidden"], "dtype": static["dtype"]}
+    embed = use("embedding", vocab=rows, scale=static["scale"], **shape)
+    reduce = use("all_reduce", communicator=static["communicator"], **shape)
 
     def run(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         own = ids - start
-        found = look(own.clamp(0, rows - 1), table)
+        found = embed(own.clamp(0, rows - 1), table)
         return reduce(found.masked_fill_(((own < 0) | (own >= rows))[:, None], 0))  # type: ignore[no-any-return]
 
     return run
 
 
-def vocab_head(static: Static, use: Use) -> OpFunction:
-    """The ``head`` over ranks: each has the logits of its rows of the vocabulary, then all have all."""
+def vocab_head(static: HeadStatic, use: Use) -> OpFunction:
+    """The ``head`` over several ranks: each computes the logits of its rows of the vocabulary, then all get all."""
     vocab, rows, communicator = static["vocab"], static["weight"].rows, static["communicator"]
-    inner = use("head", **{**static, "communicator": None, "vocab": rows})
+    assert communicator is not None, "ranks share the vocabulary"
+    alone: Static = {**static, "communicator": None, "vocab": rows}
+    inner = use("head", **alone)
     columns = -(-vocab // communicator.size)
     gather = use("all_gather", communicator=communicator, columns=columns, total=vocab, dtype="float32")
 
@@ -80,12 +81,15 @@ def vocab_head(static: Static, use: Use) -> OpFunction:
     return run
 
 
-def vocab_greedy(static: Static, use: Use) -> OpFunction:
-    """Each rank's best row and its logit, then the best of them; ranks are in the order of their rows."""
+def vocab_greedy(static: HeadStatic, use: Use) -> OpFunction:
+    """Each rank's best id and its logit, then the best of them. A later rank has higher ids, so ties go to
+    the lowest id."""
     vocab, rows, communicator = static["vocab"], static["weight"].rows, static["communicator"]
+    assert communicator is not None, "ranks share the vocabulary"
     size = communicator.size
     start = communicator.rank * -(-vocab // size)
-    inner = use("head", **{**static, "communicator": None, "vocab": rows})
+    alone: Static = {**static, "communicator": None, "vocab": rows}
+    inner = use("head", **alone)
     best = use("greedy", vocab=rows)
     gather = use("all_gather", communicator=communicator, columns=2, total=2 * size, dtype="float32")
 

@@ -1,18 +1,15 @@
-"""Finding, choosing and loading packages (design §3), each step a module.
+"""Finding, choosing and loading packages (design §3), one module for each step.
 
 ==================  ===================================================================================
-module              noun
+module              what it holds
 ==================  ===================================================================================
-``discover``        reads entry points and descriptors into a ``catalog.Catalog``
+``discover``        ``installed_catalog``: reads and checks entry points and descriptors; a ``catalog.Catalog``
 ``probe``           ``ProbeRun``: asks each backend whether its hardware is here
 ``choose``          one backend, and the packages whose needs it serves: a ``Selection``
-``load``            imports the chosen packages and hands out what they deliver: ``Loaded``
+``load``            imports the chosen packages: ``LoadedPackages``, with their objects as ``Provided``
 ``report``          the steps above as text and as JSON
-``options``         checks a package's options against its descriptor
-``torch_marks``     for backends: what ``torch/version.py`` says, without importing torch
-``pci``             for backends: what is on the PCI bus
 ==================  ===================================================================================
 
-Start-up is ``discover() -> choose(catalog) -> load(selection)``. Nothing here imports torch;
-``load`` imports packages that may.
+Start-up is ``installed_catalog() -> choose(catalog) -> load(selection)``. Nothing here imports torch; the packages that
+``load`` imports may.
 """

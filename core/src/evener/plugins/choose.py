@@ -1,22 +1,28 @@
-"""Choosing one backend, and with it the packages whose needs it serves."""
+"""Choosing one backend, and the packages whose needs it serves. It warns about accelerators that no
+installed backend supports: they are found on the PCI bus by their device class, not by their vendor."""
 
 from __future__ import annotations
 
+import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from evener.contracts.probe import ProbeResult
 from evener.errors import BackendError, EvenerError, NoBackendError, ProbeError, did_you_mean
-from evener.plugins import pci
 from evener.plugins.catalog import Catalog, Package
-from evener.plugins.probe import Probed, ProbeRun
-from evener.plugins.trace import Candidate, Report, Step, candidate, error_text, read_steps, unusable
-from evener.plugins.validate import NAME
+from evener.plugins.discover import NAME
+from evener.plugins.probe import ProbeOutcome, ProbeRun
+from evener.plugins.report import PackageRecord, Report, Step, error_text, package_record, read_steps, unusable
 
-#: Said of a package that the start goes on without.
+#: Added to the message about a package that is not used, while the start goes on.
 _LEFT_OUT = " (it was left out)"
+SYSFS = Path("/sys/bus/pci")
+_DISPLAY, _COMPUTE = "0x0300", ("0x0302", "0x1200")
+# A server's management controller is a display controller too, with a frame buffer of tens of MiB; accelerators map
+# at least this many bytes.
+_SMALLEST_APERTURE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,8 @@ class Selection:
 
     Attributes:
         backend: the primary backend.
-        packages: the kernel, graph, collective and plugin packages whose needs it serves, in the catalog's order.
+        packages: the kernel, graph, collective and plugin packages whose needs the backend serves, in the catalog's
+            order.
         probe: the backend's answer.
         reason: why it was chosen, in words.
         report: every step of every candidate.
@@ -45,7 +52,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The outcome of choosing: a selection, or the error that says why there is none; a report in either case."""
+    """The result of choosing: a selection, or the error that says why there is none; and a report in both cases."""
 
     report: Report
     selection: Selection | None = None
@@ -53,7 +60,8 @@ class Assessment:
 
 
 def requested_backend(requested: str | None, environ: Mapping[str, str] | None = None) -> tuple[str | None, str]:
-    """The backend that was named, and where (argument, then ``EVENER_BACKEND``); (None, "") if none was."""
+    """The backend that was asked for and the option that did so (the argument goes before ``EVENER_BACKEND``);
+    (None, "") if none was."""
     environ = os.environ if environ is None else environ
     if requested:
         return requested, f"backend={requested}"
@@ -65,27 +73,27 @@ def choose(
     catalog: Catalog,
     requested: str | None = None,
     *,
-    probes: ProbeRun | Mapping[str, Probed] | None = None,
+    probes: ProbeRun | Mapping[str, ProbeOutcome] | None = None,
     environ: Mapping[str, str] | None = None,
-    pci_root: Path = pci.SYSFS,
+    pci_root: Path = SYSFS,
 ) -> Selection:
-    """Choose a backend: the one that was named, otherwise the one with the highest score.
+    """Choose a backend: the one that was asked for, otherwise the one with the highest score.
 
     Args:
         catalog: what is installed.
         requested: ``--backend``.
         probes: probes already started with ``ProbeRun.start``, or their results; default: run them now.
         environ: where ``EVENER_BACKEND`` is read; default ``os.environ``.
-        pci_root: where the PCI bus is read, for the warning about accelerators that nobody claims.
+        pci_root: where the PCI bus is read, for the warning about accelerators that no installed backend supports.
 
     Raises:
-        NoBackendError: the named backend is not installed, is disabled or cannot run here; or none can.
-        ProbeError: a backend's marks fit but its probe failed, and no other was named.
+        NoBackendError: the backend that was asked for is not installed, is disabled or cannot run here; or none can.
+        ProbeError: a backend's hardware seems to be here but its probe failed, and no other backend was asked for.
         BackendError: two backends have the highest score.
-        PluginError: the named backend's descriptor cannot be used; as recorded, with its cause.
+        PluginError: the descriptor of the backend that was asked for cannot be used; with the cause.
     """
     assessment = assess(catalog, requested, probes=probes, environ=environ, pci_root=pci_root)
-    if isinstance(assessment.error, ProbeError):  # whoever assesses, shows the steps
+    if isinstance(assessment.error, ProbeError):  # callers of `assess` show the steps themselves
         raise ProbeError(f"{assessment.error}; `evener doctor --fresh` shows its steps") from assessment.error.__cause__
     if assessment.selection is None:
         assert assessment.error is not None, "an assessment has a selection or an error"
@@ -97,11 +105,11 @@ def assess(
     catalog: Catalog,
     requested: str | None = None,
     *,
-    probes: ProbeRun | Mapping[str, Probed] | None = None,
+    probes: ProbeRun | Mapping[str, ProbeOutcome] | None = None,
     environ: Mapping[str, str] | None = None,
-    pci_root: Path = pci.SYSFS,
+    pci_root: Path = SYSFS,
 ) -> Assessment:
-    """As ``choose``, but what it raises is handed out beside the report, for ``evener doctor``."""
+    """As ``choose``, but the error is returned with the report, not raised; for ``evener doctor``."""
     name, source = requested_backend(requested, environ)
     if probes is None:
         probes = ProbeRun.start(catalog.backends, only=name, environ=environ)
@@ -111,7 +119,7 @@ def assess(
         chosen, result, reason = _named(catalog, probed, name, source) if name else _highest(catalog, probed)
     except EvenerError as error:
         records = _records(catalog, probed, None, "")
-        # What the error says already is no warning, too.
+        # A warning that repeats the error is left out.
         warnings = tuple(line for line in warnings if line.removesuffix(_LEFT_OUT) not in str(error))
         return Assessment(Report(records, warnings=warnings, error=error_text(error)), error=error)
     records = _records(catalog, probed, chosen, reason)
@@ -120,7 +128,9 @@ def assess(
     return Assessment(report, Selection(chosen, others, result, reason, report))
 
 
-def _named(catalog: Catalog, probed: Mapping[str, Probed], name: str, source: str) -> tuple[Package, ProbeResult, str]:
+def _named(
+    catalog: Catalog, probed: Mapping[str, ProbeOutcome], name: str, source: str
+) -> tuple[Package, ProbeResult, str]:
     package = next((each for each in catalog.backends if each.name == name), None)
     if package is None:
         raise _not_usable(catalog, name, source)
@@ -135,7 +145,7 @@ def _named(catalog: Catalog, probed: Mapping[str, Probed], name: str, source: st
     if probe.result is None:
         raise ValueError(f"{package} was not probed: start the probes with only={name!r} or without `only`")
     if probe.result.score == 0:
-        raise NoBackendError(f"{source}: {package} says that it cannot run here: {_reasons(probe)}")
+        raise NoBackendError(f"{source}: {package} cannot run here: {_reasons(probe)}; {_what_to_type(probe)}")
     return package, probe.result, f"named by {source}"
 
 
@@ -155,7 +165,7 @@ def _not_usable(catalog: Catalog, name: str, source: str) -> EvenerError:
     return NoBackendError(f"{source}: no backend {name!r} is installed{near}{install}")
 
 
-def _highest(catalog: Catalog, probed: Mapping[str, Probed]) -> tuple[Package, ProbeResult, str]:
+def _highest(catalog: Catalog, probed: Mapping[str, ProbeOutcome]) -> tuple[Package, ProbeResult, str]:
     failed = [(probe, probe.error) for probe in probed.values() if probe.hardware_seen and probe.error is not None]
     if failed:
         first, error = failed[0]
@@ -173,7 +183,7 @@ def _highest(catalog: Catalog, probed: Mapping[str, Probed]) -> tuple[Package, P
     if len(best) > 1:
         names = " and ".join(str(package) for package, _ in best)
         raise BackendError(
-            f"{names} both fit this machine (score {top}); say which with --backend {best[0][0].name} "
+            f"{names} both fit this machine (score {top}); choose one with --backend {best[0][0].name} "
             f"or EVENER_BACKEND={best[0][0].name}"
         )
     package, result = best[0]
@@ -182,7 +192,7 @@ def _highest(catalog: Catalog, probed: Mapping[str, Probed]) -> tuple[Package, P
     return package, result, reason + (f": {'; '.join(result.reasons)}" if result.reasons else "")
 
 
-def _none_able(catalog: Catalog, probed: Mapping[str, Probed]) -> NoBackendError:
+def _none_able(catalog: Catalog, probed: Mapping[str, ProbeOutcome]) -> NoBackendError:
     lines = [f"{package}: {_reasons(probed[package.name])}" for package in catalog.backends]
     lines += [str(problem.error) for problem in catalog.problems if problem.group == "evener.backends"]
     lines += [f"{each}: {each.reason}" for each in catalog.disabled if each.group == "evener.backends"]
@@ -196,31 +206,31 @@ def _none_able(catalog: Catalog, probed: Mapping[str, Probed]) -> NoBackendError
     return error
 
 
-def _what_to_type(probe: Probed) -> str:
+def _what_to_type(probe: ProbeOutcome) -> str:
     return f"name another backend with --backend, or uninstall {probe.package.distribution}"
 
 
-def _reasons(probe: Probed) -> str:
-    """Why a probe said what it said."""
+def _reasons(probe: ProbeOutcome) -> str:
+    """The reasons that a probe gave for its answer."""
     if probe.error is not None:
         return str(probe.error)
     said = probe.result.reasons if probe.result is not None else probe.marks.reasons if probe.marks else ()
     return "; ".join(said) or probe.note or "it gave no reason"
 
 
-def _warnings(catalog: Catalog, probed: Mapping[str, Probed], pci_root: Path) -> tuple[str, ...]:
+def _warnings(catalog: Catalog, probed: Mapping[str, ProbeOutcome], pci_root: Path) -> tuple[str, ...]:
     lines = list(catalog.warnings)
     lines += [f"{problem.error}{_LEFT_OUT}" for problem in catalog.problems]
     for probe in probed.values():
         if probe.error is not None:
             lines.append(f"{probe.error}{_LEFT_OUT}")
         elif probe.result is not None and probe.result.score == 0:
-            lines.append(f"{probe.package}: its marks fit, but it cannot run here: {_reasons(probe)}")
-    claims = [claim for probe in probed.values() if probe.marks is not None for claim in probe.marks.bus]
-    alone = pci.unclaimed(pci.accelerators(pci_root), claims)
+            lines.append(f"{probe.package}: its hardware seems to be here, but it cannot run: {_reasons(probe)}")
+    claims = [claim for probe in probed.values() if probe.marks is not None for claim in probe.marks.pci_ids]
+    alone = unclaimed(accelerators(pci_root), claims)
     if alone:
         shown = ", ".join(f"{device.ident} at {device.address}" for device in alone)
-        lines.append(f"no installed backend claims {shown}; its vendor's package is called evener-backend-<name>")
+        lines.append(f"no installed backend supports {shown}; install its vendor's package, evener-backend-<name>")
     return tuple(lines)
 
 
@@ -233,23 +243,23 @@ def _refusal(package: Package, backend: Package) -> str:
 
 
 def _records(
-    catalog: Catalog, probed: Mapping[str, Probed], chosen: Package | None, reason: str
-) -> tuple[Candidate, ...]:
-    records: list[Candidate] = []
+    catalog: Catalog, probed: Mapping[str, ProbeOutcome], chosen: Package | None, reason: str
+) -> tuple[PackageRecord, ...]:
+    records: list[PackageRecord] = []
     for package in catalog.packages:
         if package.group == "evener.backends":
             records.append(_backend_record(package, probed[package.name], chosen, reason))
         elif chosen is None:
-            records.append(candidate(package, "refused", "no backend was chosen", read_steps(package)))
+            records.append(package_record(package, "refused", "no backend was chosen", read_steps(package)))
         else:
             refusal = _refusal(package, chosen)
-            served = f"needs nothing that {chosen.name!r} does not serve"
+            served = f"all its needs are served by {chosen.name!r}"
             steps = (*read_steps(package), Step("needs", not refusal, refusal or served))
-            records.append(candidate(package, "refused" if refusal else "chosen", refusal or served, steps))
+            records.append(package_record(package, "refused" if refusal else "chosen", refusal or served, steps))
     return (*records, *unusable(catalog))
 
 
-def _backend_record(package: Package, probe: Probed, chosen: Package | None, reason: str) -> Candidate:
+def _backend_record(package: Package, probe: ProbeOutcome, chosen: Package | None, reason: str) -> PackageRecord:
     steps = [*read_steps(package)]
     if probe.marks is None:
         steps.append(Step("marks", False, error_text(probe.error) if probe.error else ""))
@@ -260,17 +270,61 @@ def _backend_record(package: Package, probe: Probed, chosen: Package | None, rea
     devices = probe.result.devices if probe.result is not None else ()
     shown = tuple(f"{each.index}: {each.name} ({each.memory / 2**30:.1f} GiB)" for each in devices)
     if package is chosen:
-        return candidate(package, "chosen", reason, tuple(steps), shown)
+        return package_record(package, "chosen", reason, tuple(steps), shown)
     able = probe.result is not None and probe.result.score > 0
     why = _refusal(package, chosen) if chosen is not None and able else "" if able else _reasons(probe)
-    return candidate(package, "refused", why or "no backend was chosen", tuple(steps), shown)
+    return package_record(package, "refused", why or "no backend was chosen", tuple(steps), shown)
 
 
-def _probe_step(probe: Probed) -> Step:
+def _probe_step(probe: ProbeOutcome) -> Step:
     if probe.error is not None:
         return Step("probe", False, error_text(probe.error))
     if probe.result is None:
         return Step("probe", False, probe.note)
-    how = {"marks": "marks decide", "cache": "cached answer"}.get(probe.source, f"{probe.seconds:.1f} s")
+    how = {"marks": "from its marks", "cache": "cached answer"}.get(probe.source, f"{probe.seconds:.1f} s")
     parts = [f"score {probe.result.score} ({how})", *probe.result.reasons, *([probe.note] if probe.note else [])]
     return Step("probe", probe.result.score > 0, "; ".join(parts))
+
+
+@dataclass(frozen=True)
+class PciDevice:
+    """One device: ``address`` (``0000:17:00.0``) and ``ident`` (``vendor:device`` in lower-case hex)."""
+
+    address: str
+    ident: str
+
+
+def accelerators(root: Path = SYSFS) -> tuple[PciDevice, ...]:
+    """Display, 3D and processing accelerators, by address; empty where there is no PCI bus to read.
+
+    Args:
+        root: the folder that holds ``devices``.
+    """
+    found: list[PciDevice] = []
+    for folder in sorted(root.glob("devices/*")):
+        kind = _text(folder / "class")[:6]
+        if kind in _COMPUTE or (kind == _DISPLAY and _largest_aperture(folder) >= _SMALLEST_APERTURE):
+            ident = ":".join(_text(folder / name).removeprefix("0x").lower() for name in ("vendor", "device"))
+            found.append(PciDevice(folder.name, ident))
+    return tuple(found)
+
+
+def unclaimed(devices: Iterable[PciDevice], claims: Iterable[str]) -> tuple[PciDevice, ...]:
+    """The devices that match no claim; a claim is ``vendor:device``, where ``*`` stands for anything."""
+    claims = tuple(claim.lower() for claim in claims)
+    return tuple(device for device in devices if not any(fnmatch.fnmatchcase(device.ident, claim) for claim in claims))
+
+
+def _text(path: Path) -> str:
+    """A sysfs attribute; empty if the device vanished or hides it."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _largest_aperture(folder: Path) -> int:
+    """Bytes of the largest memory range; a device that does not list its ranges may be anything, so it counts."""
+    lines = _text(folder / "resource").splitlines()
+    sizes = [int(end, 16) - int(start, 16) + 1 for start, end, *_ in (line.split() for line in lines if line.strip())]
+    return max(sizes, default=_SMALLEST_APERTURE)

@@ -1,23 +1,61 @@
-"""Discovery: read the entry points and descriptors of everything installed, and nothing more of it."""
+"""Discovery: read and check the entry points and descriptors of all installed packages; nothing else of them is
+imported. A start needs the catalog at many places, and reads it once: all of them ask ``installed_catalog``."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import importlib_metadata
 
-from evener.contracts.descriptor import CORE_CONTRACTS, GROUPS, Descriptor
-from evener.errors import DescriptorError, DuplicateNameError, PluginError, UnknownNameError
-from evener.plugins.catalog import LAZY, Catalog, Disabled, Origin, Package, Problem
-from evener.plugins.delivered import told
-from evener.plugins.guard import torch_free
-from evener.plugins.validate import check_contracts, check_descriptor
+from evener.contracts.descriptor import CORE_CONTRACTS, GROUPS, Descriptor, Option
+from evener.errors import (
+    ContractVersionError,
+    DescriptorError,
+    DuplicateNameError,
+    PluginError,
+    UnknownNameError,
+    did_you_mean,
+)
+from evener.plugins.catalog import LAZY_IMPORT_FIELDS, Catalog, Disabled, Origin, Package, Problem
+from evener.plugins.hook_check import describe_exception
 
-#: Announcements that must be unique among everything installed, and what one is called.
-_UNIQUE = {**LAZY, "op_schemas": "op", "state_kinds": "state kind", "formats": "quantization scheme"}
+#: Descriptor fields whose names must be unique among all installed packages, and the word for one in messages.
+_UNIQUE = {**LAZY_IMPORT_FIELDS, "op_schemas": "op", "state_kinds": "state kind", "formats": "quantization scheme"}
+#: Variables that switch packages off and on.
+SWITCHES = ("EVENER_DISABLE_PLUGINS", "EVENER_PLUGINS")
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_EVIDENCE = re.compile(r"L[0-5]: .+")
+_TUPLES = ("ops", "op_schemas", "states", "state_kinds", "formats")
+#: The contract that is implemented by whoever announces something in a field, or has an entry point in a group.
+_IMPLIED: Mapping[str, str] = {
+    "ops": "ops",
+    "op_schemas": "ops",
+    "states": "state",
+    "state_kinds": "state",
+    "formats": "quant",
+    "architectures": "architecture",
+    "request_plugins": "request_plugin",
+    "checkpoints": "checkpoint",
+    "model_sources": "checkpoint",
+}
+_IMPLIED_BY_GROUP: Mapping[str, tuple[str, ...]] = {
+    "evener.backends": ("probe", "device"),
+    "evener.graphs": ("graph",),
+    "evener.collectives": ("communicator",),
+}
 
 
 @dataclass(frozen=True)
@@ -33,16 +71,14 @@ def discover(
     builtins: Sequence[Descriptor] = (),
     core_contracts: Mapping[str, tuple[int, int]] = CORE_CONTRACTS,
 ) -> Catalog:
-    """Read every descriptor.
-
-    A package that cannot be used becomes a ``Problem`` of that package alone.
+    """Read every descriptor. A package that cannot be used becomes a ``Problem``; the others are not affected.
 
     Args:
         path: folders where distributions are looked for; default ``sys.path``.
         environ: where ``EVENER_DISABLE_PLUGINS`` and ``EVENER_PLUGINS`` are read; default ``os.environ``. Both are
-            comma-separated. The first switches off packages by their own name or their distribution's; the second
-            allows only the distributions it lists (the empty string: none).
-        builtins: core's own plugins, registered through the same hooks as others'; they cannot be disabled.
+            comma-separated. The first switches off packages, by their own name or their distribution's; with the second
+            only the listed distributions are used (empty: none).
+        builtins: core's own plugins; they cannot be disabled.
         core_contracts: the contract versions that core speaks.
 
     Raises:
@@ -61,15 +97,22 @@ def discover(
             usable.append(item)
         else:
             disabled.append(Disabled(**vars(item.origin), reason=reason))
-    # Before descriptors are imported, for a broken one still claims its name; and again with core's own.
+    # Before descriptors are imported, because a broken package still claims its name; and again with core's own.
     _check_unique((item.origin.noun, item.origin.name, item.origin) for item in usable)
-    packages = list(_builtin_packages(builtins))
-    for item in usable:
-        read = _read(item, core_contracts)
-        if isinstance(read, Package):
-            packages.append(read)
-        else:
-            problems.append(read)
+    read = [_read(item, core_contracts) for item in usable]
+    packages = tuple(each for each in read if isinstance(each, Package))
+    problems += [each for each in read if isinstance(each, Problem)]
+    found_all = Catalog(packages, tuple(problems), tuple(disabled), tuple(_unused_switches(found, environ)))
+    return with_builtins(found_all, builtins)
+
+
+def with_builtins(catalog: Catalog, builtins: Sequence[Descriptor]) -> Catalog:
+    """``catalog`` with core's own plugins, as ``discover`` takes them; what is announced must still be unique.
+
+    Raises:
+        DuplicateNameError: as ``discover``.
+    """
+    packages = [*catalog.packages, *_builtin_packages(builtins)]
     packages.sort(key=lambda package: (GROUPS.index(package.group), not package.builtin, package.name))
     _check_unique((package.noun, package.name, package) for package in packages)
     _check_unique(
@@ -78,8 +121,7 @@ def discover(
         for field, what in _UNIQUE.items()
         for name in getattr(package.descriptor, field)
     )
-    warnings = tuple(_unused_switches(found, environ))
-    return Catalog(tuple(packages), tuple(problems), tuple(disabled), warnings)
+    return replace(catalog, packages=tuple(packages))
 
 
 def normalized(name: str) -> str:
@@ -88,7 +130,8 @@ def normalized(name: str) -> str:
 
 
 def _find(path: Sequence[str] | None) -> tuple[list[_Found], list[Problem]]:
-    """Entry points of our groups, ordered by group, name and distribution; the first copy of a distribution wins."""
+    """Entry points of our groups, ordered by group, name and distribution; of a distribution that is there twice, those
+    of the first copy."""
     where = {} if path is None else {"path": path}
     seen: set[str] = set()
     found: list[_Found] = []
@@ -114,10 +157,10 @@ def _find(path: Sequence[str] | None) -> tuple[list[_Found], list[Problem]]:
 
 
 def _identity(distribution: importlib_metadata.Distribution) -> tuple[str, str, Exception | None]:
-    """Name and version, and why they cannot be read."""
+    """Name and version; if they cannot be read the folder, "?" and the error."""
     try:
         return str(distribution.metadata["Name"]), str(distribution.version), None
-    except Exception as cause:  # whatever another installer left behind: one broken package must not stop the rest
+    except Exception as cause:  # metadata may be broken in any way; one broken package must not stop the others
         return str(distribution.locate_file("")), "?", cause
 
 
@@ -154,9 +197,8 @@ def _unused_switches(found: Iterable[_Found], environ: Mapping[str, str]) -> Ite
 
 
 def _read(item: _Found, core_contracts: Mapping[str, tuple[int, int]]) -> Package | Problem:
-    """Import one descriptor and judge it."""
-    origin = item.origin
-    step = "found"
+    """Import one descriptor and check it."""
+    origin, step = item.origin, "found"
     try:
         descriptor = check_descriptor(origin, _load(item))
         step = "contracts"
@@ -170,10 +212,11 @@ def _load(item: _Found) -> object:
     try:
         with torch_free():
             return item.entry.load()
-    except (Exception, SystemExit) as cause:  # anything a stranger's module may do on import; the cause is kept
+    except (Exception, SystemExit) as cause:  # a package may do anything on import; the cause is kept
+        failed = describe_exception(item.entry.module, cause)
         raise DescriptorError(
-            f"{item.origin}: reading its descriptor {item.entry.value!r} failed with {told(item.entry.module, cause)}; "
-            f"reinstall or uninstall {item.origin.distribution}, or mend it, if it is yours"
+            f"{item.origin}: reading its descriptor {item.entry.value!r} failed with {failed}; "
+            f"reinstall or uninstall {item.origin.distribution}, or fix it if it is yours"
         ) from cause
 
 
@@ -186,9 +229,239 @@ def _builtin_packages(builtins: Sequence[Descriptor]) -> Iterator[Package]:
 
 
 def _check_unique(claims: Iterable[tuple[str, str, Origin]]) -> None:
-    """Each claim: what is named, its name, and by whom."""
+    """Raise ``DuplicateNameError`` if two packages claim one name. A claim: kind of name, name, package."""
     owners: dict[tuple[str, str], Origin] = {}
     for what, name, origin in claims:
         first = owners.setdefault((what, name), origin)
         if first is not origin:
             raise DuplicateNameError(what, name, first.distribution, origin.distribution)
+
+
+def check_descriptor(origin: Origin, value: object) -> Descriptor:
+    """``value`` as the descriptor of ``origin``.
+
+    Raises:
+        DescriptorError: it is no ``Descriptor``, or a field of it is malformed; the message names the field.
+    """
+    if not isinstance(value, Descriptor):
+        raise DescriptorError(
+            f"{origin}: the entry point names a {type(value).__name__}, not an evener.contracts.descriptor.Descriptor"
+        )
+    for check in (_name_fault, _set_fault, _names_fault, _option_fault, _module_fault, _evidence_fault):
+        if fault := check(origin, value):
+            raise DescriptorError(f"{origin}: {fault}")
+    return value
+
+
+def check_contracts(origin: Origin, descriptor: Descriptor, core: Mapping[str, tuple[int, int]]) -> None:
+    """Check the contract versions that ``descriptor`` names against those that ``core`` supports.
+
+    Raises:
+        ContractVersionError: core has no such contract, or supports other versions of it.
+        DescriptorError: the descriptor does not name the version of a contract that it implements.
+    """
+    who = origin.noun
+    for contract, version in descriptor.contracts.items():
+        if contract not in core:
+            raise ContractVersionError(
+                f"{origin}: core speaks no contract {contract!r}{did_you_mean(contract, core)}; "
+                f"upgrade core if {origin.distribution} is newer: pip install -U evener"
+            )
+        oldest, newest = core[contract]
+        if not oldest <= version <= newest:
+            spoken = str(newest) if oldest == newest else f"{oldest}..{newest}"
+            older = "evener" if version > newest else origin.distribution
+            raise ContractVersionError(
+                f"{origin}: core speaks {contract} {spoken}, this {who} speaks {version}; "
+                f"upgrade the older one: pip install -U {older}"
+                + ("" if version <= newest else f", or, if it is yours, implement {contract} {newest}")
+            )
+    implied = set(_IMPLIED_BY_GROUP.get(origin.group, ()))
+    implied |= {contract for field, contract in _IMPLIED.items() if getattr(descriptor, field)}
+    missing = sorted(implied - set(descriptor.contracts))
+    if missing:
+        wanted = ", ".join(f'"{contract}": {core[contract][1]}' for contract in missing if contract in core)
+        raise DescriptorError(
+            f"{origin}: it implements {', '.join(missing)} without saying which version; "
+            f"add {wanted} to the descriptor's contracts"
+        )
+
+
+def _name_fault(origin: Origin, descriptor: Descriptor) -> str | None:
+    name: Any = descriptor.name
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        return f"name {name!r} is malformed; use lower case letters, digits, '-' and '_', a letter or digit first"
+    if name != origin.name:
+        return f"the descriptor is named {name!r} but its entry point {origin.name!r}; they must be equal"
+    summary: Any = descriptor.summary
+    if not isinstance(summary, str) or not summary:
+        return f"summary must be one sentence, not {summary!r}"
+    contracts: Any = descriptor.contracts
+    if not isinstance(contracts, Mapping) or not all(
+        isinstance(key, str) and type(version) is int for key, version in contracts.items()
+    ):
+        return f"contracts must map contract names to integers, not {contracts!r}"
+    return None
+
+
+def _set_fault(origin: Origin, descriptor: Descriptor) -> str | None:
+    for field in ("serves", "needs"):
+        tags: Any = getattr(descriptor, field)
+        if not isinstance(tags, Set) or not all(isinstance(tag, str) and tag for tag in tags):
+            return f"{field} must be a frozenset of tags, not {tags!r}"
+    return None
+
+
+def _names_fault(origin: Origin, descriptor: Descriptor) -> str | None:
+    for field in _TUPLES:
+        names: Any = getattr(descriptor, field)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
+            return f"{field} must be a tuple of names, not {names!r}"
+        if len(set(names)) < len(names):
+            return f"{field} names something twice: {names!r}"
+    for field in (*LAZY_IMPORT_FIELDS, "aliases"):
+        table: Any = getattr(descriptor, field)
+        if not isinstance(table, Mapping):
+            return f"{field} must be a mapping, not {table!r}"
+        for name, value in table.items():
+            if not (isinstance(name, str) and name and isinstance(value, str)):
+                return f"{field} must map names to text, not {name!r} to {value!r}"
+            if field == "aliases":
+                if "=" not in name or "=" not in value:
+                    return f"aliases must map 'key=value' to 'key=value', not {name!r} to {value!r}"
+            elif not _TARGET.fullmatch(value):
+                return f"{field}[{name!r}] must read 'module:attribute', not {value!r}"
+    return None
+
+
+def _option_fault(origin: Origin, descriptor: Descriptor) -> str | None:
+    options: Any = descriptor.options
+    if not isinstance(options, Mapping):
+        return f"options must be a mapping, not {options!r}"
+    for key, option in options.items():
+        if not isinstance(option, Option) or option.type not in (int, float, str, bool):
+            return f"options[{key!r}] must be an Option of type int, float, str or bool"
+        values = (*option.choices, *(() if option.default is None else (option.default,)))
+        wrong = [value for value in values if type(value) is not option.type]
+        if wrong:
+            return f"options[{key!r}]: {wrong[0]!r} is not {option.type.__name__}"
+        if option.choices and option.default is not None and option.default not in option.choices:
+            return f"options[{key!r}]: the default {option.default!r} is not among its choices {option.choices!r}"
+    return None
+
+
+def _module_fault(origin: Origin, descriptor: Descriptor) -> str | None:
+    backend = origin.group == "evener.backends"
+    for field in ("module", "probe", "tuning"):
+        path: Any = getattr(descriptor, field)
+        if path is not None and not (isinstance(path, str) and _DOTTED.fullmatch(path)):
+            return f"{field} must be a dotted module path, not {path!r}"
+    timeout: Any = descriptor.probe_timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        return f"probe_timeout must be a number of seconds above 0, not {timeout!r}"
+    if backend and descriptor.probe is None:
+        return "a backend must name its probe module"
+    if backend and descriptor.needs:
+        return "a backend serves tags; it cannot need any"
+    if not backend and (descriptor.probe is not None or descriptor.serves):
+        return "only a backend has a probe and serves tags"
+    delivers = [field for field in _TUPLES if getattr(descriptor, field)]
+    if descriptor.module is None and (delivers or origin.group != "evener.plugins"):
+        return f"it must name the module that delivers its {' and '.join(delivers) or 'hooks'}"
+    return None
+
+
+def _evidence_fault(origin: Origin, descriptor: Descriptor) -> str | None:
+    evidence: Any = descriptor.evidence
+    if not evidence or (isinstance(evidence, str) and _EVIDENCE.fullmatch(evidence)):
+        return None
+    return f"its evidence is {evidence!r}; write the level first, L0 to L5, then what ran where: 'L3: …'"
+
+
+def installed_catalog(builtins: Sequence[Descriptor] = ()) -> Catalog:
+    """Everything installed, as ``discover`` reads it from ``sys.path`` and ``os.environ``.
+
+    Args:
+        builtins: as in ``discover``.
+
+    Raises:
+        DuplicateNameError, UnknownNameError: as ``discover``.
+    """
+    folders = tuple((folder, _modified(folder)) for folder in sys.path)
+    return with_builtins(_read_installed(folders, tuple(map(os.environ.get, SWITCHES))), builtins)
+
+
+# The key is everything that the answer depends on, so the cache cannot be wrong for longer than importlib_metadata's
+# own, which also looks at the folders' times: a package that is installed later (in a notebook, in a test's folder) and
+# a changed switch are seen at the next call. An exception is not kept.
+@lru_cache(maxsize=1)
+def _read_installed(folders: tuple[tuple[str, int], ...], switches: tuple[str | None, ...]) -> Catalog:
+    del folders, switches
+    return discover()
+
+
+def _modified(folder: str) -> int:
+    """When a package was last added to a folder of ``sys.path`` or removed from it; 0 if there is no such folder."""
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+class TorchImportRefused(ImportError):
+    """A descriptor or a mark imported torch."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "it imports torch, which a descriptor or a mark must not: read versions with evener.backend.torch_marks, "
+            "and import torch in the module that the descriptor's `module` names"
+        )
+
+
+class _RefusingLoader(Loader):
+    def __init__(self) -> None:
+        self.tripped = False
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        self.tripped = True
+        raise TorchImportRefused()
+
+    def exec_module(self, module: ModuleType) -> None:  # without it importlib would not call create_module
+        raise AssertionError("create_module refused already")
+
+
+class _Guard(MetaPathFinder):
+    """Lets ``importlib.util.find_spec`` see torch but not import it. Only the thread that made it is guarded."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.loader = _RefusingLoader()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch" or threading.get_ident() != self._thread:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                spec.loader = self.loader
+                return spec
+        return None
+
+
+@contextmanager
+def torch_free() -> Iterator[None]:
+    """Within the block this thread cannot import torch, unless it is imported already.
+
+    Raises:
+        TorchImportRefused: the block tried to, even if it caught the refusal.
+    """
+    guard = _Guard()
+    sys.meta_path.insert(0, guard)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(guard)
+    if guard.loader.tripped:
+        raise TorchImportRefused()

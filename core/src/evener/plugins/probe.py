@@ -1,34 +1,47 @@
-"""Probing: whose hardware is here. Cheap marks in this process; whatever needs a runtime in children, all at once."""
+"""Probing: which backends find their hardware here. Marks are read in this process, for they are cheap; what needs a
+vendor's runtime runs in child processes, all at the same time."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
+import importlib.util
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import importlib_metadata
+
+from evener.backend import torch_marks
 from evener.cache_folder import cache_folder
 from evener.contracts.probe import Marks, ProbeResult
 from evener.errors import ConfigError, DescriptorError, PluginError, ProbeError
-from evener.plugins import probe_wire
 from evener.plugins.catalog import Package
-from evener.plugins.guard import torch_free
-from evener.plugins.probe_cache import ProbeCache
-from evener.plugins.probe_process import ProbeProcess
+from evener.plugins.discover import torch_free
+from evener.plugins.probe_child import decode, encode
+from evener.run_folder import RunFolder
 
-#: Seconds between two looks at the children. Only the very first start on a boot waits for them.
+#: Seconds between two checks of the children. Only the first start after a boot waits for them; later ones are cached.
 _POLL = 0.005
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What became of one backend's probe.
+class ProbeOutcome:
+    """The outcome of one backend's probe.
 
     Attributes:
         package: the backend.
-        marks: what it saw at a glance; None if its marks could not be read.
+        marks: the signs of its hardware that it found; None if they could not be read.
         result: its answer; None if its marks do not fit, it failed, or it was not asked.
         error: why its marks could not be read or its probe failed, with the cause.
         source: where ``result`` comes from: ``marks``, ``child``, ``cache``, or ``""``.
@@ -46,19 +59,19 @@ class Probed:
 
     @property
     def hardware_seen(self) -> bool:
-        """Its marks fit this machine."""
+        """Whether its marks say that its hardware is here."""
         return self.marks is not None and self.marks.fit
 
 
 class ProbeRun:
-    """Probes under way. ``start`` returns as soon as marks are read; do other work, then ask for ``result``.
+    """Probes that are running. ``start`` returns as soon as marks are read; do other work, then call ``result``.
 
-    Children end with this process, and at the latest in ``result`` or ``close``.
+    The child processes end with this process, and at the latest in ``result`` or ``close``.
     """
 
     def __init__(self, cache: ProbeCache) -> None:
         self._cache = cache
-        self._done: dict[str, Probed] = {}
+        self._done: dict[str, ProbeOutcome] = {}
         self._running: dict[str, tuple[ProbeProcess, Marks]] = {}
 
     @classmethod
@@ -76,7 +89,7 @@ class ProbeRun:
 
         Args:
             backends: ``Catalog.backends``.
-            only: start no other backend's probe than this one's: it was named, so the others' answers do not matter.
+            only: probe only this backend: it was asked for, so the others' answers do not matter.
             fresh: ignore earlier answers.
             timeout: seconds a probe may take; default ``EVENER_PROBE_TIMEOUT``, else ``Descriptor.probe_timeout``.
             environ: where ``EVENER_PROBE_TIMEOUT`` and ``XDG_CACHE_HOME`` are read; default ``os.environ``.
@@ -96,7 +109,7 @@ class ProbeRun:
             raise
         return run
 
-    def result(self) -> dict[str, Probed]:
+    def result(self) -> dict[str, ProbeOutcome]:
         """Wait for every probe, at most until its time limit; by backend name, in the order given to ``start``."""
         try:
             while self._running:
@@ -117,35 +130,35 @@ class ProbeRun:
         self._running.clear()
 
     def _begin(self, package: Package, *, asked: bool, fresh: bool, limit: float | None) -> None:
-        self._done[package.name] = Probed(package)  # keeps the order; replaced below
+        self._done[package.name] = ProbeOutcome(package)  # keeps the order; replaced below
         try:
             module, marks = _read_marks(package)
         except PluginError as error:
-            self._done[package.name] = Probed(package, error=error)
+            self._done[package.name] = ProbeOutcome(package, error=error)
             return
         if not marks.fit:
-            self._done[package.name] = Probed(package, marks)
+            self._done[package.name] = ProbeOutcome(package, marks)
         elif hasattr(module, "result_from_marks"):
-            self._done[package.name] = _judge_marks(package, module, marks)
+            self._done[package.name] = _result_from_marks(package, module, marks)
         elif not asked:
-            self._done[package.name] = Probed(package, marks, note="not asked: another backend was named")
+            self._done[package.name] = ProbeOutcome(package, marks, note="not probed: another backend was asked for")
         elif not fresh and (cached := self._cache.load(package, marks)) is not None:
-            self._done[package.name] = Probed(package, marks, cached, source="cache")
+            self._done[package.name] = ProbeOutcome(package, marks, cached, source="cache")
         else:
             seconds = package.descriptor.probe_timeout if limit is None else limit
             self._running[package.name] = (ProbeProcess(package, seconds), marks)
 
-    def _finish(self, child: ProbeProcess, marks: Marks) -> Probed:
+    def _finish(self, child: ProbeProcess, marks: Marks) -> ProbeOutcome:
         seconds = time.monotonic() - child.started
         outcome = child.outcome()
         if isinstance(outcome, ProbeError):
-            return Probed(child.package, marks, error=outcome, seconds=seconds)
+            return ProbeOutcome(child.package, marks, error=outcome, seconds=seconds)
         note = self._cache.store(child.package, marks, outcome)
-        return Probed(child.package, marks, outcome, source="child", note=note, seconds=seconds)
+        return ProbeOutcome(child.package, marks, outcome, source="child", note=note, seconds=seconds)
 
 
 def _read_marks(package: Package) -> tuple[ModuleType, Marks]:
-    """Import the probe module and look at its marks.
+    """Import the probe module and read its marks.
 
     Raises:
         DescriptorError: the module cannot be imported or lacks what the probe contract asks for.
@@ -155,7 +168,7 @@ def _read_marks(package: Package) -> tuple[ModuleType, Marks]:
     try:
         with torch_free():
             module = importlib.import_module(path)
-    except (Exception, SystemExit) as cause:  # a stranger's module; the cause is kept
+    except (Exception, SystemExit) as cause:  # a package may raise anything; the cause is kept
         raise DescriptorError(
             f"{package}: importing its probe {path} failed with {type(cause).__name__}: {cause}"
         ) from cause
@@ -173,15 +186,15 @@ def _read_marks(package: Package) -> tuple[ModuleType, Marks]:
     return module, marks
 
 
-def _judge_marks(package: Package, module: ModuleType, marks: Marks) -> Probed:
+def _result_from_marks(package: Package, module: ModuleType, marks: Marks) -> ProbeOutcome:
     try:
         result = module.result_from_marks(marks)
-        probe_wire.encode(result)
-    except (Exception, SystemExit) as cause:  # a stranger's function; the cause is kept
+        encode(result)
+    except (Exception, SystemExit) as cause:  # a package may raise anything; the cause is kept
         error = ProbeError(f"{package}: its result_from_marks() raised {type(cause).__name__}: {cause}")
         error.__cause__ = cause
-        return Probed(package, marks, error=error)
-    return Probed(package, marks, result, source="marks")
+        return ProbeOutcome(package, marks, error=error)
+    return ProbeOutcome(package, marks, result, source="marks")
 
 
 def _limit(environ: Mapping[str, str]) -> float | None:
@@ -195,3 +208,167 @@ def _limit(environ: Mapping[str, str]) -> float | None:
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"EVENER_PROBE_TIMEOUT={text!r}: it takes a number of seconds above 0")
     return seconds
+
+
+class ProbeCache:
+    """A folder of answers.
+
+    Args:
+        folder: made when first needed.
+        boot_id: what identifies this boot of this machine; None (default) reads it from the kernel.
+    """
+
+    def __init__(self, folder: Path, boot_id: str | None = None) -> None:
+        self._folder = folder
+        self._boot_id = _read_boot_id() if boot_id is None else boot_id
+
+    def load(self, package: Package, marks: Marks) -> ProbeResult | None:
+        """The answer that still holds; None if there is none or its file cannot be read."""
+        try:
+            return decode(json.loads(self._file(package, marks).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def store(self, package: Package, marks: Marks, result: ProbeResult) -> str:
+        """Keep a usable answer. Returns why it was not kept, or an empty string."""
+        if result.score == 0:
+            return "not cached: the backend cannot run here"
+        if not self._boot_id:
+            return "not cached: this system has no boot id"
+        file = self._file(package, marks)
+        part = file.with_suffix(f".{os.getpid()}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.write_text(json.dumps(encode(result)), encoding="utf-8")
+            part.replace(file)
+        except OSError as error:
+            return f"not cached: {error}"
+        return ""
+
+    def _file(self, package: Package, marks: Marks) -> Path:
+        """The file of an answer; its name is a hash of everything that the answer depends on."""
+        key = {
+            "boot": self._boot_id,
+            "package": [package.name, package.distribution, package.version],
+            "source": _source_fingerprint(package.descriptor.probe),
+            "core": importlib_metadata.version("evener"),
+            "torch": torch_marks.read().version,
+            "python": [sys.executable, sys.version],
+            "marks": {**asdict(marks), "cache_key": sorted(marks.cache_key.items())},
+        }
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+        return self._folder / f"{package.name}-{digest[:32]}.json"
+
+
+def _read_boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _source_fingerprint(module: str | None) -> str:
+    """Time and size of the probe's source file: an editable install changes without a new version."""
+    spec = importlib.util.find_spec(module) if module else None
+    if spec is None or spec.origin is None:
+        return ""
+    status = Path(spec.origin).stat()
+    return f"{status.st_mtime_ns}:{status.st_size}"
+
+
+class ProbeProcess:
+    """A running probe in a process group and a scratch folder of its own.
+
+    Args:
+        package: a backend whose probe module has ``probe()``.
+        seconds: its time limit, counted from now.
+    """
+
+    def __init__(self, package: Package, seconds: float) -> None:
+        self.package = package
+        self.seconds = seconds
+        self.started = time.monotonic()
+        self._scratch = RunFolder()
+        self._result = Path(self._scratch.path, "result.json")
+        self._output = Path(self._scratch.path, "output.txt")
+        try:
+            self._process = self._spawn()
+        except BaseException:
+            self._scratch.close()
+            raise
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        # The parent's whole path, so that the child finds every package that the parent found.
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        probe = self.package.descriptor.probe or ""
+        with self._output.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "evener.plugins.probe_child", probe, str(self._result), str(self.seconds)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self._scratch.path,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+
+    def ended(self) -> bool:
+        """Whether the child ended by itself. It is not reaped, so that its process group can still be killed."""
+        try:
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        except ChildProcessError:  # the host program ignores SIGCHLD: the kernel reaped it
+            return True
+
+    def overdue(self) -> bool:
+        """Whether it ran longer than its time limit."""
+        return time.monotonic() - self.started > self.seconds
+
+    def outcome(self) -> ProbeResult | ProbeError:
+        """The probe's result or error; call once, when it ended or is overdue. Ends every process that it started."""
+        hung = not self.ended()
+        try:
+            self._kill()
+            if self._process.returncode == -signal.SIGALRM or hung:
+                limit = "probe_timeout of its descriptor, or EVENER_PROBE_TIMEOUT"
+                return self._error(f"did not answer within {self.seconds:g} seconds ({limit})")
+            if not self._result.exists():
+                return self._error(f"ended without an answer ({_exit_text(self._process.returncode)})")
+            return self._answer(json.loads(self._result.read_text()))
+        finally:
+            self._scratch.close()
+
+    def close(self) -> None:
+        """End it and every process that it started, in whatever state it is."""
+        self._kill()
+        self._scratch.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # already reaped, and nothing of its group is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self, data: dict[str, Any]) -> ProbeResult | ProbeError:
+        if "result" in data:
+            return decode(data["result"])
+        return self._error(f"raised {data['error']}", data["traceback"])
+
+    def _error(self, what: str, detail: str = "") -> ProbeError:
+        """An error whose cause holds ``detail`` and the end of what the child printed."""
+        error = ProbeError(f"{self.package}: its probe {what}")
+        printed = self._output.read_text(errors="replace")[-2000:].strip()
+        detail = "\n".join(part for part in (detail.strip(), printed and f"it printed:\n{printed}") if part)
+        if detail:
+            error.__cause__ = RuntimeError(detail)
+        return error
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,7 +1,7 @@
 """The child process of a probe: ``python -m evener.plugins.probe_child MODULE RESULT_FILE SECONDS``.
 
-It runs ``MODULE.probe()`` and writes what came of it to ``RESULT_FILE`` as JSON, so that whatever the vendor's software
-prints does no harm. It dies with its parent (end of file on standard input), and in any case shortly after SECONDS.
+It runs ``MODULE.probe()`` and writes the outcome to ``RESULT_FILE`` as JSON: standard output may hold what the vendor's
+software prints. It ends with its parent (end of file on standard input), and in any case shortly after SECONDS.
 """
 
 from __future__ import annotations
@@ -16,14 +16,44 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from evener.plugins import probe_wire
+import msgspec
 
-#: Seconds after the parent's limit at which the child ends itself, should the parent not have done it.
+from evener.contracts.probe import ProbeResult
+
+#: Seconds after the parent's limit at which the child ends itself, if the parent has not.
 GRACE = 2.0
 
 
+def encode(result: object) -> dict[str, Any]:
+    """``result`` as JSON-able data.
+
+    Raises:
+        TypeError: it is no ``ProbeResult``, or a field of it has the wrong type.
+    """
+    if not isinstance(result, ProbeResult):
+        raise TypeError(f"probe() returned {result!r}, not a ProbeResult")
+    data: dict[str, Any] = msgspec.to_builtins(result)
+    decode(data)
+    return data
+
+
+def decode(data: Any) -> ProbeResult:
+    """The result that ``encode`` wrote.
+
+    Raises:
+        TypeError: ``data`` was not written by ``encode``.
+    """
+    try:
+        result = msgspec.convert(data, ProbeResult)
+    except msgspec.ValidationError as cause:
+        raise TypeError(f"no ProbeResult with fields of the right types: {cause}") from cause
+    if result.score < 0:
+        raise TypeError(f"a probe's score is a whole number, 0 or more, not {result.score}")
+    return result
+
+
 def main(module: str, result_file: str, seconds: str) -> None:
-    """Run the probe of ``module`` and leave the process without running anybody's exit handlers."""
+    """Run the probe of ``module`` and end the process without exit handlers, which may hang."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, float(seconds) + GRACE)
     _die_with_parent()
@@ -40,13 +70,13 @@ def main(module: str, result_file: str, seconds: str) -> None:
 
 def _outcome(module: str) -> dict[str, Any]:
     try:
-        return {"result": probe_wire.encode(importlib.import_module(module).probe())}
-    except BaseException as error:  # including SystemExit: the parent must hear of whatever ended the probe
+        return {"result": encode(importlib.import_module(module).probe())}
+    except BaseException as error:  # also SystemExit: the parent reports whatever ended the probe
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
 def _die_with_parent() -> None:
-    """Standard input is a pipe that only the parent holds open; the probe itself reads from an empty one."""
+    """End this process group when the parent closes standard input; the probe itself reads from an empty file."""
     lifeline = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

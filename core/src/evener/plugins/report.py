@@ -1,14 +1,15 @@
-"""Start-up's report as text (``evener doctor``, ``evener plugins``) and as JSON."""
+"""The start-up report: every step of every package, as plain data, as text (``evener doctor``, ``evener plugins``) and
+as JSON."""
 
 from __future__ import annotations
 
 import io
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from evener.plugins.trace import Candidate, Report
+from evener.plugins.catalog import Catalog, Disabled, Origin, Package, Problem
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,8 +17,120 @@ if TYPE_CHECKING:
 _STYLES = {"chosen": "green", "refused": "yellow", "broken": "red", "disabled": "dim", "installed": "none"}
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step (``found``, ``contracts``, ``marks``, ``probe`` or ``needs``): whether it succeeded, and the details."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageRecord(Origin):
+    """What happened to one entry point during start-up.
+
+    Attributes:
+        verdict: ``chosen``, ``refused``, ``broken``, ``disabled``, or ``installed`` when nothing was chosen yet.
+        reason: why, in words.
+        devices: what its probe found, one text a device.
+        evidence: how far it is verified, from its descriptor; empty if that says nothing.
+    """
+
+    summary: str
+    verdict: str
+    reason: str
+    steps: tuple[Step, ...]
+    devices: tuple[str, ...] = ()
+    evidence: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every package, and the choice.
+
+    Attributes:
+        candidates: backends first, in the order of the entry-point groups.
+        backend: name of the chosen one, or None.
+        reason: why it was chosen.
+        warnings: one line each.
+        error: why nothing was chosen, or None.
+    """
+
+    candidates: tuple[PackageRecord, ...]
+    backend: str | None = None
+    reason: str = ""
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether a backend was chosen, without an error."""
+        return self.backend is not None and self.error is None
+
+    @property
+    def unusable_hints(self) -> list[str]:
+        """A line for each broken or disabled package, which may have what was not found, with the reason."""
+        unusable = [each for each in self.candidates if each.verdict in ("broken", "disabled")]
+        return [f"\n  {each.distribution} may have it, but is {each.verdict}: {each.reason}" for each in unusable]
+
+
+def package_record(
+    origin: Origin, verdict: str, reason: str, steps: tuple[Step, ...], devices: tuple[str, ...] = ()
+) -> PackageRecord:
+    """The record of ``origin``; its summary comes from the descriptor where one was read."""
+    return PackageRecord(
+        **{each.name: getattr(origin, each.name) for each in fields(Origin)},
+        summary=origin.descriptor.summary if isinstance(origin, Package) else "",
+        verdict=verdict,
+        reason=reason,
+        steps=steps,
+        devices=devices,
+        evidence=origin.descriptor.evidence if isinstance(origin, Package) else "",
+    )
+
+
+def read_steps(package: Package) -> tuple[Step, ...]:
+    """The steps that every usable package has passed."""
+    contracts = ", ".join(f"{name} {version}" for name, version in package.descriptor.contracts.items())
+    return (Step("found", True, f"{package.distribution} {package.version}"), Step("contracts", True, contracts))
+
+
+def unusable(catalog: Catalog) -> tuple[PackageRecord, ...]:
+    """The records of packages that are broken or disabled."""
+    return (*map(_broken, catalog.problems), *map(_disabled, catalog.disabled))
+
+
+def catalog_report(catalog: Catalog) -> Report:
+    """What is installed, before anything is probed or chosen (``evener plugins``)."""
+    usable = tuple(package_record(package, "installed", "", read_steps(package)) for package in catalog.packages)
+    return Report((*usable, *unusable(catalog)), warnings=catalog.warnings)
+
+
+def error_text(error: BaseException) -> str:
+    """The error's message and those of its causes, one a line."""
+    lines = [str(error)]
+    while error.__cause__ is not None:
+        error = error.__cause__
+        if str(error) not in lines[-1]:
+            lines.append(f"caused by {type(error).__name__}: {error}")
+    return "\n".join(lines)
+
+
+def _broken(problem: Problem) -> PackageRecord:
+    found = Step("found", problem.step != "found", f"{problem.distribution} {problem.version}")
+    failed = Step(problem.step, False, error_text(problem.error))
+    steps = (failed,) if problem.step == "found" else (found, failed)
+    return package_record(problem, "broken", str(problem.error), steps)
+
+
+def _disabled(origin: Disabled) -> PackageRecord:
+    steps = (Step("found", True, f"{origin.distribution} {origin.version}"),)
+    return package_record(origin, "disabled", origin.reason, steps)
+
+
 def to_json(report: Report) -> dict[str, Any]:
-    """Plain data: the report's own fields and ``ok``."""
+    """Plain data: the report's fields, and ``ok``."""
     return {"ok": report.ok, **asdict(report)}
 
 
@@ -58,12 +171,12 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _summary_table(candidates: tuple[Candidate, ...], steps: bool) -> Table:
+def _summary_table(candidates: tuple[PackageRecord, ...], steps: bool) -> Table:
     from rich.text import Text
 
     table = _table("group", "name", "package", "verdict", "what, why, devices")
     for each in candidates:
-        # A fault is told once: by the steps, where they are shown.
+        # The steps, if they are shown, give the reason already.
         why = "see its steps" if steps and any(each.reason in step.detail for step in each.steps) else each.reason
         what = "\n".join(part for part in (each.summary, why, *each.devices, *_evidence(each)) if part)
         cells = (each.group.removeprefix("evener."), each.name, f"{each.distribution} {each.version}")
@@ -71,15 +184,15 @@ def _summary_table(candidates: tuple[Candidate, ...], steps: bool) -> Table:
     return table
 
 
-def _evidence(found: Candidate) -> list[str]:
-    """How far a package that computes is verified; of the others nobody asks."""
+def _evidence(found: PackageRecord) -> list[str]:
+    """How far a backend or kernel package is verified; nothing for other groups."""
     if found.evidence:
         return [f"verified to {found.evidence}"]
     reads = found.verdict not in ("broken", "disabled") and found.group in ("evener.backends", "evener.kernels")
-    return ["verified: its author says nothing"] if reads else []
+    return ["verified: its descriptor does not say"] if reads else []
 
 
-def _step_table(candidates: tuple[Candidate, ...]) -> Table:
+def _step_table(candidates: tuple[PackageRecord, ...]) -> Table:
     from rich.text import Text
 
     table = _table("name", "step", "", "detail")

@@ -1,4 +1,5 @@
-"""Token buckets: ranges of token counts that share one table entry. Powers of two: finding one is a bit length."""
+"""Token buckets: ranges of token counts that share one table entry. They end at powers of two, so that ``bit_length``
+finds the bucket of a count."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def bucket_index(tokens: int) -> int:
     return (tokens - 1).bit_length()
 
 
-def joined(buckets: Iterable[Bucket]) -> list[Bucket]:
+def merge_buckets(buckets: Iterable[Bucket]) -> list[Bucket]:
     """The same token counts in as few ranges as possible, ascending."""
     ranges: list[Bucket] = []
     for bucket in sorted(set(buckets)):
@@ -32,8 +33,8 @@ def joined(buckets: Iterable[Bucket]) -> list[Bucket]:
     return ranges
 
 
-def ladder(largest: int) -> tuple[int, ...]:
-    """Row counts worth a capture: the buckets' upper ends and, from 16 on, one between each two, so that padding adds a
-    third at most."""
+def capture_sizes(largest: int) -> tuple[int, ...]:
+    """Row counts that are captured: upper ends of buckets and, from 16 on, one between each two, so that padding adds
+    at most a third."""
     ends = [bucket.high for bucket in token_buckets(largest)]
     return tuple(sorted({*ends, *(3 * end // 2 for end in ends if end >= 16 and 3 * end // 2 < largest)}))

@@ -1,4 +1,4 @@
-"""The run's manifest: for every call site and bucket, who computes it, and why better ones lost."""
+"""The run's manifest: for every call site and bucket the provider that was chosen, and why others were not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from evener.contracts.ops import Bucket, Variant
 from evener.contracts.quant import WeightPart, plain
-from evener.resolution.buckets import joined
+from evener.resolution.buckets import merge_buckets
 from evener.resolution.tuning import label
 
 REFERENCE = "reference"
@@ -18,8 +18,15 @@ EXPANDED = "expanded"
 
 @dataclass(frozen=True)
 class Choice:
-    """What one call site got at one bucket. ``provider`` is "package/kernel", "reference" or "expanded"; ``variant`` of
-    it was measured to be fastest; ``why``: on whose word, where it is not by priority."""
+    """The provider of one call site at one bucket.
+
+    Attributes:
+        provider: "package/kernel", "reference" or "expanded".
+        refused: (provider, reason) of those that come before it and may not serve.
+        capturable: whether the call may be part of a captured graph.
+        why: the reason of the choice, if it is not priority.
+        variant: the kernel's variant that was measured to be fastest; empty without a tuning file.
+    """
 
     op: str
     path: str
@@ -31,15 +38,11 @@ class Choice:
     why: str = ""
     variant: Variant = field(default_factory=dict, hash=False)
 
-    @property
-    def fallback(self) -> bool:
-        """A primitive that nobody but the reference serves."""
-        return self.provider == REFERENCE
-
 
 @dataclass
 class Dequantized:
-    """Parts that nobody packs as they are stored: how many, their bytes in the file and in memory, and why."""
+    """Quantized parts that no packing holds as they are stored: their number, their bytes in the file (``stored``) and
+    in memory (``held``), and the reason."""
 
     reason: str
     parts: int = 0
@@ -49,7 +52,7 @@ class Dequantized:
 
 @dataclass
 class Manifest:
-    """Everything that resolution decided. ``dequantized`` is by storage and compute type."""
+    """Everything that resolution decided. ``dequantized``: by storage format and compute dtype."""
 
     choices: list[Choice] = field(default_factory=list)
     packings: dict[str, str] = field(default_factory=dict)
@@ -57,7 +60,7 @@ class Manifest:
     notes: list[str] = field(default_factory=list)
 
     def note_dequantized(self, parts: Sequence[WeightPart], dtype: str, reason: str, matrices: int = 1) -> None:
-        """Count the quantized parts of a weight, or of each matrix of a stack, that nobody packs as they are stored."""
+        """Count the quantized parts of a weight, or of each matrix of a stack, as dequantized to ``dtype``."""
         for part in parts:
             if not part.format.plain:
                 found = self.dequantized.setdefault((part.format.storage, dtype), Dequantized(reason))
@@ -66,7 +69,7 @@ class Manifest:
                 found.held += matrices * plain(dtype).nbytes(part.rows, part.columns)
 
     def dequantized_lines(self) -> list[str]:
-        """One line for each format that is not computed in as it is stored, with what that costs."""
+        """One line for each format that is dequantized at load, with the memory that this costs."""
         return [
             f"{found.parts} {'tensors are' if found.parts > 1 else 'tensor is'} dequantized from {storage} to {dtype}, "
             f"{found.held - found.stored:,} bytes more ({found.reason})"
@@ -74,8 +77,8 @@ class Manifest:
         ]
 
     def fallbacks(self) -> list[Choice]:
-        """The choices that fell back to the reference."""
-        return [c for c in self.choices if c.fallback]
+        """Primitives that fell back to the reference, because no kernel serves them."""
+        return [c for c in self.choices if c.provider == REFERENCE]
 
     def fallback_lines(self) -> list[str]:
         """``op (at a..b tokens)`` for each op that fell back: the buckets from its first to its last."""
@@ -88,7 +91,7 @@ class Manifest:
         ]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row for each op, provider and run of buckets: how many sites, and why others lost."""
+        """One row for each op and provider: its buckets, how many call sites, and why others were refused."""
         sites: Counter[tuple[Any, ...]] = Counter()
         buckets: dict[tuple[Any, ...], list[Bucket]] = {}
         for c in self.choices:
@@ -101,7 +104,7 @@ class Manifest:
             span = buckets.get(key, [])
             yield {
                 "op": op, "provider": provider, "version": version, "buckets": [str(b) for b in sorted(span)],
-                "tokens": [str(b) for b in joined(span)], "sites": count // max(1, len(span)),
+                "tokens": [str(b) for b in merge_buckets(span)], "sites": count // max(1, len(span)),
                 "refused": [{"provider": name, "reason": reason} for name, reason in refused],
                 **({"why": why} if why else {}),
             }  # fmt: skip

@@ -1,25 +1,32 @@
-"""Tuning files: what every candidate for a call site took, measured offline by ``evener tune``; the resolver takes the
-fastest that may serve. Torch-free."""
+"""Tuning files: the times of every candidate for a call site, measured offline by ``evener tune``; the resolver takes
+the fastest candidate that may serve. A file is found where the user asked for one, in the user's cache folder, or in a
+package. Torch-free."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from evener.cache_folder import cache_folder
 from evener.contracts.communicator import Communicator
+from evener.contracts.declared import LinearWeight, StateSlot
 from evener.contracts.device import Device
-from evener.contracts.ops import USUAL, OpCall, Variant
-from evener.layers.declared import LinearWeight, StateSlot
+from evener.contracts.ops import STATIC_DEFAULTS, OpCall, Variant
+from evener.errors import ConfigError
 
-#: Of the files that this version reads and writes.
+#: The file format that this version reads and writes.
 FORMAT = 1
+log = logging.getLogger("evener.tuning")
 
 
-class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
+class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     """One candidate: its name as in the manifest, the variant that it ran in, and microseconds of one call."""
 
     provider: str
@@ -31,26 +38,27 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What was measured for one op with these static parameters in one bucket, fastest first."""
+    """The measurements of one op with these static parameters in one bucket, fastest first."""
 
     op: str
     tokens: str
     static: dict[str, Any]
-    measured: list[Measured]
+    measured: list[Measurement]
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What is looked up: the last bucket's upper end follows from the configuration, so the lower one counts."""
-        return self.op, int(self.tokens.partition("..")[0]), _telling(self.static)
+        """The key of a look-up. It has the bucket's lower end: the upper end of the last bucket depends on the
+        configuration."""
+        return self.op, int(self.tokens.partition("..")[0]), _static_key(self.static)
 
 
-class Bench(msgspec.Struct, frozen=True):
-    """Where times were measured; elsewhere they say nothing.
+class BenchEnvironment(msgspec.Struct, frozen=True):
+    """Where times were measured; they are used in the same environment only.
 
     Attributes:
         device, variant: the device's name, and the variant of its capabilities.
-        conditions: versions and whatever else counts, as the device says.
-        packages: those whose kernels took part, with their versions.
+        conditions: versions and other facts that change times, from the device.
+        packages: versions of the packages whose kernels were measured.
     """
 
     device: str
@@ -59,44 +67,42 @@ class Bench(msgspec.Struct, frozen=True):
     packages: dict[str, str]
 
     @classmethod
-    def of(cls, device: Device, packages: Mapping[str, str], torch: str) -> Bench:
-        """This one."""
+    def of(cls, device: Device, packages: Mapping[str, str], torch: str) -> BenchEnvironment:
+        """The environment of this run."""
         conditions = {"torch": torch, **device.conditions()}
         return cls(device.name, device.capabilities.variant, conditions, dict(packages))
 
     def __str__(self) -> str:
         return f"{self.device} {self.variant}".rstrip() + "".join(f", {k} {v}" for k, v in self.conditions.items())
 
-    def differs(self, here: Bench) -> str | None:
-        """Why what was measured there does not hold ``here``; None if it does."""
+    def differs(self, here: BenchEnvironment) -> str | None:
+        """Why times measured in this environment are not used ``here``; None if they are."""
         if (self.device, self.variant) != (here.device, here.variant):
             return f"it was measured on {self}, this is {here}"
-        for name, version in sorted(self.conditions.items()):
-            if _release(version) != _release(here.conditions.get(name, "")):
-                return f"it was measured with {name} {version}, here is {here.conditions.get(name, 'none')}"
-        for name, version in sorted(self.packages.items()):
-            if version != here.packages.get(name):
-                return f"it was measured with {name} {version}, here is {here.packages.get(name, 'none')}"
+        for theirs, ours, part in ((self.conditions, here.conditions, _release), (self.packages, here.packages, str)):
+            for name, version in sorted(theirs.items()):
+                if part(version) != part(ours.get(name, "")):
+                    return f"it was measured with {name} {version}, here is {ours.get(name, 'none')}"
         return None
 
 
 class TuningFile(msgspec.Struct, frozen=True):
-    """What a file holds."""
+    """The contents of a file."""
 
     format: int
-    bench: Bench
+    bench: BenchEnvironment
     entries: list[Entry]
 
     def encode(self) -> bytes:
-        """For a person and for ``decode``."""
+        """JSON, indented for readers."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> TuningFile:
-    """What ``encode`` made.
+    """The file that ``encode`` made.
 
     Raises:
-        ValueError: it is something else, or of another format.
+        ValueError: ``data`` is something else, or of another format.
     """
     found = msgspec.json.decode(data, type=TuningFile)
     if found.format != FORMAT:
@@ -106,54 +112,51 @@ def decode(data: bytes) -> TuningFile:
     return found
 
 
-class Tuned:
-    """Measurements by call; of several for one call the first that came holds.
+class TuningTable:
+    """Measurements by call; if two files have the same call, the file that was added first counts.
 
     Args:
-        bench: where this run is.
+        bench: the environment of this run.
 
     Attributes:
-        notes: for the manifest: which files hold, and why others do not.
+        notes: for the manifest: which files are used, and why others are not.
     """
 
-    def __init__(self, bench: Bench | None = None) -> None:
+    def __init__(self, bench: BenchEnvironment | None = None) -> None:
         self.bench = bench
         self.notes: list[str] = []
-        self._found: dict[tuple[str, int, str], tuple[str, Sequence[Measured]]] = {}
-        self._ops: set[str] = set()
+        self._found: dict[tuple[str, int, str], tuple[str, Sequence[Measurement]]] = {}
 
     def add(self, name: str, entries: Iterable[Entry]) -> None:
-        """Take in what the file ``name`` holds."""
+        """Add the entries of the file ``name``."""
         for entry in entries:
             self._found.setdefault(entry.key, (name, entry.measured))
-            self._ops.add(entry.op)
 
-    def find(self, call: OpCall) -> tuple[str, Sequence[Measured]] | None:
-        """The name of a file and what it holds for ``call``; None if there is none."""
-        if call.op not in self._ops:
-            return None
-        return self._found.get(call_key(call))
+    def find(self, call: OpCall) -> tuple[str, Sequence[Measurement]] | None:
+        """The file's name and its measurements of ``call``; None if no file has any."""
+        return self._found.get(call_key(call)) if self._found else None
 
 
 def call_key(call: OpCall) -> tuple[str, int, str]:
-    """As ``Entry.key``."""
-    return call.op, call.bucket.low, _telling(signature(call))
+    """The ``Entry.key`` of a call."""
+    return call.op, call.bucket.low, _static_key(signature(call))
 
 
 def signature(call: OpCall) -> dict[str, Any]:
-    """The static parameters of ``call`` as plain data: what its time depends on beside the bucket."""
+    """The static parameters of ``call`` as plain data; its time depends on them and on the bucket."""
     return {name: _plain(value) for name, value in call.static.items()}
 
 
-def _telling(static: Mapping[str, Any]) -> str:
-    """Static parameters as text, without what almost every model has: files from before a parameter was added hold."""
+def _static_key(static: Mapping[str, Any]) -> str:
+    """Static parameters as text, without defaults, so that files from before a parameter was added are still found."""
 
-    def few(value: Any) -> Any:
+    def drop_defaults(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {name: few(inner) for name, inner in value.items() if name not in USUAL or inner != USUAL[name]}
+        kept = (item for item in value.items() if item not in STATIC_DEFAULTS.items())
+        return {name: drop_defaults(inner) for name, inner in kept}
 
-    return json.dumps(few(static), sort_keys=True)
+    return json.dumps(drop_defaults(static), sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
@@ -179,5 +182,60 @@ def label(provider: str, variant: Variant) -> str:
 
 
 def _release(version: str) -> list[str]:
-    """The first two numbers of a version: those within which nobody makes kernels faster or slower."""
+    """The first two numbers of a version: a patch release does not change the speed of kernels."""
     return version.split("+")[0].split(".")[:2]
+
+
+def default_folder() -> Path:
+    """The folder that ``evener tune`` writes to."""
+    return cache_folder("tuning")
+
+
+def tuning_files(packages: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Every file and its name in messages: the user's first, then those of ``packages`` (dotted paths of folders)."""
+    yield from ((file.name, file) for file in sorted(default_folder().glob("*.json")))
+    for package in packages:
+        spec = find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            yield from ((f"{package}/{file.name}", file) for file in sorted(Path(folder).glob("*.json")))
+
+
+def tuning_lines(packages: Sequence[str]) -> Iterator[str]:
+    """For a person: every file and the environment that it was measured in."""
+    for name, file in tuning_files(packages):
+        try:
+            content = decode(file.read_bytes())
+            yield f"tuning file {name}: {len(content.entries)} measurements, for {content.bench}"
+        except (OSError, ValueError) as error:
+            yield f"tuning file {name} cannot be used: {error}"
+
+
+def read_tuned(asked: str, here: BenchEnvironment, packages: Sequence[str]) -> TuningTable:
+    """The measurements that were made in the environment ``here``.
+
+    Args:
+        asked: ``infer.tuning``: "off", "auto" or a path.
+        packages: folders in the chosen packages.
+
+    Raises:
+        ConfigError: the file that was asked for cannot be read. For other files this is a warning.
+    """
+    tuned = TuningTable(here)
+    named = asked not in ("auto", "off")
+    found = [(asked, Path(asked))] if named else list(tuning_files(packages)) if asked == "auto" else []
+    for name, file in found:
+        try:
+            content = decode(file.read_bytes())
+        except (OSError, ValueError) as error:
+            said = f"tuning file {name} cannot be used: {error}; write a new one: evener tune MODEL --out FILE"
+            if named:
+                raise ConfigError(said) from error
+            log.warning("%s", said)
+            tuned.notes.append(said)
+            continue
+        reason = content.bench.differs(here)
+        if reason is None:
+            tuned.add(name, content.entries)
+        log.info("tuning file %s: %s", name, reason or "used")
+        tuned.notes.append(f"tuning file {name} is " + (f"not used: {reason}" if reason else "used"))
+    return tuned

@@ -1,4 +1,4 @@
-"""The device. Its tensors lie in host memory until you write your own `torch.device` and start real copies."""
+"""The device. Its tensors are in host memory until you name your own `torch.device` and start real copies."""
 
 import os
 
@@ -8,10 +8,10 @@ from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Read
 
 class Example(Device):
     torch_device = torch.device("cpu")
-    # Every default is the careful one; claim what the kit has seen. `host_memory` goes when its tensors lie elsewhere.
+    # The defaults are conservative: claim more once the kit has checked it. Remove `host_memory` with the CPU tensors.
     capabilities = DeviceCapabilities(dtypes=frozenset({"float32", "bfloat16"}), host_memory=True)
 
-    simulated = os.environ.get("EXAMPLE_PRETEND") == "1"  # the kit stamps L3, never L5
+    simulated = os.environ.get("EXAMPLE_PRETEND") == "1"  # the kit marks its results L3, never L5
 
     def __init__(self, index):
         self.name, self.index = f"Example {index}", index

@@ -1,4 +1,4 @@
-"""Kernels: each serves one op where `supports` finds no reason against it; the reference serves the rest."""
+"""Kernels: each computes one op, for the calls that `supports` accepts; the reference computes the others."""
 
 from evener.contracts.ops import Kernel
 from torch.nn.functional import rms_norm

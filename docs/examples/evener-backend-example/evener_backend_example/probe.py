@@ -1,4 +1,4 @@
-"""May this backend run here? `marks` is cheap and runs in evener's process; `probe` in a child, with a time limit."""
+"""Can this backend run here? `marks` is cheap and runs in evener's process, `probe` in a child with a time limit."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
 
 NODE = Path("/dev/example0")
-PRETEND = os.environ.get("EXAMPLE_PRETEND", "") == "1"  # host memory plays the chip, to try the plumbing
+PRETEND = os.environ.get("EXAMPLE_PRETEND", "") == "1"  # host memory stands in for the chip, to try the package
 
 
 def marks():

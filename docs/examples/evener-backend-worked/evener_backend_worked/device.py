@@ -1,4 +1,4 @@
-"""The device: host memory, whose steps can be captured."""
+"""The device: simulated in host memory. Its steps can be captured."""
 
 import torch
 from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, ReadyReadback
@@ -21,7 +21,7 @@ class Worked(Device):
         pass
 
     def memory(self):
-        # Always the same, as nothing counts. A real device asks its driver: the state pool is sized by what is left.
+        # A constant, because nothing is counted. A real device asks its driver: the state pool is sized by `free`.
         return MemoryInfo(free=2 << 30, total=2 << 30)
 
     def readback(self, tensor):

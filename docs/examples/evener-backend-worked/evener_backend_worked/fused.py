@@ -1,4 +1,4 @@
-"""Two fused kernels: a primitive that adds and normalises, and a composite that is a whole MLP."""
+"""Two fused kernels: a primitive that adds and normalises, and a composite, a whole MLP."""
 
 import torch
 from evener.contracts.ops import Kernel
@@ -8,7 +8,7 @@ from evener_backend_worked.linear import PRODUCTS, Linear, product_bytes
 
 
 def norm(wide, weight, eps, offset):
-    """Of float32 rows, in float32."""
+    """Root mean square norm of float32 rows, in float32."""
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
 
 
@@ -22,7 +22,7 @@ class AddNorm(Kernel):
         eps, offset = call.static["eps"], call.static["offset"]
 
         def run(x, residual, weight):
-            residual += x  # donated: it may be overwritten and returned; the stream stays in float32
+            residual += x  # donated: it may be overwritten and returned; the residual stream is float32
             return norm(residual, weight, eps, offset).to(x.dtype), residual
 
         return run
@@ -32,17 +32,17 @@ class AddNorm(Kernel):
 
 
 class GatedMLP(Kernel):
-    """It replaces the norm, both projections and the activation where it is accepted; elsewhere the parts are resolved
-    one by one, among them ``AddNorm`` and ``Linear``."""
+    """Replaces the norm, both projections and the activation where it is accepted. Elsewhere the parts are resolved one
+    by one, and ``AddNorm`` and ``Linear`` serve some of them."""
 
     op, name, capturable = "mlp_block", "worked_mlp", True
-    packings = Linear.packings  # what it reads; a layout is chosen only if a kernel of ``linear`` reads it, too
+    packings = Linear.packings  # the layouts that it reads; one is chosen only if a kernel of ``linear`` reads it, too
 
     def supports(self, call):
-        # ``gated``, ``pre_norm`` and ``norm`` have usual values (OpSchema.usual): others never come this far.
+        # ``gated``, ``pre_norm`` and ``norm`` have default values here (OpSchema.defaults): evener refuses others.
         if call.static["activation"] != "silu":
             return f"computes silu, not {call.static['activation']}"
-        return "has no norm behind the block" if call.static["post_norm"] else None
+        return "has no norm after the block" if call.static["post_norm"] else None
 
     def build(self, call):
         static, dtype = call.static, getattr(torch, call.static["dtype"])

@@ -1,4 +1,4 @@
-"""Captures by recording: torch's calls of a segment, run again over the same addresses."""
+"""Captures by recording: the torch calls of a segment are recorded and run again over the same addresses."""
 
 import torch
 from evener.contracts.graph import GraphCapture, Replay
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Tape(TorchDispatchMode):
-    """Runs each call and notes it with what it made."""
+    """Runs each call and records it with its results."""
 
     def __init__(self):
         super().__init__()
@@ -16,7 +16,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
-            # Not any other exception: this one means that such steps run eagerly.
+            # This exception, no other, means that such steps run eagerly.
             raise EngineError("a capture cannot read a value on the host")
         made = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, made))
@@ -24,7 +24,7 @@ class Tape(TorchDispatchMode):
 
 
 class Taped(Replay):
-    """The calls keep alive what the segment made, which the engine and later segments read after each replay."""
+    """Keeps the tensors alive that the segment made: the engine and later segments read them after each replay."""
 
     def __init__(self, calls):
         self._calls = calls
@@ -33,7 +33,7 @@ class Taped(Replay):
         for func, args, kwargs, made in self._calls:
             again = func(*args, **kwargs)
             for kept, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                # Memory of its own goes where the captured result lies; views and donated inputs are there already.
+                # A result in new memory is copied to the captured one; views and donated inputs are already in place.
                 if isinstance(kept, torch.Tensor) and kept.data_ptr() != new.data_ptr():
                     kept.copy_(new)
 

@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from evener.backend.torch_communicator import open_torch_communicator
 from evener.contracts.hooks import hookimpl
-from evener.distributed.torch_communicator import open_torch_communicator
 
 from evener_backend_worked.device import Worked
 from evener_backend_worked.fused import AddNorm, GatedMLP

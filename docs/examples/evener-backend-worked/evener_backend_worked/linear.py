@@ -1,12 +1,12 @@
-"""A linear kernel for the two layouts of ``packing``."""
+"""A linear kernel for the two layouts of ``packing.py``."""
 
 import torch
 from evener.contracts.ops import Kernel
 
-from evener_backend_worked.packing import GROUP, Codes, Turned
+from evener_backend_worked.packing import GROUP, Codes, Transposed
 
 
-def turned(x, data):
+def transposed(x, data):
     return x.float() @ data.float()
 
 
@@ -16,19 +16,19 @@ def coded(x, data):
     return x.float() @ weight.flatten(1).T
 
 
-#: Products in float32 of x and what a packing made, by its layout.
-PRODUCTS = {Turned.layout: turned, Codes.layout: coded}
+#: By layout: the product, in float32, of x and the data of that packing.
+PRODUCTS = {Transposed.layout: transposed, Codes.layout: coded}
 
 
 class Linear(Kernel):
     op, name, capturable = "linear", "worked_linear", True
-    packings = (Turned(), Codes())  # best first; it is asked for these layouts alone
+    packings = (Transposed(), Codes())  # best first; evener asks this kernel only for these layouts
 
     def supports(self, call):
         return None
 
     def build(self, call):
-        # The layout was chosen before, for this weight; ``weight.data`` below is what that packing made.
+        # The layout was chosen for this weight before; ``weight.data`` below is what its packing made.
         product, out = PRODUCTS[call.layouts["weight"]], getattr(torch, call.static["out"])
 
         def run(x, weight, bias=None):
@@ -42,5 +42,5 @@ class Linear(Kernel):
 
 
 def product_bytes(tokens, rows, columns):
-    """Scratch of one product: the weight and its codes in float32, x in float32, the sums with and without a bias."""
+    """Workspace of one product: the weight and its codes in float32, x in float32, the sums with and without bias."""
     return 4 * (2 * rows * columns + tokens * (columns + 2 * rows))

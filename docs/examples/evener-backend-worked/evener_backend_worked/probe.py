@@ -1,4 +1,4 @@
-"""May this backend run here? Only where somebody pretends."""
+"""Can this backend run here? Only if an environment variable simulates the chip."""
 
 import os
 
@@ -7,8 +7,8 @@ from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
 
 def marks():
     here = os.environ.get("WORKED_PRETEND") == "1"
-    return Marks(here, ("WORKED_PRETEND=1" if here else "there is no such chip; WORKED_PRETEND=1 pretends",))
+    return Marks(here, ("WORKED_PRETEND=1" if here else "there is no such chip; WORKED_PRETEND=1 simulates one",))
 
 
 def probe():
-    return ProbeResult(100, (ProbedDevice(0, "Worked", memory=2 << 30),), ("host memory plays the chip",))
+    return ProbeResult(100, (ProbedDevice(0, "Worked", memory=2 << 30),), ("the chip is simulated in host memory",))

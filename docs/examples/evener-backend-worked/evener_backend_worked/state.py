@@ -1,18 +1,18 @@
 """Paged keys and values in a layout of its own: keys [heads, dim, tokens], values [heads, tokens, dim].
 
-A step is computed request by request, so that the scratch is one request's. What changes from step to step is read on
-the device; of the host it takes the number of queries alone, which is 1 in every captured step.
+A step is computed request by request, so that the workspace is that of one request. Values that change between steps
+are read on the device; the only host value is the number of queries, which is 1 in every captured step.
 """
 
 from dataclasses import dataclass
 
 import torch
-from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep
+from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 
 
 @dataclass(frozen=True)
 class Meta:
-    """A step, and where it writes: blocks and offsets, int64 [T]."""
+    """A step, and where its tokens are written: blocks and offsets in them, int64 [T]."""
 
     step: StateStep
     spec: StateSpec
@@ -22,7 +22,7 @@ class Meta:
     offsets: torch.Tensor
 
 
-class Paged(StateProvider):
+class Paged(AttentionProvider):
     name = layout = "worked.paged"
     kinds = frozenset({"full", "window", "chunk"})
     graph = "uniform_decode"
@@ -39,7 +39,7 @@ class Paged(StateProvider):
         return block_size * spec.nbytes
 
     def bind(self, storage, spec, block_size):
-        # A page may be longer than a block: cut it before viewing it in another type.
+        # A page may be longer than a block: cut it before viewing it as another dtype.
         (heads, dim), (_, value_dim) = (tensor.shape for tensor in spec.tensors)
         cut, end = (block_size * n for n in (spec.tensors[0].nbytes, spec.nbytes))
         keys, values = (
@@ -68,18 +68,18 @@ class Paged(StateProvider):
         return out
 
     def _row(self, views, meta, row, query, at):
-        """Attention of one request's queries [n, heads, dim] at positions ``at`` [n]."""
+        """Attention of one request's queries [n, heads, dim] at positions ``at`` [n]; [n, heads, value_dim]."""
         n, how = len(query), meta.attention
         blocks = meta.step.block_table[row, : -(-meta.step.max_kv // meta.size)].long()
         keys, values = (view[blocks].float() for view in views)
         keys, values = keys.permute(1, 2, 0, 3).flatten(2), values.transpose(0, 1).flatten(1, 2)
-        # A head of keys serves a group of query heads: [kv_heads, group * n, dim].
+        # Each key head serves a group of query heads: [kv_heads, group * n, dim].
         q = query.float().unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3).flatten(1, 2)
         scores = q @ keys * how.scale
         if how.softcap is not None:
             scores = how.softcap * torch.tanh(scores / how.softcap)
         where, at = torch.arange(keys.shape[-1], device=query.device), at[:, None]
-        hidden = (where > at) | (where < meta.spec.first_seen(at))
+        hidden = (where > at) | (where < meta.spec.first_attended(at))
         weights = scores.unflatten(1, (-1, n)).masked_fill(hidden, float("-inf")).softmax(-1).flatten(1, 2)
         return (weights @ values).unflatten(1, (-1, n)).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
 
@@ -96,7 +96,7 @@ class Paged(StateProvider):
         views[1][blocks.long()] = values[1].transpose(1, 2).to(views[1].dtype)
 
     def workspace(self, spec, attention, max_tokens, max_kv):
-        # One request: its keys and values as stored, in float32 and turned, its queries, and scores three times over.
+        # One request: keys and values as stored, in float32 and transposed, queries, and three copies of the scores.
         kept = sum(tensor.shape[0] * tensor.shape[1] for tensor in spec.tensors)
         wide = attention.heads * (2 * attention.head_dim + 3 * spec.tensors[1].shape[1])
         length = max_kv + 32  # whole blocks

@@ -1,4 +1,4 @@
-"""A vendor's package as it was published in November 2026, for contracts of version 1. Frozen: see
+"""A vendor's package as it was published, for the contract versions below. Frozen: see
 tests/test_contract_versions.py."""
 
 from evener.contracts.descriptor import Descriptor, Option
@@ -6,7 +6,7 @@ from evener.contracts.descriptor import Descriptor, Option
 descriptor = Descriptor(
     name="frozen",
     summary="A chip whose vendor has moved on.",
-    contracts={"descriptor": 1, "probe": 1, "device": 1, "ops": 1},
+    contracts={"descriptor": 1, "probe": 2, "device": 2, "ops": 2},
     module="evener_backend_frozen.plugin",
     probe="evener_backend_frozen.probe",
     probe_timeout=5.0,

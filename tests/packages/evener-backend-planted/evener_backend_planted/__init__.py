@@ -6,7 +6,7 @@ from evener.contracts.descriptor import Descriptor
 descriptor = Descriptor(
     name="planted",
     summary="Host memory, with a fault of your choice.",
-    contracts={"probe": 1, "device": 1, "ops": 1, "state": 1, "graph": 1, "communicator": 1},
+    contracts={"probe": 2, "device": 2, "ops": 2, "state": 2, "graph": 1, "communicator": 2},
     module="evener_backend_planted.plugin",
     probe="evener_backend_planted.probe",
     serves=frozenset({"namespace:cpu"}),

@@ -34,6 +34,10 @@ DEFECTS = {
     "eps-fixed": "norms add 1e-6 to the mean of squares, whatever the model asks for",
     "block-tall": "the fused MLP block drops the bias of gate and up beyond 40 rows, where it takes another path",
     "window-long": "a window that is longer than 64 tokens shows one token more",
+    "linear-deep": "a product leaves out the columns beyond 1,024",
+    "linear-wide": "rows of a product beyond 4,096 are half of what they should be",
+    "float32-rounded": "a product that is asked for in float32 is rounded to bfloat16 first",
+    "norm-tall": "a norm whose width 64 divides takes another path beyond 64 rows, which forgets the weight",
     "block-forgets-norm": "the fused MLP block does not add the residual before its norm",
 }
 

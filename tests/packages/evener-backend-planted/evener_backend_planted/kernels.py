@@ -43,6 +43,8 @@ class Norm(Kernel):
                 raise RuntimeError("a launch takes 64 rows")
             held = torch.empty(scratch, dtype=torch.uint8)
             found = norm(x, weight, eps, offset).to(x.dtype)
+            if planted("norm-tall") and x.dim() == 2 and x.shape[1] % 64 == 0:
+                found[64:] = norm(x[64:], torch.ones_like(weight), eps, 0.0).to(x.dtype)
             del held
             if planted("output-reused"):
                 kept.setdefault("buffer", {}).setdefault(found.shape, torch.empty_like(found)).copy_(found)
@@ -155,7 +157,12 @@ class Linear(Kernel):
                 raise RuntimeError("no such kernel")
             if planted("linear-strides") and not x.is_contiguous():
                 x = torch.as_strided(x, x.shape, (x.shape[1], 1))
-            found = x.float() @ weight.data.float()
+            data = weight.data[:1024] if planted("linear-deep") else weight.data
+            found = x[:, : len(data)].float() @ data.float()
+            if planted("linear-wide"):
+                found[:, 4096:] /= 2
+            if planted("float32-rounded") and call.static["out"] != call.static["dtype"]:
+                found = found.to(torch.bfloat16).float()
             found = (found if bias is None else found + bias.float()).to(out)
             if planted("linear-tail") and found.shape[1] > 8:
                 written = torch.empty_like(found)

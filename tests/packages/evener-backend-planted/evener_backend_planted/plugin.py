@@ -4,7 +4,7 @@ import torch
 from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, ReadyReadback
 from evener.contracts.graph import GraphCapture, Replay
 from evener.contracts.hooks import hookimpl
-from evener.distributed.torch_communicator import open_torch_communicator
+from evener.backend.torch_communicator import open_torch_communicator
 
 from evener_backend_planted.counting import Counting
 from evener_backend_planted.defects import planted

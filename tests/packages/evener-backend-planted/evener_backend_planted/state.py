@@ -1,12 +1,12 @@
 """Keys and values in blocks of 16 or 32 tokens, heads before tokens."""
 
 import torch
-from evener.contracts.state import StateProvider
+from evener.contracts.state import AttentionProvider
 
 from evener_backend_planted.defects import planted
 
 
-class Pages(StateProvider):
+class Pages(AttentionProvider):
     name, layout, kinds = "planted.pages", "planted.pages", frozenset({"full", "window"})
     priority, graph, batch_invariant = 10, "any", True
 

@@ -7,6 +7,6 @@ from evener.contracts.descriptor import Descriptor
 descriptor = Descriptor(
     name="again",
     summary="Qwen3-Next under a name of its own.",
-    contracts={"descriptor": 1, "architecture": 1, "layers": 1},
+    contracts={"descriptor": 1, "architecture": 2, "layers": 2},
     architectures={"AgainForCausalLM": "evener_model_again.again:AgainForCausalLM"},
 )

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.layers import CausalLM, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.hybrid import DeltaConfig, GatedAttentionConfig
-from evener.layers.settings import count
+from evener.layers.gated_delta import DeltaConfig, GatedAttentionConfig
+from evener.layers.config_json import read_int
 
 
 class AgainForCausalLM(CausalLM):
@@ -17,31 +17,31 @@ class AgainForCausalLM(CausalLM):
     oracle = "transformers"
 
     def attention(self, config: Mapping[str, Any]) -> Sequence[DeltaConfig | GatedAttentionConfig]:
-        dim = count(config, "head_dim")
+        dim = read_int(config, "head_dim")
         kinds = {
             "full_attention": GatedAttentionConfig(
-                heads=count(config, "num_attention_heads"),
-                kv_heads=count(config, "num_key_value_heads"),
+                heads=read_int(config, "num_attention_heads"),
+                kv_heads=read_int(config, "num_key_value_heads"),
                 head_dim=dim,
                 rotary=RotaryConfig.from_config(config, dim),
             ),
             "linear_attention": DeltaConfig(
-                heads=count(config, "linear_num_value_heads"),
-                key_heads=count(config, "linear_num_key_heads"),
-                key_dim=count(config, "linear_key_head_dim"),
-                value_dim=count(config, "linear_value_head_dim"),
-                width=count(config, "linear_conv_kernel_dim"),
+                heads=read_int(config, "linear_num_value_heads"),
+                key_heads=read_int(config, "linear_num_key_heads"),
+                key_dim=read_int(config, "linear_key_head_dim"),
+                value_dim=read_int(config, "linear_value_head_dim"),
+                width=read_int(config, "linear_conv_kernel_dim"),
             ),
         }
         return [kinds[kind] for kind in config["layer_types"]]
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MoEConfig(
-            experts=count(config, "num_experts"),
-            top=count(config, "num_experts_per_tok"),
-            inner=count(config, "moe_intermediate_size"),
+            experts=read_int(config, "num_experts"),
+            top=read_int(config, "num_experts_per_tok"),
+            inner=read_int(config, "moe_intermediate_size"),
             renormalize=config["norm_topk_prob"],
-            shared_inner=count(config, "shared_expert_intermediate_size"),
+            shared_inner=read_int(config, "shared_expert_intermediate_size"),
             shared="mlp.shared_expert",
             shared_gate="mlp.shared_expert_gate",
         )

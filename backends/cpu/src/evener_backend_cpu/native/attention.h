@@ -1,8 +1,8 @@
-// Paged attention over the layout "cpu.paged". A page holds one block of one layer: all keys, then all values. Both are cut into
-// groups of 16 tokens, so that 16 scores, or 16 value columns, are one vector; E = 4 / sizeof(T) elements share a 32-bit lane:
+// Paged attention over the layout "cpu.paged". A page holds one block of one layer: all keys, then all values. Both are split
+// into groups of 16 tokens, so that 16 scores, or 16 value columns, are one vector; E = 4 / sizeof(T) elements share a 32-bit lane:
 //   keys   [kv_head][group][d / E][16][E]      values [kv_head][group][16 / E][dv][E]
 // Keys are read in chunks of 64 tokens, and chunks in spans of SPAN, both aligned to the token's position; partial results of spans
-// are merged in order. So the arithmetic of a row depends on the row alone, not on tiles, chunked prefill, threads or its company.
+// are merged in order. So the arithmetic of a row depends on the row alone, not on tiles, chunked prefill, threads or other rows.
 #pragma once
 #include "simd.h"
 
@@ -12,7 +12,7 @@ struct Geometry {
   int64_t heads, kv_heads, d, dv, block, page_bytes, window, chunked;  // window 0: none; chunked: its tokens are a chunk
   float scale, softcap;                                       // softcap 0: none
   char* pages;
-  const float* slopes;  // of each head, what a score loses per token of distance; null: nothing
+  const float* slopes;  // slope of each head: a score loses this per token of distance; null: no slopes
 };
 
 struct Step {
@@ -28,7 +28,7 @@ struct Item {
 };
 
 // The first position that the query at ``position`` attends to.
-INLINE long first_seen(const Geometry& g, long position) {
+INLINE long first_attended(const Geometry& g, long position) {
   if (g.chunked) return position / g.window * g.window;
   return g.window && position >= g.window ? position - g.window + 1 : 0;
 }
@@ -87,9 +87,9 @@ INLINE void scores(const T* const q[R], const T* const k[4], long d, float* out)
     for (int g = 0; g < 4; g++) store(out + r * CHUNK + g * 16, a[r][g]);
 }
 
-// out[r] = out[r] * scale[r] + p[r] · values, for C vectors of columns; the tokens from ``j0`` up to ``n`` count.
+// out[r] = out[r] * scale[r] + p[r] · values, for C vectors of columns, over the tokens j0 <= j < n.
 template <class T, int R, int C>
-INLINE void weigh(const T* p, const T* const v[4], long dv, long j0, long n, const float* scale, float* out, long ld) {
+INLINE void accumulate_values(const T* p, const T* const v[4], long dv, long j0, long n, const float* scale, float* out, long ld) {
   constexpr int E = 4 / sizeof(T);
   v16 a[R][C];
 #pragma GCC unroll 4
@@ -118,16 +118,16 @@ INLINE void weigh(const T* p, const T* const v[4], long dv, long j0, long n, con
 }
 
 template <class T, int R>
-INLINE void weigh_all(const T* p, const T* const v[4], long dv, long j0, long n, const float* scale, float* out) {
+INLINE void accumulate_values_all(const T* p, const T* const v[4], long dv, long j0, long n, const float* scale, float* out) {
   constexpr int E = 4 / sizeof(T);
   long c = 0;
   for (; c + 64 <= dv; c += 64) {
     const T* at[4] = {v[0] + c * E, v[1] + c * E, v[2] + c * E, v[3] + c * E};
-    weigh<T, R, 4>(p, at, dv, j0, n, scale, out + c, dv);
+    accumulate_values<T, R, 4>(p, at, dv, j0, n, scale, out + c, dv);
   }
   for (; c < dv; c += 16) {
     const T* at[4] = {v[0] + c * E, v[1] + c * E, v[2] + c * E, v[3] + c * E};
-    weigh<T, R, 1>(p, at, dv, j0, n, scale, out + c, dv);
+    accumulate_values<T, R, 1>(p, at, dv, j0, n, scale, out + c, dv);
   }
 }
 
@@ -156,10 +156,9 @@ INLINE void merge(const Partial& to, const Partial& from, long rows, long dv) {
   }
 }
 
-// Softmax of one chunk of one row, that of the query at ``high``: writes the weights to p, returns the factor for what was summed
-// before.
+// Softmax of one chunk for the query at ``high``: writes the weights to p, returns the factor for the earlier sums.
 template <class T>
-INLINE float soften(const Geometry& g, float slope, float* s, T* p, long first, long low, long high, bool edge, float* top,
+INLINE float softmax_chunk(const Geometry& g, float slope, float* s, T* p, long first, long low, long high, bool edge, float* top,
                     float* sum) {
   v16 v[4];
   v16 best = splat(-INFINITY);
@@ -200,11 +199,11 @@ template <class T> struct Tile {
 
   const T* row(long r) const { return query + ((token + r / group) * g.heads + head * group + r % group) * g.d; }
   long position(long r) const { return start + r / group; }
-  long low(long position) const { return first_seen(g, position); }
+  long low(long position) const { return first_attended(g, position); }
   long first() const { return low(start) / CHUNK * CHUNK; }
   long last() const { return start + count - 1; }
 
-  // One span into ``to``; s and p are scratch of [rows rounded up to 4, CHUNK].
+  // Computes one span into ``to``; s and p are scratch of [rows rounded up to 4, CHUNK].
   void span(long number, const Partial& to, float* s, T* p) const {
     clear(to, rows, g.dv);
     long begin = number * SPAN > first() ? number * SPAN : first();
@@ -220,7 +219,7 @@ template <class T> struct Tile {
       k[i] = key_group<T>(g, table[at / g.block], head, at % g.block / 16);
       v[i] = value_group<T>(g, table[at / g.block], head, at % g.block / 16);
     }
-    // Blocks wholly before the window are gone: what their slots show is not even finite.
+    // Blocks that are wholly before the window were freed: their slots may hold values that are not finite.
     long dead = low(start) - c, skip = dead > 0 ? dead / 16 * 16 : 0;
     bool edge = c + CHUNK > start + 1 || c < low(last());
     for (long r = 0; r < rows; r += 4) {
@@ -235,13 +234,13 @@ template <class T> struct Tile {
       for (long i = 0; i < left; i++) {
         long at = position(r + i);
         float slope = g.slopes ? g.slopes[head * group + (r + i) % group] : 0.f;
-        scale[i] = soften<T>(g, slope, s + i * CHUNK, p + i * CHUNK, c, low(at), at, edge, to.top + r + i, to.sum + r + i);
+        scale[i] = softmax_chunk<T>(g, slope, s + i * CHUNK, p + i * CHUNK, c, low(at), at, edge, to.top + r + i, to.sum + r + i);
       }
       float* out = to.out + r * g.dv;
-      if (left == 4) weigh_all<T, 4>(p, v, g.dv, skip, n, scale, out);
-      if (left == 3) weigh_all<T, 3>(p, v, g.dv, skip, n, scale, out);
-      if (left == 2) weigh_all<T, 2>(p, v, g.dv, skip, n, scale, out);
-      if (left == 1) weigh_all<T, 1>(p, v, g.dv, skip, n, scale, out);
+      if (left == 4) accumulate_values_all<T, 4>(p, v, g.dv, skip, n, scale, out);
+      if (left == 3) accumulate_values_all<T, 3>(p, v, g.dv, skip, n, scale, out);
+      if (left == 2) accumulate_values_all<T, 2>(p, v, g.dv, skip, n, scale, out);
+      if (left == 1) accumulate_values_all<T, 1>(p, v, g.dv, skip, n, scale, out);
     }
   }
 
@@ -268,7 +267,7 @@ INLINE long tile_rows(const Geometry& g) { return tile_tokens(g) * (g.heads / g.
 // Scratch of one thread in floats: two partials, scores, weights.
 INLINE long attention_floats(const Geometry& g) { return 2 * partial_floats(tile_rows(g), g.dv) + 8 * CHUNK + 64; }
 
-// One item for one head: either all spans, finished, or one span into ``parts``.
+// One item for one head: either all spans with the final result, or one span into ``parts``.
 template <class T>
 __attribute__((noinline)) void attend_item(const Geometry& g, const Step& s, const Item& item, long head, const T* query, const T* sinks,
                                            T* out, float* parts, float* scratch) {
@@ -291,7 +290,7 @@ __attribute__((noinline)) void attend_item(const Geometry& g, const Step& s, con
   tile.finish(all, sinks, out);
 }
 
-// The spans of one request, merged in order as attend_item does.
+// Merges the spans of one request, in the same order as attend_item.
 template <class T>
 void merge_item(const Geometry& g, const Step& s, const Item& item, long head, const T* query, const T* sinks, T* out, float* parts) {
   Tile<T> tile(g, s, query, item, head);
@@ -302,21 +301,21 @@ void merge_item(const Geometry& g, const Step& s, const Item& item, long head, c
   tile.finish(all, sinks, out);
 }
 
-// Cuts a step into items; returns their number and sets ``parts``. ``plan`` has room for tokens + sum of kv_lens / SPAN + requests.
+// Splits a step into items; returns their number and sets ``parts``. ``plan`` has room for tokens + sum of kv_lens / SPAN + requests.
 static long make_plan(const Geometry& g, const int32_t* query_start, const int32_t* kv_lens, long requests, Item* plan, int64_t* parts) {
   long n = 0, tokens = tile_tokens(g);
   *parts = 0;
   for (long r = 0; r < requests; r++) {
     long start = query_start[r], count = query_start[r + 1] - start, length = kv_lens[r];
     if (count <= 0 || length <= 0) continue;
-    long low = first_seen(g, length - 1);
+    long low = first_attended(g, length - 1);
     long first = low / CHUNK * CHUNK / SPAN, spans = (length - 1) / SPAN - first + 1;
     if (count == 1 && spans > 1) {
       for (long i = 0; i < spans; i++)
         plan[n++] = Item{(int32_t)r, (int32_t)start, 1, (int32_t)(first + i), (int32_t)spans, (int32_t)(*parts + i)};
       *parts += spans;
     } else {
-      // Later tiles of a prompt have more keys: the longest first, so that threads end together.
+      // Later tiles of a prompt have more keys: the longest come first, so that threads finish together.
       for (long t = (count - 1) / tokens * tokens; t >= 0; t -= tokens)
         plan[n++] = Item{(int32_t)r, (int32_t)(start + t), (int32_t)(count - t < tokens ? count - t : tokens), -1, 1, 0};
     }

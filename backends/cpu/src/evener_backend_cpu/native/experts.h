@@ -1,16 +1,16 @@
-// Products with a stack of matrices, one an expert, and a whole block of experts as one parallel region. Tokens are sorted by expert and
-// never copied: products take rows by number. Pieces of (expert, columns) are handed to threads until none is left.
+// Products with a stack of matrices, one for each expert, and a whole MoE block as one parallel region. Tokens are sorted by expert and
+// never copied: products take rows by index. Threads take pieces of (expert, columns) until none is left.
 #pragma once
 #include "layer.h"
 
 enum Scoring { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_TOP = 2 };
 static const int CLAMPED_SWIGLU = 3;
-// Tokens that are routed, raised and lowered at a time; rows and columns of a thread's buffer of results.
+// Tokens that go through routing, gate/up and down at a time; rows and columns of a thread's result buffer.
 static const long EXPERT_PANEL = 512, TILE = 128, WIDE = 64;
 
 struct Experts {
   int64_t hidden, inner, count, top, slots, copy_columns, scoring, groups, top_groups, group_best, renormalize, activation, shared_inner;
-  int64_t packed, packed_inner, packed_shared;  // some matrix over the stream is in blocks; ``down`` is, or ``shared_down``
+  int64_t packed, packed_inner, packed_shared;  // some matrix over the stream is block-quantized; ``down`` or ``shared_down`` is
   float eps, offset, scale, alpha, limit;
   const Matrix *gate_up, *down;  // of every slot
   Matrix router, shared_gate_up, shared_down, shared_gate;
@@ -22,7 +22,7 @@ struct Experts {
 };
 
 // Indices of the k largest of n scores, largest first; the lowest index wins ties. ``taken``: n bytes.
-INLINE void best(const float* score, long n, long k, char* taken, int32_t* ids) {
+INLINE void top_k_indices(const float* score, long n, long k, char* taken, int32_t* ids) {
   memset(taken, 0, n);
   for (long j = 0; j < k; j++) {
     long at = -1;
@@ -33,7 +33,7 @@ INLINE void best(const float* score, long n, long k, char* taken, int32_t* ids) 
   }
 }
 
-// In place; n is a multiple of 16 and what is beyond the last score -inf.
+// In place; n is a multiple of 16, with -inf after the last score.
 INLINE void softmax(float* x, long n) {
   v16 top = load(x);
   for (long i = 16; i < n; i += 16) top = vmax(load(x + i), top);
@@ -48,7 +48,7 @@ INLINE void softmax(float* x, long n) {
   for (long i = 0; i < n; i += 16) store(x + i, load(x + i) / total);
 }
 
-// Choosing experts for one row. Buffers of one thread.
+// Routing of one row. Buffers of one thread.
 struct Router {
   const Experts& e;
   float *scores, *wanted, *totals;
@@ -61,23 +61,23 @@ struct Router {
     ids = (int32_t*)(totals + pad(e.groups)), taken = (char*)(ids + pad(e.best_of() + e.top_groups));
   }
 
-  // -inf outside the groups whose best scores add up to most.
-  void limit() {
+  // -inf outside the groups with the largest sums of best scores.
+  void mask_groups() {
     long size = e.count / e.groups;
     int32_t* chosen = ids + e.best_of();
     for (long g = 0; g < e.groups; g++) {
       float sum = 0.f;
-      best(wanted + g * size, size, e.group_best, taken, ids);
+      top_k_indices(wanted + g * size, size, e.group_best, taken, ids);
       for (long i = 0; i < e.group_best; i++) sum += wanted[g * size + ids[i]];
       totals[g] = sum;
     }
-    best(totals, e.groups, e.top_groups, taken, chosen);
+    top_k_indices(totals, e.groups, e.top_groups, taken, chosen);
     for (long g = 0; g < e.groups; g++)
       if (!taken[g])
         for (long i = 0; i < size; i++) wanted[g * size + i] = -INFINITY;
   }
 
-  // Slots (-1: not here) and weights of the experts of token t.
+  // Slots (-1: on another rank) and weights of the experts of token t.
   void row(const float* logits, long t, int32_t* slots, float* weights) {
     long n = e.count, padded = pad(n);
     for (long i = 0; i < padded; i++) scores[i] = i < n ? logits[i] : -INFINITY;
@@ -85,8 +85,8 @@ struct Router {
     if (e.scoring == SIGMOID)
       for (long i = 0; i < padded; i += 16) store(scores + i, 1.f / (vexp(-load(scores + i)) + 1.f));
     for (long i = 0; i < n; i++) wanted[i] = e.correction ? scores[i] + e.correction[i] : scores[i];
-    if (e.top_groups < e.groups) limit();
-    best(wanted, n, e.top, taken, ids);
+    if (e.top_groups < e.groups) mask_groups();
+    top_k_indices(wanted, n, e.top, taken, ids);
     float most = scores[ids[0]], total = 0.f;
     for (long k = 0; k < e.top; k++) most = scores[ids[k]] > most ? scores[ids[k]] : most;
     for (long k = 0; k < e.top; k++) {
@@ -105,12 +105,12 @@ struct Router {
   }
 };
 
-// (token, k) pairs sorted by slot, those of a slot in order; pairs without a slot are left out.
-struct Sorted {
+// (token, k) pairs sorted by slot, then by token; pairs without a slot are left out.
+struct SortedPairs {
   int32_t *pair, *start, *active;  // [pairs], [slots + 1], [slots]
-  long count;                      // of slots that have pairs
+  long count;                      // slots that have pairs
   static long bytes(long pairs, long slots) { return (Router::pad(pairs) + 2 * Router::pad(slots + 1)) * 4; }
-  Sorted(char* p, const int32_t* slot, long pairs, long slots) {
+  SortedPairs(char* p, const int32_t* slot, long pairs, long slots) {
     pair = (int32_t*)p, start = pair + Router::pad(pairs), active = start + Router::pad(slots + 1);
     memset((void*)start, 0, (slots + 1) * 4);
     for (long i = 0; i < pairs; i++)
@@ -132,7 +132,7 @@ struct Sorted {
 
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
-// y = act(gate) * up of interleaved pairs: g sigmoid(alpha g) (u + 1), g bounded above and u on both sides.
+// y = act(gate) * up of interleaved pairs: g sigmoid(alpha g) (u + 1), g clamped above and u on both sides.
 template <class T> INLINE void clamped_row(const float* pairs, T* y, long n, float alpha, float limit) {
   for (long i = 0; i < n; i += 16) {
     v16 g{}, u{};
@@ -171,7 +171,7 @@ struct ExpertSizes {
     add(FEW * e.hidden * (4 + sizeof(T)));
     s.own_ints = add(e.packed && s.few ? Quantized::bytes(FEW, e.hidden) : 0);
     s.own_routes = add(s.few ? tokens * (2 * e.top + 1) * 4 : 0);
-    s.routing = add(Router::bytes(e)), s.sorted = add(Sorted::bytes(s.pairs, e.slots)), s.tokens_of = add(s.pairs * 4);
+    s.routing = add(Router::bytes(e)), s.sorted = add(SortedPairs::bytes(s.pairs, e.slots)), s.tokens_of = add(s.pairs * 4);
     s.tile = add(TILE * WIDE * 4), s.sum = add(s.panel * WIDE * 4);
     s.priv_bytes = at;
     s.total = s.priv + at * threads;
@@ -179,16 +179,16 @@ struct ExpertSizes {
   }
 };
 
-// x: [T, hidden], in the end what the experts add up to; stream: [T, hidden] in float32, in the end with x added.
+// x: [T, hidden], overwritten with the experts' sum; stream: [T, hidden] in float32, to which the incoming x is added.
 template <class T> struct ExpertRun {
   const Experts& e;
   long tokens;
   T* x;
   float* stream;
-  Meet meet;
-  Share router_share, rise_share, fall_share;
+  Barrier barrier;
+  WorkQueue router_queue, gate_up_queue, down_queue;
 
-  // What a block's second product reads.
+  // Input of the block's second product.
   struct Inner {
     T* h;
     Quantized ints;
@@ -196,8 +196,8 @@ template <class T> struct ExpertRun {
     bool packed;
   };
 
-  // h[row] for the columns from i0 up to i1 of what M rows of y, normed, become.
-  void rise(const Matrix& w, const T* bias, const Inner& to, long row, const T* y, const Quantized& in, Rows rows, long M, long i0, long i1,
+  // Columns i0 <= i < i1 of h for M rows of y (the normed input).
+  void run_gate_up(const Matrix& w, const T* bias, const Inner& to, long row, const T* y, const Quantized& in, Rows rows, long M, long i0, long i1,
             float* tile) {
     bool pairs = e.activation == CLAMPED_SWIGLU;
     for (long i = i0; i < i1; i += WIDE / 2) {
@@ -213,35 +213,35 @@ template <class T> struct ExpertRun {
           T* h = to.h + k * to.width + i;
           if (pairs) clamped_row(from, h, n, e.alpha, e.limit);
           else act_row<float, T>(from, from + WIDE / 2, h, n, (int)e.activation);
-          // A piece starts and ends between units of columns that share a scale.
+          // A piece starts and ends at a unit of columns that share a scale.
           if (to.packed) quantize_row(h, n, to.ints.q + k * to.width + i, to.ints.scale + (k * to.width + i) / 32, to.ints.sum + (k * to.width + i) / 16);
         }
       }
     }
   }
 
-  void rise_all(const Sorted& by, const int32_t* tokens_of, const Inner& h, const Inner& shared, const T* y, const Quantized& in, long first,
+  void run_all_gate_up(const SortedPairs& by, const int32_t* tokens_of, const Inner& h, const Inner& shared, const T* y, const Quantized& in, long first,
                 long M, float* tile, long threads) {
     long piece = piece_of(by.count * h.width + shared.width, threads, WIDE / 2);
     if (piece < WIDE / 2) piece = WIDE / 2;
     long each = ceil_div(h.width, piece), all = by.count * each + ceil_div(shared.width, piece), at, end;
-    while (rise_share.take(all, 1, &at, &end)) {
+    while (gate_up_queue.take(all, 1, &at, &end)) {
       bool routed = at < by.count * each;
       const Inner& to = routed ? h : shared;
       long i0 = (routed ? at % each : at - by.count * each) * piece, i1 = i0 + piece < to.width ? i0 + piece : to.width;
       if (!routed) {
-        rise(e.shared_gate_up, nullptr, to, 0, y, in, Rows{nullptr, first}, M, i0, i1, tile);
+        run_gate_up(e.shared_gate_up, nullptr, to, 0, y, in, Rows{nullptr, first}, M, i0, i1, tile);
         continue;
       }
       long s = by.active[at / each], row = by.start[s];
       const T* bias = e.gate_up_bias ? (const T*)e.gate_up_bias + s * 2 * e.inner : nullptr;
-      rise(e.gate_up[s], bias, to, row, y, in, Rows{tokens_of + row, 0}, by.rows(s), i0, i1, tile);
+      run_gate_up(e.gate_up[s], bias, to, row, y, in, Rows{tokens_of + row, 0}, by.rows(s), i0, i1, tile);
     }
   }
 
-  // sum[token, 0:n1 - n0] += weight * (h · w): M rows of h, with their tokens and weights by number.
+  // sum[token, 0:n1 - n0] += weight * (h · w) for M rows of h, with their tokens and weights by index.
   template <class W>
-  void fall(const Matrix& w, const T* bias, const Inner& from, long row, long M, long n0, long n1, float* tile, float* sum, W weighted) {
+  void run_down(const Matrix& w, const T* bias, const Inner& from, long row, long M, long n0, long n1, float* tile, float* sum, W weighted) {
     for (long m = 0; m < M; m += TILE) {
       long some = M - m < TILE ? M - m : TILE;
       multiply<T, float>(w, from.h, from.ints, some, n0, n1, from.width, bias, tile, WIDE, Rows{nullptr, row + m});
@@ -252,24 +252,24 @@ template <class T> struct ExpertRun {
     }
   }
 
-  // A piece of the columns is one thread's, over all experts in order: no two threads add to one number.
-  void fall_all(const Sorted& by, const int32_t* tokens_of, const Inner& h, const Inner& shared, const float* weights, const float* gates,
+  // One thread computes a piece of the columns for all experts in order: no two threads add to the same number.
+  void run_all_down(const SortedPairs& by, const int32_t* tokens_of, const Inner& h, const Inner& shared, const float* weights, const float* gates,
                 long first, long M, float* tile, float* sum, long threads) {
     long H = e.hidden, p0, p1, piece = piece_of(H, threads, 16);
-    while (fall_share.take(H, piece, &p0, &p1))
+    while (down_queue.take(H, piece, &p0, &p1))
       for (long n0 = p0; n0 < p1; n0 += WIDE) {
         long n1 = n0 + WIDE < p1 ? n0 + WIDE : p1;
         memset((void*)sum, 0, M * WIDE * 4);
         for (long i = 0; i < by.count; i++) {
           long s = by.active[i];
           const T* bias = e.down_bias ? (const T*)e.down_bias + s * H : nullptr;
-          fall(e.down[s], bias, h, by.start[s], by.rows(s), n0, n1, tile, sum, [&](long r, float* weight) {
+          run_down(e.down[s], bias, h, by.start[s], by.rows(s), n0, n1, tile, sum, [&](long r, float* weight) {
             *weight = weights[by.pair[r]];
             return tokens_of[r] - first;
           });
         }
         if (shared.width)
-          fall(e.shared_down, nullptr, shared, 0, M, n0, n1, tile, sum, [&](long r, float* weight) {
+          run_down(e.shared_down, nullptr, shared, 0, M, n0, n1, tile, sum, [&](long r, float* weight) {
             *weight = gates ? gates[first + r] : 1.f;
             return r;
           });
@@ -293,12 +293,12 @@ template <class T> struct ExpertRun {
       float *tile = (float*)(mine + s.tile), *sum = (float*)(mine + s.sum), *kept;
       int32_t *tokens_of = (int32_t*)(mine + s.tokens_of), *slots = (int32_t*)(s.few ? mine + s.own_routes : base + s.routes);
       float *weights = (float*)(slots + tokens * e.top), *gates = weights + tokens * e.top;
-      T* y = norm_rows(stream, tokens, H, (const T*)x, Norm{}, Norm{e.norm, e.eps, e.offset}, (T*)(base + s.xn), (float*)mine, meet, tid,
+      T* y = norm_rows(stream, tokens, H, (const T*)x, Norm{}, Norm{e.norm, e.eps, e.offset}, (T*)(base + s.xn), (float*)mine, barrier, tid,
                        threads, &kept);
       Quantized in{};
-      if (e.packed) in = quantized(y, tokens, H, base + s.ints, mine + s.own_ints, meet, tid, threads);
-      gemm_share<T, float>(router_share, threads, y, in, tokens, e.router, e.router_bias, e.count, H, logits);
-      meet.wait(threads);
+      if (e.packed) in = quantized(y, tokens, H, base + s.ints, mine + s.own_ints, barrier, tid, threads);
+      gemm_parallel<T, float>(router_queue, threads, y, in, tokens, e.router, e.router_bias, e.count, H, logits);
+      barrier.wait(threads);
       if (kept && tid == 0) memcpy((void*)stream, kept, tokens * H * sizeof(float));
       Router router(e, mine + s.routing);
       for (long t = s.few ? 0 : tokens * tid / threads, end = s.few ? tokens : tokens * (tid + 1) / threads; t < end; t++) {
@@ -307,17 +307,17 @@ template <class T> struct ExpertRun {
         multiply<T, float>(e.shared_gate, y, in, 1, 0, 1, H, (const T*)nullptr, gates + t, 1, Rows{nullptr, t});
         gates[t] = 1.f / (exp1(-gates[t]) + 1.f);
       }
-      if (!s.few) meet.wait(threads);
+      if (!s.few) barrier.wait(threads);
       for (long p = 0; p < tokens; p += s.panel) {
         long M = tokens - p < s.panel ? tokens - p : s.panel;
-        Sorted by(mine + s.sorted, slots + p * e.top, M * e.top, e.slots);
+        SortedPairs by(mine + s.sorted, slots + p * e.top, M * e.top, e.slots);
         for (long i = 0; i < by.start[e.slots]; i++) tokens_of[i] = (int32_t)(p + by.pair[i] / e.top);
-        rise_all(by, tokens_of, h, shared, y, in, p, M, tile, threads);
-        meet.wait(threads);
-        if (tid == 0) rise_share.reset();
-        fall_all(by, tokens_of, h, shared, weights + p * e.top, e.gated() ? gates : nullptr, p, M, tile, sum, threads);
-        meet.wait(threads);
-        if (tid == 0) fall_share.reset();
+        run_all_gate_up(by, tokens_of, h, shared, y, in, p, M, tile, threads);
+        barrier.wait(threads);
+        if (tid == 0) gate_up_queue.reset();
+        run_all_down(by, tokens_of, h, shared, weights + p * e.top, e.gated() ? gates : nullptr, p, M, tile, sum, threads);
+        barrier.wait(threads);
+        if (tid == 0) down_queue.reset();
       }
       if (e.post_norm)
         for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
@@ -331,21 +331,21 @@ template <class T>
 static int grouped(const T* x, long tokens, const int32_t* slots, long top, long count, const Matrix* w, const T* bias, long N, long K, T* y,
                    long threads, Scratch& memory) {
   long pairs = tokens * top, packed = w[0].blocks != nullptr;
-  long sorted = Sizes::up(Sorted::bytes(pairs, count)), from = Sizes::up(pairs * 4), ints = packed ? Sizes::up(Quantized::bytes(tokens, K)) : 0;
-  char* base = memory.want(sorted + from + 2 * ints);
+  long sorted = Sizes::up(SortedPairs::bytes(pairs, count)), from = Sizes::up(pairs * 4), ints = packed ? Sizes::up(Quantized::bytes(tokens, K)) : 0;
+  char* base = memory.reserve(sorted + from + 2 * ints);
   if (!base) return 1;
-  Sorted by(base, slots, pairs, count);
+  SortedPairs by(base, slots, pairs, count);
   int32_t* rows = (int32_t*)(base + sorted);
   for (long i = 0; i < by.start[count]; i++) rows[i] = (int32_t)(by.pair[i] / top);
   for (long i = 0; i < pairs; i++)
     if (slots[i] < 0) memset((void*)(y + i * N), 0, N * sizeof(T));
-  Share share;
-  Meet meet;
+  WorkQueue queue;
+  Barrier barrier;
   Pool::run(threads, [&](long tid, long n) {
     Quantized in = Quantized::at(base + sorted + from, tokens, K);
-    if (packed) quantize_rows(x, K, tokens * tid / n, tokens * (tid + 1) / n, K, in), meet.wait(n);
+    if (packed) quantize_rows(x, K, tokens * tid / n, tokens * (tid + 1) / n, K, in), barrier.wait(n);
     long piece = piece_of(by.count ? by.count * N : N, n, 16), each = ceil_div(N, piece), at, end;
-    while (share.take(by.count * each, 1, &at, &end)) {
+    while (queue.take(by.count * each, 1, &at, &end)) {
       long s = by.active[at / each], row = by.start[s], n0 = at % each * piece, n1 = n0 + piece < N ? n0 + piece : N;
       multiply<T, T>(w[s], x, in, by.rows(s), n0, n1, K, bias ? bias + s * N : nullptr, y + n0, N, Rows{rows + row, 0}, Rows{by.pair + row, 0});
     }

@@ -1,9 +1,9 @@
-// y = x wᵀ over a plain row-major weight [rows, columns]: nothing is packed, so one matrix in memory serves every token count, and a
-// tied embedding is stored once. A tile is 4 weight rows by up to 4 tokens; each of its sums runs along the columns.
+// y = x wᵀ over a plain row-major weight [rows, columns]. Nothing is packed, so one matrix in memory serves every token count, and a
+// tied embedding is stored once. A tile is 4 weight rows by up to 4 tokens; each sum runs along the columns.
 #pragma once
 #include "simd.h"
 
-// Rows of a matrix that a product takes: those numbered at[0], at[1], …, or neighbours from ``first`` on.
+// Rows that a product reads: those with index at[0], at[1], …, or consecutive rows from ``first`` on.
 struct Rows {
   const int32_t* at = nullptr;
   long first = 0;
@@ -11,16 +11,16 @@ struct Rows {
   MEMBER Rows from(long m) const { return at ? Rows{at + m, 0} : Rows{nullptr, first + m}; }
 };
 
-// ``FLOW``: one weight row after another, as they lie in memory; else all four at once, for which a row of x is loaded only once. Read
+// ``ROW_BY_ROW``: one weight row after another, as they lie in memory; else all four at once, for which a row of x is loaded only once. Read
 // from memory, four rows at a time come half as fast as one (Zen 4: 10 GB/s a thread instead of 20); the sums are the same.
-template <class T, int MR, bool FLOW>
+template <class T, int MR, bool ROW_BY_ROW>
 INLINE void tile(const T* const w[4], const T* const x[MR], long K, v4* out) {
   constexpr int S = Lanes<T>::step;
   v16 a[4][MR];
   for (int i = 0; i < 4; i++)
     for (int j = 0; j < MR; j++) a[i][j] = splat(0.f);
   long k = 0;
-  if (FLOW) {
+  if (ROW_BY_ROW) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
       for (k = 0; k + S <= K; k += S) {
@@ -52,22 +52,22 @@ INLINE void tile(const T* const w[4], const T* const x[MR], long K, v4* out) {
   for (int j = 0; j < MR; j++) out[j] = sums(a[0][j], a[1][j], a[2][j], a[3][j]);
 }
 
-template <class T, class O, int MR, bool FLOW = false>
+template <class T, class O, int MR, bool ROW_BY_ROW = false>
 INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K, const T* bias, O* y, long ldy, Rows out, int count) {
   v4 sum[MR];
   const T* at[MR];
 #pragma GCC unroll 4
   for (int j = 0; j < MR; j++) at[j] = x + in[j] * ldx;
-  tile<T, MR, FLOW>(w, at, K, sum);
+  tile<T, MR, ROW_BY_ROW>(w, at, K, sum);
   for (int j = 0; j < MR; j++)
     for (int i = 0; i < count; i++) put(y + out[j] * ldy + i, bias ? sum[j][i] + wide(bias[i]) : sum[j][i]);
 }
 
-// Fetches what is read next while the present is computed with, in as many steps as there are.
-struct Ahead {
+// Prefetches the data of the next tile during this one, spread over its steps.
+struct Prefetcher {
   const char *p, *end;
   long each;
-  Ahead(const void* from, long bytes, long steps) : p((const char*)from), end(p + bytes), each((bytes / 64 + steps - 1) / steps * 64) {}
+  Prefetcher(const void* from, long bytes, long steps) : p((const char*)from), end(p + bytes), each((bytes / 64 + steps - 1) / steps * 64) {}
   MEMBER void step() {
     for (const char* to = p + each < end ? p + each : end; p < to; p += 64) __builtin_prefetch(p, 0, 2);
   }
@@ -82,7 +82,7 @@ __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, lo
   for (long m0 = 0; m0 < M; m0 += panel) {
     long m1 = m0 + panel < M ? m0 + panel : M;
     for (long n = n0; n < n1; n += 4) {
-      Ahead ahead(w + (n + 4) * K, m0 ? 0 : 4 * K * sizeof(T), M / 4 + 1);
+      Prefetcher ahead(w + (n + 4) * K, m0 ? 0 : 4 * K * sizeof(T), M / 4 + 1);
       int count = n1 - n < 4 ? (int)(n1 - n) : 4;
       const T* rows[4];
       for (int i = 0; i < 4; i++) rows[i] = w + (n + (i < count ? i : count - 1)) * K;

@@ -1,5 +1,5 @@
-// What Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Functions that need memory return 0, or 1 if
-// there was none.
+// The functions that Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Functions that allocate return 0,
+// or 1 if there was no memory.
 #include "experts.h"
 #include "sampling.h"
 
@@ -12,7 +12,7 @@ template <class T>
 static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, void* stream, void* out, const void* positions,
                      int64_t positions64, int64_t flags, int64_t threads) {
   Sizes s = Sizes::of<T>(*l, tokens, step ? step->parts : 0, threads);
-  char* base = scratch().want(s.total);
+  char* base = scratch().reserve(s.total);
   if (!base) return 1;
   Run<T> run{*l, step, tokens, (T*)x, (float*)stream, (T*)out, positions, positions64, flags, {}, {}, {}, {}, {}, {}};
   run(base, s);
@@ -21,7 +21,7 @@ static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, 
 
 template <class T> static int run_experts(const Experts* e, int64_t tokens, T* x, float* stream, int64_t threads) {
   ExpertSizes s = ExpertSizes::of<T>(*e, tokens, threads);
-  char* base = scratch().want(s.total);
+  char* base = scratch().reserve(s.total);
   if (!base) return 1;
   ExpertRun<T> run{*e, tokens, x, stream, {}, {}, {}, {}};
   run(base, s);
@@ -32,13 +32,13 @@ template <class T, class O>
 static int linear(const T* x, int64_t M, const T* plain, const Blocks* blocks, const T* bias, int64_t N, int64_t K, O* y, int64_t threads) {
   Matrix w{plain, blocks};
   long all = blocks ? Sizes::up(Quantized::bytes(M, K)) : 0, few = blocks ? Sizes::up(Quantized::bytes(FEW, K)) : 0;
-  char* base = blocks ? scratch().want(all + few * threads) : nullptr;
+  char* base = blocks ? scratch().reserve(all + few * threads) : nullptr;
   if (blocks && !base) return 1;
-  Share share;
-  Meet meet;
+  WorkQueue queue;
+  Barrier barrier;
   Pool::run(threads, [&](long tid, long n) {
-    Quantized in = quantized(w, x, M, K, base, base + all + few * tid, meet, tid, n);
-    gemm_share<T, O>(share, n, x, in, M, w, bias, N, K, y);
+    Quantized in = quantized(w, x, M, K, base, base + all + few * tid, barrier, tid, n);
+    gemm_parallel<T, O>(queue, n, x, in, M, w, bias, N, K, y);
   });
   return 0;
 }
@@ -48,7 +48,7 @@ static int attend(const Geometry* g, const Step* step, const T* q, const T* sink
   Layer l{};
   l.g = *g;
   Sizes s = Sizes::of<T>(l, 0, step->parts, threads);
-  char* base = scratch().want(s.total);
+  char* base = scratch().reserve(s.total);
   if (!base) return 1;
   Run<T> run{l, step, step->tokens, nullptr, nullptr, nullptr, nullptr, 0, 0, {}, {}, {}, {}, {}, {}};
   Pool::run(threads, [&](long tid, long n) {
@@ -113,12 +113,12 @@ template <class T> static void greedy(const T* x, int64_t rows, int64_t n, int32
 }
 
 template <class T>
-static void sample(const T* x, int64_t rows, int64_t n, const float* heat, const int32_t* top_k, const float* top_p, const float* min_p,
+static void sample(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
                    const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {
   Pool::each(rows > 1 ? threads : 1, rows, [&](long r) {
     static thread_local Sampler sampler;
     sampler.n = n;
-    sample_row<T>(sampler, x + r * n, heat[r], top_k[r], top_p[r], min_p[r], seed[r], position[r], ids + r);
+    sample_row<T>(sampler, x + r * n, temperature[r], top_k[r], top_p[r], min_p[r], seed[r], position[r], ids + r);
   });
 }
 
@@ -166,20 +166,20 @@ extern "C" {
     act<T>(x, y, rows, inner, kind, threads);                                                                                          \
   }                                                                                                                                    \
   void evener_greedy_##S(const T* x, int64_t rows, int64_t n, int32_t* ids) { greedy<T>(x, rows, n, ids); }                            \
-  void evener_sample_##S(const T* x, int64_t rows, int64_t n, const float* heat, const int32_t* top_k, const float* top_p,             \
+  void evener_sample_##S(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p,             \
                          const float* min_p, const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {            \
-    sample<T>(x, rows, n, heat, top_k, top_p, min_p, seed, position, ids, threads);                                                    \
+    sample<T>(x, rows, n, temperature, top_k, top_p, min_p, seed, position, ids, threads);                                                    \
   }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
 
 int64_t evener_tile_bytes(int64_t kind, int64_t columns) {
   int64_t n = 0;
-  with_form(kind, [&](auto form) { n = decltype(form)::tile_bytes(columns); });
+  with_block_format(kind, [&](auto form) { n = decltype(form)::tile_bytes(columns); });
   return n;
 }
 void evener_pack(int64_t kind, const uint8_t* from, int64_t row_bytes, int64_t rows, int64_t columns, char* to, int64_t threads) {
-  with_form(kind, [&](auto form) {
+  with_block_format(kind, [&](auto form) {
     typedef decltype(form) F;
     Pool::each(threads, (rows + LANES - 1) / LANES,
                [&](long t) { pack_tile<F>(from, row_bytes, rows, columns, t * LANES, to + t * F::tile_bytes(columns)); });

@@ -1,4 +1,4 @@
-// A decoder layer, or a part of it, as one parallel region: threads share rows of weights and meet at barriers.
+// A decoder layer, or a part of it, as one parallel region: threads divide the rows of weights and synchronize at barriers.
 #pragma once
 #include <atomic>
 #include <cstdlib>
@@ -12,7 +12,7 @@ enum Part { ENTER = 1, ATTEND = 2, MLP = 4 };
 
 struct Layer {
   Geometry g;
-  int64_t hidden, rotary, interleaved, inner, activation, packed;  // packed: some matrix is in blocks
+  int64_t hidden, rotary, interleaved, inner, activation, packed;  // packed: some matrix is block-quantized
   float eps, offset, mlp_eps, mlp_offset;
   Matrix qkv, o, gate_up, down;
   const void *norm, *qkv_bias, *q_norm, *k_norm, *cos_sin, *o_bias, *sinks, *post_norm, *query_scale;
@@ -23,7 +23,7 @@ struct Scratch {
   char* data = nullptr;
   size_t size = 0;
   ~Scratch() { free(data); }
-  char* want(size_t n) {
+  char* reserve(size_t n) {
     if (n > size) {
       free(data);
       data = (char*)aligned_alloc(64, (n + 63) / 64 * 64);
@@ -33,8 +33,8 @@ struct Scratch {
   }
 };
 
-// A range of ``total`` handed out in pieces; the last thread to come finds nothing.
-struct Share {
+// A range of ``total`` that threads take in pieces until it is used up.
+struct WorkQueue {
   std::atomic<long> next{0};
   bool take(long total, long piece, long* from, long* to) {
     long at = next.fetch_add(piece, std::memory_order_relaxed);
@@ -53,26 +53,26 @@ INLINE long piece_of(long total, long threads, long unit) {
 }
 
 template <class T, class O>
-INLINE void gemm_share(Share& share, long threads, const T* x, const Quantized& q, long M, const Matrix& w, const void* bias, long N, long K, O* y) {
+INLINE void gemm_parallel(WorkQueue& queue, long threads, const T* x, const Quantized& q, long M, const Matrix& w, const void* bias, long N, long K, O* y) {
   long piece = piece_of(N, threads, 16), n0, n1;
-  while (share.take(N, piece, &n0, &n1)) multiply<T, O>(w, x, q, M, n0, n1, K, (const T*)bias, y + n0, N);
+  while (queue.take(N, piece, &n0, &n1)) multiply<T, O>(w, x, q, M, n0, n1, K, (const T*)bias, y + n0, N);
 }
 
 static const long FEW = 4, MLP_PANEL = 256;
 
-// The rows of x as integers: a few by every thread for itself, more by all together.
+// Rounds the rows of x to integers: if they are few, every thread does all of them; otherwise threads share them.
 template <class T>
-INLINE Quantized quantized(const T* x, long M, long K, char* shared, char* mine, Meet& meet, long tid, long threads) {
+INLINE Quantized quantized(const T* x, long M, long K, char* shared, char* mine, Barrier& barrier, long tid, long threads) {
   bool few = M <= FEW;
   Quantized q = Quantized::at(few ? mine : shared, M, K);
   quantize_rows(x, K, few ? 0 : M * tid / threads, few ? M : M * (tid + 1) / threads, K, q);
-  if (!few) meet.wait(threads);
+  if (!few) barrier.wait(threads);
   return q;
 }
-// The same where the matrix wants them.
+// The same, if the matrix needs integers.
 template <class T>
-INLINE Quantized quantized(const Matrix& w, const T* x, long M, long K, char* shared, char* mine, Meet& meet, long tid, long threads) {
-  return w.blocks ? quantized(x, M, K, shared, mine, meet, tid, threads) : Quantized{};
+INLINE Quantized quantized(const Matrix& w, const T* x, long M, long K, char* shared, char* mine, Barrier& barrier, long tid, long threads) {
+  return w.blocks ? quantized(x, M, K, shared, mine, barrier, tid, threads) : Quantized{};
 }
 
 struct Norm {
@@ -80,10 +80,10 @@ struct Norm {
   float eps, offset;
 };
 
-// The stream plus ``add`` (if not null; normed by ``post`` first, if that has a weight), normed. Few rows are done by every thread for
-// itself, in ``priv``, and ``sum`` is where their new stream is; more of them by all together, in ``xn``, and the stream is up to date.
+// Norm of the stream plus ``add`` (if not null; first normed by ``post``, if that has a weight). If rows are few, every thread computes
+// all of them, in ``priv``, and ``sum`` holds the new stream; otherwise threads share them, in ``xn``, and the stream is updated.
 template <class T>
-T* norm_rows(float* stream, long tokens, long H, const T* add, Norm post, Norm norm, T* xn, float* priv, Meet& meet, long tid, long threads,
+T* norm_rows(float* stream, long tokens, long H, const T* add, Norm post, Norm norm, T* xn, float* priv, Barrier& barrier, long tid, long threads,
              float** sum) {
   bool few = tokens <= FEW;
   T* y = few ? (T*)(priv + FEW * H) : xn;
@@ -103,7 +103,7 @@ T* norm_rows(float* stream, long tokens, long H, const T* add, Norm post, Norm n
     }
     norm_row(in, (const T*)norm.weight, y + t * H, H, norm.eps, norm.offset);
   }
-  if (!few) meet.wait(threads);
+  if (!few) barrier.wait(threads);
   return y;
 }
 
@@ -142,7 +142,7 @@ struct Sizes {
   long parts, few_bytes, priv_bytes;
 };
 
-// x, stream: [T, hidden], the stream in float32; ``x`` is null where stream alone enters. ``out`` gets the layer's x, the query with ENTER alone.
+// x, stream: [T, hidden], the stream in float32; ``x`` is null if only the stream enters. ``out``: the layer's x, or the query with ENTER alone.
 template <class T> struct Run {
   const Layer& l;
   const Step* step;
@@ -152,18 +152,18 @@ template <class T> struct Run {
   T* out;
   const void* positions;
   long positions64, flags;
-  Meet meet;
-  Share qkv_share, attend_share, o_share, up_share, down_share;
+  Barrier barrier;
+  WorkQueue qkv_queue, attend_queue, o_queue, gate_up_queue, down_queue;
 
   T* norms(T* add, const void* post, const void* weight, float eps, float offset, T* xn, float* priv, long tid, long threads, float** sum) {
-    return norm_rows(stream, tokens, l.hidden, add, Norm{post, l.eps, l.offset}, Norm{weight, eps, offset}, xn, priv, meet, tid, threads, sum);
+    return norm_rows(stream, tokens, l.hidden, add, Norm{post, l.eps, l.offset}, Norm{weight, eps, offset}, xn, priv, barrier, tid, threads, sum);
   }
 
-  void keep(float* sum, long tid) {
+  void commit_residual(float* sum, long tid) {
     if (sum && tid == 0) memcpy((void*)stream, sum, tokens * l.hidden * sizeof(float));
   }
 
-  // Queries and keys stay in float32 up to here: where keys have a large bias (Qwen2), rounding them before the rotation as well
+  // Queries and keys stay in float32 up to here: if keys have a large bias (Qwen2), rounding them before the rotation as well
   // as after it costs more than all other roundings.
   void heads(float* qkv, T* q, long tid, long threads) {
     const Geometry& g = l.g;
@@ -209,20 +209,20 @@ template <class T> struct Run {
       float* sum = nullptr;
       if (flags & ENTER) {
         T* y = norms(x, nullptr, l.norm, l.eps, l.offset, xn, priv, tid, threads, &sum);
-        Quantized in = quantized(l.qkv, y, tokens, H, ints, few, meet, tid, threads);
-        gemm_share<T, float>(qkv_share, threads, y, in, tokens, l.qkv, l.qkv_bias, width, H, qkv);
-        meet.wait(threads);
-        keep(sum, tid);
+        Quantized in = quantized(l.qkv, y, tokens, H, ints, few, barrier, tid, threads);
+        gemm_parallel<T, float>(qkv_queue, threads, y, in, tokens, l.qkv, l.qkv_bias, width, H, qkv);
+        barrier.wait(threads);
+        commit_residual(sum, tid);
         heads(qkv, q, tid, threads);
       }
       if (flags & ATTEND) {
-        meet.wait(threads);
+        barrier.wait(threads);
         attend(*step, q, (const T*)l.sinks, attn, parts, scratch, tid, threads);
-        meet.wait(threads);
-        Quantized in = quantized(l.o, attn, tokens, g.heads * g.dv, ints, few, meet, tid, threads);
-        gemm_share<T, T>(o_share, threads, attn, in, tokens, l.o, l.o_bias, H, g.heads * g.dv, ao);
+        barrier.wait(threads);
+        Quantized in = quantized(l.o, attn, tokens, g.heads * g.dv, ints, few, barrier, tid, threads);
+        gemm_parallel<T, T>(o_queue, threads, attn, in, tokens, l.o, l.o_bias, H, g.heads * g.dv, ao);
         if (l.post_norm && !(flags & MLP)) {
-          meet.wait(threads);
+          barrier.wait(threads);
           for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
             norm_row(ao + t * H, (const T*)l.post_norm, ao + t * H, H, l.eps, l.offset);
         }
@@ -235,10 +235,10 @@ template <class T> struct Run {
     const Geometry& g = l.g;
     long n0, n1, covered = st.query_start[st.requests];
     if (tid == 0 && covered < tokens) memset((void*)(attn + covered * g.heads * g.dv), 0, (tokens - covered) * g.heads * g.dv * sizeof(T));
-    while (attend_share.take(st.items * g.kv_heads, 1, &n0, &n1))
+    while (attend_queue.take(st.items * g.kv_heads, 1, &n0, &n1))
       attend_item<T>(g, st, st.plan[n0 / g.kv_heads], n0 % g.kv_heads, q, sinks, attn, parts, scratch);
     if (!st.parts) return;
-    meet.wait(threads);
+    barrier.wait(threads);
     for (long i = tid; i < st.items * g.kv_heads; i += threads) {
       const Item& item = st.plan[i / g.kv_heads];
       if (item.spans > 1 && (i / g.kv_heads == 0 || st.plan[i / g.kv_heads - 1].request != item.request))
@@ -250,14 +250,14 @@ template <class T> struct Run {
     long H = l.hidden, I = l.inner;
     const T* bias = (const T*)l.gate_up_bias;
     float* sum;
-    if (flags & ATTEND) meet.wait(threads);
+    if (flags & ATTEND) barrier.wait(threads);
     T* y = norms(add, flags & ATTEND ? l.post_norm : nullptr, l.mlp_norm, l.mlp_eps, l.mlp_offset, xn, priv, tid, threads, &sum);
     for (long p = 0; p < tokens; p += MLP_PANEL) {
       long M = tokens - p < MLP_PANEL ? tokens - p : MLP_PANEL, i0, i1;
-      // A few tokens take long runs of rows of each half: weights come from memory, and every run starts slowly.
+      // For a few tokens, threads take long runs of rows of each half: weights come from memory, and every run starts slowly.
       long piece = piece_of(I, threads, 16), some = M <= FEW ? MLP_PANEL * 16 / FEW : 16;
-      Quantized in = quantized(l.gate_up, y + p * H, M, H, ints, few, meet, tid, threads);
-      while (up_share.take(I, piece, &i0, &i1))
+      Quantized in = quantized(l.gate_up, y + p * H, M, H, ints, few, barrier, tid, threads);
+      while (gate_up_queue.take(I, piece, &i0, &i1))
         for (long i = i0; i < i1; i += some) {
           long n = i1 - i < some ? i1 - i : some;
           float *gate = temp, *up = temp + MLP_PANEL * 16;
@@ -265,13 +265,13 @@ template <class T> struct Run {
           multiply<T, float>(l.gate_up, y + p * H, in, M, I + i, I + i + n, H, bias, up, some);
           for (long m = 0; m < M; m++) act_row<float, T>(gate + m * some, up + m * some, h + m * I + i, n, l.activation);
         }
-      meet.wait(threads);
-      if (tid == 0) up_share.reset();
-      if (p == 0) keep(sum, tid);
-      in = quantized(l.down, h, M, I, ints, few, meet, tid, threads);
-      gemm_share<T, T>(down_share, threads, h, in, M, l.down, l.down_bias, H, I, out + p * H);
-      meet.wait(threads);
-      if (tid == 0) down_share.reset();
+      barrier.wait(threads);
+      if (tid == 0) gate_up_queue.reset();
+      if (p == 0) commit_residual(sum, tid);
+      in = quantized(l.down, h, M, I, ints, few, barrier, tid, threads);
+      gemm_parallel<T, T>(down_queue, threads, h, in, M, l.down, l.down_bias, H, I, out + p * H);
+      barrier.wait(threads);
+      if (tid == 0) down_queue.reset();
     }
     if (l.mlp_post_norm)
       for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)

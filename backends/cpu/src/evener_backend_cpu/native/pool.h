@@ -1,5 +1,5 @@
-// Threads of our own, and a barrier. Both spin for some microseconds and then sleep: OpenMP's spin for milliseconds, which on a machine
-// with other work keeps a core from the very thread that is waited for (measured: 240 ms a step instead of 7).
+// A thread pool and a barrier. Both spin for some microseconds and then sleep. OpenMP spins for milliseconds: on a busy machine that
+// takes the core from the very thread it waits for (measured: 240 ms a step instead of 7).
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -13,8 +13,8 @@
 
 static inline int next(int round) { return (int)((unsigned)round + 1); }
 
-// A number that threads wait on.
-class Word {
+// A number that threads can wait on.
+class Futex {
   alignas(64) std::atomic<int> value{0};
   std::atomic<int> asleep{0};
   static const int SPINS = 3000;
@@ -40,7 +40,7 @@ class Word {
 #endif
   }
   // Returns once the value is no longer ``old``.
-  void leave(int old) {
+  void wait_while_equal(int old) {
     for (int i = 0; i < SPINS; i++) {
       if (value.load(std::memory_order_acquire) != old) return;
       pause();
@@ -57,9 +57,9 @@ class Word {
   }
 };
 
-class Meet {
+class Barrier {
   std::atomic<int> here{0};
-  Word round;
+  Futex round;
 
  public:
   void wait(long threads) {
@@ -69,7 +69,7 @@ class Meet {
       here.store(0, std::memory_order_relaxed);
       round.set(next(now));
     } else {
-      round.leave(now);
+      round.wait_while_equal(now);
     }
   }
 };
@@ -78,7 +78,7 @@ class Meet {
 class Pool {
   typedef void (*Work)(void*, long, long);
   pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-  Word round, left;
+  Futex round, left;
   long workers = 0, threads = 1;
   Work work = nullptr;
   void* context = nullptr;
@@ -93,7 +93,7 @@ class Pool {
     delete (Start*)arg;
     Pool& p = *start.pool;
     for (int now = start.round;; now = next(now)) {
-      p.round.leave(now);
+      p.round.wait_while_equal(now);
       if (start.number < p.threads) p.work(p.context, start.number, p.threads);
       if (p.left.add(-1) == 0) p.left.wake();
     }
@@ -116,11 +116,11 @@ class Pool {
     return pool;
   }
   static Pool* fresh() {
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });  // threads stay in the parent
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });  // after a fork the threads exist in the parent only
     (void)registered;
     return new Pool;  // never deleted: its threads may outlive static destructors
   }
-  void go(long wanted, Work f, void* c) {
+  void dispatch(long wanted, Work f, void* c) {
     pthread_mutex_lock(&lock);
     grow(wanted);
     threads = workers + 1 < wanted ? workers + 1 : wanted;
@@ -128,17 +128,17 @@ class Pool {
     left.set((int)workers);
     round.set(next(round.get()));
     f(c, 0, threads);
-    for (int n; (n = left.get()) > 0;) left.leave(n);
+    for (int n; (n = left.get()) > 0;) left.wait_while_equal(n);
     pthread_mutex_unlock(&lock);
   }
 
  public:
-  // f(number, threads) for every number below threads; fewer than asked for if the system gives no more.
+  // f(number, threads) for every number below threads; there may be fewer threads than requested.
   template <class F> static void run(long threads, F f) {
     if (threads <= 1) return f(0L, 1L);
-    current()->go(threads, [](void* c, long i, long n) { (*(F*)c)(i, n); }, &f);
+    current()->dispatch(threads, [](void* c, long i, long n) { (*(F*)c)(i, n); }, &f);
   }
-  // f(i) for 0 <= i < total in even parts.
+  // f(i) for 0 <= i < total, divided evenly.
   template <class F> static void each(long threads, long total, F f) {
     run(threads, [&](long i, long n) {
       for (long at = total * i / n; at < total * (i + 1) / n; at++) f(at);

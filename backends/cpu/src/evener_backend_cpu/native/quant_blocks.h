@@ -1,14 +1,14 @@
-// Block-quantized weights as this backend keeps them: still packed, every number of the file's blocks kept, in another order.
+// The layout of block-quantized weights in this backend: still quantized, every number of the file's blocks kept, in another order.
 //
-// A tile is 16 rows, one a 32-bit lane, so that a product needs no sums across lanes. It holds, for each unit of 32 columns, its scales
-// and then its quants, with what 256 columns share in front of their first unit: a product reads it from front to back, which a
-// processor sees and fetches ahead (Zen 4, one thread, Q4_1 from memory: 30 GB/s; with scales behind the quants, of a unit or of the
+// A tile is 16 rows, one for each 32-bit lane, so that a product needs no sums across lanes. For each unit of 32 columns it holds the
+// scales and then the quants; data shared by 256 columns comes before their first unit. So a product reads a tile from front to back,
+// which the processor prefetches (Zen 4, one thread, Q4_1 from memory: 30 GB/s; with the scales after the quants, of a unit or of the
 // whole tile, 10). A unit's quants are unsigned (8 bits: signed) and read as pairs of neighbouring columns, pair p in the two halves of
 // a lane:
 //   8 bits   [pair][lane][2]                    4 bits   [pair / 4][lane] uint32, pair p at bits 4 (p % 4) of each half
 //   5 bits   4 bits, then [lane] uint32 with the fifth bit of pair p at bit p of each half
 //   6 bits   4 bits, then [pair / 8][lane] uint32, the upper bits of pair p at bits 2 (p % 8) of each half
-// Rows that fill up the last tile have scale 0.
+// Rows that pad the last tile have scale 0.
 #pragma once
 #include "simd.h"
 
@@ -18,14 +18,14 @@ enum Kind { PLAIN_PART = 0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K
 // KSIGNED: w = d s (q - offset), s a signed byte. POWER: w = 2^(s - 128) (FP4[q] - offset), s a byte, 255 for NaN.
 enum Scales { HALF, AFFINE, KMIN, KSIGNED, POWER };
 
-// Twice the numbers of a four-bit float (sign, two bits of exponent, one of mantissa), and 12.
+// Twice the value of each four-bit float (E2M1), plus 12.
 static const int8_t FP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 static const long LANES = 16, UNIT = 32, SUPER = 256;
 
-template <int KIND> struct Form;
+template <int KIND> struct BlockFormat;
 #define FORM(K, BITS, GROUP, SCALES, OFFSET)                                                                                          \
-  template <> struct Form<K> {                                                                                                        \
+  template <> struct BlockFormat<K> {                                                                                                        \
     static const int kind = K, bits = BITS, groups = 32 / GROUP, scales = SCALES, offset = OFFSET;                                      \
     static const long quant_bytes = BITS * 64;                                                                                        \
     static const long head_bytes = SCALES == KMIN ? 64 : SCALES == KSIGNED ? 32 : 0;                                                    \
@@ -49,20 +49,20 @@ FORM(Q6_K, 6, 16, KSIGNED, 32)
 FORM(MXFP4, 4, 32, POWER, 12)
 #undef FORM
 
-// Calls f(Form<kind>()).
-template <class F> INLINE bool with_form(long kind, F f) {
+// Calls f(BlockFormat<kind>()).
+template <class F> INLINE bool with_block_format(long kind, F f) {
   switch (kind) {
-    case Q4_0: f(Form<Q4_0>()); return true;
-    case Q4_1: f(Form<Q4_1>()); return true;
-    case Q5_0: f(Form<Q5_0>()); return true;
-    case Q5_1: f(Form<Q5_1>()); return true;
-    case Q8_0: f(Form<Q8_0>()); return true;
-    case Q2_K: f(Form<Q2_K>()); return true;
-    case Q3_K: f(Form<Q3_K>()); return true;
-    case Q4_K: f(Form<Q4_K>()); return true;
-    case Q5_K: f(Form<Q5_K>()); return true;
-    case Q6_K: f(Form<Q6_K>()); return true;
-    case MXFP4: f(Form<MXFP4>()); return true;
+    case Q4_0: f(BlockFormat<Q4_0>()); return true;
+    case Q4_1: f(BlockFormat<Q4_1>()); return true;
+    case Q5_0: f(BlockFormat<Q5_0>()); return true;
+    case Q5_1: f(BlockFormat<Q5_1>()); return true;
+    case Q8_0: f(BlockFormat<Q8_0>()); return true;
+    case Q2_K: f(BlockFormat<Q2_K>()); return true;
+    case Q3_K: f(BlockFormat<Q3_K>()); return true;
+    case Q4_K: f(BlockFormat<Q4_K>()); return true;
+    case Q5_K: f(BlockFormat<Q5_K>()); return true;
+    case Q6_K: f(BlockFormat<Q6_K>()); return true;
+    case MXFP4: f(BlockFormat<MXFP4>()); return true;
   }
   return false;
 }
@@ -129,14 +129,14 @@ static void decode(long kind, const uint8_t* p, long u, Decoded* o) {
       for (int g = 0; g < 2; g++) o->s[g] = p[192 + 2 * u + g];
       o->d = half_bits(p + 208);
       break;
-    case MXFP4:  // the scale first
+    case MXFP4:  // the scale comes first
       o->s[0] = p[0];
       for (int l = 0; l < 16; l++) q[2 * l] = p[1 + l] & 15, q[2 * l + 1] = p[1 + l] >> 4;
       break;
   }
 }
 
-template <class F> static void place(const Decoded& in, long unit, long lane, char* tile) {
+template <class F> static void store_unit(const Decoded& in, long unit, long lane, char* tile) {
   char* scales = tile + F::at(unit);
   uint8_t* q = (uint8_t*)scales + F::scale_bytes;
   if (F::bits == 8) {
@@ -174,6 +174,6 @@ template <class F> static void pack_tile(const uint8_t* from, long row_bytes, lo
     for (long unit = 0; unit < columns / UNIT; unit++) {
       Decoded d{};
       decode(F::kind, from + (first + lane) * row_bytes + unit / per_block * (row_bytes / blocks), unit % per_block, &d);
-      place<F>(d, unit, lane, to);
+      store_unit<F>(d, unit, lane, to);
     }
 }

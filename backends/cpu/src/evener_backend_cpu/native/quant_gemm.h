@@ -1,5 +1,5 @@
-// y = x wᵀ over block-quantized weights. Activations become 16-bit integers with a float32 scale for 32 columns, so that a unit's sum
-// of products is exact in int32 and the result as close to the dequantized one in float32 as bfloat16 inputs and outputs let it be.
+// y = x wᵀ over block-quantized weights. Activations are rounded to 16-bit integers with a float32 scale for 32 columns: a unit's sum of
+// products is exact in int32, and the error against float32 products is below the rounding of bfloat16 inputs and outputs.
 // (Eight-bit activations would halve the arithmetic; decode waits for memory anyway, and their error is 250 times as large.)
 #pragma once
 #include <type_traits>
@@ -59,7 +59,7 @@ template <class T> static void quantize_row(const T* x, long columns, int16_t* q
   const v16 magic = splat(12582912.f);
   for (long u = 0; u < columns / UNIT; u++) {
     v16 a = load(x + u * UNIT), b = load(x + u * UNIT + 16);
-    v16 bad = (a + b) * 0.f;  // not a number stays one: in the scale
+    v16 bad = (a + b) * 0.f;  // NaN stays NaN: it goes into the scale
     v16 top = vmax((v16)((u16x)a & 0x7fffffffu), (v16)((u16x)b & 0x7fffffffu));
     float most = max16(top);
     float back = most > 0.f ? 32767.f / most : 0.f;
@@ -109,7 +109,7 @@ template <class B> INLINE v16 bytes16(const char* p) {
 #endif
 }
 
-// 2^(s - 128) of bytes s; 255 is no number.
+// 2^(s - 128) of bytes s; 255 is NaN.
 INLINE v16 powers(const char* p) {
   u16x e;
   for (int i = 0; i < 16; i++) e[i] = (uint8_t)p[i];
@@ -117,7 +117,7 @@ INLINE v16 powers(const char* p) {
   return (v16)(e << 23 | odd) * 0.5f;
 }
 
-// Sixteen rows' pairs of columns.
+// Pairs of columns of sixteen rows.
 struct Pair {
 #ifdef EVENER_VNNI
   __m512i both;
@@ -284,7 +284,7 @@ INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, lo
       continue;
     }
     const T* b = bias ? bias + from : nullptr;
-    with_form(s.kind, [&](auto form) {
+    with_block_format(s.kind, [&](auto form) {
       gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
     });
   }

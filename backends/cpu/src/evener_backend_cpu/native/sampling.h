@@ -1,5 +1,5 @@
-// One id a row, as the reference `sample` gives it, without sorting the vocabulary: what a filter can keep lies within some distance
-// of the largest score, so only those few are sorted.
+// One id for each row, equal to the reference `sample`, without sorting the vocabulary: scores that a filter can keep are within some
+// distance of the largest, so only those few are sorted.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -55,18 +55,18 @@ struct Sampler {
   std::vector<Candidate> kept;
 
   // Scores of a row, the first id of the largest and the largest itself. The tail of the last vector is -inf.
-  template <class T> float fill(const T* x, float heat, int32_t* best) {
+  template <class T> float fill(const T* x, float temperature, int32_t* best) {
     score.resize((n + 15) / 16 * 16);
     v16 most = splat(-INFINITY);
     long i = 0;
     for (; i + 16 <= n; i += 16) {
-      v16 v = load(x + i) / heat;
+      v16 v = load(x + i) / temperature;
       store(&score[i], v);
       most = vmax(v, most);
     }
     float top = max16(most);
     for (; i < n; i++) {
-      score[i] = wide(x[i]) / heat;
+      score[i] = wide(x[i]) / temperature;
       if (score[i] > top) top = score[i];
     }
     for (; i < (long)score.size(); i++) score[i] = -INFINITY;
@@ -115,12 +115,12 @@ struct Sampler {
     return total;
   }
 
-  // As draw, among what the filters keep.
+  // As draw, among the ids that the filters keep.
   int32_t draw_filtered(uint32_t key, float top, int32_t best, long top_k, float top_p, float min_p) {
     bool few = top_k > 0 && top_k < n;
     double total = few ? 0 : mass(top);
     long count = 0;
-    // Wider until all that may stay is there; what is beyond a filter's bound never comes back.
+    // Widen the distance until all ids that may stay are included; ids beyond a filter's bound stay out.
     for (float reach = 4.f;; reach *= 1.5f) {
       bool all = reach > 1000.f;
       gather(all ? -INFINITY : top - reach);
@@ -165,12 +165,12 @@ struct Sampler {
 };
 
 template <class T>
-static void sample_row(Sampler& s, const T* x, float heat, long top_k, float top_p, float min_p, int32_t seed, int32_t position, int32_t* id) {
+static void sample_row(Sampler& s, const T* x, float temperature, long top_k, float top_p, float min_p, int32_t seed, int32_t position, int32_t* id) {
   int32_t best;
-  bool cold = heat <= 0.f;
-  float top = s.fill(x, cold ? 1.f : heat, &best);
+  bool is_greedy = temperature <= 0.f;
+  float top = s.fill(x, is_greedy ? 1.f : temperature, &best);
   *id = best;
-  if (cold || top == -INFINITY) return;
+  if (is_greedy || top == -INFINITY) return;
   uint32_t key = hash32(hash32((uint32_t)seed) + (uint32_t)position * 0x9e3779b9u);
   bool filtered = top_k > 0 || top_p < 1.f || min_p > 0.f;
   *id = filtered ? s.draw_filtered(key, top, best, top_k, top_p, min_p) : s.draw(key);

@@ -1,4 +1,4 @@
-// Sixteen float32 lanes, on any instruction set: GCC's and clang's vector types, with AVX-512 where the compiler may use it.
+// Sixteen float32 lanes on any instruction set: vector types of GCC and clang, with AVX-512 if the compiler may use it.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -60,7 +60,7 @@ INLINE void store(bf16* p, v16 x) {
   *(h16u*)p = (h16u)__builtin_convertvector(r, h16);
 #endif
 }
-// What a store and a load would give.
+// The value after a store and a load in T.
 template <class T> INLINE v16 rounded(v16 x) {
   if (sizeof(T) == 4) return x;
   T tmp[16];
@@ -92,7 +92,7 @@ INLINE float max16(v16 a) {
 #endif
 }
 
-// e^x to about 1 unit in the last place; exactly 0 below -87.3, where masked scores lie.
+// e^x to about 1 unit in the last place; exactly 0 below -87.3, as for masked scores.
 INLINE v16 vexp(v16 x) {
   const v16 lo = splat(-87.3f), hi = splat(88.7f);
   v16 y = pick(x < lo, lo, pick(x > hi, hi, x));
@@ -113,7 +113,7 @@ INLINE float exp1(float x) { return vexp(splat(x))[0]; }
 INLINE v16 vtanh(v16 x) { return 1.f - 2.f / (vexp(x * 2.f) + 1.f); }
 
 // One 64-byte load of T and the product of two of them added to 16 partial sums. Every product of two rows goes through these in
-// the same order, whatever the tile, so a result does not depend on its company.
+// the same order, whatever the tile, so a result does not depend on other rows.
 template <class T> struct Lanes;
 template <> struct Lanes<float> {
   static constexpr int step = 16;

@@ -1,15 +1,15 @@
-"""Attention over pages: one query token a request, split over its keys; and any mix of query lengths.
+"""Paged attention: decode with one query token for each request, split over its keys; and any mix of query lengths.
 
-A page of one layer holds ``[kv_heads, PAGE, D]`` keys and ``[kv_heads, PAGE, DV]`` values. The heads that share a key
-head are rows of one matrix product. The softmax runs online in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022);
-splits are merged by the last of them (Dao et al. 2023).
+A page of one layer holds ``[kv_heads, PAGE, D]`` keys and ``[kv_heads, PAGE, DV]`` values. The query heads that share a
+key head are rows of one matrix product. The softmax runs online in base 2 (Milakov and Gimelshein 2018; Dao et al.
+2022); splits are merged by the last program to finish (Dao et al. 2023).
 """
 
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.arrival import last_to_come
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.arrival import is_last_program
+from evener_kernels_triton.jit.launch import fast_launch
 
 
 @triton.jit
@@ -18,8 +18,8 @@ def _tile(
     PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, CAP: tl.constexpr,
     SLOPES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys at positions ``at`` [N]: the running maximum, sum and product after it. ``slope`` and
-    ``position``: of the queries, [M, 1] or one for all."""
+    """Update the running maximum, sum and product with one tile of keys at positions ``at`` [N]. ``slope`` and
+    ``position`` are those of the queries, [M, 1] or one for all."""
     page = tl.load(row_table + at // PAGE, mask=valid, other=0).to(tl.int64)
     line = head * PAGE + at % PAGE
     d = tl.arange(0, DP)
@@ -30,17 +30,17 @@ def _tile(
     v = tl.load(v_at, mask=valid[:, None] & (dv < DV)[None, :], other=0.0)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if CAP:
-        # Scores and cap are both in units of base 2, so the tangent's argument has none.
+        # Scores and cap are both scaled for base 2, so the factor cancels in the argument of tanh.
         s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)
     if SLOPES:
         s -= slope * (position - at[None, :])
     if MASKED:
         s = tl.where(mask, s, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
-    fade = tl.exp2(m - new)
+    alpha = tl.exp2(m - new)
     p = tl.exp2(s - new[:, None])
-    mass = mass * fade + tl.sum(p, 1)
-    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    mass = mass * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return new, mass, acc
 
 
@@ -58,7 +58,7 @@ def _first(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
 
 @triton.jit
 def _slope(slopes, heads, real, SLOPES: tl.constexpr):
-    """What a score of each head loses per token of distance, [M, 1], in base 2."""
+    """ALiBi slopes [M, 1]: what each head's score loses per token of distance, in base 2."""
     slope = 0.0
     if SLOPES:
         slope = tl.load(slopes + heads, mask=real, other=0.0)[:, None] * 1.4426950408889634
@@ -66,24 +66,24 @@ def _slope(slopes, heads, real, SLOPES: tl.constexpr):
 
 
 @triton.jit
-def _span(keys, splits, N: tl.constexpr, LEAST: tl.constexpr):
-    """Keys of a split: whole tiles, at least LEAST of them."""
-    return tl.maximum(tl.cdiv(tl.cdiv(keys, N), splits), LEAST) * N
+def _span(keys, splits, N: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Number of keys in a split: whole tiles, at least MIN_TILES."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, N), splits), MIN_TILES) * N
 
 
-@launched
+@fast_launch
 @triton.jit
 def decode_kernel(
     query, keys, values, table, kv_lens, sinks, slopes, out, parts, stats, arrived,
     q_row, q_head, table_row, key_page, value_page, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
+    DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, tile of the heads of one key head, split). A split has LEAST tiles or more, so short requests
-    are not cut: then the first program has the result, and nothing is left to merge. Otherwise each leaves its sums in
-    ``parts`` and ``stats``, and the last to come weights them by their maxima."""
+    """Program (request, tile of the heads of one key head, split). A split has at least MIN_TILES tiles, so short
+    requests are not split: the first program then has the result. Otherwise each program stores its sums in ``parts``
+    and ``stats``, and the last one merges them."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -95,7 +95,7 @@ def decode_kernel(
     length = tl.load(kv_lens + row)
     first = _first(length - 1, WINDOW, CHUNKED)
     start = first // N * N
-    span = _span(length - start, SPLITS, N, LEAST)
+    span = _span(length - start, SPLITS, N, MIN_TILES)
     low = start + split * span
     high = tl.minimum(low + span, length)
     d = tl.arange(0, DP)
@@ -118,7 +118,7 @@ def decode_kernel(
             q, m, mass, acc, at, valid, table + row * table_row, keys, values, key_page, value_page, head, scale, cap,
             slope, length - 1, valid[None, :], PAGE, D, DV, DP, DVP, CAP, SLOPES, True, PRECISION,
         )  # fmt: skip
-    # Dependents that came earlier would take the place of programs that still read.
+    # Dependents that start earlier would occupy units that this launch still needs.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     finish = split == 0
@@ -133,7 +133,7 @@ def decode_kernel(
                 )
                 tl.store(stats + (cell + split) * 2, m, mask=real)
                 tl.store(stats + (cell + split) * 2 + 1, mass, mask=real)
-                finish = last_to_come(arrived, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used)
+                finish = is_last_program(arrived, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used)
             if finish:
                 m, mass, acc = _merged(parts, stats, cell, used, real, dv, SPLITS, DV, DVP, M)
     if finish:
@@ -151,7 +151,7 @@ def _merged(
     parts, stats, cell, used, real, dv,
     SPLITS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and product of the splits together. Stores of other programs are read past the nearest cache."""
+    """Merge maximum, sum and product of the splits. Loads bypass the L1 cache to see the stores of other programs."""
     best = tl.full([M], -1e30, tl.float32)
     for s in tl.static_range(SPLITS):
         live = real & (tl.full([M], s, tl.int32) < used)
@@ -169,7 +169,7 @@ def _merged(
     return best, mass, acc
 
 
-@launched
+@fast_launch
 @triton.jit
 def mixed_kernel(
     query, keys, values, table, query_start, kv_lens, sinks, slopes, out,
@@ -178,9 +178,9 @@ def mixed_kernel(
     CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
     DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, key head). Tiles are numbered through all requests: request ``r`` has those from
-    ``query_start[r] // TOKENS + r`` on, at least as many as it needs, so that the grid follows from the token count and
-    nobody has to list the tiles.
+    """Program (tile of queries, key head). Tiles are numbered over all requests: those of request ``r`` start at
+    ``query_start[r] // TOKENS + r`` and are at least as many as it needs. So the grid depends on the token count only,
+    and no list of tiles is needed.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = M // GROUP
@@ -220,7 +220,7 @@ def mixed_kernel(
         mass = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
         row_table = table + row.to(tl.int64) * table_row
-        # Tiles that every query of this program sees whole need no mask.
+        # Tiles that are visible to every query of this program need no mask.
         whole = start if WINDOW > 0 else (front + 1) // N * N
         for n in range(start, whole, N):
             at = n + tl.arange(0, N)
@@ -243,5 +243,5 @@ def mixed_kernel(
             mass = mass * tl.exp2(m - new) + tl.exp2(sink - new)
             acc = acc * tl.exp2(m - new)[:, None]
         at = (token * HEADS + heads)[:, None] * DV + dv[None, :]
-        mass = tl.where(mass > 0, mass, 1.0)  # lines that are not real may have seen nothing
+        mass = tl.where(mass > 0, mass, 1.0)  # padding lines may have seen no key
         tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])

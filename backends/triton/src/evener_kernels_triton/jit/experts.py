@@ -1,17 +1,17 @@
-"""Products with matrices of a stack: many tokens or a few, sorted by matrix; and one token, whose choice is made on the
-way."""
+"""Products with matrices of a stack: many tokens or a few, sorted by matrix; and one token, with its routing in the
+same launch."""
 
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.routing import chosen
 from evener_kernels_triton.jit.rows import activate
 
 
 @triton.jit
 def gated(gate, up, alpha, limit, ACT: tl.constexpr):
-    """What stands between the two products of an expert, in float32; ``act_and_mul`` says what the names mean."""
+    """The activation between the two products of an expert, in float32; ``act_and_mul`` explains the names."""
     if ACT == "clamped_swiglu":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
@@ -30,31 +30,31 @@ def _weights(own, row, c, columns, EVEN: tl.constexpr):
 
 @triton.jit
 def _rows_of(at, there, c, columns, EVEN: tl.constexpr):
-    """Columns ``c`` of the rows at ``at`` that there are."""
+    """Columns ``c`` of the rows at ``at``; rows that do not exist are masked."""
     mask = there[:, None] if EVEN else there[:, None] & (c < columns)[None, :]
     return tl.load(at + c[None, :], mask=mask, other=0.0)
 
 
-@launched
+@fast_launch
 @triton.jit
-def few_kernel(
+def grouped_small_kernel(
     x, w, bias, y, slots, lists, counts, tokens, room, rows, columns, x_row, y_row, alpha, limit,
     TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, TP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y[p] = w[slots[p]] @ x[p] where a matrix has few pairs: BN rows of one matrix a program, BM pairs at a time;
-    SHARE: x has one row for the TOP pairs of a token. ACT: matrices have 2 * rows rows, of which ``gated`` makes one.
-    TP: if not 0, there are at most BM tokens, TP is at least TOP, and each program looks through them for its own.
+    """y[p] = w[slots[p]] @ x[p] for few pairs per matrix: a program takes BN rows of one matrix, BM pairs at a time.
+    SHARE: x has one row for the TOP pairs of a token. ACT: matrices have 2 * rows rows, which ``gated`` combines.
+    TP: if not 0, there are at most BM tokens, TP is at least TOP, and each program searches them for its own pairs.
 
-    The weights are the left side of the product: matrix units take 64 rows there, and few on the right.
+    The weights are the left operand: matrix units take 64 rows on the left, and few on the right.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     across = tl.cdiv(rows, BN)
     matrix = tl.program_id(0) // across
     n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
-    # Rows past the end are read from the start again, and not stored: loads without a mask are copied faster.
+    # Rows past the end wrap around and are not stored: loads without a mask are copied faster.
     inside = n < rows
     safe = tl.where(inside, n, 0)
     gate_row = safe * 2 if ACT == "clamped_swiglu" else safe
@@ -98,23 +98,23 @@ def few_kernel(
             acc = gated(acc, high, alpha, limit, ACT)
         at = y + pair.to(tl.int64)[None, :] * y_row + n[:, None]
         tl.store(at, acc.to(y.dtype.element_ty), mask=there[None, :] & inside[:, None])
-    # Dependents that came earlier would take the place of programs that still read.
+    # Dependents that start earlier would occupy units that this launch still needs.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@launched
+@fast_launch
 @triton.jit
-def many_kernel(
+def grouped_large_kernel(
     x, w, bias, y, lists, counts, experts, room, rows, columns, x_row, y_row, alpha, limit,
     TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The same where matrices have many pairs: BM of them and BN rows a program. Tiles are numbered through all lists;
-    there are programs for as many as there may be.
+    """The same for many pairs per matrix: BM pairs and BN rows for each program. Tiles are numbered over all lists; the
+    grid has the largest number of tiles that is possible.
 
-    With ACT, gate and up rows alternate in one tile: one wide product, whose neighbouring columns one thread holds.
+    With ACT, gate and up rows alternate in one tile: one wide product, in which one thread holds neighbouring columns.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -159,15 +159,15 @@ def many_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@launched
+@fast_launch
 @triton.jit
 def mix_kernel(
     x, weights, slots, extra, gate, y, hidden, x_row, x_each, extra_row,
     SOME: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y[t] = Σ_k weights[t, k] * x[t, k] in float32, BLOCK columns of one token a program. SOME: without those
-    that have no slot. ADD: + extra[t]; GATE: that times sigmoid(gate[t])."""
+    """y[t] = Σ_k weights[t, k] * x[t, k] in float32, BLOCK columns of one token a program. SOME: pairs without a
+    slot are left out. ADD: + extra[t]; GATE: that times sigmoid(gate[t])."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -190,18 +190,18 @@ def mix_kernel(
     tl.store(y + token * hidden + at, r.to(y.dtype.element_ty), mask=inside)
 
 
-@launched
+@fast_launch
 @triton.jit
-def lone_up_kernel(
+def single_token_up_kernel(
     logits, correction, slots, x, gain, w, bias, y, most, rows, columns, scale, eps, offset, alpha, limit,
     BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """One token: y[k] = gated(w[slot of choice k] @ norm(x)). Program (k, first rows) goes on through the rows of its
-    matrix and makes x once; each program chooses by itself, which is cheaper than a launch.
+    """One token: y[k] = gated(w[slot of choice k] @ norm(x)). Program (k, first rows) loops over the rows of its matrix
+    and computes norm(x) once; each program does the routing itself, which is cheaper than a launch.
 
-    The next kernel may start when this one has waited: it reads ``logits`` before it waits itself.
+    The next kernel may start after this one has waited: it reads ``logits`` before it waits.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -257,7 +257,7 @@ def lone_up_kernel(
 
 
 @triton.jit
-def _falling(w, n, slot, hidden, inner, c):
+def _load_down_weights(w, n, slot, hidden, inner, c):
     """Weights [BN, TP, BK] of output rows ``n``, matrices ``slot`` and columns ``c``."""
     own = slot.to(tl.int64) * hidden * inner
     at = own[None, :, None] + (n * inner)[:, None, None] + c[None, None, :]
@@ -266,24 +266,24 @@ def _falling(w, n, slot, hidden, inner, c):
 
 
 @triton.jit
-def _taken_in(acc, a, x, k, c, inner, TOP: tl.constexpr):
-    """The sums after columns ``c``, whose weights are ``a``."""
+def _accumulate(acc, a, x, k, c, inner, TOP: tl.constexpr):
+    """Add columns ``c``, whose weights are ``a``, to the sums."""
     b = tl.load(x + k[:, None] * inner + c[None, :], mask=(k < TOP)[:, None] & (c < inner)[None, :], other=0.0)
     return acc + a.to(tl.float32) * b.to(tl.float32)[None, :, :]
 
 
-@launched
+@fast_launch
 @triton.jit
-def lone_down_kernel(
+def single_token_down_kernel(
     logits, correction, slots, x, w, bias, extra, gate, y, most, hidden, inner, scale,
     BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, TP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """One token: y = Σ_k weight of choice k * (w[its slot] @ x[k]), BN rows of all matrices a program; extra and gate
-    as in ``mix_kernel``. The first AHEAD (1 to 3) tiles of columns are under way before the kernel waits: the kernel
-    before has waited for ``logits``."""
+    """One token: y = Σ_k weight of choice k * (w[its slot] @ x[k]), BN rows of all matrices for each program; extra and
+    gate as in ``mix_kernel``. The first AHEAD (1 to 3) tiles of columns are loaded before the kernel waits: the
+    previous kernel has already waited for ``logits``."""
     expert, rank, taken, weight = chosen(
         logits, 0, logits, correction, scale, 1, False, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
         RENORMALIZE, GP, EP, False,
@@ -295,22 +295,22 @@ def lone_down_kernel(
     slot = tl.load(slots + mine * most, mask=k < TOP, other=-1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BK)
-    a0 = _falling(w, n, slot, hidden, inner, c)
+    a0 = _load_down_weights(w, n, slot, hidden, inner, c)
     if AHEAD > 1:
-        a1 = _falling(w, n, slot, hidden, inner, BK + c)
+        a1 = _load_down_weights(w, n, slot, hidden, inner, BK + c)
     if AHEAD > 2:
-        a2 = _falling(w, n, slot, hidden, inner, 2 * BK + c)
+        a2 = _load_down_weights(w, n, slot, hidden, inner, 2 * BK + c)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BN, TP, BK], tl.float32)
-    acc = _taken_in(acc, a0, x, k, c, inner, TOP)
+    acc = _accumulate(acc, a0, x, k, c, inner, TOP)
     if AHEAD > 1:
-        acc = _taken_in(acc, a1, x, k, BK + c, inner, TOP)
+        acc = _accumulate(acc, a1, x, k, BK + c, inner, TOP)
     if AHEAD > 2:
-        acc = _taken_in(acc, a2, x, k, 2 * BK + c, inner, TOP)
+        acc = _accumulate(acc, a2, x, k, 2 * BK + c, inner, TOP)
     for first in range(AHEAD * BK, inner, BK):
-        acc = _taken_in(acc, _falling(w, n, slot, hidden, inner, first + c), x, k, first + c, inner, TOP)
+        acc = _accumulate(acc, _load_down_weights(w, n, slot, hidden, inner, first + c), x, k, first + c, inner, TOP)
     each = tl.sum(acc, 2)
     inside = n < hidden
     if BIAS:

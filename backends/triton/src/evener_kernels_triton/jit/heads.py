@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.launch import fast_launch
 
 
 @triton.jit
-def _turned(row, d, inside, weight, eps, offset, cos_sin, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+def _norm_and_rotate(row, d, inside, weight, eps, offset, cos_sin, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
             NORM: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """Heads [n, D] at ``row`` [n, 1], normalised and rotated, in float32. ``cos_sin`` points at the token's angles."""
     HALF: tl.constexpr = ROTARY // 2
@@ -33,30 +33,30 @@ def _turned(row, d, inside, weight, eps, offset, cos_sin, ROTARY: tl.constexpr, 
     return x * cos[None, :] + partner * sin[None, :]
 
 
-@launched
+@fast_launch
 @triton.jit
 def rotary_kernel(
     positions, x, y, cos_sin, heads, x_row, x_head, y_row, y_head,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Rotate H heads of one token a program."""
+    """Rotate heads: H heads of one token for each program."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * H + tl.arange(0, H)
     d = tl.arange(0, DP)
     inside = (head < heads)[:, None] & (d < D)[None, :]
     angles = cos_sin + tl.load(positions + token).to(tl.int64) * ROTARY
     row = x + token * x_row + head[:, None] * x_head
-    turned = _turned(row, d, inside, x, 0.0, 0.0, angles, ROTARY, INTERLEAVED, False, D)
-    tl.store(y + token * y_row + head[:, None] * y_head + d[None, :], turned.to(y.dtype.element_ty), mask=inside)
+    rotated = _norm_and_rotate(row, d, inside, x, 0.0, 0.0, angles, ROTARY, INTERLEAVED, False, D)
+    tl.store(y + token * y_row + head[:, None] * y_head + d[None, :], rotated.to(y.dtype.element_ty), mask=inside)
 
 
-@launched
+@fast_launch
 @triton.jit
 def write_kernel(
     slots, key, value, keys, values, key_row, key_head, value_row, value_head, key_page, value_page, kv_heads,
     PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Write H heads of one token a program into its slot."""
+    """Write heads into the token's slot: H heads of one token for each program."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * H + tl.arange(0, H)
     d = tl.arange(0, DP)
@@ -72,7 +72,7 @@ def write_kernel(
     tl.store(values + at, v.to(values.dtype.element_ty), mask=inside)
 
 
-@launched
+@fast_launch
 @triton.jit
 def norm_rotary_write_kernel(
     positions, slots, qkv, q_norm, k_norm, cos_sin, query, keys, values,
@@ -80,9 +80,9 @@ def norm_rotary_write_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, H: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """What follows a QKV projection: H heads of one token a program, first queries, then keys, then values.
+    """What follows a QKV projection: H heads of one token for each program; first queries, then keys, then values.
 
-    A program holds heads of one kind only, so that it loads one norm and stores to one place.
+    A program has heads of one kind only, so it loads one norm and stores to one place.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -97,10 +97,10 @@ def norm_rotary_write_kernel(
         head = tile * H + tl.arange(0, H)
         inside = (head < HEADS)[:, None] & (d < D)[None, :]
         angles = cos_sin + tl.load(positions + token).to(tl.int64) * ROTARY
-        turned = _turned(
+        rotated = _norm_and_rotate(
             row + head[:, None] * D, d, inside, q_norm, eps, offset, angles, ROTARY, INTERLEAVED, NORM, D
         )
-        tl.store(query + (token * HEADS + head[:, None]) * D + d[None, :], turned.to(query.dtype.element_ty), inside)
+        tl.store(query + (token * HEADS + head[:, None]) * D + d[None, :], rotated.to(query.dtype.element_ty), inside)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         page, place = slot // PAGE, slot % PAGE
@@ -108,11 +108,11 @@ def norm_rotary_write_kernel(
             head = (tile - Q_TILES) * H + tl.arange(0, H)
             inside = (head < KV_HEADS)[:, None] & (d < D)[None, :]
             angles = cos_sin + tl.load(positions + token).to(tl.int64) * ROTARY
-            turned = _turned(
+            rotated = _norm_and_rotate(
                 row + (HEADS + head[:, None]) * D, d, inside, k_norm, eps, offset, angles, ROTARY, INTERLEAVED, NORM, D
             )
             at = page * key_page + (head * PAGE + place)[:, None] * D + d[None, :]
-            tl.store(keys + at, turned.to(keys.dtype.element_ty), mask=inside)
+            tl.store(keys + at, rotated.to(keys.dtype.element_ty), mask=inside)
         else:
             head = (tile - Q_TILES - K_TILES) * H + tl.arange(0, H)
             inside = (head < KV_HEADS)[:, None] & (d < DV)[None, :]

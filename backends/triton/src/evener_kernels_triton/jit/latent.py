@@ -1,7 +1,8 @@
-"""Latent attention over pages, absorbed: queries in latent space, one row a token that is key and value of every head.
+"""Paged latent attention (MLA), absorbed: queries in latent space; one row for each token is key and value of every
+head.
 
-A page of one layer holds ``[PAGE, RANK + ROPE]``: the normalised latent, and behind it the rotated key. The heads are
-lines of one matrix product, which reads each row once for the scores and the values of all of them (DeepSeek-AI 2024).
+A page of one layer holds ``[PAGE, RANK + ROPE]``: the normalised latent, then the rotated key. The heads are lines of
+one matrix product, which reads each row once for the scores and the values of all heads (DeepSeek-AI 2024).
 The softmax runs online in base 2; the parts of a split request are merged by the kernel that leaves latent space.
 """
 
@@ -9,11 +10,11 @@ import triton
 import triton.language as tl
 
 from evener_kernels_triton.jit.attention import _span
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.launch import fast_launch
 
 
 @triton.jit
-def _turn(row, angles, e, inside, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _rotate(row, angles, e, inside, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Rows at ``row`` [n, 1], rotated, in float32. ``angles`` points at their token's."""
     HALF: tl.constexpr = ROPE // 2
     if INTERLEAVED:
@@ -33,12 +34,12 @@ def _turn(row, angles, e, inside, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 
 @triton.jit
-def _inward(
+def _to_latent_space(
     pid, q, w, inside, tokens, q_row, HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr,
     RANK: tl.constexpr, ROPE: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BM queries of one head into latent space, BN columns of it."""
+    """Project BM queries of one head into latent space, BN columns of it."""
     TILES: tl.constexpr = (RANK + BN - 1) // BN
     head = (pid // TILES) % HEADS
     t = (pid // (TILES * HEADS)) * BM + tl.arange(0, BM)
@@ -46,7 +47,7 @@ def _inward(
     t = t.to(tl.int64)
     n = (pid % TILES) * BN + tl.arange(0, BN)
     k = tl.arange(0, NP)
-    # A weight does not depend on the kernel before.
+    # A weight does not depend on the previous kernel, so it is loaded before the wait.
     b = tl.load(
         w + (head * (NOPE + VALUE) + k)[:, None] * RANK + n[None, :],
         mask=(k < NOPE)[:, None] & (n < RANK)[None, :], other=0.0,
@@ -62,14 +63,15 @@ def _inward(
 
 
 @triton.jit
-def _remember(
-    t, positions, slots, q, latent, gain, cos_sin, turned, rows, pages, q_row, latent_row, page, eps,
+def _write_state(
+    t, positions, slots, q, latent, gain, cos_sin, rotated, rows, pages, q_row, latent_row, page, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
     EP: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, EXPAND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the rest of one token's queries; normalise, rotate and write its state, with EXPAND also into ``rows``."""
-    # Rotated queries stand behind those in latent space, or alone.
+    """Rotate the rotary part of one token's queries; normalise, rotate and write its state, with EXPAND also to
+    ``rows``."""
+    # Rotated queries come after those in latent space, or alone.
     WIDE: tl.constexpr = ROPE if EXPAND else RANK + ROPE
     SHIFT: tl.constexpr = 0 if EXPAND else RANK
     d = tl.arange(0, RP)
@@ -83,28 +85,28 @@ def _remember(
     x = tl.load(row + d, mask=d < RANK, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * g
     to = pages + (slot // PAGE) * page + (slot % PAGE) * (RANK + ROPE)
-    # Rounded to the compute type first, as a layer whose state is narrower rounds it.
+    # Rounded to the compute dtype first, as by a layer whose state has a narrower dtype.
     x = x.to(latent.dtype.element_ty)
     tl.store(to + d, x.to(pages.dtype.element_ty), mask=d < RANK)
     if EXPAND:
         tl.store(rows + t * (RANK + ROPE) + d, x, mask=d < RANK)
     one = tl.arange(0, 1)[:, None]
     mask = (one == 0) & (e < ROPE)[None, :]
-    key = _turn(row + RANK + one, angles, e, mask, ROPE, INTERLEAVED).to(latent.dtype.element_ty)
+    key = _rotate(row + RANK + one, angles, e, mask, ROPE, INTERLEAVED).to(latent.dtype.element_ty)
     tl.store(to + RANK + e[None, :] + one, key.to(pages.dtype.element_ty), mask=mask)
     if EXPAND:
         tl.store(rows + t * (RANK + ROPE) + RANK + e[None, :] + one, key, mask=mask)
     for first in range(0, HEADS, HP):
         heads = first + tl.arange(0, HP)[:, None]
         real = (heads < HEADS) & (e < ROPE)[None, :]
-        rest = _turn(q + t * q_row + heads * (NOPE + ROPE) + NOPE, angles, e, real, ROPE, INTERLEAVED)
-        at = turned + (t * HEADS + heads) * WIDE + SHIFT + e[None, :]
-        tl.store(at, rest.to(turned.dtype.element_ty), mask=real)
+        rest = _rotate(q + t * q_row + heads * (NOPE + ROPE) + NOPE, angles, e, real, ROPE, INTERLEAVED)
+        at = rotated + (t * HEADS + heads) * WIDE + SHIFT + e[None, :]
+        tl.store(at, rest.to(rotated.dtype.element_ty), mask=real)
 
 
-@launched
+@fast_launch
 @triton.jit
-def latent_enter_kernel(
+def latent_query_kernel(
     positions, slots, q, w, latent, gain, cos_sin, inside, rows, pages,
     tokens, products, q_row, latent_row, page, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
@@ -112,8 +114,8 @@ def latent_enter_kernel(
     INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPAND: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """What follows the projections: the first ``products`` programs bring queries into latent space, the others take a
-    token each: rotations, and the write of its state.
+    """What follows the projections: the first ``products`` programs project queries into latent space; each other
+    program rotates one token and writes its state.
 
     ``q`` [T, HEADS * (NOPE + ROPE)]; ``w`` [HEADS * (NOPE + VALUE), RANK]; ``latent`` [T, RANK + ROPE]; ``inside`` [T,
     HEADS, RANK + ROPE]. EXPAND: there are no products, ``inside`` is [T, HEADS, ROPE], and ``rows`` [T, RANK + ROPE]
@@ -123,21 +125,23 @@ def latent_enter_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if pid < products:
-        _inward(pid, q, w, inside, tokens, q_row, HEADS, NOPE, VALUE, RANK, ROPE, NP, BM, BN, PRECISION, OVERLAP)
+        _to_latent_space(
+            pid, q, w, inside, tokens, q_row, HEADS, NOPE, VALUE, RANK, ROPE, NP, BM, BN, PRECISION, OVERLAP
+        )
     else:
-        _remember(
+        _write_state(
             (pid - products).to(tl.int64), positions, slots, q, latent, gain, cos_sin, inside, rows, pages, q_row,
             latent_row, page, eps, HEADS, NOPE, RANK, ROPE, RP, EP, HP, PAGE, INTERLEAVED, EXPAND, OVERLAP,
         )  # fmt: skip
 
 
-@launched
+@fast_launch
 @triton.jit
 def latent_write_kernel(
     slots, latent, rope, pages, latent_row, rope_row, page,
     RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Write one token a program into its slot."""
+    """Write one token for each program into its slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     to = pages + (slot // PAGE) * page + (slot % PAGE) * (RANK + ROPE)
@@ -151,14 +155,14 @@ def latent_write_kernel(
 
 @triton.jit
 def _pages(row_table, at, valid, PAGE: tl.constexpr):
-    """Page numbers of the tokens at positions ``at``; loaded a step before the pages are, so that none waits for it."""
+    """Page numbers of the tokens at positions ``at``; loaded one step before the pages, to hide the latency."""
     return tl.load(row_table + at // PAGE, mask=valid, other=0).to(tl.int64)
 
 
 @triton.jit
 def _state(pages, places, at, valid, page, dtype: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr,
            ROPE: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr):  # fmt: skip
-    """Latents [N, RP] and rotated keys [N, EP] of the tokens at positions ``at``, which lie in pages ``places``."""
+    """Latents [N, RP] and rotated keys [N, EP] of the tokens at positions ``at``, in pages ``places``."""
     line = pages + (places * page + (at % PAGE) * (RANK + ROPE))[:, None]
     d = tl.arange(0, RP)
     e = tl.arange(0, EP)
@@ -169,25 +173,25 @@ def _state(pages, places, at, valid, page, dtype: tl.constexpr, PAGE: tl.constex
 
 @triton.jit
 def _step(qc, qr, c, r, seen, m, mass, acc, scale, PRECISION: tl.constexpr):
-    """The running maximum, sum and product after the rows ``c`` and ``r``, of which each line sees ``seen``."""
+    """Update the running maximum, sum and product with the rows ``c`` and ``r``; ``seen``: the mask of each line."""
     s = tl.dot(qc, tl.trans(c), input_precision=PRECISION)
     s = tl.dot(qr, tl.trans(r), s, input_precision=PRECISION) * scale
     s = tl.where(seen, s, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
-    fade = tl.exp2(m - new)
+    alpha = tl.exp2(m - new)
     p = tl.exp2(s - new[:, None])
-    mass = mass * fade + tl.sum(p, 1)
-    acc = acc * fade[:, None] + tl.dot(p.to(c.dtype), c, input_precision=PRECISION)
+    mass = mass * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(c.dtype), c, input_precision=PRECISION)
     return new, mass, acc
 
 
-@launched
+@fast_launch
 @triton.jit
 def latent_decode_kernel(
     query, pages, table, kv_lens, out, parts, stats,
     q_row, q_head, table_row, page, splits, scale,
     HEADS: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
-    EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
+    EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of heads, request, split)."""
@@ -197,7 +201,7 @@ def latent_decode_kernel(
     heads = tl.program_id(0) * M + tl.arange(0, M)
     split = tl.program_id(2)
     length = tl.load(kv_lens + row)
-    span = _span(length, splits, N, LEAST)
+    span = _span(length, splits, N, MIN_TILES)
     low = split * span
     high = tl.minimum(low + span, length)
     d = tl.arange(0, RP)
@@ -219,7 +223,7 @@ def latent_decode_kernel(
         c, r = _state(pages, places, at, valid, page, dtype, PAGE, RANK, ROPE, RP, EP)
         places = _pages(row_table, at + N, at + N < high, PAGE)
         m, mass, acc = _step(qc, qr, c, r, valid[None, :], m, mass, acc, scale, PRECISION)
-    # Programs that came earlier would take the place of those that still read.
+    # Dependents that start earlier would occupy units that this launch still needs.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
@@ -233,7 +237,7 @@ def latent_decode_kernel(
         tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@launched
+@fast_launch
 @triton.jit
 def latent_mixed_kernel(
     query, pages, table, query_start, kv_lens, out,
@@ -284,25 +288,25 @@ def latent_mixed_kernel(
             seen = at[None, :] <= position[:, None]
             m, mass, acc = _step(qc, qr, c, r, seen, m, mass, acc, scale, PRECISION)
         at = (token * HEADS + heads)[:, None] * RANK + d[None, :]
-        mass = tl.where(mass > 0, mass, 1.0)  # lines that are not real may have seen nothing
+        mass = tl.where(mass > 0, mass, 1.0)  # padding lines may have seen no key
         y = (acc / mass[:, None]).to(out.dtype.element_ty)
         tl.store(out + at, y, mask=real[:, None] & (d < RANK)[None, :])
 
 
-@launched
+@fast_launch
 @triton.jit
 def latent_merge_kernel(
     parts, stats, kv_lens, out, splits,
-    HEADS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, S: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr,
+    S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, head): the splits' sums, weighted by their maxima. S >= splits."""
+    """Merge the splits' sums. Program (request, head). S >= splits."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(kv_lens + row)
-    live = tl.arange(0, S) < tl.cdiv(length, _span(length, splits, N, LEAST))
+    live = tl.arange(0, S) < tl.cdiv(length, _span(length, splits, N, MIN_TILES))
     d = tl.arange(0, RP)
     cell = (row * HEADS + tl.program_id(1)) * splits + tl.arange(0, S)
     m = tl.load(stats + cell * 2, mask=live, other=-1e30)
@@ -314,16 +318,16 @@ def latent_merge_kernel(
     tl.store(to + d, y.to(out.dtype.element_ty), mask=d < RANK)
 
 
-@launched
+@fast_launch
 @triton.jit
-def latent_leave_kernel(
+def latent_value_kernel(
     x, parts, stats, kv_lens, w, y, tokens, splits,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, S: tl.constexpr,
+    BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr, S: tl.constexpr,
     MERGE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Out of latent space: program (tile of BV values of one head, BM tokens). MERGE: ``x`` [T, HEADS, RANK] is what
-    the parts of S >= ``splits`` splits make; ``y`` [T, HEADS, VALUE]."""
+    """From latent space to values: program (tile of BV values of one head, BM tokens). ``x`` [T, HEADS, RANK]; with
+    MERGE it is computed from the parts of S >= ``splits`` splits. ``y`` [T, HEADS, VALUE]."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -337,13 +341,13 @@ def latent_leave_kernel(
     if MERGE:
         length = tl.load(kv_lens + t, mask=there, other=1)
         s = tl.arange(0, S)
-        live = there[:, None] & (s[None, :] < tl.cdiv(length, _span(length, splits, N, LEAST))[:, None])
+        live = there[:, None] & (s[None, :] < tl.cdiv(length, _span(length, splits, N, MIN_TILES))[:, None])
         part = cell[:, None] * splits + s[None, :]
         m = tl.load(stats + part * 2, mask=live, other=-1e30)
         mass = tl.load(stats + part * 2 + 1, mask=live, other=0.0)
         weight = tl.exp2(m - tl.max(m, 1)[:, None])
         weight = weight / tl.sum(mass * weight, 1)[:, None]
-        weight = tl.where(live, weight, 0.0)  # lines that are not real have no mass
+        weight = tl.where(live, weight, 0.0)  # padding lines have a sum of 0
     acc = tl.zeros([BM, BV], tl.float32)
     for k in range(0, RP, BK):
         d = k + tl.arange(0, BK)
@@ -353,9 +357,7 @@ def latent_leave_kernel(
             pieces = tl.load(at, mask=live[:, :, None] & (d < RANK)[None, None, :], other=0.0)
             a = tl.sum(pieces * weight[:, :, None], 1).to(b.dtype)
         else:
-            a = tl.load(
-                x + cell[:, None] * RANK + d[None, :], mask=there[:, None] & (d < RANK)[None, :], other=0.0
-            )
+            a = tl.load(x + cell[:, None] * RANK + d[None, :], mask=there[:, None] & (d < RANK)[None, :], other=0.0)
         if BM == 1:
             acc += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[None, :]
         else:
@@ -363,13 +365,14 @@ def latent_leave_kernel(
     to = y + cell[:, None] * VALUE + v[None, :]
     tl.store(to, acc.to(y.dtype.element_ty), mask=there[:, None] & (v < VALUE)[None, :])
 
+
 @triton.jit
-def _prompt_tile(
+def _prefill_tile(
     qn, qr, m, mass, acc, at, inside, position, keys, rope, kv_row, rope_row, scale, NOPE: tl.constexpr,
     VALUE: tl.constexpr, ROPE: tl.constexpr, NP: tl.constexpr, VP: tl.constexpr, EP: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum and product after keys and values of the tokens at positions ``at``."""
+    """Update the running maximum, sum and product with keys and values of the tokens at positions ``at``."""
     k = tl.arange(0, NP)
     v = tl.arange(0, VP)
     e = tl.arange(0, EP)
@@ -384,25 +387,25 @@ def _prompt_tile(
     if MASKED:
         s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
-    fade = tl.exp2(m - new)
+    alpha = tl.exp2(m - new)
     p = tl.exp2(s - new[:, None])
-    mass = mass * fade + tl.sum(p, 1)
-    acc = acc * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
+    mass = mass * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
     return new, mass, acc
 
 
-@launched
+@fast_launch
 @triton.jit
-def latent_prompt_kernel(
-    q, turned, kv, rope, query_start, out, q_row, kv_row, rope_row, requests, scale,
+def latent_prefill_kernel(
+    q, rotated, kv, rope, query_start, out, q_row, kv_row, rope_row, requests, scale,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr, NP: tl.constexpr,
     VP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Whole prompts, whose keys and values were expanded: program (tile of M queries, head), numbered as in
+    """Whole prompts, with expanded keys and values: program (tile of M queries, head), numbered as in
     ``mixed_kernel``.
 
-    ``q`` [T, HEADS * (NOPE + ROPE)], of which ``turned`` [T, HEADS, ROPE] is the rotated rest; ``kv`` [T, HEADS * (NOPE
-    + VALUE)]; ``rope`` [T, ROPE]; ``out`` [T, HEADS, VALUE].
+    ``q`` [T, HEADS * (NOPE + ROPE)], of which ``rotated`` [T, HEADS, ROPE] is the rotated part; ``kv`` [T, HEADS *
+    (NOPE + VALUE)]; ``rope`` [T, ROPE]; ``out`` [T, HEADS, VALUE].
     """
     number = tl.program_id(0)
     head = tl.program_id(1)
@@ -429,7 +432,7 @@ def latent_prompt_kernel(
             other=0.0,
         )  # fmt: skip
         qr = tl.load(
-            turned + (token * HEADS + head)[:, None] * ROPE + e[None, :], mask=real[:, None] & (e < ROPE)[None, :],
+            rotated + (token * HEADS + head)[:, None] * ROPE + e[None, :], mask=real[:, None] & (e < ROPE)[None, :],
             other=0.0,
         )  # fmt: skip
         keys = kv + begin.to(tl.int64) * kv_row + head * (NOPE + VALUE)
@@ -437,17 +440,17 @@ def latent_prompt_kernel(
         m = tl.full([M], -1e30, tl.float32)
         mass = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, VP], tl.float32)
-        # Tiles that every query of this program sees whole need no mask.
+        # Tiles that are visible to every query of this program need no mask.
         whole = (first + 1) // N * N
         for n in range(0, whole, N):
             at = n + tl.arange(0, N)
-            m, mass, acc = _prompt_tile(
+            m, mass, acc = _prefill_tile(
                 qn, qr, m, mass, acc, at, at < count, position, keys, ropes, kv_row, rope_row, scale, NOPE, VALUE,
                 ROPE, NP, VP, EP, False, PRECISION,
             )  # fmt: skip
         for n in range(whole, tl.minimum(first + M, count), N):
             at = n + tl.arange(0, N)
-            m, mass, acc = _prompt_tile(
+            m, mass, acc = _prefill_tile(
                 qn, qr, m, mass, acc, at, at < count, position, keys, ropes, kv_row, rope_row, scale, NOPE, VALUE,
                 ROPE, NP, VP, EP, True, PRECISION,
             )  # fmt: skip

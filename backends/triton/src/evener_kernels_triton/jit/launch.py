@@ -1,15 +1,15 @@
-"""Launches that cost the host little.
+"""Kernel launches with little host time.
 
-At each launch Triton works out which compiled kernel the arguments need, asks the driver about each pointer and
-prepares what a profiler would like to know; where steps are not captured, that is most of a small step. A ``Launched``
-kernel asks Triton once for each kind of call, and later hands addresses to the compiled kernel. A ``Prepared`` one has
-been told what stays the same from call to call, and looks at the rest alone.
+At each launch Triton finds the compiled kernel for the arguments, asks the driver about each pointer and prepares data
+for profilers. Without graph capture that is most of a small step. A ``FastLaunchFunction`` asks Triton once for each
+kind of call, and then passes addresses to the compiled kernel. A ``PreparedLaunch`` is given the arguments that never
+change, and looks only at the others.
 
-Calls are of one kind if nothing differs that Triton's rules (``native_specialize_impl``) look at: the device, the types
-of all values, the values of constants and options, each tensor's dtype and its address modulo 16, and of each integer
-whether it is 1 or a multiple of 16 and which of int32, int64 and uint64 holds it. Triton is asked each time where more
-could matter: backends with rules of their own, tensors elsewhere, other types, debugging, hooks. It is not asked again
-when a kernel's globals or compiler settings change between calls of one kind.
+Two calls are of one kind if nothing differs that Triton specializes on (``native_specialize_impl``): the device, the
+types of all values, the values of constants and options, each tensor's dtype and its address modulo 16, and of each
+integer whether it is 1 or a multiple of 16 and which of int32, int64 and uint64 holds it. Triton is asked at every
+launch if more could matter: backends with their own rules, tensors on another device, other types, debugging, hooks. It
+is not asked again when a kernel's globals or compiler settings change between calls of one kind.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NOTHING: Mapping[str, Any] = {}
 #: Types of constants and options: equal values of the same type are the same to a kernel.
 _PLAIN = (bool, int, float, str, NoneType)
-#: What torch's function asks of the device, once it has been opened: whoever has launched a kernel has opened it.
-_OPENED: dict[Any, Callable[[], int]] = {
+#: Skips the lazy initialization in torch's own function: a device that launched a kernel is initialized.
+_RAW_DEVICE_GETTERS: dict[Any, Callable[[], int]] = {
     torch.cuda.current_device: getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 }
 
 
-class Launched(JITFunction):  # type: ignore[misc]
-    """``kernel[grid](…)`` launches as Triton does; all else is what ``triton.jit`` made."""
+class FastLaunchFunction(JITFunction):  # type: ignore[misc]
+    """``kernel[grid](…)`` launches as Triton does; everything else comes from ``triton.jit``."""
 
-    #: By form, which is the types of the values in the order written and the keywords: how values are read, and by kind
+    #: By form (the types of the positional values, and the keywords): how values are read, and by kind
     #: the compiled kernel with its launcher, function and packed metadata.
     _forms: dict[tuple[Any, ...], tuple[Callable[..., tuple[Any, Any]], dict[Any, tuple[Any, ...]]]]
 
@@ -49,7 +49,7 @@ class Launched(JITFunction):  # type: ignore[misc]
         return partial(self._launch, grid)
 
     def _launch(self, grid: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if type(grid) is not tuple or self.pre_run_hooks or _watched():
+        if type(grid) is not tuple or self.pre_run_hooks or _has_launch_hooks():
             return self.run(*args, grid=grid, warmup=False, **kwargs)
         values = (*args, *kwargs.values())
         written = (tuple(map(type, values)), *kwargs)
@@ -68,17 +68,17 @@ class Launched(JITFunction):  # type: ignore[misc]
         kernel = self.run(*args, grid=grid, warmup=False, **kwargs)
         if type(kernel) is CompiledKernel:
             if form is None:
-                form = self._forms[written] = (_reader(self, args, kwargs), {})
+                form = self._forms[written] = (_make_reader(self, args, kwargs), {})
             kind, _ = form[0](driver.active.get_current_device(), *values)
             if kind is not None:
                 form[1][kind] = (kernel, kernel.run, kernel.function, kernel.packed_metadata)
         return kernel
 
 
-class Prepared:
-    """A kernel with the values that do not change, by name: constants, options, sizes. A call ``(grid, *rest)`` has
-    three numbers of programs, and what is left of the parameters by position, tensors and what varies. It launches
-    what ``kernel[grid](*rest, **fixed)`` does, which it asks for each kind of ``rest`` once.
+class PreparedLaunch:
+    """A kernel with its fixed arguments, by name: constants, options, sizes. A call ``(grid, *rest)`` has the three
+    numbers of programs and the other arguments by position. It launches the same as ``kernel[grid](*rest, **fixed)``,
+    which it calls once for each kind of ``rest``.
     """
 
     def __init__(self, kernel: Any, **fixed: Any) -> None:
@@ -89,10 +89,10 @@ class Prepared:
         self._known: dict[Any, tuple[Any, ...]] = {}
 
     def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
-        if tuple(map(type, values)) == self._types and not (self._kernel.pre_run_hooks or _watched()):
+        if tuple(map(type, values)) == self._types and not (self._kernel.pre_run_hooks or _has_launch_hooks()):
             active = driver.active
             ask = active.get_current_device
-            device = _OPENED.get(ask, ask)()
+            device = _RAW_DEVICE_GETTERS.get(ask, ask)()
             kind, passed = self._read(device, *values)
             found = self._known.get(kind)
             if found is not None:
@@ -100,9 +100,9 @@ class Prepared:
                 run(*grid, active.get_current_stream(device), function, metadata, None, None, None, *passed)
                 return
         kernel = self._kernel[grid](*values, **self._fixed)
-        if type(self._kernel) is Launched and type(kernel) is CompiledKernel:
+        if type(self._kernel) is FastLaunchFunction and type(kernel) is CompiledKernel:
             if self._types is None:
-                self._read = _reader(self._kernel, values, {}, self._fixed)
+                self._read = _make_reader(self._kernel, values, {}, self._fixed)
                 self._types = tuple(map(type, values))
             if tuple(map(type, values)) == self._types:
                 kind, _ = self._read(driver.active.get_current_device(), *values)
@@ -110,21 +110,22 @@ class Prepared:
                     self._known[kind] = kernel.run, kernel.function, kernel.packed_metadata
 
 
-def launched(function: Any) -> Any:
-    """Decorates what ``triton.jit`` made of a kernel that the host launches; the interpreter's stay as they are."""
+def fast_launch(function: Any) -> Any:
+    """Decorator for the result of ``triton.jit`` of a kernel that the host launches; interpreted kernels stay as they
+    are."""
     if type(function) is JITFunction:
-        # Not a wrapper: Triton and torch ask for this class, and the object knows itself (``device_caches``).
-        function.__class__ = Launched
+        # Not a wrapper: Triton and torch check for this class, and the object refers to itself (``device_caches``).
+        function.__class__ = FastLaunchFunction
         function._forms = {}
     return function
 
 
-def _reader(
+def _make_reader(
     function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: Mapping[str, Any] = _NOTHING
 ) -> Callable[..., tuple[Any, Any]]:
-    """A function of a device and values of the types of this call, which Triton has accepted; those that are ``fixed``
-    are not among them. It returns the kind, None where Triton has to be asked, and what the launcher takes, by
-    parameter. It is written out, as Triton's binder is.
+    """Make a function of a device and of values with the types of this call, which Triton has accepted, without the
+    ``fixed`` ones. It returns the kind (None if Triton has to be asked) and the launcher's arguments, by parameter. Its
+    source is generated, like Triton's binder.
     """
     here = f"is_{driver.active.get_active_torch_device().type}"
     if not hasattr(torch.Tensor, here) or not _only_common_rules():
@@ -132,7 +133,7 @@ def _reader(
     names = [p.name for p in function.params]
     varying = {p.name for p in function.params if not p.is_constexpr}
     known = {p.name: p.default for p in function.params if p.has_default} | fixed
-    passed = {name: _written(name, known[name]) for name in names if name in known}
+    passed = {name: _source_of(name, known[name]) for name in names if name in known}
     there, kind, lows = ["True"], ["device"], []
     for i, (name, value) in enumerate([*zip(names, args, strict=False), *kwargs.items()]):
         v, passed[name] = f"v{i}", f"v{i}"
@@ -151,7 +152,7 @@ def _reader(
             return _ask_triton
     if not all(type(value) in _PLAIN for value in known.values()) or len(passed) < len(names):
         return _ask_triton
-    if lows:  # usually all are 0, which is one number then
+    if lows:  # usually all are 0, so the key is one number
         kind.append(f"({' | '.join(low for low, _ in lows)}) & 15 and ({', '.join(low for _, low in lows)},)")
     given = "".join(f", v{i}" for i in range(len(args) + len(kwargs)))
     launched = "".join(f"{passed[name]}, " for name in names)
@@ -160,8 +161,8 @@ def _reader(
     return made
 
 
-def _written(name: str, value: Any) -> str:
-    """How a value that does not change is written into a reader."""
+def _source_of(name: str, value: Any) -> str:
+    """The source text of a fixed value in a generated reader."""
     return repr(value) if type(value) in (bool, int, NoneType) else f"known[{name!r}]"
 
 
@@ -170,22 +171,22 @@ def _ask_triton(device: int, *values: Any) -> tuple[Any, Any]:
 
 
 def _integer(value: int) -> int:
-    """What Triton asks of an integer other than 1, as a number that is not 2; 0 or 1 for ``not value & 15`` of a small
-    one."""
+    """How Triton specializes on an integer other than 1, as a number other than 2; for a small one, 0 or 1 for
+    ``not value & 15``."""
     width = next((width for width, top in ((0, 31), (1, 63)) if -1 << top <= value < 1 << top), 2)
-    # Beyond 64 bits it is refused, so each is a kind of its own.
+    # Triton refuses more than 64 bits, so each such value is a kind of its own.
     return 4 * width + (not value & 15) if -1 << 63 <= value < 1 << 64 else value
 
 
 def _only_common_rules() -> bool:
-    """Whether the backend asks no more of arguments than all do; AMD's asks for sizes of tensors."""
+    """Whether the backend has no specialization of its own; AMD's looks at tensor sizes."""
     own = type(make_backend(driver.active.get_current_target()))
     rules = [name for name in dir(BaseBackend) if name.endswith("_specialization")]
     return all(getattr(own, name) is getattr(BaseBackend, name) for name in rules)
 
 
-def _watched() -> bool:
-    """Whether launches are debugged or a profiler wants to know of them; before Triton 3.5 a hook is a function."""
+def _has_launch_hooks() -> bool:
+    """Whether launches are debugged or hooks are set, as by a profiler; before Triton 3.5 a hook is a function."""
     enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     if type(enter) is type(leave) is _CHAIN:
         return bool(_RUNTIME.debug or enter.calls or leave.calls)

@@ -1,37 +1,37 @@
-"""Matrix products for few tokens, bound by reading the weights once; what stands before and after is fused in."""
+"""Matrix products for few tokens, bound by reading the weights once; the ops before and after are fused."""
 
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.arrival import last_to_come
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.arrival import is_last_program
+from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.rows import activate
 
 
 @triton.jit
 def _rows(w, n, inside, c, columns, EVEN: tl.constexpr):
-    """Weights [BN, BK] of rows ``n`` and columns ``c``; nobody reads them twice."""
+    """Load weights [BN, BK] of rows ``n`` and columns ``c``, which are read only once."""
     at = w + n[:, None] * columns + c[None, :]
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=inside[:, None] & (c < columns)[None, :], other=0.0, eviction_policy="evict_first")
 
 
-@launched
+@fast_launch
 @triton.jit
-def stream_kernel(
+def persistent_gemv_kernel(
     x, residual, total, gain, w, bias, y, rows, columns, eps, offset,
     ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token, rows of at most BK columns: y = w @ x. A program takes BN rows of w [rows, columns] at a time until
-    there are none, and makes x once.
+    """One token, rows of at most BK columns: y = w @ x. A program loops over tiles of BN rows of w [rows, columns]
+    and prepares x once.
 
-    ADD: x + residual stands for x, and goes to ``total``. NORM: that is normalised by root mean square. ACT: w has the
-    up rows behind the gate rows.
+    ADD: x + residual is used for x, and stored in ``total``. NORM: it is normalised by root mean square. ACT: w has the
+    up rows after the gate rows.
 
-    The first rows are under way before the kernel waits for the one that makes x, and the next ones before the present
-    ones are summed.
+    The first rows are loaded before the kernel waits for the one that computes x, and each next tile before the current
+    one is summed.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -77,7 +77,7 @@ def stream_kernel(
 
 @triton.jit
 def _take(x, a, u, c, columns, acc, high, ACT: tl.constexpr, EVEN: tl.constexpr):
-    """The sums after columns ``c``, whose weights are ``a`` (and ``u`` for the up rows)."""
+    """Add columns ``c``, whose weights are ``a`` (and ``u`` for the up rows), to the sums."""
     b = tl.load(x + c).to(tl.float32) if EVEN else tl.load(x + c, mask=c < columns, other=0.0).to(tl.float32)
     acc += a.to(tl.float32) * b[None, :]
     if ACT != "":
@@ -85,15 +85,15 @@ def _take(x, a, u, c, columns, acc, high, ACT: tl.constexpr, EVEN: tl.constexpr)
     return acc, high
 
 
-@launched
+@fast_launch
 @triton.jit
 def gemv_kernel(
     x, w, bias, y, rows, columns,
     BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token, rows of any length: BN rows of w a program, BK columns at a time. ACT as in ``stream_kernel``. TWO:
-    there is more than one tile of columns; two are under way before the kernel waits."""
+    """One token, rows of any length: BN rows of w for each program, BK columns at a time. ACT as in
+    ``persistent_gemv_kernel``. TWO: there is more than one tile of columns; two are loaded before the kernel waits."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -134,18 +134,18 @@ def gemv_kernel(
     tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)
 
 
-@launched
+@fast_launch
 @triton.jit
 def skinny_kernel(
     x, w, bias, y, parts, arrived, tokens, rows, columns, x_row, y_row, each,
     BIAS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Up to BM tokens: yᵀ = w @ xᵀ, BN rows of w a program. The weights are the left side of the product: matrix units
-    take 64 rows on the left, and on the right as few as there are.
+    """Up to BM tokens: yᵀ = w @ xᵀ, BN rows of w for each program. The weights are the left operand: matrix units take
+    64 rows on the left, and few on the right.
 
-    Few rows make fewer programs than a device has units, so columns are cut into SPLITS spans of ``each``. A program
-    leaves its sums in ``parts``; the last to come adds them up in the order of the columns, whoever was faster.
+    With few rows there are fewer programs than units, so columns are split into SPLITS spans of ``each``. A program
+    stores its sums in ``parts``; the last to finish adds them in column order, so the result does not depend on timing.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -166,7 +166,7 @@ def skinny_kernel(
                 x + m_wide[None, :] * x_row + c[:, None], mask=there[None, :] & (c < columns)[:, None], other=0.0
             )
         acc = tl.dot(_rows(w, n_wide, inside, c, columns, EVEN), b, acc, input_precision=PRECISION)
-    # Dependents that came earlier would take the place of programs that still read.
+    # Dependents that start earlier would occupy units that this launch still needs.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     finish = True
@@ -175,7 +175,7 @@ def skinny_kernel(
         cells = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         own = parts + tile.to(tl.int64) * (SPLITS * BN * BM) + cells
         tl.store(own + part * (BN * BM), acc)
-        finish = last_to_come(arrived, tile, SPLITS)
+        finish = is_last_program(arrived, tile, SPLITS)
         if finish:
             acc = tl.zeros([BN, BM], tl.float32)
             for other in tl.static_range(SPLITS):

@@ -3,17 +3,17 @@
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.sampling import _key, _score
 
 
-@launched
+@fast_launch
 @triton.jit
 def add_bias_kernel(
     logits, ids, values, until, position, row_stride, entries, MINE: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part of the entries). The first entry of an id adds those of all entries of that id, so that no two
-    programs write one logit and sums have one order."""
+    """Program (row, part of the entries). The first entry of an id adds the values of all entries with that id, so no
+    two programs write the same logit and the order of sums is fixed."""
     row = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1) * MINE + tl.arange(0, MINE)
     now = tl.load(position + row)
@@ -34,13 +34,13 @@ def add_bias_kernel(
     tl.store(place, tl.load(place, mask=first, other=0.0) + total, mask=first)
 
 
-@launched
+@fast_launch
 @triton.jit
 def count_kernel(
     tokens, slots, prompt, lengths, counts, token_stride, longest, vocab, SEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part of its sequence): how often each id was generated, plus the sign bit of those that stand
-    anywhere."""
+    """Program (row, part of its sequence): count how often each id was generated; the sign bit marks ids that occur
+    anywhere in the sequence."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.minimum(tl.load(lengths + row), longest)
@@ -51,14 +51,14 @@ def count_kernel(
     tl.atomic_add(count, tl.full([BLOCK], 1, tl.int32), mask=(place < length) & (place >= tl.load(prompt + row)))
 
 
-@launched
+@fast_launch
 @triton.jit
 def penalize_kernel(
     logits, tokens, slots, lengths, counts, repetition, frequency, presence, row_stride, token_stride, longest, vocab,
     SEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part of its sequence): of the places of an id the one that takes its count away changes the logit.
-    Only what stands in the sequence is touched, however large the vocabulary is."""
+    """Program (row, part of its sequence): of all places of an id, the one that resets its count changes the logit.
+    Only ids in the sequence are touched, however large the vocabulary is."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.minimum(tl.load(lengths + row), longest)
@@ -74,9 +74,9 @@ def penalize_kernel(
     tl.store(at, x - tl.where(times > 0, tl.load(presence + row), 0.0), mask=mine)
 
 
-@launched
+@fast_launch
 @triton.jit
-def likely_kernel(
+def chunk_top_logprobs_kernel(
     logits, peaks, sums, keys, ids, row_stride, vocab, chunks, top, NONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): its largest logit, its sum of exponentials relative to that, and its ``top`` largest, best
@@ -98,13 +98,13 @@ def likely_kernel(
         key = tl.where(tl.arange(0, BLOCK) == index, NONE, key)
 
 
-@launched
+@fast_launch
 @triton.jit
 def logprobs_kernel(
     logits, picked, peaks, sums, keys, ids, chosen, values, top_ids, row_stride, chunks, top,
     NONE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the log of the sum over chunks, and the merge of their sorted lists."""
+    """Program (row): the log-sum-exp over chunks, and the merge of their sorted lists."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     peak = tl.load(peaks + row * chunks + c, mask=c < chunks, other=float("-inf"))

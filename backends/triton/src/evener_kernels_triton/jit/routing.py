@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.launch import fast_launch
 
 
-@launched
+@fast_launch
 @triton.jit
 def score_kernel(
     x, w, parts, counts, tokens, experts, columns, matrices, x_row, each,
@@ -14,12 +14,12 @@ def score_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """parts[s] = x @ wᵀ over columns ``s * each`` to ``(s + 1) * each``, in float32: program (tokens, experts, s).
-    COUNTS: if not 0, at least ``matrices``, whose ``counts`` become 0 for those who count later."""
+    COUNTS: if not 0, at least ``matrices``, whose ``counts`` are set to 0 for a later kernel."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if COUNTS > 0:
-        # Of the first program all that there are; of the others none.
+        # The first program resets all of them, the others none.
         matrix = tl.arange(0, COUNTS) + COUNTS * (tl.program_id(0) + tl.program_id(1) + tl.program_id(2))
         tl.store(counts + matrix, tl.zeros([COUNTS], tl.int32), mask=matrix < matrices)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -50,8 +50,8 @@ def chosen(
     """For every place of a padded [GP, EP] grid of groups and experts: the expert, its rank, whether it is one of the
     TOP, its weight. ``logits``: those of the token, PARTS of them ``part`` elements apart, which are summed.
 
-    A rank is the number of experts that are better, or as good and in front: the lowest id wins ties. Many warps
-    compare all with all, which needs few exchanges between them; SEARCH, for one warp, takes the best again and again.
+    A rank is the number of experts that are better, or equal with a lower id: the lowest id wins ties. Many warps
+    compare all with all, which needs little communication; SEARCH, for one warp, repeatedly takes the best.
     """
     i = tl.arange(0, GP * EP)
     group = i // EP
@@ -70,7 +70,7 @@ def chosen(
         s = s / tl.sum(s, 0)
     elif SCORING == "sigmoid":
         s = 1.0 / (1.0 + tl.exp(-s))
-    # Softmax keeps the order, so that who needs no more than that need not wait for it.
+    # Softmax keeps the order, so ranks are computed from the logits and need not wait for it.
     if SCORING != "softmax" or CORRECT or TOP_GROUPS < GROUPS:
         wanted = s
     if CORRECT:
@@ -87,10 +87,10 @@ def chosen(
         lead = (total[None, :] > total[:, None]) | ((total[None, :] == total[:, None]) & (g[None, :] < g[:, None]))
         kept = tl.sum((lead & (g < GROUPS)[None, :]).to(tl.int32), 1) < TOP_GROUPS
         wanted = tl.reshape(tl.where(kept[:, None] & valid, grid, float("-inf")), (GP * EP,))
-    # What is no number is neither better nor worse than anything, so that several would have one rank.
+    # NaN is neither better nor worse than anything, so several experts would get the same rank.
     wanted = tl.where(wanted == wanted, wanted, float("-inf"))
     if SEARCH:
-        # Ordered as integers, with the place below: no two are equal. Adding 0 makes one zero of two.
+        # Ordered as integers, with the position in the low bits: no two are equal. Adding 0 turns -0.0 into 0.0.
         bits = (wanted + 0.0).to(tl.int32, bitcast=True)
         order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (GP * EP - i)
         order = tl.where(real, order, -9223372036854775807)
@@ -112,7 +112,7 @@ def chosen(
     return expert, rank, taken, weight * scale
 
 
-@launched
+@fast_launch
 @triton.jit
 def route_kernel(
     logits, router_bias, correction, slots, copies, ids, weights, lists, counts, logits_row, part, most, room, scale,
@@ -120,9 +120,9 @@ def route_kernel(
     SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: ids of its experts, best first, and their weights. PLACE: their slots instead of their ids;
-    an expert has up to ``most``. LIST: the pair (token, choice) also goes to the list of its slot, as ``list_kernel``
-    writes them but in the order in which programs come; ``counts`` are 0 before."""
+    """One program for each token: ids of its experts, best first, and their weights. PLACE: slots instead of ids; an
+    expert has up to ``most``. LIST: the pair (token, choice) is also added to the list of its slot, as by
+    ``list_kernel`` but in the order in which programs run; ``counts`` must be 0 before."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -143,10 +143,10 @@ def route_kernel(
         tl.store(lists + expert.to(tl.int64) * room + place, at.to(tl.int32), mask=mine)
 
 
-@launched
+@fast_launch
 @triton.jit
 def list_kernel(slots, lists, counts, pairs, room, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
-    """One slot a program: which of the ``pairs`` (token, choice) go there, in order, and how many."""
+    """One program for each slot: which of the ``pairs`` (token, choice) go there, in order, and how many."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

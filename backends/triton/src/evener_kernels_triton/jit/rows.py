@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.launch import fast_launch
 
 
 @triton.jit
@@ -19,23 +19,23 @@ def activate(x, ACT: tl.constexpr):
     return y
 
 
-@launched
+@fast_launch
 @triton.jit
 def rms_norm_kernel(
     x, residual, weight, y, total,
     inner, x_outer, x_inner, residual_row, size, eps, offset,
     ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. Row ``r`` of x lies at ``(r // inner) * x_outer + (r % inner) * x_inner``.
+    """One program for each row. Row ``r`` of x is at ``(r // inner) * x_outer + (r % inner) * x_inner``.
 
-    With ADD the row is x + residual, which also goes to ``total``; that may be the residual's own memory.
+    With ADD the row is x + residual, which is also stored in ``total``; that may be the residual's own memory.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    # A weight does not depend on the kernel before.
+    # A weight does not depend on the previous kernel, so it is loaded before the wait.
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -47,10 +47,10 @@ def rms_norm_kernel(
     tl.store(y + row * size + at, (v * scale * w).to(y.dtype.element_ty), mask=inside)
 
 
-@launched
+@fast_launch
 @triton.jit
 def act_and_mul_kernel(x, y, x_row, inner, ACT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """act(x[:, :inner]) * x[:, inner:], BLOCK columns a program."""
+    """act(x[:, :inner]) * x[:, inner:], BLOCK columns for each program."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -62,10 +62,10 @@ def act_and_mul_kernel(x, y, x_row, inner, ACT: tl.constexpr, BLOCK: tl.constexp
     tl.store(y + row * inner + at, (activate(gate, ACT) * up).to(y.dtype.element_ty), mask=inside)
 
 
-@launched
+@fast_launch
 @triton.jit
 def take_rows_kernel(ids, table, y, table_row, size, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    """y[t] = table[ids[t]], times ``scale``; BLOCK columns a program."""
+    """y[t] = table[ids[t]] * scale, BLOCK columns for each program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -76,10 +76,10 @@ def take_rows_kernel(ids, table, y, table_row, size, scale, SCALED: tl.constexpr
     tl.store(y + row * size + at, v, mask=inside)
 
 
-@launched
+@fast_launch
 @triton.jit
 def softcap_kernel(x, y, x_row, size, cap, BLOCK: tl.constexpr):
-    """cap * tanh(x / cap), BLOCK columns a program."""
+    """cap * tanh(x / cap), BLOCK columns for each program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size

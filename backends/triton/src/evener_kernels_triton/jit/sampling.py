@@ -1,15 +1,15 @@
-"""Greedy and random choice over the vocabulary, and the packed mask. A row is cut into chunks; a second kernel chooses
-among the chunks' best. Ties go to the lowest id."""
+"""Greedy and random sampling over the vocabulary, and the packed mask. A row is split into chunks; a second kernel
+chooses among the best of each chunk. Ties go to the lowest id."""
 
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.launch import launched
+from evener_kernels_triton.jit.launch import fast_launch
 
 
 @triton.jit
 def _hash32(x):
-    """lowbias32 (Wellons) of uint32."""
+    """The hash lowbias32 (Chris Wellons) of uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -25,9 +25,9 @@ def _gumbel(seed, position, ids):
     return -tl.log(-tl.log(uniform))
 
 
-@launched
+@fast_launch
 @triton.jit
-def best_kernel(
+def chunk_argmax_kernel(
     logits, temperature, seed, position, values, ids, row_stride, vocab, chunks,
     RANDOM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -41,11 +41,11 @@ def best_kernel(
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + row * row_stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     if RANDOM:
-        heat = tl.load(temperature + row)
-        if heat > 0:
-            score = score / heat + _gumbel(tl.load(seed + row), tl.load(position + row), at)
-    # A logit that is no number loses: where it won, whoever it was compared with last would be named, though that may
-    # be a place behind the vocabulary, and the next step reads the row of that id.
+        temp = tl.load(temperature + row)
+        if temp > 0:
+            score = score / temp + _gumbel(tl.load(seed + row), tl.load(position + row), at)
+    # NaN must lose. If it won, the result could be an id past the end of the vocabulary, and the next step reads the
+    # embedding row of that id.
     score = tl.where(score == score, score, float("-inf"))
     value, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(values + row * chunks + chunk, value)
@@ -66,62 +66,62 @@ def _score(key):
 
 
 @triton.jit
-def _above(line, heat, best, key, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Over ids whose score has a larger key: how many there are, or their mass relative to the best."""
+def _sum_above(line, temp, best, key, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of ids whose score has a larger key: their number, or their probability mass relative to the best."""
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocab, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        score = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / heat
+        score = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temp
         weight = tl.exp(score - best) if MASS else tl.full([BLOCK], 1.0, tl.float32)
         total += tl.where((_key(score) > key) & (at < vocab), weight, 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _lowest(line, heat, best, low, limit, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest key, from ``low`` on, with less than ``limit`` above it: what is there belongs to the kept."""
+def _bisect_bound(line, temp, best, low, limit, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest key, from ``low`` on, with less than ``limit`` above it; ids with this key are kept."""
     high = _key(best).to(tl.int64)
     while low < high:
         middle = low + (high - low) // 2
-        if _above(line, heat, best, middle.to(tl.int32), vocab, MASS, BLOCK) < limit:
+        if _sum_above(line, temp, best, middle.to(tl.int32), vocab, MASS, BLOCK) < limit:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-@launched
+@fast_launch
 @triton.jit
-def filtered_kernel(
+def filtered_sample_kernel(
     logits, temperature, top_k, top_p, min_p, seed, position, out, row_stride, vocab, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row): top-k, then top-p over what is left, then min-p, then the best with noise. Nothing is sorted: the
-    bounds are found by bisection over the scores' bits, and of ids with the score of a bound the lowest stay."""
+    bounds are found by bisection over the scores' bits, and of ids with exactly a bound's score the lowest are kept."""
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride
-    heat = tl.load(temperature + row)
-    cold = heat <= 0
-    heat = tl.where(cold, 1.0, heat)
+    temp = tl.load(temperature + row)
+    is_greedy = temp <= 0
+    temp = tl.where(is_greedy, 1.0, temp)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for begin in range(0, vocab, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         best = tl.maximum(best, tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32))
-    top = tl.max(best, 0) / heat
+    top = tl.max(best, 0) / temp
     k = tl.load(top_k + row)
     p = tl.load(top_p + row)
     floor = tl.load(min_p + row)
     bound = tl.full([], -2147483648, tl.int64)
     ties = tl.full([], 2147483647, tl.int32).to(tl.float32)
-    if (k > 0) & (k < vocab) & (cold == 0):
-        bound = _lowest(line, heat, top, bound, k.to(tl.float32), vocab, False, BLOCK)
-        ties = k.to(tl.float32) - _above(line, heat, top, bound.to(tl.int32), vocab, False, BLOCK)
-    if (p < 1) & (cold == 0):
+    if (k > 0) & (k < vocab) & (is_greedy == 0):
+        bound = _bisect_bound(line, temp, top, bound, k.to(tl.float32), vocab, False, BLOCK)
+        ties = k.to(tl.float32) - _sum_above(line, temp, top, bound.to(tl.int32), vocab, False, BLOCK)
+    if (p < 1) & (is_greedy == 0):
         each = tl.exp(_score(bound.to(tl.int32)) - top)
-        total = _above(line, heat, top, bound.to(tl.int32), vocab, True, BLOCK)
+        total = _sum_above(line, temp, top, bound.to(tl.int32), vocab, True, BLOCK)
         if bound > -2147483648:
             total += ties * each
-        first = _lowest(line, heat, top, bound, p * total, vocab, True, BLOCK)
-        left = p * total - _above(line, heat, top, first.to(tl.int32), vocab, True, BLOCK)
+        first = _bisect_bound(line, temp, top, bound, p * total, vocab, True, BLOCK)
+        left = p * total - _sum_above(line, temp, top, first.to(tl.int32), vocab, True, BLOCK)
         stay = tl.maximum(tl.ceil(left / tl.exp(_score(first.to(tl.int32)) - top)), 1.0)
         ties = tl.where(first > bound, stay, tl.minimum(stay, ties))
         bound = first
@@ -132,8 +132,8 @@ def filtered_kernel(
     start = tl.load(seed + row)
     for begin in range(0, vocab, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        score = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / heat
-        if cold == 0:
+        score = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temp
+        if is_greedy == 0:
             key = _key(score).to(tl.int64)
             equal = ((key == bound) & (at < vocab)).to(tl.float32)
             rank = seen + tl.cumsum(equal, 0) - equal
@@ -147,9 +147,9 @@ def filtered_kernel(
     tl.store(out + row, where)
 
 
-@launched
+@fast_launch
 @triton.jit
-def choose_kernel(values, ids, out, chunks, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr):
+def merge_argmax_kernel(values, ids, out, chunks, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr):
     """Program (row): the best of its chunks."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -161,7 +161,7 @@ def choose_kernel(values, ids, out, chunks, CHUNKS: tl.constexpr, OVERLAP: tl.co
     tl.store(out + row, tl.load(ids + row * chunks + index))
 
 
-@launched
+@fast_launch
 @triton.jit
 def apply_mask_kernel(logits, mask, y, row_stride, mask_row, vocab, BLOCK: tl.constexpr):
     """Logits of ids whose bit is 0 become -inf."""

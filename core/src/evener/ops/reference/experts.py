@@ -1,15 +1,13 @@
-"""Routing of tokens to experts, and putting together what the experts give."""
+"""Routing of tokens to experts, and the weighted sum of the experts' results."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from evener.contracts.experts import ExpertMap
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -18,7 +16,7 @@ def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def route(static: Mapping[str, Any], use: Use) -> OpFunction:
+def route(static: Static, use: Use) -> OpFunction:
     top, scoring, renormalize, scale = (static[k] for k in ("top", "scoring", "renormalize", "scale"))
     groups, top_groups, group_best = (static[k] for k in ("groups", "top_groups", "group_best"))
 
@@ -28,7 +26,7 @@ def route(static: Mapping[str, Any], use: Use) -> OpFunction:
         return logits.sigmoid() if scoring == "sigmoid" else logits
 
     def limit(wanted: torch.Tensor) -> torch.Tensor:
-        """-inf outside the groups whose best scores add up to most."""
+        """Scores, with -inf outside the groups with the highest sum of best scores."""
         grouped = wanted.unflatten(-1, (groups, -1))
         totals = grouped.topk(group_best, dim=-1).values.sum(-1)
         kept = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best(totals, top_groups), True)
@@ -49,7 +47,7 @@ def route(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def place_experts(static: Mapping[str, Any], use: Use) -> OpFunction:
+def place_experts(static: Static, use: Use) -> OpFunction:
     def run(ids: torch.Tensor, slots: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
         if slots.shape[1] == 1:
             return slots[:, 0][ids]
@@ -58,9 +56,9 @@ def place_experts(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def mix_experts(static: Mapping[str, Any], use: Use) -> OpFunction:
+def mix_experts(static: Static, use: Use) -> OpFunction:
     def run(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        # One copy in float32, weighted in place: at a large step this is the most that is held.
+        # One copy in float32, multiplied in place: in a large step this is the peak of memory.
         mixed: torch.Tensor = x.to(torch.float32, copy=True).mul_(weights[..., None]).sum(1)
         return mixed.to(x.dtype)
 

@@ -1,17 +1,15 @@
-"""What latent attention is made of beside its state: one matrix a head, and attention over a piece of a context."""
+"""Ops of latent attention that do not use state: one matrix per head, and attention over a piece of a context."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 
 
-def head_linear(static: Mapping[str, Any], use: Use) -> OpFunction:
+def head_linear(static: Static, use: Use) -> OpFunction:
     transposed = static["transposed"]
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -21,7 +19,7 @@ def head_linear(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def partial_attention(static: Mapping[str, Any], use: Use) -> OpFunction:
+def partial_attention(static: Static, use: Use) -> OpFunction:
     scale = static["scale"]
 
     def run(
@@ -31,7 +29,7 @@ def partial_attention(static: Mapping[str, Any], use: Use) -> OpFunction:
         at = torch.arange(query.shape[0], device=query.device)[:, None, None] + offset
         scores = scores.masked_fill(torch.arange(key.shape[0], device=query.device) > at, -math.inf)
         total = scores.logsumexp(-1)
-        # A query before the whole piece reads nothing of it: -inf minus -inf is not a number.
+        # A query before the whole piece reads no key of it, and -inf minus -inf would be NaN.
         weights = torch.exp(scores - total.masked_fill(total == -math.inf, 0.0)[..., None])
         return torch.einsum("thk,khd->thd", weights, value.float()), total
 

@@ -1,19 +1,18 @@
-"""Linear layers over plainly packed weights."""
+"""Linear layers over weights in the plain packing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 from evener.contracts.quant import DTYPE_BYTES, PackedWeight, Packing, QuantFormat, WeightPart
 
 
 class PlainPacking(Packing):
-    """One contiguous [rows, columns] matrix in the compute type."""
+    """One contiguous [rows, columns] matrix in the compute dtype."""
 
     layout = "plain"
 
@@ -39,9 +38,9 @@ class PlainPacking(Packing):
         data = torch.empty(0)
         formats: tuple[QuantFormat, ...] = ()
         for index, parts in enumerate(matrices):
-            if not index:  # sizes are the parts'
+            if not index:  # the first matrix has the sizes
                 shape = count, sum(p.rows for p in parts), parts[0].columns
-                data = self.room(shape, getattr(torch, dtype), device)
+                data = self.allocate_stack(shape, getattr(torch, dtype), device)
                 formats = tuple(p.format for p in parts)
             at = 0
             for part in parts:
@@ -49,11 +48,11 @@ class PlainPacking(Packing):
                 at += part.rows
         return PackedWeight(self.layout, tuple(data.shape), data, data.nbytes, formats)
 
-    def keeps(self, parts: Sequence[WeightPart]) -> bool:
+    def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
         return len(parts) == 1
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a stack; a device may know a better place."""
+    def allocate_stack(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a stack. A subclass may allocate it elsewhere."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
@@ -62,13 +61,13 @@ PLAIN = PlainPacking()
 _WIDENED_ROWS = 16384
 
 
-def linear(static: Mapping[str, Any], use: Use) -> OpFunction:
+def linear(static: Static, use: Use) -> OpFunction:
     out: torch.dtype = getattr(torch, static["out"])
 
     def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if x.dtype == out:
             return F.linear(x, weight.data, bias)
-        # Slices bound the memory of the widened copies.
+        # One slice of rows at a time, to bound the memory of the copies in a wider dtype.
         pieces = [F.linear(x.to(out), rows.to(out)) for rows in weight.data.split(_WIDENED_ROWS)]
         y = torch.cat(pieces, dim=-1)
         return y if bias is None else y + bias
@@ -76,7 +75,7 @@ def linear(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def grouped_linear(static: Mapping[str, Any], use: Use) -> OpFunction:
+def grouped_linear(static: Static, use: Use) -> OpFunction:
     experts, rows = static["experts"], static["rows"]
 
     def run(

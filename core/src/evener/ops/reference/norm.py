@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 
 
-def rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
+def rms_norm(static: Static, use: Use) -> OpFunction:
     eps, offset = static["eps"], static["offset"]
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -22,17 +19,17 @@ def rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def add_rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
+def add_rms_norm(static: Static, use: Use) -> OpFunction:
     norm = rms_norm(static, use)
 
     def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual  # the wider type wins
+        total = x + residual  # in the wider dtype of the two
         return norm(total, weight).to(x.dtype), total
 
     return run
 
 
-def layer_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
+def layer_norm(static: Static, use: Use) -> OpFunction:
     eps = static["eps"]
 
     def run(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,23 +1,20 @@
-"""What ranks do together: each calls its communicator, at the same call site as the others."""
+"""Ops of several ranks: each rank calls its communicator, at the same call site as the others."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from evener.contracts.communicator import Communicator
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 
 
-def all_reduce(static: Mapping[str, Any], use: Use) -> OpFunction:
+def all_reduce(static: Static, use: Use) -> OpFunction:
     communicator: Communicator = static["communicator"]
     return communicator.all_reduce
 
 
-def all_gather(static: Mapping[str, Any], use: Use) -> OpFunction:
+def all_gather(static: Static, use: Use) -> OpFunction:
     communicator: Communicator = static["communicator"]
     columns, total = static["columns"], static["total"]
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 
-#: Tokens whose updates are condensed into a few matrix products.
+#: Tokens whose updates are computed together with a few matrix products.
 _CHUNK = 64
 
 
-def delta_gates(static: Mapping[str, Any], use: Use) -> OpFunction:
+def delta_gates(static: Static, use: Use) -> OpFunction:
     def run(
         a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +20,7 @@ def delta_gates(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def gated_rms_norm(static: Mapping[str, Any], use: Use) -> OpFunction:
+def gated_rms_norm(static: Static, use: Use) -> OpFunction:
     eps = static["eps"]
 
     def run(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -38,7 +35,7 @@ def gated_delta(
     conv: torch.Tensor, delta: torch.Tensor, mixed: torch.Tensor, filters: torch.Tensor, decay: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Some tokens of one request; see ``StateProvider.advance``. Returns the result and both states after it."""
+    """Some tokens of one request; see ``RecurrentProvider.advance``. Returns the result and both states after it."""
     heads, key_dim, value_dim = delta.shape
     line = torch.cat((conv.to(mixed.dtype), mixed.T), dim=1)
     moved = F.silu(F.conv1d(line.float()[None], filters.float()[:, None], groups=line.shape[0])[0]).to(mixed.dtype)
@@ -54,7 +51,7 @@ def gated_delta(
 
 
 def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Heads [T, key_heads, dim] at length 1, one for each value head."""
+    """Normalise heads [T, key_heads, dim] to length 1, and repeat them for each value head."""
     unit = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     return unit.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -62,9 +59,9 @@ def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
 def _chunk(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k [heads, n, key_dim], v [heads, n, value_dim], decay and beta [heads, n]; the state goes on.
+    """q, k [heads, n, key_dim], v [heads, n, value_dim], decay and beta [heads, n]; returns result and new state.
 
-    Each token's update depends on those before it in the chunk: a triangular system, solved at once.
+    Each token's update depends on the earlier ones in the chunk: a triangular system, which is solved at once.
     """
     total = decay.cumsum(1)
     later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 
 
-def rotary(static: Mapping[str, Any], use: Use) -> OpFunction:
-    """Row p of ``cos_sin`` is position p's: cosines of the ``rotary_dim / 2`` angles in the first half, their sines in
-    the second, also where pairs are interleaved. Angle i turns elements i and ``rotary_dim / 2 + i`` of a head
-    (interleaved: 2i and 2i + 1)."""
+def rotary(static: Static, use: Use) -> OpFunction:
+    """Row p of ``cos_sin`` belongs to position p: the cosines of the ``rotary_dim / 2`` angles, then their sines, also
+    if pairs are interleaved. Angle i rotates elements i and ``rotary_dim / 2 + i`` of a head (interleaved: 2i and 2i +
+    1)."""
     dim, head_dim, interleaved = static["rotary_dim"], static["head_dim"], static["interleaved"]
 
     def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

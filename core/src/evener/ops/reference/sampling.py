@@ -1,18 +1,15 @@
 """Greedy and random sampling, packed masks and log-probabilities.
 
-Noise is a function of (seed, position, token id) alone, so a request's tokens do not depend on its company or on the
+Noise depends only on (seed, position, token id), so a request's tokens do not depend on other requests or on the
 device. It uses int32 arithmetic with wrap-around, which every device has. The hash is Chris Wellons' lowbias32; the
 choice by noise is the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): argmax(logit / temperature - log(-log(u))).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from evener.contracts.ops import OpFunction, Use
+from evener.contracts.ops import OpFunction, Static, Use
 
 
 def _int32(value: int) -> int:
@@ -38,20 +35,20 @@ def hash32(x: torch.Tensor) -> torch.Tensor:
 def gumbel(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise, float32, for int32 seed and position [R, 1] and token ids [R, n] (or [1, n])."""
     bits = hash32(hash32(hash32(seed) + position * _GOLDEN) ^ hash32(ids))
-    # 24 bits, moved to the middle of their cells: u is in (0, 1), so that both logarithms are finite. In float32 the
-    # middle of the last cell is 1, whose noise would be infinite and win against every logit: it is the number before.
+    # 24 bits give 2 ** 24 cells of (0, 1); u is the middle of a cell, so both logarithms are finite. In float32 the
+    # middle of the last cell rounds to 1, whose noise would be infinite; the largest float32 below 1 replaces it.
     uniform = ((_shift_right(bits, 8).float() + 0.5) * (1.0 / (1 << 24))).clamp_max(1.0 - 2.0**-24)
     return -torch.log(-torch.log(uniform))
 
 
-def greedy(static: Mapping[str, Any], use: Use) -> OpFunction:
+def greedy(static: Static, use: Use) -> OpFunction:
     def run(logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(dim=-1).to(torch.int32)
 
     return run
 
 
-def add_bias(static: Mapping[str, Any], use: Use) -> OpFunction:
+def add_bias(static: Static, use: Use) -> OpFunction:
     def run(
         logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, until: torch.Tensor, position: torch.Tensor
     ) -> torch.Tensor:
@@ -61,7 +58,7 @@ def add_bias(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def penalize(static: Mapping[str, Any], use: Use) -> OpFunction:
+def penalize(static: Static, use: Use) -> OpFunction:
     def run(
         logits: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, prompt: torch.Tensor, lengths: torch.Tensor,
         longest: int, repetition: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor,
@@ -69,7 +66,7 @@ def penalize(static: Mapping[str, Any], use: Use) -> OpFunction:
         ids = tokens[:, :longest].index_select(0, slots).long()
         place = torch.arange(longest, dtype=torch.int32, device=ids.device)[None]
         known = place < lengths[:, None]
-        # What lies beyond the end stands for the first token: the same value written twice changes nothing.
+        # Entries after the end repeat the first token: writing the same value twice changes nothing.
         ids = torch.where(known, ids, ids[:, :1])
         seen = logits.gather(1, ids)
         factor = repetition[:, None]
@@ -83,7 +80,7 @@ def penalize(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def apply_mask(static: Mapping[str, Any], use: Use) -> OpFunction:
+def apply_mask(static: Static, use: Use) -> OpFunction:
     vocab = static["vocab"]
 
     def run(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -94,7 +91,7 @@ def apply_mask(static: Mapping[str, Any], use: Use) -> OpFunction:
     return run
 
 
-def logprobs(static: Mapping[str, Any], use: Use) -> OpFunction:
+def logprobs(static: Static, use: Use) -> OpFunction:
     def run(logits: torch.Tensor, ids: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         values = logits.float().log_softmax(-1)
         best = values.topk(top, dim=-1)
@@ -109,20 +106,20 @@ def filtered(
     """Candidates of each row, best first: ids [R, n] and scores [R, n], -inf where a filter removed them.
 
     ``scores`` are logits over temperature. top-k first, then top-p over what is left (the token that crosses the bound
-    stays), then min-p relative to the likeliest; the order of Hugging Face's warpers.
+    stays), then min-p relative to the most likely token; the order of Hugging Face's warpers.
     """
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(values.shape[1], device=values.device, dtype=torch.int32)[None]
     values = values.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), float("-inf"))
     probability = values.softmax(-1)
     before = probability.cumsum(-1) - probability
-    # A sum of rounded probabilities reaches 1 before the last of them, so 1 has to mean "off" by itself.
+    # A sum of rounded probabilities can reach 1 before the last token, so top_p 1 must be handled as "off".
     beyond = (before >= top_p[:, None]) & (top_p[:, None] < 1) & (rank > 0)
     values = values.masked_fill(beyond, float("-inf"))
     return ids, values.masked_fill(probability < min_p[:, None] * probability[:, :1], float("-inf"))
 
 
-def sample(static: Mapping[str, Any], use: Use) -> OpFunction:
+def sample(static: Static, use: Use) -> OpFunction:
     filters = static["filters"]
 
     def run(

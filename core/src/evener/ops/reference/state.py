@@ -1,5 +1,5 @@
-"""The reference state provider: plain paged state of every kind that holds tokens, attended one request at a time in
-float32. Any device, any lengths."""
+"""The reference state provider: pages in the canonical layout, for every built-in kind. It computes one request at a
+time in float32, on any device and for any lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from evener.contracts.device import DeviceCapabilities
-from evener.contracts.state import AttentionSpec, Piece, StateProvider, StateSpec, StateStep
+from evener.contracts.state import (
+    AttentionSpec,
+    IndexProvider,
+    Piece,
+    RecurrentProvider,
+    SparseLatentProvider,
+    StateProvider,
+    StateSpec,
+    StateStep,
+)
 from evener.ops.reference.recurrence import gated_delta
 
 
@@ -25,7 +34,7 @@ class _Meta:
     offsets: torch.Tensor
 
     def requests(self) -> Iterator[tuple[int, int, int, int]]:
-        """For each request with tokens: its row, its first token in the step, their number, and its length."""
+        """For each request with tokens: its row, its first token in the step, how many it adds, and its length."""
         start = 0
         for row, (count, length) in enumerate(zip(self.step.host_query_lens, self.step.host_kv_lens, strict=True)):
             if count:
@@ -35,7 +44,7 @@ class _Meta:
 
 def cut_page(storage: torch.Tensor, spec: StateSpec, block_size: int) -> tuple[torch.Tensor, ...]:
     """The spec's tensors as views of a pool [blocks, page_bytes]: [blocks, block_size, *shape], or [blocks, *shape] for
-    rows."""
+    state per request."""
     views, start = [], 0
     count = block_size if spec.per == "token" else 1
     for tensor in spec.tensors:
@@ -48,7 +57,7 @@ def cut_page(storage: torch.Tensor, spec: StateSpec, block_size: int) -> tuple[t
 
 
 class PlainPages(StateProvider):
-    """State as the canonical layout has it; what providers that read it in different ways share."""
+    """State in the canonical layout: the base of providers that differ only in how they read it."""
 
     layout = "reference"
     priority = -1000
@@ -75,8 +84,8 @@ class PlainPages(StateProvider):
             view[blocks] = value.to(view.dtype)
 
 
-class ReferenceState(PlainPages):
-    """Keys and values, latents and index keys."""
+class ReferenceState(PlainPages, SparseLatentProvider, IndexProvider, RecurrentProvider):
+    """Serves every built-in kind of state, by the definitions in ``evener.contracts.state``."""
 
     name = "reference"
     kinds = frozenset({"full", "window", "chunk", "latent", "index", "recurrent"})
@@ -106,11 +115,11 @@ class ReferenceState(PlainPages):
         out = query.new_empty(*query.shape[:2], views[0 if meta.spec.kind == "latent" else 1].shape[-1])
         for row, start, count, length in meta.requests():
             spec, size = meta.spec, meta.block_size
-            first = max(0, spec.first_seen(length - count)) // size * size
+            first = max(0, spec.first_attended(length - count)) // size * size
             keys, values = _keys_and_values(_read(views, meta, row, first, length), spec)
             at = torch.arange(length - count, length, device=query.device)[:, None]
             to = torch.arange(first, length, device=query.device)[None]
-            hidden = (to > at) | (to < spec.first_seen(at))
+            hidden = (to > at) | (to < spec.first_attended(at))
             if chosen is not None:
                 hidden = _not_chosen(chosen[start : start + count], length)
             part = query[start : start + count]
@@ -125,7 +134,7 @@ class ReferenceState(PlainPages):
 
     def select(self, views: Any, meta: _Meta, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         top = meta.attention.top
-        assert top is not None, "an index says how many tokens it names"
+        assert top is not None, "an index has top"
         out = torch.full((query.shape[0], top), -1, dtype=torch.int32, device=query.device)
         for row, start, count, length in meta.requests():
             (keys,) = _read(views, meta, row, 0, length)
@@ -176,7 +185,7 @@ def _keys_and_values(tensors: Sequence[torch.Tensor], spec: StateSpec) -> tuple[
 
 
 def _not_chosen(chosen: torch.Tensor, length: int) -> torch.Tensor:
-    """bool [T, length], False at the chosen positions; -1 falls off the end."""
+    """bool [T, length], False at the chosen positions; -1 is ignored."""
     hidden = torch.ones(chosen.shape[0], length + 1, dtype=torch.bool, device=chosen.device)
     return hidden.scatter_(1, torch.where(chosen < 0, length, chosen).long(), False)[:, :length]
 
@@ -185,7 +194,7 @@ def _softmax(
     query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, behind: torch.Tensor, hidden: torch.Tensor,
     attention: AttentionSpec, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """``behind`` [T, tokens]: by how much a key lies before a query; ``hidden`` bool [T, tokens]: those not seen."""
+    """``behind`` [T, tokens]: query position minus key position; ``hidden`` bool [T, tokens]: keys that are masked."""
     group = query.shape[1] // k.shape[1]
     q = query.float().unflatten(1, (k.shape[1], group))
     scores = torch.einsum("qhgd,khd->hgqk", q, k) * attention.scale

@@ -1,0 +1,184 @@
+"""Random weights in every storage format that core knows, and cases of ``linear`` and ``grouped_linear`` with them.
+
+Block formats are dequantized here independently of evener's own schemes and kernels, from their layouts in ggml
+(``ggml-common.h``) and in the OCP Microscaling Formats (MX) specification 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from evener.contracts.declared import LinearWeight, StackedWeight
+from evener.contracts.ops import OpCase
+from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format, plain
+
+#: A kernel may round activations to 16-bit integers with a shared scale: an error of at most 9e-5 of the two rows'
+#: norms.
+TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (1.6e-2, 1e-2), "float16": (4e-3, 4e-3)}
+#: Every storage that core knows, except the plain ones.
+STORAGES = (*BLOCKS, MXFP4.storage)
+#: Storages of the parts of one matrix: QKV of Q4_K_M and Q5_0 files, and other mixes that a layer may have.
+MIXES = (("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("q8_0", "plain", "q4_1"), ("plain", MXFP4.storage))
+#: Offsets of the float16 numbers in a block, in bytes.
+_FLOAT16_OFFSETS = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
+    "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+}  # fmt: skip
+_FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def unit_of(storage: str) -> int:
+    """Columns of one block."""
+    return MXFP4.group if storage == MXFP4.storage else BLOCKS.get(storage, (1, 0))[0]
+
+
+def random_part(storage: str, rows: int, columns: int, generator: torch.Generator) -> WeightPart:
+    """A part of random valid bits, whose rows have a norm of about 1.
+
+    Args:
+        storage: one of ``STORAGES``, or a plain type.
+    """
+    if storage not in STORAGES:
+        values = torch.randn(rows, columns, generator=generator) * columns**-0.5
+        return WeightPart("part", rows, columns, plain(storage), {"weight": values.to(getattr(torch, storage))})
+    count = columns // unit_of(storage)
+    if storage == MXFP4.storage:
+        weight = torch.randint(256, (rows, count, 16), generator=generator, dtype=torch.uint8)
+        scale = torch.randint(118, 123, (rows, count), generator=generator, dtype=torch.uint8)
+        return WeightPart("part", rows, columns, MXFP4, {"weight": weight, "scale": scale})
+    data = torch.randint(256, (rows, count, BLOCKS[storage][1]), generator=generator, dtype=torch.uint8)
+    scales = {at: torch.randn(rows, count, 1, generator=generator) for at in _FLOAT16_OFFSETS[storage]}
+    for length in (1.0, columns**-0.5):  # the second pass uses the size of the first pass's numbers
+        for at, scale in scales.items():
+            data[..., at : at + 2] = (scale * length).half().view(torch.uint8)
+        size = float(_DEQUANTIZERS[storage](data).square().mean().sqrt())
+        scales = {at: scale / size for at, scale in scales.items()} if length == 1.0 else scales
+    return WeightPart("part", rows, columns, block_format(storage), {"weight": data.flatten(1)})
+
+
+def reference_dequantize(part: WeightPart) -> torch.Tensor:
+    """A part of a known format, dequantized: [rows, columns] of float32."""
+    data, storage = part.tensors["weight"], part.format.storage
+    if part.format.plain:
+        return data.float()
+    if part.format == MXFP4:
+        values = torch.tensor([*_FLOATS, *(-value for value in _FLOATS)])
+        pairs = torch.stack((values[(data & 15).long()], values[(data >> 4).long()]), dim=-1).flatten(-2)
+        return (pairs * 2.0 ** (part.tensors["scale"].double() - 127)[..., None]).float().flatten(1)
+    return _DEQUANTIZERS[storage](data.unflatten(1, (-1, BLOCKS[storage][1]))).reshape(part.rows, part.columns)
+
+
+def is_known_format(part: WeightPart) -> bool:
+    """Whether ``reference_dequantize`` knows a part's format."""
+    form = part.format
+    return form.plain or form == MXFP4 or (form.storage in BLOCKS and form == block_format(form.storage))
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _unpack_bits(data: torch.Tensor, count: int) -> torch.Tensor:
+    """``count`` numbers of 8 / ``count`` bits from each byte, low bits first: [..., count, bytes]."""
+    bits = 8 // count
+    return (data.int()[..., None, :] >> (torch.arange(count) * bits)[:, None]) & ((1 << bits) - 1)
+
+
+def _legacy_quant(fifth_bit: bool, least: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Q4_0, Q4_1, Q5_0, Q5_1: d (q - middle) or d q + m."""
+
+    def values(blocks: torch.Tensor) -> torch.Tensor:
+        quants = _unpack_bits(blocks[..., -16:], 2).flatten(-2)
+        if fifth_bit:  # bit j of 32 is the fifth bit of number j
+            quants = quants + 16 * _unpack_bits(blocks[..., -20:-16], 8).transpose(-1, -2).flatten(-2)
+        if least:
+            return _half(blocks, 0) * quants + _half(blocks, 2)
+        return _half(blocks, 0) * (quants - (16 if fifth_bit else 8))
+
+    return values
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * blocks[..., 2:].contiguous().view(torch.int8)
+
+
+def _scaled_groups(blocks: torch.Tensor, scales: torch.Tensor, quants: torch.Tensor) -> torch.Tensor:
+    """16 groups of 16 numbers."""
+    values: torch.Tensor = quants.flatten(-3).unflatten(-1, (16, 16))
+    return (scales[..., None] * values).flatten(-2)
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    quants = _unpack_bits(blocks[..., 16:80].unflatten(-1, (2, 32)), 4)
+    low, high = _unpack_bits(blocks[..., :16], 2).unbind(-2)
+    least = _scaled_groups(blocks, _half(blocks, 82) * high, torch.ones_like(quants))
+    return _scaled_groups(blocks, _half(blocks, 80) * low, quants) - least
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    third = _unpack_bits(blocks[..., :32], 8).unflatten(-2, (2, 4))
+    quants = _unpack_bits(blocks[..., 32:96].unflatten(-1, (2, 32)), 4) + 4 * third - 4
+    scales = (
+        _unpack_bits(blocks[..., 96:104], 2).flatten(-2) + 16 * _unpack_bits(blocks[..., 104:108], 4).flatten(-2) - 32
+    )
+    return _scaled_groups(blocks, _half(blocks, 108) * scales, quants)
+
+
+def _q4_k_or_q5_k(fifth_bit: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Q4_K, Q5_K: 8 groups of 32 numbers, with scales and minima of six bits."""
+
+    def values(blocks: torch.Tensor) -> torch.Tensor:
+        first, second, rest = blocks[..., 4:16].int().split(4, -1)
+        scales = torch.cat((first & 63, (rest & 15) | first >> 6 << 4), -1)
+        minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), -1)
+        quants = _unpack_bits(blocks[..., -128:].unflatten(-1, (4, 32)), 2).flatten(-3, -2)
+        if fifth_bit:
+            quants = quants + 16 * _unpack_bits(blocks[..., 16:48], 8)
+        found = (_half(blocks, 0) * scales)[..., None] * quants - (_half(blocks, 2) * minima)[..., None]
+        return found.flatten(-2)
+
+    return values
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _unpack_bits(blocks[..., :128].unflatten(-1, (2, 64)), 2).unflatten(-1, (2, 32)).flatten(-3, -2)
+    quants = low + 16 * _unpack_bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 4) - 32
+    return _scaled_groups(blocks, _half(blocks, 208) * blocks[..., 192:208].contiguous().view(torch.int8), quants)
+
+
+_DEQUANTIZERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "q4_0": _legacy_quant(False, False), "q4_1": _legacy_quant(False, True), "q5_0": _legacy_quant(True, False),
+    "q5_1": _legacy_quant(True, True), "q8_0": _q8_0, "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k_or_q5_k(False),
+    "q5_k": _q4_k_or_q5_k(True), "q6_k": _q6_k,
+}  # fmt: skip
+
+
+def mixed_parts(mix: Sequence[str], blocks: int, generator: torch.Generator) -> tuple[WeightPart, ...]:
+    """Parts of these storages, with different numbers of rows; each row has ``blocks`` of the largest block."""
+    columns = blocks * max(32, *map(unit_of, mix))
+    return tuple(random_part(storage, 17 + 16 * (i == 0), columns, generator) for i, storage in enumerate(mix))
+
+
+def make_case(
+    op: str, matrices: Sequence[tuple[WeightPart, ...]], tokens: int, dtype: str, generator: torch.Generator
+) -> OpCase:
+    """``linear`` with the first of the matrices, or ``grouped_linear`` with all of them."""
+    rows, columns = sum(p.rows for p in matrices[0]), matrices[0][0].columns
+    bare = tuple(WeightPart(p.name, p.rows, p.columns, p.format) for p in matrices[0])
+    sizes = {"columns": columns, "rows": rows, "dtype": dtype}
+    x = torch.randn(tokens, columns, generator=generator).to(getattr(torch, dtype))
+    bias = torch.randn(len(matrices), rows, generator=generator).to(getattr(torch, dtype))
+    if op == "linear":
+        weight = LinearWeight("weight", bare, rows, columns, dtype)
+        return OpCase({**sizes, "weight": weight, "out": dtype}, (x, matrices[0], bias[0]))
+    stack = StackedWeight("stack", bare, rows, columns, dtype, experts=len(matrices))
+    slots = torch.randint(-1, len(matrices), (tokens, 2), generator=generator, dtype=torch.int32)
+    return OpCase({**sizes, "weight": stack, "experts": len(matrices)}, (x, tuple(matrices), slots, bias))
+
+
+def format_mixes(dtype: str) -> Iterator[tuple[str, ...]]:
+    """Each storage alone, then mixes of several. Plain parts have ``dtype``: the loader converts them."""
+    yield from ((storage,) for storage in (dtype, *STORAGES))
+    yield from (tuple(dtype if storage == "plain" else storage for storage in mix) for mix in MIXES)

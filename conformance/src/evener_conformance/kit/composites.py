@@ -1,0 +1,600 @@
+"""Checking a kernel for a composite op: a tiny model with the kernel and one without, step by step.
+
+The model has two decoder layers and a head. One copy is resolved with the kernel and a state provider, the other with
+the expansion over reference ops in float32 from the same rounded weights. Hidden states, logits and the written state
+must agree over a prefill, a decode, a mixed step, and one with so many rows that kernels take another path.
+
+A family of layers has several details. If a kernel refuses a family for one detail, the other details are checked one
+at a time, each added to a family that the kernel accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from evener.contracts.declared import LinearWeight, StateSlot, Table, Weight
+from evener.contracts.device import Device
+from evener.contracts.ops import Kernel, OpCall, OpSchema
+from evener.contracts.quant import plain
+from evener.contracts.state import StateProvider, StateStep
+from evener.layers.alibi import alibi_slopes
+from evener.layers.builder import Builder
+from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer, MLPConfig
+from evener.layers.embedding import LMHead
+from evener.layers.experts import MoEConfig
+from evener.layers.gated_delta import DeltaConfig, GatedAttentionConfig
+from evener.layers.latent import IndexConfig, LatentConfig
+from evener.layers.norms import norm_common
+from evener.layers.rotary import RotaryConfig, TemperatureConfig
+from evener.ops.reference.linear import PLAIN
+from evener.ops.reference.state import ReferenceState
+from evener.plugins.catalog import Provided
+from evener.resolution.buckets import bucket_index, token_buckets
+from evener.resolution.candidates import Candidates
+from evener.resolution.resolver import Resolver
+from evener_conformance.kit.compare import join_problems
+from evener_conformance.kit.fallback_monitor import FallbackMonitor
+from evener_conformance.kit.ops import DTYPES
+from evener_conformance.kit.outcome import CaseResult, Outcome, format_backend_exception
+from evener_conformance.kit.wrapped_kernel import monitored
+from evener_conformance.reference.device import HostDevice
+
+_MAX_POSITIONS, _PACKAGE = 192, "checked"
+#: A byte whose repetition is a finite garbage value in every dtype of state: unwritten state must not be read.
+GARBAGE = 0x46
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
+#: New tokens of each of two requests, by step: prompts, a decode step, one of each, decode, and many rows: kernels may
+#: take another path from some number of rows on, rarely above 128.
+_STEPS = ((17, 5), (1, 1), (1, 20), (1, 1), (131, 6))
+#: Composites that only these mixers call; ``index_block`` only a sparse one.
+_MIXER_COMPOSITES: dict[type, tuple[str, ...]] = {
+    LatentConfig: ("latent_attention_block", "latent_attend", "index_block"), DeltaConfig: ("delta_block",),
+    GatedAttentionConfig: ("gated_attention_block",),
+}  # fmt: skip
+
+
+#: Which configs' details an op sees; "": those of the layer or the head.
+_CONFIGS_SEEN_BY_OP = {
+    "mlp_block": ("mlp", ""), "moe_block": ("mlp", ""), "attention_block": ("attention", ""), "head": ("",),
+    "norm_qkv_rotary_write": ("attention", ""),
+}  # fmt: skip
+#: Fields of a family and its configs that are names and sizes, not details.
+_SIZE_FIELDS = {
+    "name", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads", "head_dim", "inner", "experts",
+    "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width", "nope_dim", "rope_dim", "rank",
+}  # fmt: skip
+#: Static parameters that are sizes, or the same in every family.
+_UNINFORMATIVE_PARAMETERS = (_SIZE_FIELDS | {"dtype", "rotary_dim", "q_rank", "shared_inner"}) - {"eps"}
+#: Details that mean nothing without others.
+_DEPENDENT_FIELDS = {
+    "gated": ("gated", "gate_up"), "qk_norm_over": ("qk_norm", "qk_norm_over"), "qk_norms": ("qk_norm", "qk_norms"),
+    "groups": ("groups", "top_groups", "group_best", "scoring", "correction", "experts", "top"),
+    "shared_gate": ("shared_inner", "shared_gate"), "alpha": ("alpha", "limit", "activation"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of decoder layer."""
+
+    name: str
+    attention: AttentionConfig | LatentConfig | DeltaConfig | GatedAttentionConfig
+    mlp: MLPConfig | MoEConfig
+    offset: float = 0.0
+    cap: float | None = None
+    norm: str = "rms"
+    scale: float = 1.0
+    absorb: str = "auto"
+    eps: float = 0.1  # so large that a kernel with another epsilon is seen
+    hidden: int = 96
+    vocab: int = 67
+
+    def calls(self, op: str) -> bool:
+        """Whether its layers call this composite. What several kinds of layer call counts for plain attention."""
+        if isinstance(self.mlp, MoEConfig) or op == "moe_block":
+            return isinstance(self.mlp, MoEConfig) and op == "moe_block"
+        if op == "index_block":
+            return isinstance(self.attention, LatentConfig) and self.attention.index is not None
+        own = _MIXER_COMPOSITES.get(type(self.attention))
+        return op in own if own else not any(op in others for others in _MIXER_COMPOSITES.values())
+
+    @property
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        """Steps to check. A sparse index is not given the tallest one: rounding alone could choose other tokens."""
+        index = self.attention.index if isinstance(self.attention, LatentConfig) else None
+        return _STEPS if index is None or index.top >= _MAX_POSITIONS else _STEPS[:-1]
+
+    def for_dtype(self, dtype: str) -> Family:
+        """The family for a compute dtype. With a narrow one rounding could choose other tokens or experts, so all are
+        chosen."""
+        how, mlp = self.attention, self.mlp
+        if dtype != "float32" and isinstance(mlp, MoEConfig) and mlp.correction is None:
+            return replace(self, mlp=replace(mlp, top=mlp.experts))
+        if dtype == "float32" or not isinstance(how, LatentConfig) or how.index is None:
+            return self
+        return replace(self, attention=replace(how, index=replace(how.index, top=_MAX_POSITIONS)))
+
+
+def families() -> tuple[Family, ...]:
+    """Grouped heads; windows, caps, offsets and norms on both sides; biases, partial and interleaved rotation; experts;
+    other mixers; multiples of 64, for kernels that take no other sizes; and rare details: layer norms, plain MLPs, one
+    norm over all heads, merged gate and up, chunks, sinks, norms without weights, no rotation,
+    linear biases (ALiBi), factors on queries."""
+    return (
+        Family(
+            "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
+        ),
+        Family(
+            "windowed",
+            AttentionConfig(
+                heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32), qk_norm=True, post_norm="post", window=12,
+                softcap=20.0,
+            ),
+            MLPConfig(inner=72, activation="gelu_tanh", post_norm="post_mlp"),
+            1.0,
+            30.0,
+        ),
+        Family(
+            "biased",
+            AttentionConfig(
+                heads=4, kv_heads=4, head_dim=16, rotary=RotaryConfig(8, interleaved=True), qkv_bias=True, o_bias=True
+            ),
+            MLPConfig(inner=40, bias=True, activation="gelu"),
+        ),
+        *_other_mixers(),
+        *_multiples_of_64(),
+        Family(
+            "layer-normed",
+            AttentionConfig(
+                heads=4, kv_heads=2, head_dim=16, rotary=RotaryConfig(16), qkv=("qkv",), qk_norm=True,
+                qk_norm_over="each", post_norm="post",
+            ),
+            MLPConfig(inner=56, gated=False, gate_up=("up",), activation="relu", bias=True),
+            norm="biased_layer", scale=0.5,
+        ),
+        Family(
+            "parallel",
+            AttentionConfig(
+                heads=2, kv_heads=2, head_dim=32, rotary=RotaryConfig(32), qk_norm=True, qk_norm_over="all"
+            ),
+            MLPConfig(inner=48, gate_up=("gate_up",), parallel=True, post_norm="post_mlp"), norm="layer",
+        ),
+        Family(
+            "local",
+            AttentionConfig(
+                heads=4, kv_heads=2, head_dim=32, rotary=RotaryConfig(32, interleaved=True), chunk=9, qk_norm=True,
+                qk_norms=None, sinks=True,
+            ),
+            MLPConfig(inner=40),
+        ),
+        Family(
+            "alibi",
+            AttentionConfig(
+                heads=4, kv_heads=1, head_dim=16, rotary=RotaryConfig(0), slopes=alibi_slopes(4),
+                temperature=TemperatureConfig(5, 0.7),
+            ),
+            MLPConfig(inner=40),
+        ),
+        Family(
+            "expert",
+            AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
+            MoEConfig(
+                experts=6, top=2, inner=40, scoring="sigmoid", correction="correction", groups=3, top_groups=2,
+                group_best=2, scale=2.5, shared_inner=24, shared_gate="gate", post_norm="post_mlp",
+            ),
+        ),
+        Family(
+            "plain expert", AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
+            MoEConfig(experts=5, top=2, inner=40),
+        ),
+        Family(
+            "biased expert",
+            AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
+            MoEConfig(
+                experts=3, top=3, inner=24, scoring="softmax_top", renormalize=False, bias=True,
+                activation="clamped_swiglu", alpha=1.702, limit=7.0,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _other_mixers() -> tuple[Family, ...]:
+    """Latent attention in each form, a sparse index, a recurrence, gated attention."""
+    return (
+        Family(
+            "latent",
+            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=None,
+                         rotary=RotaryConfig(8, interleaved=True)),
+            MLPConfig(inner=40),
+        ),
+        Family(
+            "latent queries",
+            LatentConfig(heads=5, nope_dim=16, rope_dim=16, value_dim=16, rank=32, q_rank=48, rotary=RotaryConfig(16),
+                         bias=True),
+            MLPConfig(inner=40),
+        ),
+        Family(
+            "latent products",
+            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=32, rotary=RotaryConfig(8)),
+            MLPConfig(inner=40), absorb="absorb",
+        ),
+        Family(
+            "latent expanded",
+            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=None, rotary=RotaryConfig(8)),
+            MLPConfig(inner=40), absorb="none",
+        ),
+        Family(
+            "sparse",
+            LatentConfig(heads=3, nope_dim=16, rope_dim=8, value_dim=16, rank=24, q_rank=32, rotary=RotaryConfig(8),
+                         index=IndexConfig(heads=4, head_dim=16, top=9)),
+            MLPConfig(inner=40),
+        ),
+        Family("recurrent", DeltaConfig(heads=4, key_heads=2, key_dim=12, value_dim=10, width=4), MLPConfig(inner=40)),
+        Family(
+            "gated", GatedAttentionConfig(heads=6, kv_heads=2, head_dim=20, rotary=RotaryConfig(8), bias=True),
+            MLPConfig(inner=40), 1.0,
+        ),
+    )  # fmt: skip
+
+
+def _multiples_of_64() -> tuple[Family, ...]:
+    """Hidden sizes 128 and 256 for each composite. All other sizes are multiples of 64 too."""
+    rotary, mlp = RotaryConfig(64), MLPConfig(inner=128)
+    latent = LatentConfig(heads=2, nope_dim=64, rope_dim=64, value_dim=64, rank=128, q_rank=128, rotary=rotary)
+    made = (
+        ("plain", AttentionConfig(heads=4, kv_heads=2, head_dim=64, rotary=rotary), mlp),
+        ("expert", AttentionConfig(heads=2, kv_heads=1, head_dim=64, rotary=rotary),
+         MoEConfig(experts=4, top=2, inner=128)),
+        ("latent", latent, mlp),
+        ("sparse", replace(latent, index=IndexConfig(heads=2, head_dim=64, top=64)), mlp),
+        ("recurrent", DeltaConfig(heads=4, key_heads=2, key_dim=64, value_dim=64, width=4), mlp),
+        ("gated", GatedAttentionConfig(heads=4, kv_heads=2, head_dim=64, rotary=rotary), mlp),
+    )  # fmt: skip
+    return tuple(
+        Family(f"{name} of {hidden}", how, each, hidden=hidden, vocab=256) for name, how, each in made
+        for hidden in (128, 256)
+    )  # fmt: skip
+
+
+@dataclass
+class _Step:
+    bucket: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    metas: tuple[Any, ...]
+    stream: None = None
+    embedding_overrides: None = None
+
+
+class TinyModel:
+    """Two layers and a head, resolved over the given kernels and state provider.
+
+    Args:
+        like: another model, whose weights are copied and converted to ``dtype``; None makes random ones.
+        seed: seed of random weights.
+    """
+
+    def __init__(
+        self, device: Device, dtype: str, family: Family, kernels: Sequence[Kernel], provider: StateProvider,
+        schemas: Iterable[OpSchema], like: TinyModel | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.device, self.dtype, self.provider, self._seed = device, dtype, provider, seed
+        self.hidden = family.hidden
+        self.build = build = Builder(dtype, _MAX_POSITIONS, absorb=family.absorb)
+        layer: Any = DecoderLayer if isinstance(family.attention, AttentionConfig) else MixerLayer
+        self.layers: list[DecoderLayer] = [
+            layer(
+                build,
+                f"layers.{i}",
+                family.hidden,
+                family.attention,
+                family.mlp,
+                family.eps,
+                family.offset,
+                family.norm,
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        norms = norm_common(build, family.hidden, family.eps, family.offset, family.norm)
+        self.head = LMHead(build, "head.weight", "norm", family.vocab, norms, cap=family.cap, scale=family.scale)
+        available = Candidates(
+            schemas={s.name: s for s in schemas}, kernels=[Provided(k, _PACKAGE, _PACKAGE, "0") for k in kernels],
+            states=[Provided(provider, _PACKAGE, _PACKAGE, "0")], reference_state=ReferenceState(),
+            reference_packing=PLAIN, device=device.capabilities, buckets=token_buckets(_MAX_POSITIONS),
+        )  # fmt: skip
+        self.resolver = Resolver(available)
+        self.resolver.states(build.slots)
+        self.resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
+        self.resolver.sites(build.sites)
+        self.weights: list[list[torch.Tensor]] = []
+        self._fill(like)
+        self._bind()
+
+    def _fill(self, like: TinyModel | None) -> None:
+        where, noise = self.device.torch_device, torch.Generator().manual_seed(self._seed)
+        wanted: torch.dtype = getattr(torch, self.dtype)
+        parts_by_name: dict[str, torch.Tensor] = {}
+        for index, weight in enumerate(self.build.weights):
+            if isinstance(weight, Table):
+                weight.value = weight.make(where)
+                self.weights.append([])
+                continue
+            shapes: list[tuple[int, ...]] = [weight.shape] if isinstance(weight, Weight) else _shapes(weight)
+            if like is None:
+                made = [torch.randn(s, generator=noise) * (s[-1] ** -0.5 if len(s) > 1 else 0.2) for s in shapes]
+                made = [(m + (getattr(weight, "dummy", "") == "ones")).to(wanted) for m in made]
+                if weight.name.endswith("correction"):  # rounding must not change which experts are chosen
+                    made = [torch.arange(float(s[0])) for s in shapes]
+                if isinstance(weight, Weight):
+                    made = self._read(weight, made, parts_by_name)
+            else:
+                made = [m.to(wanted) for m in like.weights[index]]
+            self.weights.append(made)
+            if isinstance(weight, LinearWeight):
+                packing, size = self.resolver.packings_by_layout[weight.layout], len(weight.parts)
+                parts_by_name |= {part.name: m for part, m in zip(weight.parts, made, strict=False)}
+                parts = [
+                    replace(weight.parts[i % size], format=plain(self.dtype), tensors={"weight": m})
+                    for i, m in enumerate(made)
+                ]
+                matrices = [parts[i : i + size] for i in range(0, len(parts), size)]
+                weight.value = (
+                    packing.pack_stack(matrices, weight.experts, self.dtype, where)
+                    if weight.experts
+                    else packing.pack(parts, self.dtype, where)
+                )
+            else:
+                weight.value = made[0].to(where, copy=True)
+        for group in self.build.groups:
+            group.bind()
+
+    def _read(
+        self, weight: Weight, made: list[torch.Tensor], parts: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """A plain weight may be another view of a matrix that a linear layer has, or be computed from several."""
+        if weight.make is not None:
+            return [weight.make([parts[name] for name in weight.sources])]
+        return [parts.get(weight.sources[0], made[0]).to(getattr(torch, weight.dtype))]
+
+    def _bind(self) -> None:
+        slots, alignment = self.build.slots, self.device.capabilities.alignment
+        offered = [set(slot.provider.block_sizes(slot.spec)) for slot in slots if slot.provider is not None]
+        self.block = min(set.intersection(*offered) or offered[0])
+        self.table = torch.tensor([3, 1, 6, 2, 5, 4], dtype=torch.int32).view(2, 3)
+        if self.block * 3 < _MAX_POSITIONS:
+            columns = -(-_MAX_POSITIONS // self.block)
+            self.table = torch.arange(2 * columns, 0, -1, dtype=torch.int32).view(2, columns)
+        self._groups: dict[Any, StateSlot] = {}
+        for slot in slots:
+            self._groups.setdefault((slot.spec, slot.attention), slot)
+            slot.group = list(self._groups).index((slot.spec, slot.attention))
+            assert slot.provider is not None, "states were resolved"
+            page = -(-slot.provider.bytes_per_block(slot.spec, self.block) // alignment) * alignment
+            storage = torch.zeros(self.table.numel() + 2, page, dtype=torch.uint8, device=self.device.torch_device)
+            slot.views = slot.provider.bind(storage.fill_(GARBAGE), slot.spec, self.block)
+
+    def step(self, x: torch.Tensor, before: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
+        """Hidden states [T, hidden] and logits [2, vocab] of one step, on the host."""
+        lengths = [b + n for b, n in zip(before, counts, strict=True)]
+        at = [(r, p) for r, (b, e) in enumerate(zip(before, lengths, strict=True)) for p in range(b, e)]
+        where = self.device.torch_device
+
+        def put(values: Any) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=torch.int32).to(where)
+
+        ends = torch.tensor(counts).cumsum(0)
+        state = StateStep(
+            tokens=len(at), requests=len(counts), max_query=max(counts), max_kv=max(lengths),
+            query_start=put([0, *ends.tolist()]), kv_lens=put(lengths), positions=put([p for _, p in at]),
+            slot_mapping=put([int(self.table[r, p // self.block]) * self.block + p % self.block for r, p in at]),
+            block_table=put(self.table), host_query_lens=list(counts), host_kv_lens=lengths,
+        )  # fmt: skip
+        metas = tuple(
+            slot.provider.metadata(state, slot.spec, slot.attention, self.block)
+            for slot in self._groups.values() if slot.provider is not None
+        )  # fmt: skip
+        step = _Step(bucket_index(len(at)), state.positions, state.positions, metas)
+        stream = x.to(getattr(torch, self.dtype)).to(where, copy=True)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            stream, residual = layer(stream, residual, step)
+        assert residual is not None, "there is a layer"
+        hidden = stream + residual
+        rows = replace(step, bucket=bucket_index(len(counts)))
+        logits = self.head(hidden.index_select(0, (ends - 1).to(where)), rows)
+        return [self.device.readback(t).wait() for t in (hidden, logits)]
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Copies of the tensors of every weight, by name; one of several has its number."""
+        found: dict[str, torch.Tensor] = {}
+        for weight in self.build.weights:
+            value = weight.value.data if isinstance(weight, LinearWeight) and weight.value else weight.value
+            name = str(weight.key if isinstance(weight, Table) else weight.name)
+            tensors = list(tensors_in(value))
+            found |= {f"{name}[{i}]" if len(tensors) > 1 else name: t.clone() for i, t in enumerate(tensors)}
+        return found
+
+    def written(self, lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Every state tensor of every layer and request, by name: for state per token its tokens, for rows the last."""
+        found = {}
+        for slot in self.build.slots:
+            assert slot.provider is not None
+            ids = torch.int64 if self.device.capabilities.int64 else torch.int32
+            blocks = self.table.flatten().to(ids).to(self.device.torch_device)
+            for tensor, part in zip(slot.spec.tensors, slot.provider.export_blocks(slot.views, blocks), strict=False):
+                rows = part.cpu().unflatten(0, tuple(self.table.shape))
+                for r, length in enumerate(lengths):
+                    own = rows[r].flatten(0, 1)[:length]
+                    kept = rows[r, (length - 1) // self.block] if slot.spec.per == "request" else own
+                    found[f"{tensor.name} of {slot.name}, request {r}"] = kept
+        return found
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a weight's value; objects that only its kernels understand are left out."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+
+
+def _shapes(weight: LinearWeight) -> list[tuple[int, ...]]:
+    """Shapes of the parts of every matrix, in order."""
+    shapes: list[tuple[int, ...]] = [(p.rows, p.columns) for p in weight.parts]
+    return shapes * max(1, weight.experts)
+
+
+def check_composite(
+    kernel: Kernel, schemas: Sequence[OpSchema], device: Device, providers: Sequence[StateProvider],
+    linears: Sequence[Kernel] = (), dtypes: Iterable[str] = DTYPES, kinds: Sequence[str] = (), seed: int = 0,
+    watch: FallbackMonitor | None = None,
+) -> list[CaseResult]:  # fmt: skip
+    """Check a kernel for a composite with each family of layers and each state provider.
+
+    Args:
+        schemas: all ops.
+        providers: state providers of the kernel's package; the reference if there are none.
+        linears: the package's kernels for ``linear``, in case composites read weights in its own packing.
+        kinds: names of the families of layers; all of them if empty.
+        watch: records fallbacks to the host.
+    """
+    asked: list[str] = []
+
+    def note(call: OpCall, inputs: Sequence[Any]) -> None:
+        asked.append(", ".join([*_describe_parameters(call.static), *_biases(inputs)]))
+
+    watched = monitored(kernel, watch or FallbackMonitor(device), note)
+    results: list[CaseResult] = []
+
+    def check(family: Family, dtype: str, provider: StateProvider) -> bool:
+        """Check one family; whether the kernel accepted it."""
+        asked.clear()
+        try:
+            outcome, detail = _check(watched, schemas, device, provider, linears, dtype, family, seed)
+        except Exception as error:  # the backend's exception is the failure
+            outcome, detail = "failed", format_backend_exception(error)
+        if outcome != "not applicable" or family.name in names:
+            case = f"{family.name} layers over {provider.name}"
+            if outcome == "failed" and asked:
+                case += f" ({asked[0]})"
+            results.append(CaseResult("composites", kernel.op, kernel.name, dtype, case, outcome, detail))
+        return outcome != "not applicable"
+
+    names = [f.name for f in families() if f.calls(kernel.op) and (not kinds or f.name in kinds)]
+    for dtype in dtypes:
+        fitting = [f.for_dtype(dtype) for f in families() if f.name in names]
+        for provider in providers or (ReferenceState(),):
+            taken = [family for family in fitting if check(family, dtype, provider)]
+            for family in single_option_families(kernel.op, taken, fitting):
+                if _valid(family, schemas):
+                    check(family, dtype, provider)
+    return results
+
+
+def _describe_parameters(static: Mapping[str, Any]) -> Iterator[str]:
+    """Static parameters of a call that may select another path of a kernel: neither sizes nor unset ones."""
+    for name, value in static.items():
+        if isinstance(value, Mapping):
+            yield from (f"{name} {each}" for each in _describe_parameters(value))
+        elif isinstance(value, StateSlot):
+            how = {"window": value.spec.window, "softcap": value.attention.softcap, "sinks": value.attention.sinks}
+            yield from (f"{each}={found}" for each, found in how.items() if found)
+        elif isinstance(value, (str, int, float)) and value and name not in _UNINFORMATIVE_PARAMETERS:
+            yield f"{name}={value}"
+
+
+def _biases(inputs: Sequence[Any]) -> Iterator[str]:
+    """Optional inputs that a call is given; no static parameter says so."""
+    for weights in inputs:
+        for name, value in getattr(weights, "_asdict", dict)().items():
+            if "bias" in name and value is not None:
+                yield name
+
+
+def single_option_families(op: str, taken: Sequence[Family], asked: Sequence[Family]) -> Iterator[Family]:
+    """The first family in ``taken``, each time with one detail that only refused families in ``asked`` have."""
+    parts = _CONFIGS_SEEN_BY_OP.get(op, ("attention", "mlp", ""))
+    seen = {(part, name, repr(value)) for family in taken for part, name, value in _family_options(family, parts)}
+    for family in asked if taken else ():
+        for part, name, value in _family_options(family, parts):
+            base: Any = getattr(taken[0], part) if part else taken[0]
+            same = not part or type(base) is type(getattr(family, part))
+            if same and (part, name, repr(value)) not in seen:
+                seen.add((part, name, repr(value)))
+                source = getattr(family, part) if part else family
+                other = replace(base, **{each: getattr(source, each) for each in _DEPENDENT_FIELDS.get(name, (name,))})
+                changed: dict[str, Any] = {part: other} if part else {name: value}
+                yield replace(taken[0], **changed, name=f"{taken[0].name} layers with {name} {value} as {family.name}")
+
+
+def _family_options(family: Family, parts: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """Details of a family, without sizes: (config, field, value)."""
+    for part in parts:
+        value = getattr(family, part) if part else family
+        for each in fields(value):
+            if each.name not in _SIZE_FIELDS:
+                yield part, each.name, getattr(value, each.name)
+
+
+def _valid(family: Family, schemas: Sequence[OpSchema]) -> bool:
+    """Whether a layer can have this detail alone."""
+    try:
+        model = TinyModel(HostDevice(0), "float32", family, (), ReferenceState(), schemas)
+        model.step(torch.zeros(2, family.hidden), (0, 0), (1, 1))
+    except Exception:  # no code of the backend runs here
+        return False
+    return True
+
+
+def _check(
+    kernel: Kernel, schemas: Sequence[OpSchema], device: Device, provider: StateProvider, linears: Sequence[Kernel],
+    dtype: str, family: Family, seed: int,
+) -> tuple[Outcome, str]:  # fmt: skip
+    model = TinyModel(device, dtype, family, [kernel, *linears], provider, schemas, seed=seed)
+    choices = [c for c in model.resolver.manifest.choices if c.op == kernel.op]
+    if not choices:
+        return "failed", f"no layer of the kit calls op {kernel.op!r}; add cases='module:function' to its OpSchema"
+    label = f"{_PACKAGE}/{kernel.name}"
+    refused = [reason for c in choices if c.provider != label for name, reason in c.refused if name == label]
+    if refused:
+        return "not applicable", refused[0]
+    reference = TinyModel(HostDevice(0), "float32", family, (), ReferenceState(), schemas, model)
+    problems = list(_differences(model, reference, family.steps, _TOLERANCE[dtype], seed))
+    return ("failed", join_problems(problems)) if problems else ("passed", "")
+
+
+def _differences(
+    model: TinyModel, reference: TinyModel, steps: Sequence[Sequence[int]], close: float, seed: int
+) -> Iterator[str]:
+    noise, lengths = torch.Generator().manual_seed(seed + 1), [0, 0]
+    found = list[str]()  # of the first step that is wrong: later ones follow from it
+    before = model.contents()
+    with torch.inference_mode():
+        for number, counts in enumerate(steps):
+            x = torch.randn(sum(counts), model.hidden, generator=noise).to(getattr(torch, model.dtype))
+            got, want = (m.step(x, lengths, counts) for m in (model, reference))
+            lengths = [b + n for b, n in zip(lengths, counts, strict=True)]
+            for what, a, b in zip(("hidden states", "logits"), got, want, strict=True):
+                same = not found or found[0].startswith(f"step {number} ")
+                found += _describe_error(f"step {number} of {sum(counts)} rows: {what}", a, b, close) if same else ()
+        yield from found
+        written, wanted = model.written(lengths), reference.written(lengths)
+        for name, kept in wanted.items():
+            yield from _describe_error(f"written {name}", written[name], kept, close)
+    for name, value in model.contents().items():
+        if not torch.equal(value, before[name]):
+            yield f"weight {name} was changed"
+
+
+def _describe_error(what: str, got: torch.Tensor, want: torch.Tensor, close: float) -> Iterator[str]:
+    """Errors are relative to the largest value, because rounding in one layer changes everything in the next."""
+    worst = float((got.float() - want.float()).abs().max()) / max(1.0, float(want.float().abs().max()))
+    if not worst <= close:
+        yield f"{what} differ by up to {worst:.3g} of the largest value"

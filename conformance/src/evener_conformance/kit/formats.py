@@ -1,0 +1,338 @@
+"""Checking quantization formats: a package's packings of stored weights, and its schemes.
+
+A packing is given every format that core knows, merged weights of several formats, and the formats of the schemes'
+examples. The kernel must compute with all that it accepts. The expected numbers of a format that core knows are
+computed by the kit; for other formats by their scheme's ``dequantize``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from evener.contracts.device import Device
+from evener.contracts.ops import Kernel, OpSchema
+from evener.contracts.quant import PackedWeight, Packing, QuantFormat, QuantScheme, WeightPart, plain
+from evener.errors import CheckpointError
+from evener.plugins.hook_check import check_supports
+from evener_conformance.kit.cases.blocks import (
+    STORAGES,
+    format_mixes,
+    is_known_format,
+    make_case,
+    mixed_parts,
+    random_part,
+    reference_dequantize,
+    unit_of,
+)
+from evener_conformance.kit.compare import bitwise_equal, join_problems, shares_memory
+from evener_conformance.kit.composites import tensors_in
+from evener_conformance.kit.fallback_monitor import FallbackMonitor
+from evener_conformance.kit.ops import check_case
+from evener_conformance.kit.outcome import CaseResult, Check, format_backend_exception, most_common
+
+#: Ops whose weights may have any format.
+OPS = ("linear", "grouped_linear")
+#: (tokens of a step, blocks of a row): few sizes and many.
+_FEW, _MANY = ((1, 1), (37, 3)), ((1, 1), (2, 5), (9, 2), (37, 3), (130, 4))
+#: Columns of a deep matrix, rows of a wide one, and the tokens of their step.
+_DEEP, _WIDE, _LARGE_TOKENS = 4352, 8209, 2
+_NAME = "layers.0.example.weight"
+_DTYPES = ("float32", "bfloat16", "float16")
+Matrices = Sequence[tuple[WeightPart, ...]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A scheme's example: a part with its tensors, and what it was read from."""
+
+    scheme: QuantScheme
+    config: Mapping[str, Any]
+    headers: Mapping[str, tuple[str, tuple[int, ...]]]
+    stored: Mapping[str, torch.Tensor]
+    part: WeightPart
+
+    def dequantized(self) -> torch.Tensor:
+        """The part's numbers, [rows, columns] of float32."""
+        return self.scheme.dequantize(self.part, "float32")
+
+
+def examples_of(scheme: QuantScheme, seed: int) -> list[Example]:
+    """A scheme's examples, as the loader reads them.
+
+    Raises:
+        CheckpointError: the scheme says that its own example holds no such part, or names tensors that it lacks.
+    """
+    found = []
+    for config, headers, stored in scheme.examples(_NAME, seed):
+        part, roles = scheme.part(_NAME, headers), scheme.tensors(_NAME, headers)
+        if part is None:
+            raise CheckpointError(f"part({_NAME!r}, …) of its own example is None; its headers name {sorted(headers)}")
+        if absent := set(roles.values()) - (headers.keys() & stored.keys()):
+            raise CheckpointError(f"tensors(…) names {sorted(absent)}, which its own example does not hold")
+        part = replace(part, tensors={role: stored[name] for role, name in roles.items()})
+        found.append(Example(scheme, config, headers, stored, part))
+    return found
+
+
+def kernel_results(
+    check: Check, kernel: Kernel, schema: OpSchema, device: Device, dtypes: Sequence[str], seed: int,
+    schemes: Iterable[QuantScheme] = (), thorough: bool = False, watch: FallbackMonitor | None = None,
+) -> Iterator[CaseResult]:  # fmt: skip
+    """Check every packing of a kernel for ``linear`` or ``grouped_linear`` with every format that it accepts, in each
+    compute dtype.
+
+    Args:
+        schemes: their examples add further formats.
+        thorough: many sizes instead of a few.
+    """
+    foreign = [e for scheme in schemes for e in _readable(scheme, seed) if not is_known_format(e.part)]
+
+    def held(part: WeightPart) -> torch.Tensor:
+        return reference_dequantize(part) if is_known_format(part) else _dequantize_by_scheme(foreign, part)
+
+    for packing in kernel.packings:
+        found: list[CaseResult] = []
+        large: set[str] = set()  # storages whose deep and wide weights the kernel has taken
+        for dtype in dtypes:
+            ready = _PackingCheck(check, kernel, schema, device, dtype, packing, held, watch or FallbackMonitor(device))
+            for name, tokens, matrices in _weights(schema.name, dtype, seed, foreign, _MANY if thorough else _FEW):
+                found += ready.results(name, tokens, matrices)
+            for storage in STORAGES:
+                if storage in large and not thorough:
+                    continue
+                for matrices in _large_weights(storage, seed):
+                    made = list(ready.results(storage, _LARGE_TOKENS, matrices))
+                    large |= {storage for result in made if result.outcome != "not applicable"}
+                    found += made
+        yield from found
+        if all(r.outcome == "not applicable" for r in found):
+            detail = f"{packing.layout} accepts no format that the kit has, so it could not be checked"
+            absent = all("not installed" in r.detail for r in found)
+            reason = most_common(r.detail for r in found)
+            yield check.result("all", "not applicable" if absent else "failed", f"{detail}: {reason}")
+
+
+def _readable(scheme: QuantScheme, seed: int) -> list[Example]:
+    """The scheme's examples; none if they cannot be read, which ``scheme_results`` reports."""
+    try:
+        return examples_of(scheme, seed)
+    except Exception:
+        return []
+
+
+def _dequantize_by_scheme(foreign: Sequence[Example], part: WeightPart) -> torch.Tensor:
+    example = next(e for e in foreign if e.part.format == part.format)
+    return example.scheme.dequantize(part, "float32")
+
+
+def _weights(
+    op: str, dtype: str, seed: int, foreign: Sequence[Example], sizes: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, int, Matrices]]:
+    """(case name, tokens, matrices)."""
+    generator = torch.Generator().manual_seed(seed)
+    count = 3 if op == "grouped_linear" else 1
+    for mix in format_mixes(dtype):
+        for tokens, blocks in sizes:
+            yield " + ".join(mix), tokens, [mixed_parts(mix, blocks, generator) for _ in range(count)]
+    for number, example in enumerate(foreign):
+        yield f"example {number} of {example.scheme.name}", 17, [(example.part,)] * count
+
+
+@cache
+def _large_parts(storage: str, seed: int) -> tuple[WeightPart, WeightPart]:
+    """A deep and a wide matrix. Plain ones are among the op's own cases."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = random_part(storage, _WIDE, unit_of(storage), generator)
+    return random_part(storage, 33, _DEEP, generator), wide
+
+
+def _large_weights(storage: str, seed: int) -> Iterator[Matrices]:
+    """A deep and a wide matrix, each alone; copies, as a packing may change them by mistake."""
+    for part in _large_parts(storage, seed):
+        yield [(replace(part, tensors={role: t.clone() for role, t in part.tensors.items()}),)]
+
+
+class _PackingCheck:
+    """One packing of a kernel, in one compute dtype."""
+
+    def __init__(
+        self, check: Check, kernel: Kernel, schema: OpSchema, device: Device, dtype: str, packing: Packing,
+        held: Callable[[WeightPart], torch.Tensor], watch: FallbackMonitor,
+    ) -> None:  # fmt: skip
+        self._check, self._kernel, self._schema, self._device, self._dtype = check, kernel, schema, device, dtype
+        self._packing, self._held, self._watch = packing, held, watch
+
+    def results(self, name: str, tokens: int, matrices: Matrices) -> Iterator[CaseResult]:
+        """Check the packed weight, then what the kernel computes with it."""
+        packing, dtype = self._packing, self._dtype
+        rows, columns = sum(p.rows for p in matrices[0]), matrices[0][0].columns
+        case = f"{name}, {rows} x {columns}, in {packing.layout}"
+        try:
+            bare = [replace(p, tensors={}) for p in matrices[0]]
+            if reason := check_supports(packing, packing.supports(bare, dtype)):
+                yield self._check.result(case, "not applicable", reason, dtype)
+                return
+            problems = self._problems(bare, matrices)
+        except Exception as error:  # the backend's exception is the failure
+            problems = [format_backend_exception(error)]
+        yield self._check.result(
+            f"packing of {case}", "failed" if problems else "passed", join_problems(problems), dtype
+        )
+        generator = torch.Generator().manual_seed(tokens)
+        made = make_case(self._schema.name, matrices, tokens, dtype, generator)
+        found = check_case(
+            self._kernel, self._schema, self._device, dtype, made, packing, self._held, self._watch
+        )  # fmt: skip
+        yield replace(found, case=f"{tokens} tokens, {case}")
+
+    def _problems(self, bare: Sequence[WeightPart], matrices: Matrices) -> list[str]:
+        packing, dtype, where = self._packing, self._dtype, self._device.torch_device
+        parts = matrices[0]
+        before = [{role: t.clone() for role, t in p.tensors.items()} for p in parts]
+        packed, expected = packing.pack(parts, dtype, where), packing.nbytes(bare, dtype)
+        shape = (sum(p.rows for p in parts), parts[0].columns)
+        formats = tuple(p.format for p in parts)
+        problems = self._check_description(packed, "pack", shape, expected, formats)
+        if any(
+            not bitwise_equal(t, was[role])
+            for p, was in zip(parts, before, strict=True)
+            for role, t in p.tensors.items()
+        ):
+            problems.append("pack changed the tensors of the parts, which may be mapped files or shared")
+        if self._schema.name == "grouped_linear":
+            stack = packing.pack_stack(iter(matrices), len(matrices), dtype, where)
+            problems += self._check_description(
+                stack, "pack_stack", (len(matrices), *shape), expected * len(matrices), formats
+            )
+            try:
+                stack.data[len(matrices) - 1]
+            except (TypeError, IndexError, KeyError):
+                problems.append("data of pack_stack cannot be indexed by matrix")
+        if packing.keeps_storage(bare) and where.type == "cpu":
+            problems += self._check_keeps(packed, parts)
+        return problems
+
+    def _check_description(
+        self, packed: PackedWeight, by: str, shape: tuple[int, ...], nbytes: int, formats: tuple[QuantFormat, ...]
+    ) -> list[str]:
+        """Compare the attributes of what ``pack`` returns with what was announced and with the tensors."""
+        facts = (
+            ("layout", packed.layout, self._packing.layout), ("shape", tuple(packed.shape), shape),
+            ("nbytes", packed.nbytes, nbytes), ("formats", packed.formats, formats),
+        )  # fmt: skip
+        names = {"nbytes": "nbytes(parts, dtype), which the memory plan uses, says"}
+        found = [
+            f"{by} returned {what} {have}, but {names.get(what, 'it should be')} {want}"
+            for what, have, want in facts
+            if have != want
+        ]
+        held = sum({t.data_ptr(): t.nbytes for t in tensors_in(packed.data)}.values())
+        if held > packed.nbytes:
+            found.append(f"{by} returned nbytes {packed.nbytes}, but its tensors hold {held}")
+        return found
+
+    def _check_keeps(self, packed: PackedWeight, parts: Sequence[WeightPart]) -> list[str]:
+        """A copy although ``keeps_storage`` promises none."""
+        if any(p.format.plain and p.format != plain(self._dtype) for p in parts):
+            return []  # it is converted first, which copies
+        stored = [t for p in parts for t in p.tensors.values()]
+        if all(shares_memory(t, stored) for t in tensors_in(packed.data)):
+            return []
+        return ["keeps_storage(parts) says that the parts' own storage is kept, and pack made a copy"]
+
+
+def scheme_results(check: Check, scheme: QuantScheme, seed: int) -> Iterator[CaseResult]:
+    """Check a scheme with its own examples: what it reads, the numbers, and its cuts against slices of the numbers."""
+    try:
+        examples = examples_of(scheme, seed)
+    except Exception as error:  # the scheme's exception is the failure
+        yield check.result("examples", "failed", format_backend_exception(error))
+        return
+    if not examples:
+        yield check.result(
+            "examples", "failed", "it gives none, so it could not be checked; implement QuantScheme.examples"
+        )
+    for number, example in enumerate(examples):
+        form = example.part.format
+        name = f"example {number}: {form.storage}, {example.part.rows} x {example.part.columns}"
+        aspects: tuple[tuple[str, Callable[[Example], Iterator[str]]], ...] = (
+            ("reading", _reading), ("numbers", _numbers), ("cuts along out", _cuts_out), ("cuts along in", _cuts_in),
+        )  # fmt: skip
+        for aspect, find in aspects:
+            try:
+                problems = list(find(example))
+            except Exception as error:  # the scheme's exception is the failure
+                problems = [format_backend_exception(error)]
+            yield check.result(f"{aspect}, {name}", "failed" if problems else "passed", join_problems(problems))
+
+
+def _reading(example: Example) -> Iterator[str]:
+    scheme, part = example.scheme, example.part
+    if not scheme.detect(example.config):
+        yield "detect(config) of its own example is False"
+    if (absent := scheme.part("no.such.weight", example.headers)) is not None:
+        yield f"part() of a name that is not stored is {absent}, not None"
+    if min(part.rows, part.columns) < 1:
+        yield f"part() says {part.rows} rows and {part.columns} columns"
+    held = sum(t.nbytes for t in part.tensors.values())
+    if part.format.nbytes(part.rows, part.columns) != held:
+        yield f"format.nbytes says {part.format.nbytes(part.rows, part.columns)} bytes, and its tensors hold {held}"
+
+
+def _numbers(example: Example) -> Iterator[str]:
+    part, held = example.part, example.dequantized()
+    if tuple(held.shape) != (part.rows, part.columns):
+        yield f"dequantize gives the shape {list(held.shape)}, not {[part.rows, part.columns]}"
+        return
+    if not held.isfinite().all() or len(held.unique()) < 4:
+        yield "its numbers are not finite, or almost all equal, so the example shows nothing"
+    if is_known_format(part) and not torch.allclose(held, reference_dequantize(part), rtol=1e-5, atol=1e-7):
+        worst = float((held - reference_dequantize(part)).abs().max())
+        yield f"dequantize differs by up to {worst:.3g} from the format's numbers"
+    for dtype in _DTYPES:
+        made, wanted = example.scheme.dequantize(part, dtype), getattr(torch, dtype)
+        if made.dtype != wanted:
+            yield f"dequantize to {dtype} gives {made.dtype}"
+        elif not bitwise_equal(made, held.to(wanted)):
+            yield f"dequantize to {dtype} differs from the rounded float32 numbers"
+
+
+def _cuts_out(example: Example) -> Iterator[str]:
+    return _cuts(example, "out", example.part.rows, example.part.format.group_out)
+
+
+def _cuts_in(example: Example) -> Iterator[str]:
+    return _cuts(example, "in", example.part.columns, example.part.format.group)
+
+
+def _cuts(example: Example, axis: Literal["out", "in"], extent: int, group: int) -> Iterator[str]:
+    """Cuts at group boundaries must equal slices of the numbers; others must be refused, with the group size in the
+    message."""
+    unit, held = max(1, group), example.dequantized()
+    whole = [*range(0, extent, unit), extent]
+    if len(whole) < 3:
+        yield f"the example has one group along {axis}, so that no cut can be tried; give a larger one"
+    ends = [(0, extent), *((0, at) for at in whole[1:-1][:2]), *((at, extent) for at in whole[1:-1][-2:])]
+    for start, stop in ends:
+        piece = example.scheme.cut(example.part, axis, start, stop)
+        want = held.narrow(0 if axis == "out" else 1, start, stop - start)
+        got, sizes = example.scheme.dequantize(piece, "float32"), (piece.rows, piece.columns)
+        if sizes != tuple(want.shape) or tuple(got.shape) != tuple(want.shape):
+            yield f"{start}..{stop} says {list(sizes)} and has {list(got.shape)} numbers, not {list(want.shape)}"
+        elif not torch.equal(got, want):
+            yield f"{start}..{stop} holds other numbers than that slice of the whole"
+    inside = [(0, unit // 2), (unit // 2, extent)] if unit > 1 else []
+    for start, stop in [*inside, (0, extent + unit), (unit, unit)]:
+        try:
+            example.scheme.cut(example.part, axis, start, stop)
+        except CheckpointError as error:
+            if (start, stop) in inside and not re.search(rf"\b{unit}\b", str(error)):
+                yield f"{start}..{stop} is refused without naming the group size, {unit}: {error}"
+        else:
+            yield f"{start}..{stop} is cut, but groups along {axis} have {unit} and the extent is {extent}"

@@ -1,0 +1,1 @@
+"""A second implementation of models and state, written for clarity, to compare the engine with."""

@@ -1,0 +1,91 @@
+"""The simulated device: core's own ``TorchDevice`` over the simulated namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evener.backend.torch_device import TorchDevice
+from evener.contracts.device import Device, Readback, ReadyReadback
+from evener.contracts.graph import Replay
+from evener_conformance.graph.record import RecordingCapture
+from evener_conformance.simulated import NAME
+from evener_conformance.simulated.constraints import ConstraintError, Constraints
+from evener_conformance.simulated.launch import Launcher
+from evener_conformance.simulated.namespace import Namespace
+from evener_conformance.simulated.registration import open_namespace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class ChipCapture(RecordingCapture):
+    """Captures of one chip, of which no more than ``limit`` may exist at once."""
+
+    def __init__(self, limit: int, needs_update: bool) -> None:
+        super().__init__(None, needs_update)
+        self._most = limit
+
+    def capture(self, segment: Callable[[], None]) -> Replay:
+        if len(self.replays) >= self._most:
+            raise ConstraintError(
+                f"simulated.max_captures={self._most}: this device holds {self._most} captures at once, and all are "
+                "in use"
+            )
+        return super().capture(segment)
+
+
+class SimulatedDevice(TorchDevice):
+    """One chip.
+
+    Attributes:
+        constraints: the chip's constraints.
+        namespace: its memory, and the torch ops that ran on the host.
+        launch: runs its kernels; ``launches`` counts them.
+        capture: captures steps; its ``replays`` show what was captured and how often each ran.
+        simulated: True: a run on it is evidence of level L3.
+
+    Raises:
+        BackendError: there is no such device, or this process has the other kind (compiled or Python).
+    """
+
+    simulated = True
+
+    def __init__(self, index: int, constraints: Constraints) -> None:
+        self.namespace: Namespace = open_namespace(constraints.python)
+        if not self.namespace.compiled:
+            constraints = replace(constraints, graphs=False)
+        super().__init__(NAME, index, constraints.capabilities)
+        self.constraints = constraints
+        self.namespace.set_memory(index, constraints.memory)
+        self.namespace.set_missing(constraints.missing)
+        self.namespace.refuse_reads(False)
+        self.launch = Launcher(constraints, self.namespace, self.torch_device)
+        self.capture = ChipCapture(constraints.max_captures, constraints.graph_update)
+        self._before = self.namespace.on_host()
+
+    def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        # An upload begins a step, its read-back ends it. A value that is read in between would wait for the chip.
+        self.namespace.refuse_reads(not self.constraints.host_reads)
+        # Torch never asks a Python device for page-locked memory.
+        return super().upload(array) if self.namespace.compiled else Device.upload(self, array)
+
+    def readback(self, tensor: torch.Tensor) -> Readback:
+        # On a real chip this copy is asynchronous and reads no value on the host; here it is done at once.
+        self.namespace.refuse_reads(False)
+        return ReadyReadback(self.namespace.host(tensor).clone())
+
+    def peak_memory(self, work: Callable[[], object]) -> int | None:
+        # Tensors of the Python device are host tensors, which are not counted.
+        return super().peak_memory(work) if self.namespace.compiled else None
+
+    def host_fallbacks(self) -> int:
+        return sum(self.fallbacks().values())
+
+    def fallbacks(self) -> dict[str, int]:
+        """Torch ops that ran on the host since this device was opened: name → count."""
+        now = self.namespace.on_host()
+        return {name: n - self._before.get(name, 0) for name, n in now.items() if n > self._before.get(name, 0)}

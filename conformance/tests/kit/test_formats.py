@@ -1,0 +1,314 @@
+"""The kit's area "formats": its own block formats, what it checks of packings and schemes, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, Packing, QuantFormat, QuantScheme, WeightPart
+from evener.errors import CheckpointError
+from evener.loading.scheme import Unquantized
+from evener.ops.reference.linear import PLAIN
+from evener.ops.schemas import PRIMITIVES
+from evener_conformance.kit.cases.blocks import STORAGES, is_known_format, random_part, reference_dequantize
+from evener_conformance.kit.checklist import ReferenceKernel
+from evener_conformance.kit.formats import kernel_results, scheme_results
+from evener_conformance.kit.outcome import CaseResult, Check
+from evener_conformance.reference.device import HostDevice
+
+SCHEMAS = {schema.name: schema for schema in PRIMITIVES}
+#: Formats that the kit combines in one merged weight.
+FEW = ("float32", "q8_0", "q4_1")
+CHECK = Check("formats", "linear", "mine", lambda: ())
+
+
+class Stored(Packing):
+    """Weights in blocks, kept as they are; ``spoil`` changes the result of ``pack``."""
+
+    layout = "stored"
+
+    def __init__(self, spoil: Callable[[PackedWeight], PackedWeight] = lambda p: p, of: Sequence[str] = ()) -> None:
+        self._spoil, self._of = spoil, of or ("float32", *STORAGES)
+
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        return None if all(p.format.storage in self._of for p in parts) else "of no use here"
+
+    def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
+        return sum(p.format.nbytes(p.rows, p.columns) for p in parts)
+
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        shape = sum(p.rows for p in parts), parts[0].columns
+        formats = tuple(p.format for p in parts)
+        return self._spoil(PackedWeight(self.layout, shape, Parts(parts), self.nbytes(parts, dtype), formats))
+
+    def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
+        return True
+
+
+class Parts(tuple[Any, ...]):
+    """Parts whose tensors the kit can see."""
+
+    def __new__(cls, parts: Sequence[WeightPart]) -> Parts:
+        made = super().__new__(cls, [dict(p.tensors) for p in parts])
+        made.parts = parts  # type: ignore[attr-defined]
+        return made
+
+
+class Widening(Kernel):
+    """``linear`` or ``grouped_linear`` over ``Stored``: it dequantizes in each call."""
+
+    name = "widening"
+
+    def __init__(
+        self, op: str, packing: Packing, held: Callable[[WeightPart], torch.Tensor] = reference_dequantize
+    ) -> None:
+        self.op, self.packings, self._held, self._plain = op, (packing,), held, ReferenceKernel(SCHEMAS[op])
+
+    def supports(self, call: OpCall) -> str | None:
+        return None
+
+    def build(self, call: OpCall) -> OpFunction:
+        run, dtype = self._plain.build(call), getattr(torch, call.static["dtype"])
+
+        def matrix(data: Any) -> torch.Tensor:
+            return torch.cat([self._held(p) for p in data.parts]).to(dtype)
+
+        def go(x: torch.Tensor, weight: PackedWeight, *rest: Any) -> Any:
+            data = matrix(weight.data) if self.op == "linear" else [matrix(each) for each in weight.data]
+            return run(x, PackedWeight("plain", weight.shape, data, 0), *rest)
+
+        return go
+
+
+def results(
+    packing: Packing, held: Any = reference_dequantize, op: str = "linear", schemes: Sequence[QuantScheme] = ()
+) -> list[CaseResult]:
+    kernel = Widening(op, packing, held)
+    return list(kernel_results(CHECK, kernel, SCHEMAS[op], HostDevice(0), ["float32"], 3, schemes))
+
+
+def failures(found: Sequence[CaseResult]) -> str:
+    return "\n".join(str(r) for r in found if r.outcome == "failed")
+
+
+def failed_cases(found: Sequence[CaseResult]) -> list[str]:
+    return sorted(r.case for r in found if r.outcome == "failed")
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+def test_a_correct_packing_is_asked_for_every_format_and_for_merged_weights_of_several(op: str) -> None:
+    found = results(Stored(), op=op)
+    assert {r.outcome for r in found} == {"passed"}, failures(found)
+    for name in (*STORAGES, "q4_k + q4_k + q6_k"):
+        assert any(f" {name}, " in r.case for r in found), name
+
+
+def test_a_wrong_dequantization_is_reported_with_the_format_name() -> None:
+    def wrong(part: WeightPart) -> torch.Tensor:
+        return reference_dequantize(part) * (1.1 if part.format.storage == "q5_k" else 1)
+
+    found = [r for r in results(Stored(of=("q4_k", "q5_k")), wrong) if r.outcome == "failed"]
+    assert found and all("q5_k" in r.case and "elements differ" in r.detail for r in found)
+
+
+def other_order(packed: PackedWeight) -> PackedWeight:
+    return replace(packed, data=Parts(packed.data.parts[::-1]))
+
+
+def copied(packed: PackedWeight) -> PackedWeight:
+    tensors = ({role: t.clone() for role, t in p.tensors.items()} for p in packed.data.parts)
+    return replace(packed, data=Parts([replace(p, tensors=t) for p, t in zip(packed.data.parts, tensors, strict=True)]))
+
+
+def written(packed: PackedWeight) -> PackedWeight:
+    packed.data[0]["weight"].zero_()
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (other_order, "elements differ"),
+        (copied, "keeps_storage(parts) says that the parts' own storage is kept"),
+        (written, "pack changed the tensors of the parts"),
+        (lambda packed: replace(packed, nbytes=packed.nbytes + 1), "which the memory plan uses, says"),
+        (lambda packed: replace(packed, nbytes=1), "returned nbytes 1, but"),
+        (lambda packed: replace(packed, formats=packed.formats[:1]), "returned formats"),
+        (lambda packed: replace(packed, layout="other"), "returned layout other"),
+        (lambda packed: replace(packed, shape=packed.shape[::-1]), "returned shape"),
+    ],
+    ids=["order", "copy", "write", "too many bytes", "too few bytes", "formats", "layout", "shape"],
+)
+def test_a_defect_of_a_packing_is_found(spoil: Callable[[PackedWeight], PackedWeight], found: str) -> None:
+    assert found in failures(results(Stored(spoil, FEW)))
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+@pytest.mark.parametrize(("rows", "columns", "size"), [(None, 4096, "33 x 4352"), (8192, None, "8209 x 32")])
+def test_a_kernel_that_drops_the_end_of_a_large_quantized_matrix_is_found(
+    op: str, rows: int | None, columns: int | None, size: str
+) -> None:
+    def held(part: WeightPart) -> torch.Tensor:
+        values = torch.zeros(part.rows, part.columns)
+        values[:rows, :columns] = reference_dequantize(part)[:rows, :columns]
+        return values
+
+    found = failed_cases(results(Stored(of=("q8_0", "q4_1")), held, op=op))
+    assert found == [f"2 tokens, {storage}, {size}, in stored" for storage in ("q4_1", "q8_0")]
+
+
+def test_large_quantized_matrices_are_checked_in_the_first_dtype_that_takes_them() -> None:
+    packing = Stored(of=("q8_0",))
+    packing.supports = lambda parts, dtype: (  # type: ignore[method-assign]
+        "not in float32" if dtype == "float32" else Stored.supports(packing, parts, dtype)
+    )
+    dtypes = ["float32", "bfloat16", "float16"]
+    kernel = Widening("linear", packing)
+    found = list(kernel_results(CHECK, kernel, SCHEMAS["linear"], HostDevice(0), dtypes, 3))
+    assert {r.dtype for r in found if r.outcome == "passed" and "33 x 4352" in r.case} == {"bfloat16"}
+
+
+class Last(Stored):
+    """Its stack holds only the last matrix."""
+
+    def pack_stack(self, matrices: Any, count: int, dtype: str, device: torch.device) -> PackedWeight:
+        packed = super().pack_stack(matrices, count, dtype, device)
+        return replace(packed, data=packed.data[-1:] * count)
+
+
+def test_a_stack_of_one_matrix_only_is_found() -> None:
+    assert "elements differ" in failures(results(Last(of=FEW), op="grouped_linear"))
+
+
+def test_a_packing_that_supports_no_known_format_fails() -> None:
+    packing = Stored()
+    asked = iter(range(100_000))
+    reason = "on Sundays only"
+    packing.supports = lambda parts, dtype: reason if next(asked) else "a rare reason"  # type: ignore[method-assign]
+    assert failures(results(packing)).endswith(
+        "stored accepts no format that the kit has, so it could not be checked: on Sundays only"
+    )
+
+
+class Halves(Unquantized):
+    """A scheme of its own: 8-bit integers, one scale for four columns."""
+
+    name = "halves"
+    form = QuantFormat("int8", group=4, scale="float32", bits=16)
+
+    def detect(self, config: Mapping[str, Any]) -> bool:
+        return config.get("quantization_config") == "halves"
+
+    def part(self, name: str, headers: Any) -> WeightPart | None:
+        return WeightPart(name, *headers[name][1], self.form) if name in headers else None
+
+    def tensors(self, name: str, headers: Any) -> Mapping[str, str]:
+        return {"weight": name, "scale": f"{name}.scale"}
+
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        scale = part.tensors["scale"].repeat_interleave(4, 1)
+        return (part.tensors["weight"].float() * scale).to(getattr(torch, dtype))
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        unit, extent = (1, part.rows) if axis == "out" else (4, part.columns)
+        if start % unit or stop % unit or not 0 <= start < stop <= extent:
+            raise CheckpointError(f"{start}..{stop} of {extent}: multiples of 4 fit")
+        one = super().cut(replace(part, tensors={"weight": part.tensors["weight"]}), axis, start, stop)
+        scale = part.tensors["scale"]
+        scale = scale[start:stop] if axis == "out" else scale[:, start // 4 : stop // 4]
+        return replace(one, tensors={**one.tensors, "scale": scale})
+
+    def examples(self, name: str, seed: int) -> Iterator[Any]:
+        random = torch.Generator().manual_seed(seed)
+        weight = torch.randint(-128, 128, (6, 12), generator=random, dtype=torch.int8)
+        headers = {name: ("int8", (6, 12)), f"{name}.scale": ("float32", (6, 3))}
+        scale = torch.rand(6, 3, generator=random) / 256
+        yield {"quantization_config": "halves"}, headers, {name: weight, f"{name}.scale": scale}
+
+
+def scheme_failures(scheme: QuantScheme) -> str:
+    found = list(scheme_results(CHECK, scheme, 5))
+    assert found
+    return failures(found)
+
+
+@pytest.mark.parametrize("scheme", [Unquantized(), Halves()], ids=lambda s: s.name)
+def test_a_correct_scheme_passes(scheme: QuantScheme) -> None:
+    assert scheme_failures(scheme) == ""
+
+
+def test_a_packing_for_a_scheme_s_own_format_is_asked_for_it() -> None:
+    scheme, packing = Halves(), Stored()
+    packing.supports = lambda parts, dtype: None if parts[0].format == Halves.form else "no"  # type: ignore[method-assign]
+    right = results(packing, lambda part: scheme.dequantize(part, "float32"), schemes=[scheme])
+    assert failures(right) == "" and any("example 0 of halves" in r.case for r in right if r.outcome == "passed")
+    wrong = results(packing, lambda part: scheme.dequantize(part, "float32") * 1.2, schemes=[scheme])
+    assert "elements differ" in failures(wrong)
+
+
+_CUT = Halves.cut
+
+
+def narrow(self: Halves, part: WeightPart, axis: Any, start: int, stop: int) -> WeightPart:
+    """Drops columns that do not fill a group of four."""
+    return _CUT(self, part, axis, start, stop - stop % 4)
+
+
+def wide(self: Halves, part: WeightPart, axis: Any, start: int, stop: int) -> WeightPart:
+    """Widens a cut to whole groups."""
+    if axis == "out":
+        return _CUT(self, part, axis, start, stop)
+    return _CUT(self, part, axis, start // 4 * 4, -(-stop // 4) * 4)
+
+
+DEFECTS: list[tuple[str, Callable[..., Any], str]] = [
+    ("examples", lambda self, name, seed: (), "implement QuantScheme.examples"),
+    ("detect", lambda self, config: False, "detect(config) of its own example is False"),
+    ("part", lambda self, name, headers: None, "of its own example is None"),
+    ("part", lambda self, name, headers: WeightPart(name, 6, 12, Halves.form), "of a name that is not stored"),
+    ("tensors", lambda self, name, headers: {"weight": "x"}, "which its own example does not hold"),
+    ("dequantize", lambda self, part, dtype: part.tensors["weight"].float(), "to bfloat16 gives torch.float32"),
+    ("form", replace(Halves.form, bits=8.0), "format.nbytes says 72 bytes"),
+    ("cut", narrow, "raised CheckpointError"),
+    ("cut", wide, "is cut, but groups along in have 4"),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "found"), DEFECTS)
+def test_a_defect_of_a_scheme_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any, found: str) -> None:
+    scheme = Halves()
+    monkeypatch.setattr(Halves, name, wrong)
+    assert found in scheme_failures(scheme)
+
+
+def test_a_refused_cut_must_name_the_group_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Halves.cut
+
+    def terse(self: Halves, part: WeightPart, axis: Any, start: int, stop: int) -> WeightPart:
+        try:
+            return right(self, part, axis, start, stop)
+        except CheckpointError:
+            raise CheckpointError("no") from None
+
+    monkeypatch.setattr(Halves, "cut", terse)
+    assert "is refused without naming the group size, 4" in scheme_failures(Halves())
+
+
+def test_random_parts_of_every_block_format_have_rows_of_about_unit_norm() -> None:
+    assert set(STORAGES) == {*BLOCKS, MXFP4.storage}
+    for storage in STORAGES:
+        part = random_part(storage, 4, 512, torch.Generator().manual_seed(1))
+        assert is_known_format(part) and 0.5 < float(reference_dequantize(part).norm(dim=1).mean()) < 2
+        assert part.format.nbytes(4, 512) == sum(t.nbytes for t in part.tensors.values())
+
+
+def test_a_plain_packing_is_right() -> None:
+    reference = ReferenceKernel(SCHEMAS["linear"])
+    found = list(kernel_results(CHECK, reference, SCHEMAS["linear"], HostDevice(0), ["float32", "bfloat16"], 3))
+    assert reference.packings == (PLAIN,) and failures(found) == ""
+    assert any(r.outcome == "not applicable" for r in found) and any(r.outcome == "passed" for r in found)

@@ -1,0 +1,190 @@
+"""The state check passes what keeps the contract and finds what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from evener.contracts.state import AttentionSpec, LatentProvider, Piece, StateProvider, StateSpec, StateStep
+from evener.ops.reference.state import PlainPages, ReferenceState
+from evener_conformance.graph.state import MaskedState
+from evener_conformance.kit.state import SHAPES, Shape, check_provider
+from evener_conformance.reference.device import HostDevice
+
+PLAIN = Shape(4, 2, 16, 16)
+WINDOW = Shape(4, 2, 16, 16, window=7)
+LATENT = Shape(5, 1, 42, 32, kind="latent")
+SPARSE = Shape(3, 1, 24, 16, kind="latent", top=9)
+ODD = Shape(4, 2, 16, 16, scale=0.1)
+SLOPES = Shape(4, 2, 16, 16, slopes=(0.5, 0.25, 0.125, 0.0625))
+INDEX = Shape(6, 1, 18, 18, kind="index", top=7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_reference_keeps_the_contract_for_every_shape(dtype: str) -> None:
+    report = check_provider(ReferenceState(), HostDevice(0), dtype)
+    assert report.problems == [] and len(report.checked) == len(SHAPES) + 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_capturable_provider_keeps_the_contract_and_says_what_it_refuses(dtype: str) -> None:
+    report = check_provider(MaskedState(), HostDevice(0), dtype)
+    assert report.problems == [] and len(report.checked) == len(SHAPES) - 8
+    reasons = [r.rpartition(": ")[2] for r in report.refused]
+    assert reasons == [*["has neither sinks nor slopes"] * 4, *["no kind latent"] * 3, "no kind index"]
+
+
+def test_the_reference_refuses_state_kinds_that_another_provider_serves() -> None:
+    provider = ReferenceState()
+    provider.kinds = ReferenceState.kinds - {"index"}
+    refused = check_provider(provider, HostDevice(0), "float32", [INDEX], recurrent=False).refused
+    assert refused == [f"{INDEX}: a provider of the backend's own serves index"]
+
+
+class Stingy(ReferenceState):
+    def bytes_per_block(self, spec: StateSpec, block_size: int) -> int:
+        return super().bytes_per_block(spec, block_size) // 2
+
+
+class Uneven(ReferenceState):
+    def block_sizes(self, spec: StateSpec) -> Sequence[int]:
+        return (64, 96)
+
+
+class Doubled(ReferenceState):
+    def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return super().attend(views, meta, query, sinks) * 1.5
+
+
+class Usual(ReferenceState):
+    """Scales scores as most models do, whatever this one asks for."""
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
+        return super().prepare(step, spec, replace(attention, scale=attention.head_dim**-0.5), block_size)
+
+
+class Forgetful(ReferenceState):
+    """The window is one token too narrow."""
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
+        narrow = replace(spec, window=spec.window - 1) if spec.window else spec
+        return super().prepare(step, narrow, attention, block_size)
+
+
+class Narrow(ReferenceState):
+    """Only a window that is longer than 64 tokens, a block of this provider, is one token too narrow."""
+
+    def block_sizes(self, spec: StateSpec) -> Sequence[int]:
+        return (64,)
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
+        narrow = replace(spec, window=spec.window - 1) if (spec.window or 0) > 64 and spec.window else spec
+        return super().prepare(step, narrow, attention, block_size)
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_a_window_that_is_wrong_only_where_it_is_longer_than_a_block_is_found(kind: str) -> None:
+    shapes = [shape for shape in SHAPES if shape.window and shape.spec("float32").kind == kind]
+    report = check_provider(Narrow(), HostDevice(0), "float32", shapes, recurrent=False)
+    assert report.problems and all("window 128 and a block" in problem for problem in report.problems)
+    long = shapes[-1]
+    assert [long.for_block_size(size).window for size in (16, 64, 256)] == [153, 225, 385]
+
+
+class Mixed(ReferenceState):
+    """A decode step gives each request another's result."""
+
+    def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        whole: torch.Tensor = super().attend(views, meta, query, sinks)
+        return whole.flip(0) if len(whole) == 5 else whole
+
+
+class Careless(ReferenceState):
+    def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        super().copy_blocks(views, target, source)
+
+
+class Shifted(ReferenceState):
+    def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(view[blocks].roll(1, 1) for view in views)
+
+
+class Spilling(ReferenceState):
+    def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        super().import_blocks(views, blocks, values)
+        for view in views:
+            view[0] = 1
+
+
+class Moody(ReferenceState):
+    """Says that company does not matter, and lets it."""
+
+    def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        scaled: torch.Tensor = super().attend(views, meta, query, sinks) * (1 + meta.step.requests * 1e-6)
+        return scaled
+
+
+class Displaced(ReferenceState):
+    def pieces(self, views: Any, meta: Any, limit: int) -> Iterator[Piece]:
+        return (replace(piece, offset=piece.offset + 1) for piece in super().pieces(views, meta, limit))
+
+
+class Level(ReferenceState):
+    """Biases by distance are left out."""
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
+        return super().prepare(step, spec, replace(attention, slopes=None), block_size)
+
+
+class Dense(ReferenceState):
+    """Reads what was not chosen too."""
+
+    def attend_chosen(self, views: Any, meta: Any, query: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return super().attend(views, meta, query)
+
+
+class Recent(ReferenceState):
+    """Names the latest tokens."""
+
+    def select(self, views: Any, meta: Any, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ages = torch.arange(meta.attention.top, dtype=torch.int32)
+        return (meta.step.positions[:, None] - ages).clamp(min=-1)
+
+
+class DenseLatent(PlainPages, LatentProvider):
+    """Accepts sparse attention and has no method for it."""
+
+    name = "dense latent"
+    kinds = frozenset({"latent"})
+    supports, prepare = ReferenceState.supports, ReferenceState.prepare
+    write, attend, pieces = ReferenceState.write, ReferenceState.attend, ReferenceState.pieces
+
+
+@pytest.mark.parametrize(
+    ("provider", "shape", "found"),
+    [
+        (Stingy(), PLAIN, "bytes_per_block is 2048, but 16 tokens have 4096 bytes"),
+        (Uneven(), PLAIN, "block_sizes are [64, 96], and each must be a multiple of the smallest"),
+        (Doubled(), PLAIN, "; all of it is 1.5 times what it should be"),
+        (Usual(), ODD, "; it is right for scores scaled by head_dim ** -0.5, but attention.scale is 0.1"),
+        (Forgetful(), WINDOW, "attention is off by up to"),
+        (Mixed(), PLAIN, "attention is off by up to"),
+        (Careless(), PLAIN, "copy_blocks changed its source: key of request 0 is not what was written"),
+        (Shifted(), PLAIN, "export_blocks: key of request 0 is not what was written"),
+        (Spilling(), PLAIN, "import_blocks wrote to blocks that it was not given"),
+        (Displaced(), LATENT, "a piece is too long, or its offset is wrong"),
+        (Level(), SLOPES, "attention is off by up to"),
+        (Dense(), SPARSE, "attention is off by up to"),
+        (DenseLatent(), SPARSE, "supports accepts it, but the provider is no SparseLatentProvider"),
+        (Recent(), INDEX, "which are not the best 7"),
+        (Moody(), PLAIN, "it claims batch invariance, but request 0 alone gives other bits"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, StateProvider) else "",
+)
+def test_a_broken_provider_is_found(provider: StateProvider, shape: Shape, found: str) -> None:
+    report = check_provider(provider, HostDevice(0), shapes=[shape])
+    assert any(found in problem for problem in report.problems), report.problems

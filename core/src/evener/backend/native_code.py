@@ -1,0 +1,82 @@
+"""C++ code of a package, compiled on first use by the machine's compiler and cached for the user. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evener.cache_folder import cache_folder
+
+log = logging.getLogger("evener.native")
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """There is no library; ``reason`` says why, for ``evener explain``."""
+
+    reason: str
+
+
+def compile_library(
+    source: Path, flags: Sequence[str], part: str, what: str, depends: Sequence[str] = (), compiler: str | None = None
+) -> Path | Unavailable:
+    """Return the shared library of ``source``, from the user's cache folder or compiled now.
+
+    The cache key covers the compiler's version, all files in the folder of ``source``, ``flags`` and ``depends``. A
+    failed compilation leaves no file behind.
+
+    Args:
+        source: the file to compile.
+        flags: arguments for the compiler, including libraries; they follow ``source``.
+        part: subfolder of the cache folder, such as "cpu-kernels".
+        what: name of the library in messages, such as "the kernels".
+        depends: whatever else the library depends on: the processor, versions.
+        compiler: default: the first of $CXX, g++, clang++ and c++ that is installed.
+    """
+    names = (compiler,) if compiler else (os.environ.get("CXX"), "g++", "clang++", "c++")
+    found = next(filter(None, (shutil.which(name) for name in names if name)), None)
+    if found is None:
+        none = f"the compiler {compiler} was not found" if compiler else "no C++ compiler was found (g++, clang++, c++)"
+        return Unavailable(f"{none}; install one, e.g. apt install g++")
+    folder = cache_folder(part)
+    try:
+        path = folder / f"{_key(found, source, (*flags, *depends))}.so"
+        return path if path.exists() else _compile([found, str(source), *flags], path, what)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Unavailable(f"{what} could not be compiled into {folder}: {error}")
+
+
+def _key(compiler: str, source: Path, words: Sequence[str]) -> str:
+    digest = hashlib.sha256(_run([compiler, "--version"]).stdout.encode())
+    for file in sorted(source.parent.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    for word in (compiler, *words):
+        digest.update(word.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _compile(command: Sequence[str], path: Path, what: str) -> Path | Unavailable:
+    log.info("compiling %s for this machine, once: ten to thirty seconds", what)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        done = _run([*command, "-o", str(made)])
+        if done.returncode:
+            lines = done.stderr.splitlines()
+            error = next((line for line in lines if "error" in line), done.stderr.strip()[-200:])
+            return Unavailable(f"{command[0]} could not compile {what}: {error}")
+        # Atomic: two processes may compile the same library at the same time, and none may load half of a file.
+        os.replace(made, path)
+    return path
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)

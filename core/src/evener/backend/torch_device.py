@@ -1,0 +1,142 @@
+"""A device that torch has a namespace for (``torch.<namespace>``): memory, copies, streams, events and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evener.contracts.device import Device, DeviceCapabilities, MemoryInfo, Readback
+from evener.contracts.graph import GraphCapture, Replay
+from evener.errors import BackendError, EngineError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class EventReadback(Readback):
+    """An asynchronous copy into page-locked memory, and the event that is recorded after it."""
+
+    def __init__(self, tensor: torch.Tensor, event: Any) -> None:
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = event
+        event.record()
+
+    def ready(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> torch.Tensor:
+        self._event.synchronize()
+        return self._host
+
+
+class TorchDevice(Device):
+    """Device ``index`` of a torch namespace. ``module`` is the namespace's module, see ``torch.get_device_module``.
+
+    Raises:
+        BackendError: torch sees no device with this index.
+    """
+
+    def __init__(self, namespace: str, index: int, capabilities: DeviceCapabilities) -> None:
+        self.module: Any = torch.get_device_module(namespace)
+        count = self.module.device_count() if self.module.is_available() else 0
+        if index >= count:
+            raise BackendError(
+                f"device {index} of namespace {namespace} was asked for, but torch sees {count}; type `evener doctor`"
+            )
+        self.index, self.torch_device = index, torch.device(namespace, index)
+        self.name = str(self.module.get_device_name(index))
+        self.capabilities = capabilities
+
+    def select(self) -> None:
+        self.module.set_device(self.index)
+
+    def synchronize(self) -> None:
+        self.module.synchronize(self.index)
+
+    def memory(self) -> MemoryInfo:
+        free, total = self.module.mem_get_info(self.index)
+        # Memory that torch's allocator caches without using it counts as free.
+        held = self.module.memory_reserved(self.index) - self.module.memory_allocated(self.index)
+        return MemoryInfo(free + held, total)
+
+    def readback(self, tensor: torch.Tensor) -> Readback:
+        return EventReadback(tensor, self.module.Event())
+
+    def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        # From page-locked memory the copy is asynchronous. torch keeps that memory alive until the copy is done.
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def pinned_buffers(self, count: int, nbytes: int) -> Sequence[torch.Tensor]:
+        return [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+
+    def new_stream(self) -> Any:
+        return self.module.Stream(self.index)
+
+    def new_event(self) -> Any:
+        return self.module.Event()
+
+    def measure(self, work: Callable[[], None]) -> float:
+        began, ended = (self.module.Event(enable_timing=True) for _ in range(2))
+        self.synchronize()
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+    def peak_memory(self, work: Callable[[], object]) -> int | None:
+        self.module.reset_peak_memory_stats(self.index)
+        before = self.module.memory_allocated(self.index)
+        work()
+        return int(self.module.max_memory_allocated(self.index)) - int(before)
+
+    def seed(self, seed: int) -> None:
+        self.module.manual_seed(seed)
+
+
+class _TorchReplay(Replay):
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+class TorchGraphs(GraphCapture):
+    """Captures with a graph class that has torch's methods (``capture_begin``, ``capture_end``, ``replay``). All
+    captures share one memory pool, so replays must run one after another.
+
+    Args:
+        graph: makes an empty graph.
+        pool: makes the handle of a memory pool.
+    """
+
+    def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any]) -> None:
+        self._device, self._graph, self._pool = device, graph, pool
+        self._stream, self._shared_pool = device.new_stream(), None
+        self._held: list[Any] = []
+
+    def capture(self, segment: Callable[[], None]) -> Replay:
+        module, graph = self._device.module, self._graph()
+        # After a capture has failed, torch refuses further captures into its pool: the next ones get a new pool.
+        pool, self._shared_pool = self._shared_pool or self._pool(), None
+        self._device.synchronize()
+        try:
+            with module.stream(self._stream):
+                graph.capture_begin(pool=pool)
+                try:
+                    segment()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            raise EngineError(f"{self._device.name} cannot capture it: {error}") from error
+        self._shared_pool, self._held = pool, [*self._held, graph]
+        return _TorchReplay(graph)
+
+    def release(self) -> None:
+        for graph in self._held:
+            graph.reset()
+        self._held, self._shared_pool = [], None  # torch cannot reuse a pool after all its captures are released

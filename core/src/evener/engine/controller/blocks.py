@@ -1,0 +1,158 @@
+"""The block pool: which blocks are held by requests, and which free blocks still contain a cached prefix.
+
+Tables hold blocks, and a block that several requests share is held several times. A block that nobody holds is free. It
+keeps its contents and its key until it is given out again, least recently used first, so a prefix outlives its request.
+
+Blocks of different groups may have different sizes. The pool consists of *pages* of equal size. A *slab* is a fixed
+number of pages in a row. It is cut into blocks of ``span`` pages each, and may be cut differently once all of them are
+free. A block's id is the number of its first page. If all groups have blocks of one size, slab, block and page are the
+same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+
+
+class BlockPool:
+    """Reference counts and cache keys of the blocks in ``count`` pages, with ``slab`` pages in each slab. The blocks of
+    the first slab are null blocks, which are never given out."""
+
+    def __init__(self, count: int, slab: int = 1) -> None:
+        self.count, self.slab = count, slab
+        self._references = [0] * count
+        self._keys: list[Hashable | None] = [None] * count
+        self._by_key: dict[Hashable, int] = {}
+        self._spans = [slab] * (count // slab)
+        #: Slabs whose blocks are all free, and by span the free blocks of other slabs. Both are in the order in which
+        #: they are given out: those without a key first, then the least recently used.
+        self._free_slabs: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count // slab))
+        self._free_blocks: dict[int, OrderedDict[int, None]] = {}
+        self._spare_slabs = 0
+
+    @property
+    def free(self) -> int:
+        """Number of pages whose blocks are free."""
+        return len(self._free_slabs) * self.slab + sum(span * len(part) for span, part in self._free_blocks.items())
+
+    @property
+    def used(self) -> int:
+        """Number of pages in blocks that are held."""
+        return self.count - self.slab - self.free
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take ``count`` blocks as large as a slab, each held once. Returns None, and takes none, if fewer are free."""
+        taken = self.allocate_all([(count, self.slab)])
+        return None if taken is None else taken[0]
+
+    def allocate_all(self, wanted: Sequence[tuple[int, int]]) -> list[list[int]] | None:
+        """Take ``count`` blocks of ``span`` pages for each pair ``(count, span)``, held once each. Returns the ids for
+        each pair; None, and takes none, if the pool has too few."""
+        totals: dict[int, int] = {}
+        for count, span in wanted:
+            totals[span] = totals.get(span, 0) + count
+        needed = sum(self.slabs_for(n - len(self._free_blocks.get(s, ())), s) for s, n in totals.items())
+        if needed > len(self._free_slabs):
+            return None
+        self._spare_slabs = len(self._free_slabs) - needed
+        return [[self._allocate_block(span) for _ in range(count)] for count, span in wanted]
+
+    def slabs_for(self, count: int, span: int) -> int:
+        """Slabs that ``count`` blocks of ``span`` pages fill; 0 for a negative count."""
+        return max(0, -(-count * span // self.slab))
+
+    def _allocate_block(self, span: int) -> int:
+        """Take a free block. One from a slab in use is preferred so that other slabs stay whole. But a block with a key
+        is spared if there is a free slab without keys that this call does not need otherwise."""
+        part = self._free_blocks.setdefault(span, OrderedDict())
+        first = next(iter(part), None)
+        has_key = first is not None and self._keys[first] is not None
+        spare = has_key and self._spare_slabs > 0 and self._free_slab_without_key()
+        self._spare_slabs -= spare
+        if first is None or spare:
+            slab, _ = self._free_slabs.popitem(last=False)
+            self._split_slab(slab, span)
+            first = slab * self.slab
+        else:
+            del part[first]
+        self._drop_key(first)
+        self._references[first] = 1
+        return first
+
+    def _free_slab_without_key(self) -> bool:
+        slab = next(iter(self._free_slabs), None)
+        return slab is not None and not self._has_key(slab)
+
+    def _has_key(self, slab: int) -> bool:
+        return any(key is not None for key in self._keys[slab * self.slab : (slab + 1) * self.slab])
+
+    def _split_slab(self, slab: int, span: int) -> None:
+        """Cut a free slab into blocks of ``span`` pages. All but the first become free; the caller takes that."""
+        pages = range(slab * self.slab, (slab + 1) * self.slab)
+        if self._spans[slab] != span:
+            for page in pages:
+                self._drop_key(page)
+            self._spans[slab] = span
+        for block in pages[span::span]:
+            self._append_free(block, span)
+
+    def _drop_key(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._by_key[key]
+            self._keys[block] = None
+
+    def _append_free(self, block: int, span: int) -> None:
+        part = self._free_blocks.setdefault(span, OrderedDict())
+        part[block] = None
+        if self._keys[block] is None:
+            part.move_to_end(block, last=False)
+
+    def find(self, key: Hashable) -> int | None:
+        """The block with this key, or None. Does not hold it."""
+        return self._by_key.get(key)
+
+    def retain(self, block: int) -> None:
+        """Hold a block once more; a free one is taken out of the free blocks."""
+        if self._references[block] == 0:
+            slab = block // self.slab
+            span = self._spans[slab]
+            if slab in self._free_slabs:
+                del self._free_slabs[slab]
+                self._split_slab(slab, span)
+                self._append_free(slab * self.slab, span)
+            del self._free_blocks[span][block]
+        self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give up one hold of each block. Null blocks are skipped."""
+        for block in blocks:
+            if block == 0:
+                continue
+            assert self._references[block] > 0, f"block {block} is released more often than it was taken"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free(block)
+
+    def _free(self, block: int) -> None:
+        slab = block // self.slab
+        span, start = self._spans[slab], slab * self.slab
+        self._append_free(block, span)
+        if not any(self._references[start : start + self.slab]):
+            for each in range(start, start + self.slab, span):
+                del self._free_blocks[span][each]
+            self._free_slabs[slab] = None
+            if not self._has_key(slab):
+                self._free_slabs.move_to_end(slab, last=False)
+
+    def set_key(self, block: int, key: Hashable) -> None:
+        """Record what a held block contains. If another block has this key already, that one keeps it."""
+        if key not in self._by_key and self._keys[block] is None:
+            self._by_key[key] = block
+            self._keys[block] = key
+
+    def clear_keys(self) -> None:
+        """Forget all keys: the prefix cache is empty then."""
+        self._by_key.clear()
+        self._keys = [None] * self.count

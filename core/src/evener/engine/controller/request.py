@@ -1,0 +1,97 @@
+"""A request as the scheduler sees it, and its part of a plan."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from evener.contracts.outputs import FinishReason
+from evener.engine.controller.state import BlockTable
+from evener.engine.wire.messages import NewRequest
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence from its arrival to its terminal event.
+
+    Attributes:
+        message: the request as the front end sent it.
+        order: position in the order of arrival.
+        tokens: known ids: the prompt, and the sampled ids that were read.
+        unread: number of tokens that submitted plans sample and whose ids were not read yet.
+        planned: number of tokens whose state is computed or will be by submitted plans.
+        cached: prompt tokens that came from the prefix cache or from a parent when the request first started.
+        scored: number of prompt tokens, from the second on, whose log-probabilities were read.
+        preemptions: how often the request was preempted.
+        last_plan: id of the last plan with a row of this request; -1 before the first.
+        slot, table: held while the request runs; -1 and None otherwise.
+        exclusive: the request must have the whole pool for itself.
+        parent, shared: the request to start from, and how many tokens both have in common; see ``forks``.
+        fork_points: lengths at which a step has to end, because a fork starts there.
+        finish: why the request ended; None while it is open. Set once, together with the terminal event.
+    """
+
+    message: NewRequest
+    order: int
+    tokens: list[int] = field(default_factory=list)
+    unread: int = 0
+    planned: int = 0
+    cached: int = 0
+    scored: int = 0
+    preemptions: int = 0
+    last_plan: int = -1
+    slot: int = -1
+    exclusive: bool = False
+    table: BlockTable | None = None
+    parent: Request | None = None
+    shared: int = 0
+    fork_points: set[int] = field(default_factory=set)
+    finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.message.prompt)
+        self.arrived = time.monotonic()
+        self.prompt_length = len(self.tokens)
+        self.limit = self.prompt_length + self.message.max_tokens
+        self.stop_ids = frozenset(self.message.stop_token_ids)
+
+    @property
+    def id(self) -> str:
+        return self.message.id
+
+    @property
+    def length(self) -> int:
+        """Tokens that exist: known and unread ones."""
+        return len(self.tokens) + self.unread
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing. Then the prompt has to be computed, even if its
+        state is cached."""
+        return self.message.sampling.prompt_logprobs is not None and self.scored < self.prompt_length - 1
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens that the next plan may compute. The last token before the limit is sampled and never computed."""
+        if self.length >= self.limit:
+            return 0
+        if self.planned in self.fork_points:
+            return 1  # leaves the step's budget to the forks
+        return min((p for p in self.fork_points if p > self.planned), default=self.length) - self.planned
+
+    @property
+    def waits_for_parent(self) -> bool:
+        """Whether its parent has yet to compute what both have in common."""
+        return self.parent is not None and self.parent.finish is None and self.parent.planned < self.shared
+
+
+class PlannedRow(msgspec.Struct, frozen=True):
+    """One request's part of a plan: ``count`` tokens from position ``start`` on. ``samples``: the row computes the last
+    token that exists, so it samples the next one."""
+
+    request: Request
+    start: int
+    count: int
+    samples: bool

@@ -1,0 +1,419 @@
+"""The scheduler: continuous batching by a single rule.
+
+There is no prefill phase and no decode phase. A request is a sequence of tokens that grows. Its tokens exist as soon as
+they are known: first the prompt, then each sampled token. The model computes them in order and leaves their state (the
+KV cache) in memory. So two lengths describe a request: how many tokens exist, and how many of them are computed. Each
+step has a token budget. The scheduler divides it among the requests, and a request gets at most the tokens that exist
+and are not computed yet. Where a request computes its last token, the model samples the next one: again one token
+exists that is not computed, so the request takes part in the next step.
+
+With a budget of 8, a prompt A of 5 tokens and a prompt B of 10:
+
+====  ===================================  ===================================
+step  A                                    B
+====  ===================================  ===================================
+1     computes its 5 prompt tokens,        computes 3 prompt tokens; then the
+      samples a1                           budget is used up
+2     computes a1, samples a2              computes the other 7, samples b1
+3     computes a2, samples a3              computes b1, samples b2
+====  ===================================  ===================================
+
+All else follows:
+
+- Prefill is a request with many tokens to compute, decode is one with a single token. Both share one step.
+- Chunked prefill is a request with more tokens to compute than the budget leaves, as B in step 1.
+- Requests join at any step and leave when they end. No request waits until a batch is finished.
+- After a prefix cache hit, a request starts with part of its tokens computed.
+- Preemption sets the computed tokens to zero and keeps the tokens. The request computes them again later.
+
+Running requests come first. Waiting ones start while budget, slots and free blocks are left. If a running request needs
+a block and none is free, the request that started last is preempted. Scheduling for each step anew is due to Orca (Yu
+et al., OSDI 2022), chunked prefill beside decode to Sarathi (Agrawal et al., 2023).
+
+Several plans may be in flight. The plan of step 2 must know that a1 will exist, but not its id, because the worker
+takes the id from the device's memory. So it can be made before the result of step 1 is read. Whatever depends on ids
+waits for the result: stop tokens, the keys of the prefix cache, and the messages to the front end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from evener.contracts.outputs import FinishReason
+from evener.engine.controller.forks import open_state, start_from_parent
+from evener.engine.controller.media import MediaPlanner
+from evener.engine.controller.request import PlannedRow, Request
+from evener.engine.controller.state import StateManager
+from evener.engine.wire.messages import Finished, FromController, NewRequest, Stats, TokenLogprobs, Tokens
+from evener.engine.wire.plan import Admission, BlockCopy, Plan, ScoredTokens, StepResult, TableUpdate
+
+#: A sort key of waiting requests; the smallest starts first. Equal keys keep the order of arrival.
+Policy = Callable[[Request], tuple[int, ...]]
+
+
+def priority_then_arrival(request: Request) -> tuple[int, ...]:
+    """Higher priority first, then the order of arrival."""
+    return (-request.message.priority, request.order)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How requests are divided among the plans in flight of ``stages`` pipeline stages. Each plan gets an equal share,
+    so that no stage waits for a token that the last stage has yet to sample. ``prefill`` and ``decode`` set the number
+    of requests in a plan instead: of those with several tokens to compute, and of those with one."""
+
+    stages: int = 1
+    prefill: int | None = None
+    decode: int | None = None
+
+    def quota(self, decoding: int, prefilling: int) -> dict[bool, int]:
+        """How many requests one plan may take, when so many are there; the key says whether they decode."""
+        return {True: self.decode or -(-decoding // self.stages), False: self.prefill or -(-prefilling // self.stages)}
+
+
+@dataclass
+class _Draft:
+    """A plan in the making: the token ``budget`` that is left, and the requests that it may still take (``quota``, see
+    ``MicroBatches``)."""
+
+    plan_id: int
+    budget: int
+    quota: dict[bool, int]
+    rows: list[PlannedRow] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    updates: list[TableUpdate] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+
+
+class _SubmittedPlan(msgspec.Struct, frozen=True):
+    """A plan in flight, and the requests of its rows."""
+
+    plan: Plan
+    rows: list[PlannedRow]
+
+
+class Scheduler:
+    """Decides what each step computes. It owns every request from its arrival to its terminal event.
+
+    Args:
+        state: gives out blocks of state.
+        max_requests: how many requests run at the same time (slots).
+        step_tokens: token budget of a step.
+        policy: order in which waiting requests start.
+        batches: how requests are divided among plans; default: for a single stage.
+        media: plans when media are encoded and dropped.
+    """
+
+    def __init__(
+        self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_then_arrival,
+        batches: MicroBatches | None = None, media: MediaPlanner | None = None,
+    ) -> None:  # fmt: skip
+        self.state, self.step_tokens, self.policy = state, step_tokens, policy
+        self.batches = batches or MicroBatches()
+        self.media = media or MediaPlanner(step_tokens, step_tokens)
+        self.stats = Stats()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._slots = list(range(max_requests - 1, -1, -1))
+        self._in_flight: deque[_SubmittedPlan] = deque()
+        self._pending_release: list[Request] = []
+        #: The request that did not fit the pool last, and the pages that were free then.
+        self._last_blocked: tuple[str, int] | None = None
+        self._next_plan = 0
+        self._arrivals = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Number of plans whose result was not read yet."""
+        return len(self._in_flight)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a request waits because too little state is free, and not for its turn."""
+        request = None if self._last_blocked is None else self._requests.get(self._last_blocked[0])
+        return request is not None and request.slot < 0
+
+    @property
+    def open(self) -> int:
+        """Number of requests without a terminal event."""
+        return len(self._requests)
+
+    def add(self, message: NewRequest) -> list[FromController]:
+        """Accept a request; one that can never run ends at once with reason ``error``."""
+        problem = self._rejection_reason(message)
+        if problem is not None:
+            return [Finished(id=message.id, reason="error", error=problem, status=400)]
+        request = Request(message, self._arrivals)
+        self._arrivals += 1
+        # The parent ends a step early for a fork; less than a block of shared tokens is not worth that.
+        start_from_parent(request, self._requests.get(message.fork_of), self.state.block_size)
+        self._requests[request.id] = request
+        self.waiting.append(request)
+        return []
+
+    def _rejection_reason(self, message: NewRequest) -> str | None:
+        if message.id in self._requests:
+            return f"the id {message.id!r} is already in use by an open request; choose another id"
+        if not message.prompt or message.max_tokens < 1:
+            return "a request needs at least one prompt token and max_tokens of at least 1"
+        needed = self.state.blocks_for(len(message.prompt) + message.max_tokens, self.step_tokens)
+        if needed > self.state.blocks - 1:
+            return (
+                f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.blocks - 1}; "
+                "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory"
+            )
+        return self.media.rejection_reason(message)
+
+    def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[FromController]:
+        """End a request now (abort, stop string, failure). Unknown ids are ignored: the request may just have ended."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [self._finish(request, reason, error)]
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> list[FromController]:
+        """End every open request."""
+        return [self._finish(request, reason, error) for request in list(self._requests.values())]
+
+    def schedule(self) -> Plan | None:
+        """Make the next plan; None when nothing can be computed before another result is read, or nothing is left."""
+        # With pipeline stages, a request whose last token is not sampled yet is planned only if there is no other: the
+        # first stage would wait for that token.
+        for early in (False, True)[: min(self.batches.stages, 2)]:
+            decoding = sum(request.tokens_to_compute == 1 for request in self.running)
+            quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
+            draft = _Draft(self._next_plan, self.step_tokens, quota)
+            if self._continue_running(draft, early) or not (self.running or self._in_flight):
+                self._admit_waiting(draft)
+            if draft.rows:
+                return self._build_plan(draft)
+        return None
+
+    def _fits(self, draft: _Draft, request: Request, decodes: bool, early: bool = True) -> bool:
+        """Whether the plan's quota has room for this request, which then takes its place. ``early``: also a request
+        whose last token may still be in a pipeline stage."""
+        if self.batches.stages == 1:
+            return True
+        in_stages = request.last_plan > draft.plan_id - self.batches.stages
+        if draft.quota[decodes] <= 0 or (request.unread and in_stages and not early):
+            return False
+        draft.quota[decodes] -= 1
+        return True
+
+    def _continue_running(self, draft: _Draft, early: bool) -> bool:
+        """Plan rows of the running requests. Returns whether waiting ones may start: not after a preemption, and not if
+        the budget did not reach for all."""
+        preempted = False
+        in_turn = [] if self.batches.stages == 1 else sorted(self.running, key=lambda request: request.last_plan)
+        for request in in_turn or list(self.running):
+            # An exclusive request has one plan in flight: with more, it could need more than the pool has.
+            if request.slot < 0 or not request.tokens_to_compute or (request.exclusive and self._in_flight):
+                continue
+            if draft.budget == 0:
+                return False
+            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, draft.budget))
+            if not count or not self._fits(draft, request, request.tokens_to_compute == 1, early):
+                continue
+            while not self._plan_row(draft, request, count):
+                planned = [row.request for row in draft.rows]
+                victim = next(r for r in reversed(self.running) if r not in planned)
+                # The results of its plans in flight are read first. It gets no new row, so that this is soon.
+                if self._is_in_flight(victim):
+                    return False
+                # With blocks of several sizes a fragmented pool may have no place for a request that would fit: it
+                # starts over in an empty pool.
+                victim.exclusive = victim is self.running[0] and not self._in_flight
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    return False
+        return not preempted
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        self.waiting.sort(key=self.policy)
+        while self._slots and draft.budget and not any(r.exclusive for r in self.running):
+            request = next((r for r in self.waiting if not r.waits_for_parent), None)
+            if request is None or not self._fits(draft, request, decodes=False):
+                return
+            if request.exclusive and (self.running or self._in_flight):
+                return
+            if self._last_blocked == (request.id, self.state.pool.free):
+                return  # it did not fit the last time, and no block became free
+            copies = open_state(self.state, request)
+            request.slot = self._slots.pop()
+            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, draft.budget))
+            if not count or not self._plan_row(draft, request, count, admit=True):
+                self._release(request)
+                if not count:
+                    return  # this step has no more room for its media
+                if not (self.running or self._in_flight or request.exclusive):
+                    request.exclusive = True
+                    continue
+                self._last_blocked = (request.id, self.state.pool.free)
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            self._record_admission(draft, request, copies)
+
+    def _record_admission(self, draft: _Draft, request: Request, copies: list[BlockCopy] | None) -> None:
+        """Count how much state a request starts with, and plan the copies from its parent."""
+        reused, parent = request.planned, request.parent
+        request.parent = None
+        if copies is None or parent is None:
+            self.stats.queried_tokens += request.length
+            self.stats.prefix_hits += reused > 0
+            self.stats.cached_tokens += reused
+        else:
+            parent.last_plan = draft.plan_id
+            draft.copies += copies
+            self.stats.forks += 1
+            self.stats.forked_tokens += reused
+        if not request.preemptions:
+            request.cached = reused
+            self.stats.record_queue_time(time.monotonic() - request.arrived)
+
+    def _plan_row(self, draft: _Draft, request: Request, count: int, admit: bool = False) -> bool:
+        """Add a row of ``count`` tokens to the plan; False, with nothing changed, if the pool has too few blocks."""
+        assert request.table is not None, "a running request has a table"
+        growth = self.state.grow(request.table, request.planned + count)
+        if growth is None:
+            return False
+        if admit:
+            sampling = request.message.sampling
+            draft.admissions.append(Admission(request.slot, list(request.tokens), sampling, request.prompt_length))
+            draft.updates.append(TableUpdate(request.slot, 0, [list(b) for b in request.table.blocks]))
+        elif growth.blocks:
+            draft.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
+        self.media.take(request, count)
+        draft.rows.append(PlannedRow(request, request.planned, count, request.planned + count == request.length))
+        draft.budget -= count
+        return True
+
+    def _is_in_flight(self, request: Request) -> bool:
+        """Whether a plan in flight has a row of this request or copies its blocks."""
+        return bool(self._in_flight) and request.last_plan >= self._in_flight[0].plan.id
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks and slot. It keeps its tokens and waits until its state can be computed again."""
+        assert request.unread == 0, "a request with an unread token is not preempted"
+        self.running.remove(request)
+        self._release(request)
+        request.preemptions += 1
+        self.stats.preemptions += 1
+        self.waiting.append(request)
+
+    def _release(self, request: Request) -> None:
+        assert request.table is not None
+        self.state.close(request.table)
+        self.media.release(request)
+        self._slots.append(request.slot)
+        request.table, request.slot, request.planned = None, -1, 0
+
+    def _build_plan(self, draft: _Draft) -> Plan:
+        # State providers may compute rows of one token with another kernel, so these come first.
+        rows = draft.rows
+        rows.sort(key=lambda row: row.count > 1)
+        scores: list[ScoredTokens] = []
+        for index, row in enumerate(rows):
+            request = row.request
+            request.planned, request.last_plan = row.start + row.count, draft.plan_id
+            request.unread += row.samples
+            if request.wants_prompt_logprobs:  # those that were not read before a preemption
+                first = max(0, request.scored - row.start)
+                scored = min(row.count, request.prompt_length - 1 - row.start) - first
+                scores += [ScoredTokens(index, first, scored)] if scored > 0 else []
+        wanted = [row.request.message.sampling for row in rows if row.samples]
+        scorers = (rows[each.row].request.message.sampling for each in scores)
+        plan = Plan(
+            id=draft.plan_id, admissions=draft.admissions, updates=draft.updates, copies=draft.copies,
+            slots=[row.request.slot for row in rows], starts=[row.start for row in rows],
+            counts=[row.count for row in rows], samples=[i for i, row in enumerate(rows) if row.samples],
+            random=[i for i, s in enumerate(wanted) if s.temperature > 0],
+            filtered=any(s.temperature > 0 and s.filtered for s in wanted),
+            logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
+            top_logprobs=max((s.logprobs or 0 for s in wanted), default=0),
+            penalized=[i for i, s in enumerate(wanted) if s.penalized],
+            biased=[i for i, s in enumerate(wanted) if s.bias],
+            scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),
+            media=self.media.build_step_media(rows),
+        )  # fmt: skip
+        self._next_plan += 1
+        self._in_flight.append(_SubmittedPlan(plan, rows))
+        self._count(draft)
+        return plan
+
+    def _count(self, draft: _Draft) -> None:
+        self.stats.steps += 1
+        self.stats.computed_tokens += self.step_tokens - draft.budget
+        decoding = sum(row.start >= row.request.prompt_length for row in draft.rows)
+        self.stats.mixed_steps += 0 < decoding < len(draft.rows)
+
+    def retire(self, result: StepResult) -> list[FromController]:
+        """Apply the result of the oldest plan: append the sampled ids to their requests, let full blocks enter the
+        prefix cache, and release requests that have ended. Returns the events for the front end."""
+        submitted = self._in_flight.popleft()
+        plan = submitted.plan
+        assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
+        ids, scores = iter(result.ids), iter(result.scores)
+        logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
+        scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
+        events: list[FromController] = []
+        sampled = 0
+        for index, row in enumerate(submitted.rows):
+            request, token = row.request, next(ids) if row.samples else None
+            if request.finish is None:
+                assert request.table is not None
+                self.state.commit(request.table, request.tokens, row.start + row.count)
+                events.extend(self._read(request, token, logprobs.get(sampled), scored.get(index)))
+            sampled += row.samples
+        self._release_finished(plan.id)
+        return events
+
+    def _read(
+        self, request: Request, token: int | None, logprobs: TokenLogprobs | None, scores: list[TokenLogprobs] | None
+    ) -> Iterator[FromController]:
+        if token is None and scores is None:
+            return
+        sampling = request.message.sampling
+        request.scored += len(scores or ())
+        yield Tokens(
+            id=request.id, ids=[] if token is None else [token], cached=request.cached,
+            # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
+            logprobs=None if logprobs is None or token is None else [logprobs.likeliest(sampling.logprobs or 0)],
+            prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],
+        )  # fmt: skip
+        if token is None:
+            return
+        request.tokens.append(token)
+        request.unread -= 1
+        if token in request.stop_ids:
+            yield self._finish(request, "stop")
+        elif len(request.tokens) >= request.limit:
+            yield self._finish(request, "length")
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Finished:
+        request.finish = reason
+        del self._requests[request.id]
+        self.stats.finished += 1
+        if request.slot < 0:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            self._pending_release.append(request)
+            if not self._is_in_flight(request):
+                self._release_finished(request.last_plan)
+        # The scheduler lets requests fail only when the engine dies or shuts down: a retry elsewhere may succeed.
+        return Finished(id=request.id, reason=reason, error=error, status=503)
+
+    def _release_finished(self, retired: int) -> None:
+        """Release the finished requests whose last plan is ``retired`` or older."""
+        pending, self._pending_release = self._pending_release, []
+        for request in pending:
+            if request.last_plan <= retired:
+                self._release(request)
+            else:
+                self._pending_release.append(request)

@@ -1,0 +1,227 @@
+"""The state manager: block tables of requests, the prefix cache, and blocks that are no longer needed.
+
+A request has one block table for each state group. Block j of a table holds the state of the same tokens in all groups.
+Groups differ only in which of these blocks later tokens still read, which their ``StateKind`` says: all of them (full
+attention), those of a window, the last one (a recurrent state). The others are *dead*. They go back to the pool as soon
+as the step that made them dead is read.
+
+A prefix of n blocks can be reused if every group still has the blocks of it that the next token reads. Cached blocks
+are found by a digest of all tokens up to their end, of the media among these, and of the request's ``cache_salt``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from evener.contracts.media import MediaItem
+from evener.contracts.state import StateKind, StateSpec
+from evener.engine.controller.blocks import BlockPool
+from evener.engine.wire.media import overlapping_items
+from evener.engine.wire.plan import BlockCopy
+from evener.engine.wire.slabs import find_kinds, pages_per_slab, slabs_needed
+
+
+@dataclass
+class BlockTable:
+    """One request's blocks.
+
+    Attributes:
+        salt: digest of the request's ``cache_salt``.
+        blocks: for each group the block ids, 0 (the null block) where a block is dead or was never needed.
+        first_live: for each group the index of the first block that is not dead.
+        digests: the cache key of each full block, as far as they are computed.
+        cached_blocks: how many blocks the prefix cache knows from this table.
+        exclusive: the request has the pool for itself, and its state neither comes from nor goes to the prefix cache.
+        media: stand for some of the request's tokens.
+    """
+
+    salt: bytes
+    blocks: list[list[int]]
+    first_live: list[int]
+    digests: list[bytes] = field(default_factory=list)
+    cached_blocks: int = 0
+    exclusive: bool = False
+    media: Sequence[MediaItem] = ()
+
+    def columns(self) -> int:
+        """Blocks of each group, including dead ones."""
+        return len(self.blocks[0]) if self.blocks else 0
+
+
+@dataclass(frozen=True)
+class Growth:
+    """New entries of a table: for each group the block ids from column ``start`` on."""
+
+    start: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+class StateManager:
+    """Gives the blocks of one pool to the tables of requests. It never looks inside a block.
+
+    Args:
+        specs: one for each group.
+        kinds: registered kinds by name.
+        block_size: tokens of a block.
+        blocks: slabs in the pool, including the null slab; a slab is as large as the largest block of a group.
+        prefix_cache: whether computed blocks can be found again.
+        cuts: for each group how many of its blocks a slab holds; default: one each.
+
+    Raises:
+        UnknownNameError: no package registers the kind of a group.
+    """
+
+    def __init__(
+        self, specs: Sequence[StateSpec], kinds: Mapping[str, StateKind], block_size: int, blocks: int,
+        prefix_cache: bool = True, cuts: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.specs, self._kinds = tuple(specs), find_kinds(specs, kinds)
+        self.block_size = block_size
+        self.cuts = tuple(cuts) or (1,) * len(self.specs)
+        slab = pages_per_slab(self.cuts)
+        self.spans = tuple(slab // cut for cut in self.cuts)
+        self.blocks, self.pool = blocks, BlockPool(blocks * slab, slab)
+        self.prefix_cache = prefix_cache
+
+    def blocks_for(self, tokens: int, step_tokens: int) -> int:
+        """Slabs that a request of ``tokens`` tokens holds at most, if a step adds at most ``step_tokens`` of them."""
+        return slabs_needed(self.specs, self._kinds, self.cuts, self.block_size, tokens, step_tokens)
+
+    def open(
+        self, tokens: Sequence[int], salt: str, exclusive: bool = False, reuse: bool = True,
+        media: Sequence[MediaItem] = (),
+    ) -> tuple[BlockTable, int]:  # fmt: skip
+        """Make a table for a request whose known tokens are ``tokens``. It holds the blocks of the longest cached
+        prefix, or none without ``reuse``.
+
+        Returns the table and the number of tokens whose state it has. That is always less than ``len(tokens)``: the
+        last token must be computed, because its logits are needed. ``exclusive`` is for a request that runs alone: the
+        prefix cache is emptied, and no other table may hold a block.
+        """
+        table = BlockTable(hashlib.sha256(salt.encode()).digest(), [[] for _ in self.specs], [0] * len(self.specs))
+        table.media = media
+        if exclusive:
+            table.exclusive = True
+            self.pool.clear_keys()
+        if not (self.prefix_cache and reuse) or exclusive:
+            return table, 0
+        columns = (len(tokens) - 1) // self.block_size
+        self._extend_digests(table, tokens, columns)
+        hit = self._longest_hit(table.digests, columns)
+        del table.digests[hit:]
+        for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
+            first = kind.first_live_block(spec, hit * self.block_size, self.block_size)
+            for column in range(hit):
+                block = self.pool.find((group, table.digests[column])) if column >= first else 0
+                assert block is not None, "the prefix cache has every live block of a hit"
+                if block:
+                    self.pool.retain(block)
+                table.blocks[group].append(block)
+            table.first_live[group] = first
+        table.cached_blocks = hit
+        return table, hit * self.block_size
+
+    def _longest_hit(self, digests: Sequence[bytes], columns: int) -> int:
+        hit, before = columns, -1
+        while hit != before:
+            before = hit
+            for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
+                cached = [self.pool.find((group, digest)) is not None for digest in digests[:hit]]
+                hit = longest_prefix(kind, spec, cached, self.block_size)
+        return hit
+
+    def grow(self, table: BlockTable, tokens: int) -> Growth | None:
+        """Add blocks to the table until it covers ``tokens`` tokens in all groups. Returns None, and changes nothing,
+        when the pool has too few free blocks."""
+        start = table.columns()
+        count = -(-tokens // self.block_size) - start
+        if count <= 0:
+            return Growth(start, ())
+        columns = range(start, start + count)
+        needs = [
+            [kind.needs(spec, column, columns[-1], self.block_size) for column in columns]
+            for spec, kind in zip(self.specs, self._kinds, strict=True)
+        ]
+        taken = self.pool.allocate_all([(sum(group), span) for group, span in zip(needs, self.spans, strict=True)])
+        if taken is None:
+            return None
+        fresh = map(iter, taken)
+        parts = tuple(
+            tuple(next(blocks) if needed else 0 for needed in group) for blocks, group in zip(fresh, needs, strict=True)
+        )
+        for blocks, new in zip(table.blocks, parts, strict=True):
+            blocks.extend(new)
+        return Growth(start, parts)
+
+    def fork(self, table: BlockTable, computed: int) -> tuple[BlockTable, list[BlockCopy]] | None:
+        """Make a second table over the same state of ``computed`` tokens. Full blocks are shared; a last block that is
+        partly filled must be copied.
+
+        Returns the table and the copies for the next plan; None when the pool has too few free blocks.
+        """
+        full, rest = divmod(computed, self.block_size)
+        fresh = self.pool.allocate_all([(1 if rest else 0, span) for span in self.spans])
+        if fresh is None:
+            return None
+        copy = BlockTable(
+            table.salt, [], list(table.first_live), table.digests[:full], min(table.cached_blocks, full),
+            table.exclusive,
+        )  # fmt: skip
+        copies = []
+        for group, (blocks, last) in enumerate(zip(table.blocks, fresh, strict=True)):
+            shared = blocks[:full]
+            for block in shared:
+                if block:
+                    self.pool.retain(block)
+            copies += [BlockCopy(group, blocks[full], target) for target in last]
+            copy.blocks.append([*shared, *last])
+        return copy, copies
+
+    def commit(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
+        """Note that the result of a step was read: the state of the first ``computed`` tokens exists and their ids are
+        known. Full blocks enter the prefix cache; blocks that no later token reads go back to the pool.
+        """
+        if self.prefix_cache and not table.exclusive and computed // self.block_size > table.cached_blocks:
+            columns = computed // self.block_size
+            self._extend_digests(table, tokens, columns)
+            for group, (spec, kind, blocks) in enumerate(zip(self.specs, self._kinds, table.blocks, strict=True)):
+                for column in range(table.cached_blocks, columns):
+                    if blocks[column] and kind.reusable(spec, column, self.block_size):
+                        self.pool.set_key(blocks[column], (group, table.digests[column]))
+            table.cached_blocks = columns
+        for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
+            first = kind.first_live_block(spec, computed, self.block_size)
+            if first > table.first_live[group]:
+                blocks = table.blocks[group]
+                self.pool.release(blocks[table.first_live[group] : first])
+                blocks[table.first_live[group] : first] = [0] * (first - table.first_live[group])
+                table.first_live[group] = first
+
+    def close(self, table: BlockTable) -> None:
+        """Give back all blocks. The last ones go first, so that the beginning of a prefix is evicted last."""
+        for blocks in table.blocks:
+            self.pool.release(reversed(blocks))
+            blocks.clear()
+
+    def _extend_digests(self, table: BlockTable, tokens: Sequence[int], columns: int) -> None:
+        size = self.block_size
+        for column in range(len(table.digests), columns):
+            parent = table.digests[-1] if table.digests else table.salt
+            first, end = column * size, (column + 1) * size
+            keys = [item.key for item in overlapping_items(table.media, first, end)]
+            key = b"".join([parent, array("i", tokens[first:end]).tobytes(), *keys])
+            table.digests.append(hashlib.sha256(key).digest())
+
+
+def longest_prefix(kind: StateKind, spec: StateSpec, cached: Sequence[bool], block_size: int) -> int:
+    """The largest n for which all blocks that token ``n * block_size`` reads are cached. ``cached`` says for each block
+    of the prefix whether it is."""
+    best = run = 0
+    for end, found in enumerate(cached, 1):
+        run = run + 1 if found else 0
+        if run >= end - kind.first_live_block(spec, end * block_size, block_size):
+            best = end
+    return best

@@ -1,0 +1,123 @@
+"""The program of a child process: ``python -m <this module> worker|controller LOG_LEVEL``, see ``child_process``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from evener.backend_search import BackendSearch
+from evener.config import from_overrides
+from evener.config.schema import Config
+from evener.distributed.torchrun import Contact, TorchrunEnv
+from evener.distributed.world import RankPlacement
+from evener.engine.processes.child_process import ChildFailure, ParentChannel, read_spec
+from evener.engine.processes.control_channel import SHUTDOWN, ControlClient
+from evener.engine.wire.plan import Plan
+from evener.errors import EngineError, EvenerError, PluginError
+from evener.logs import set_up_logging
+
+if TYPE_CHECKING:
+    from evener.engine.worker.worker import PendingStep
+
+log = logging.getLogger("evener.engine")
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def run_worker(config: Config, control: ControlClient, place: RankPlacement) -> None:
+    """Run plans as they arrive, until the channel says to stop. One rank (``World.reports``) sends the results, each as
+    soon as it is there."""
+    search = BackendSearch(config.backend)
+    from evener.engine.worker.worker import Worker  # imports torch while the probes of ``search`` run
+
+    worker = Worker(config, search, serving=True, ranks=place)
+    control.send(_ENCODER.encode(worker.facts))
+    decoder = msgspec.msgpack.Decoder(Plan)
+    pending: deque[PendingStep] = deque()
+    while True:
+        # Send finished results before the next plan starts: on a device that computes inside ``execute``, the
+        # controller then works at the same time.
+        while pending and pending[0].ready():
+            control.send(_ENCODER.encode(pending.popleft().wait()))
+        # Take a plan that is already here even while a result is pending, so that the device stays busy.
+        data = control.receive(0 if pending else None)
+        if data == SHUTDOWN:
+            return
+        if data is not None:
+            step = worker.execute(decoder.decode(data))
+            if place.world.reports:
+                pending.append(step)
+        elif pending:
+            control.send(_ENCODER.encode(pending.popleft().wait()))
+
+
+def run_controller_process(config: Config, parent: ParentChannel) -> None:
+    """Serve one front end until it sends ``Shutdown``."""
+    from evener.engine.processes.start import build_controller
+
+    controller, ready = build_controller(config, serving=True)
+    parent.put([ready])
+    controller.run(parent)
+    controller.executor.close()
+
+
+def run_role(end: ControlClient | ParentChannel, role: Callable[[], None]) -> int:
+    """Run one role and return the exit code. An error is sent to the other end of the channel as ``ChildFailure``."""
+    try:
+        role()
+    except EvenerError as error:
+        if isinstance(error, PluginError):  # the other end shows one line; the package's author needs the traceback
+            log.exception("a package failed in this process")
+        end.send(_ENCODER.encode(ChildFailure(type(error).__name__, str(error))))
+        return 1
+    except Exception as error:  # a bug, or another rank has died: the other end gets one line, the log the traceback
+        log.exception("this process failed")
+        end.send(_ENCODER.encode(ChildFailure(EngineError.__name__, f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        end.close()
+    return 0
+
+
+def run_rank(config: Config, torchrun: TorchrunEnv, level: int) -> NoReturn:
+    """In a process of rank above 0 that torchrun has started: run a worker until the controller ends it."""
+    sys.stdout.flush()  # what the program has written before it became a worker
+    set_up_logging(config.log, level)
+    place = RankPlacement.of(torchrun, config.infer.tp_size, config.infer.pp_size)
+    contact = torchrun.find()
+    control = ControlClient(contact.addresses, torchrun.rank, contact.keys, config.infer.heartbeat_timeout)
+    code = run_role(control, lambda: run_worker(config, control, place))
+    # Skips Python's shutdown: communication libraries may hang in it when other ranks have ended.
+    logging.shutdown()
+    os._exit(code)
+
+
+def main(argv: list[str]) -> int:
+    """Run the role that ``argv`` names, and return the exit code."""
+    role, level = argv
+    spec = read_spec()
+    flat = spec["config"]
+    config = from_overrides(flat.pop("model"), flat)
+    set_up_logging(config.log, int(level))
+    if role == "controller":
+        parent = ParentChannel(spec["address"], config.infer.heartbeat_timeout)
+        return run_role(parent, lambda: run_controller_process(config, parent))
+    place = msgspec.convert(spec["place"], RankPlacement)
+    contact = msgspec.convert(spec["contact"], Contact)
+    control = ControlClient(contact.addresses, place.world.rank, contact.keys)
+
+    def work() -> None:
+        if contact.keys is not None and (torchrun := TorchrunEnv.from_environ(os.environ)) is not None:
+            torchrun.publish(contact)
+        run_worker(config, control, place)
+
+    return run_role(control, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""The executor whose workers are threads of this process, one for each rank; for debuggers and tests.
+
+Ranks compute the same as in processes of their own, but nothing starts or watches processes. ``executor=inline`` with
+more than one rank uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from evener.backend_search import BackendSearch
+from evener.config.schema import Config
+from evener.distributed.thread_communicator import ThreadCommunicator, thread_group
+from evener.distributed.world import RankGroups, World
+from evener.engine.controller.controller import Controller
+from evener.engine.processes.start import set_up_controller
+from evener.engine.wire.executor import Executor
+from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.wire.worker_facts import merge_facts
+from evener.engine.worker.worker import Worker
+
+log = logging.getLogger("evener.ranks")
+
+
+class RankThreads(Executor):
+    """Runs each rank's worker in a thread, which takes plans from a queue.
+
+    Rank i uses device i. With fewer devices, ranks share them in turn, and ``infer.kv_memory`` is the amount for each
+    rank. All ranks of the last stage sample, and their results must be equal.
+
+    Args:
+        search: knows how many devices there are.
+        timeout: seconds that a rank waits for another rank, and ``read`` for a result; None waits without limit, for
+            use with a debugger that stops threads.
+
+    Attributes:
+        workers: the workers by rank.
+        facts: what the workers agree on.
+
+    Raises:
+        BaseException: the error that stopped a rank from starting.
+    """
+
+    def __init__(self, config: Config, search: BackendSearch, timeout: float | None = None) -> None:
+        self._timeout = timeout
+        sizes = config.infer.tp_size, config.infer.pp_size
+        worlds = [World.of(rank, *sizes) for rank in range(sizes[0] * sizes[1])]
+        # This imports the packages before the threads start, which would otherwise import them at the same time.
+        devices = len(search.load(config.options).selection.probe.devices) or 1
+        self._plans: list[queue.SimpleQueue[Plan | None]] = [queue.SimpleQueue() for _ in worlds]
+        self._results: dict[int, queue.SimpleQueue[StepResult | BaseException]] = {
+            world.rank: queue.SimpleQueue() for world in worlds if world.last_stage
+        }
+        self._started: queue.SimpleQueue[tuple[int, Worker | BaseException]] = queue.SimpleQueue()
+        self._failure_lock = threading.Lock()
+        self._failed = False
+        self._groups: list[ThreadCommunicator] = []
+        ends: list[dict[str, ThreadCommunicator]] = [{} for _ in worlds]
+        columns = {world.pp_ranks for world in worlds}
+        for name, members in (("tp", {world.tp_ranks for world in worlds}), ("pp", columns), ("ids", columns)):
+            for ranks in (each for each in members if len(each) > 1):
+                for rank, end in zip(ranks, thread_group(name, len(ranks), timeout), strict=True):
+                    ends[rank][name] = end
+                    self._groups.append(end)
+        self._threads = [
+            threading.Thread(
+                target=self._run, name=f"evener-rank-{world.rank}", daemon=True,
+                args=(config, RankGroups(world, device=world.rank % devices, local_size=len(worlds), **end)),
+            )
+            for world, end in zip(worlds, ends, strict=True)
+        ]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+        found = dict(self._started.get() for _ in worlds)
+        # In order of arrival: ranks that failed because of another one came later.
+        errors = [each for each in found.values() if isinstance(each, BaseException)]
+        if errors:
+            self.close()
+            raise errors[0]
+        self.workers = [worker for _, worker in sorted(found.items()) if isinstance(worker, Worker)]
+        self.facts = merge_facts([worker.facts for worker in self.workers])
+
+    def _run(self, config: Config, ranks: RankGroups) -> None:
+        rank = ranks.world.rank
+        try:
+            worker = Worker(config, BackendSearch(config.backend), ranks=ranks)
+        except BaseException as error:
+            # Reported before the groups are aborted, because the others fail when that happens.
+            self._started.put((rank, error))
+            self._abort_groups()
+            return
+        self._started.put((rank, worker))
+        try:
+            self._serve(worker, ranks.world)
+        except BaseException as error:
+            self._fail(ranks.world, error)
+
+    def _serve(self, worker: Worker, world: World) -> None:
+        while (plan := self._plans[world.rank].get()) is not None:
+            result = worker.execute(plan).wait()
+            if world.last_stage:
+                self._results[world.rank].put(result)
+
+    def _fail(self, world: World, error: BaseException) -> None:
+        """Report the first failure only: the other ranks fail because of it."""
+        with self._failure_lock:
+            first, self._failed = not self._failed, True
+        if first:
+            log.error("the %s failed; the other ranks end with it", world.name, exc_info=error)
+            for results in self._results.values():
+                results.put(error)
+            self._abort_groups()
+
+    def _abort_groups(self) -> None:
+        for group in self._groups:
+            group.abort()
+
+    def submit(self, plan: Plan) -> None:
+        for plans in self._plans:
+            plans.put(plan)
+
+    def read(self) -> StepResult:
+        """As ``Executor.read``.
+
+        Raises:
+            BaseException: the error of a rank, with its traceback.
+        """
+        found: list[StepResult] = []
+        for results in self._results.values():
+            result = results.get(timeout=self._timeout)
+            if isinstance(result, BaseException):
+                raise result
+            found.append(result)
+        assert all(result == found[0] for result in found), f"ranks sampled different tokens: {found}"
+        return found[0]
+
+    def close(self) -> None:
+        for plans in self._plans:
+            plans.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+@contextmanager
+def rank_threads(config: Config) -> Iterator[tuple[Controller, RankThreads]]:
+    """A context manager: a controller over ranks as threads, which end with the ``with`` block.
+
+    Raises:
+        EvenerError: as ``build_controller``.
+    """
+    executor = RankThreads(config, BackendSearch(config.backend), timeout=60.0)
+    try:
+        yield set_up_controller(config, executor, executor.facts), executor
+    finally:
+        executor.close()

@@ -1,0 +1,86 @@
+"""Starting an engine: inline, in a thread, or in child processes. Controller and worker are the same in each mode."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from evener.backend_search import BackendSearch
+from evener.builtin.kinds import BUILTIN_KINDS
+from evener.config.resolve import plans_in_flight, uses_worker_processes
+from evener.config.schema import Config
+from evener.contracts.state import StateKind
+from evener.distributed.torchrun import TorchrunEnv
+from evener.engine.controller.controller import Controller
+from evener.engine.controller.media import MediaPlanner
+from evener.engine.controller.scheduler import MicroBatches, Scheduler
+from evener.engine.controller.state import StateManager
+from evener.engine.wire.client import EngineClient
+from evener.engine.wire.executor import Executor
+from evener.engine.wire.messages import Ready
+from evener.engine.wire.worker_facts import WorkerFacts
+
+
+def start_engine(config: Config, mode: Literal["inline", "thread", "process"]) -> EngineClient:
+    """Start an engine and return the client that the front end uses.
+
+    Raises:
+        EvenerError: the engine cannot start with this configuration. In mode "process" the first ``receive`` raises it.
+    """
+    from evener.engine.processes.local_clients import InlineClient, ThreadClient
+
+    if mode == "process":
+        from evener.engine.processes.process_client import ProcessClient
+
+        return ProcessClient(config)
+    return (InlineClient if mode == "inline" else ThreadClient)(*build_controller(config))
+
+
+def build_controller(config: Config, serving: bool = False) -> tuple[Controller, Ready]:
+    """Build a controller and start its workers: in this process, or in child processes for a server or several ranks.
+
+    Raises:
+        EvenerError: the engine cannot start with this configuration.
+    """
+    executor, facts = _executor(config, serving)
+    return set_up_controller(config, executor, facts), Ready(info=facts.info)
+
+
+def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
+    if uses_worker_processes(config, serving):
+        from evener.engine.processes.process_executor import ProcessExecutor
+
+        process = ProcessExecutor(config, TorchrunEnv.from_environ(os.environ))
+        return process, process.facts
+    search = BackendSearch(config.backend)
+    if config.infer.tp_size * config.infer.pp_size > 1:
+        from evener.engine.processes.rank_threads import RankThreads
+
+        threads = RankThreads(config, search)
+        return threads, threads.facts
+    # Imported here: ``search`` probes the backends in the background while this imports torch.
+    from evener.engine.worker.inline_executor import InlineExecutor
+    from evener.engine.worker.worker import Worker
+
+    worker = Worker(config, search, serving)
+    return InlineExecutor(worker), worker.facts
+
+
+def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts) -> Controller:
+    """A controller over workers that are ready, whose ``facts`` these are."""
+    infer, kinds = config.infer, _kinds(facts, config)
+    state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
+    prefill, decode = (None if n == "auto" else n for n in (infer.pp_prefill_reqs, infer.pp_decode_reqs))
+    batches = MicroBatches(infer.pp_size, prefill, decode)
+    media = MediaPlanner(facts.media_rows, facts.step_tokens)
+    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media)
+    return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
+
+
+def _kinds(facts: WorkerFacts, config: Config) -> Mapping[str, StateKind]:
+    """The state kinds by name. Other packages are loaded only if the model uses a kind that is not built in."""
+    kinds = {kind.name: kind for kind in BUILTIN_KINDS}
+    if all(spec.kind in kinds for spec in facts.specs):
+        return kinds
+    return {p.value.name: p.value for p in BackendSearch(config.backend).load(config.options).state_kinds()}

@@ -1,0 +1,59 @@
+"""What an engine tells its front end when it is ready. Torch-free plain data, so that it crosses processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's device, backend and memory, as in ``EngineInfo``."""
+
+    device: str
+    backend: str
+    memory: dict[str, Any]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, the limits and the choices of a running engine.
+
+    Attributes:
+        model: path of the checkpoint.
+        served_name: the model's name in the API.
+        architecture: the model's architecture, as its package registers it; None if the engine does not say.
+        max_reqs: requests that run at a time.
+        max_model_len: tokens that a prompt and its output may have together.
+        vocab_size: token ids are below it.
+        hidden_size: width of the embeddings; media given as rows must have it.
+        media_rows: embedding rows of media that one engine step takes.
+        encoders: kinds of media that the model encodes itself ("image"), sorted.
+        backend, backend_version, backend_reason: the backend in use, and why it was chosen.
+        device: the device's name.
+        dtype: the compute dtype, torch's name.
+        memory: the memory plan and what was measured, in bytes.
+        start_seconds: how long the worker took to start.
+        config: every resolved key with its value and reason.
+        manifest: who computes each op, and why.
+        ranks: one entry a rank, rank 0 first; empty with a single rank.
+    """
+
+    model: str
+    served_name: str
+    max_model_len: int
+    vocab_size: int
+    backend: str
+    backend_reason: str
+    architecture: str | None = None
+    max_reqs: int = 0
+    hidden_size: int = 0
+    media_rows: int = 1
+    encoders: list[str] = []
+    backend_version: str = ""
+    device: str = ""
+    dtype: str = ""
+    memory: dict[str, Any] = {}
+    start_seconds: float = 0.0
+    config: dict[str, Any] = {}
+    manifest: dict[str, Any] = {}
+    ranks: list[RankInfo] = []

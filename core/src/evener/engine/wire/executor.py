@@ -1,0 +1,36 @@
+"""The interface through which the controller uses its workers. Plans go in, results come out in the same order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from evener.engine.wire.plan import Plan, StepResult
+
+
+class Executor(ABC):
+    """Runs plans on the worker, or on the workers of all ranks."""
+
+    @abstractmethod
+    def submit(self, plan: Plan) -> None:
+        """Start a step without waiting for it; ``read`` returns its result."""
+
+    @abstractmethod
+    def read(self) -> StepResult:
+        """Block until the oldest submitted step is done and return its result.
+
+        Raises:
+            EngineDeadError: a worker has died.
+        """
+
+    def attach(self) -> None:
+        """(optional) Called once by the thread that will call ``submit``, which may differ from the one that made the
+        executor."""
+        return
+
+    def check(self) -> None:
+        """(optional) Raise ``EngineDeadError`` if a worker has died. Default: it lives as long as this process."""
+        return
+
+    def close(self) -> None:
+        """(optional) Stop the workers. Default: does nothing."""
+        return

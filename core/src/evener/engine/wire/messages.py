@@ -1,0 +1,200 @@
+"""The messages between front end and controller: plain msgspec structs, the same in memory and between processes.
+
+Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``GetStats``, ``Shutdown``. Controller to front end:
+``Tokens``, ``Finished``, ``StatsReport``, ``Ready``, ``Dead``. Controller and worker exchange what ``plan`` defines.
+Every request ends in exactly one ``Finished``, also one that was refused.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+from evener.contracts.media import MediaItem
+from evener.contracts.outputs import FinishReason
+from evener.engine.wire.engine_info import EngineInfo
+
+#: Upper bounds, in seconds, of the buckets of ``StatsReport.queued``; the last bucket has no bound.
+QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class LogitBias(msgspec.Struct, frozen=True, array_like=True):
+    """``value`` is added to the logit of id ``token`` for the first ``count`` generated tokens; 0: for all of them."""
+
+    token: int
+    value: float
+    count: int = 0
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The sampling parameters of one request. ``temperature`` 0 means greedy. These values turn a filter or a penalty
+    off: ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1, the other penalties 0."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    #: How many of the likeliest tokens get their raw log-probabilities reported, besides the sampled token; None: no
+    #: log-probabilities at all.
+    logprobs: int | None = None
+    #: The same for the prompt's own tokens, from the second on.
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    #: Logit biases; one of minus infinity forbids an id.
+    bias: list[LogitBias] = []
+
+    @property
+    def penalized(self) -> bool:
+        """Whether a penalty changes the logits of tokens that occurred before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p removes anything."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
+    """One sequence to generate. ``n`` samples of one prompt are ``n`` requests; all but the first fork from the first.
+
+    Attributes:
+        max_tokens: already limited to the model's context length.
+        stop_token_ids: generating one of them ends the request with reason ``stop``. The token itself is reported.
+        max_time: seconds from the controller's receipt until the request ends with reason ``timeout``; None: no limit.
+        cache_salt: requests with different salts (adapter, tenant) share no cached prefix.
+        priority: waiting requests with a higher priority start first.
+        fork_of: id of an earlier request that begins with the same tokens, at least one block of them. This request
+            waits until they are computed and starts from that state. If the other has ended or has computed more
+            tokens than both share, this request starts as if ``fork_of`` were empty.
+        media: stand for some of the prompt's tokens; in order of position.
+    """
+
+    id: str
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_token_ids: list[int] = []
+    max_time: float | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    fork_of: str = ""
+    media: list[MediaItem] = []
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The client disconnected or cancelled: end the request with reason ``abort``. Unknown ids are ignored."""
+
+    id: str
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The front end found a stop string: end the request with reason ``stop``. Unknown ids are ignored."""
+
+    id: str
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
+    """Answer with one ``StatsReport``."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop. With ``drain`` running requests are finished first; otherwise they end with reason ``abort``."""
+
+    drain: bool = True
+
+
+ToController = NewRequest | Abort | Finish | GetStats | Shutdown
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Raw log-probabilities at one position. ``ids`` and ``values`` are parallel: the token at that position first,
+    then the likeliest tokens."""
+
+    ids: list[int]
+    values: list[float]
+
+    def likeliest(self, count: int) -> TokenLogprobs:
+        """The same with at most ``count`` of the likeliest tokens."""
+        return self if len(self.ids) <= count + 1 else TokenLogprobs(self.ids[: count + 1], self.values[: count + 1])
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+    """New tokens of one request, in order. ``cached``: prompt tokens that came from the prefix cache.
+    ``prompt_logprobs`` continue those of earlier messages, from the second prompt token on. All of them arrive before
+    or with the first id."""
+
+    id: str
+    ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cached: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """The one terminal event of a request. For reason ``error``, ``error`` is the message and ``status`` the HTTP
+    status."""
+
+    id: str
+    reason: FinishReason
+    error: str | None = None
+    status: int = 500
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    """Counters of the scheduler since the start.
+
+    Attributes:
+        mixed_steps: steps that computed both prompt tokens and sampled tokens.
+        queried_tokens: tokens that were looked up in the prefix cache; ``cached_tokens`` of them were found.
+        queued: a histogram of the time that requests waited for their first step, with the buckets
+            ``QUEUE_SECONDS``; ``queued_seconds``: the sum of these times.
+        forks: requests that started from another request's state; ``forked_tokens``: tokens of that state.
+    """
+
+    steps: int = 0
+    mixed_steps: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    finished: int = 0
+    queried_tokens: int = 0
+    queued: list[int] = msgspec.field(default_factory=lambda: [0] * (len(QUEUE_SECONDS) + 1))
+    queued_seconds: float = 0.0
+    forks: int = 0
+    forked_tokens: int = 0
+
+    def record_queue_time(self, seconds: float) -> None:
+        """Count a request that waited ``seconds`` for its first step."""
+        self.queued[bisect_left(QUEUE_SECONDS, seconds)] += 1
+        self.queued_seconds += seconds
+
+
+class StatsReport(Stats, kw_only=True, tag="stats"):
+    """How busy the engine is, between two steps: the counters, and the current numbers of ``waiting`` and ``running``
+    requests, of ``blocks`` in the pool, and of ``blocks_used``, which requests hold. A block that only the prefix cache
+    remembers is not in use."""
+
+    waiting: int
+    running: int
+    blocks: int
+    blocks_used: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine takes requests. ``info`` says what runs: model, limits, backend, memory."""
+
+    info: EngineInfo
+
+
+class Dead(msgspec.Struct, frozen=True, tag="dead"):
+    """The engine has failed for this reason. The open requests have ended before, each with its ``Finished``."""
+
+    reason: str
+
+
+FromController = Tokens | Finished | StatsReport | Ready | Dead

@@ -1,0 +1,94 @@
+"""The plan of one step and its result, as plain data. The controller sends plans, the worker sends results.
+
+The worker keeps the token ids, block tables and sampling parameters of up to ``max_reqs`` requests on the device. Each
+request has a *slot*, the row of those tables that belongs to it. A plan carries only what changed since the last one.
+A *row* of a plan is one request's part of the step; ``slots``, ``starts`` and ``counts`` are parallel lists of rows.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from evener.engine.wire.media import StepMedia
+from evener.engine.wire.messages import Sampling, TokenLogprobs
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a slot: its known tokens, its sampling parameters, and the length of its prompt in tokens."""
+
+    slot: int
+    tokens: list[int]
+    sampling: Sampling
+    prompt: int = 0
+
+
+class TableUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """New entries of one slot's block tables, from column ``start`` on. ``blocks`` has one list of block ids for each
+    state group, all of the same length."""
+
+    slot: int
+    start: int
+    blocks: list[list[int]]
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy one block of one state group: the block that a fork and its parent have both begun."""
+
+    group: int
+    source: int
+    target: int
+
+
+class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens whose log-probabilities are wanted: ``count`` tokens of a plan's row, from its token ``first`` on.
+    The logits of each score the prompt token after it."""
+
+    row: int
+    first: int
+    count: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
+    """One step.
+
+    Attributes:
+        id: counts up by one.
+        admissions, updates, copies: applied in this order, before the rows run.
+        slots, starts, counts: of each row, its slot, the position of its first token and its number of tokens.
+        samples: indices of the rows that sample a token. It gets position ``start + count``.
+        random: indices into ``samples`` of the requests that are not greedy; filtered: whether one of them uses top-k,
+            top-p or min-p.
+        logprobs: indices into ``samples`` of the requests that want log-probabilities; ``top_logprobs``: the largest
+            number of likeliest tokens that one of them wants.
+        penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
+        scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
+        media: the media of the step; None if it has none.
+    """
+
+    id: int
+    admissions: list[Admission] = []
+    updates: list[TableUpdate] = []
+    copies: list[BlockCopy] = []
+    slots: list[int] = []
+    starts: list[int] = []
+    counts: list[int] = []
+    samples: list[int] = []
+    random: list[int] = []
+    filtered: bool = False
+    logprobs: list[int] = []
+    top_logprobs: int = 0
+    penalized: list[int] = []
+    biased: list[int] = []
+    scores: list[ScoredTokens] = []
+    top_scores: int = 0
+    media: StepMedia | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+    """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of ``Plan.logprobs``
+    and for each token of ``Plan.scores``. ``plan`` is the plan's id."""
+
+    plan: int
+    ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    scores: list[TokenLogprobs] = []

@@ -1,0 +1,20 @@
+"""The worker: one device rank. It builds the model, plans its memory, runs steps and samples.
+
+===================  =======================================================================
+module               holds, in reading order
+===================  =======================================================================
+``worker``           ``Worker``: the start of a rank from beginning to end, then its steps
+``assembly``         choosing backend and kernels, declaring and resolving the model
+``geometry``         which layers share a block table, and how the pool is cut into blocks
+``memory_sizing``    what this model demands of the device's memory
+``memory``           the memory plan that follows, and its report
+``runner``           one plan in, one step on the device
+``step_layout``      the arrays of a step, sent to the device in one upload
+``device_tables``    token ids, block tables and sampling parameters on the device
+``sampler``          logits to ids, and log-probabilities
+``media``            the media rows that a worker keeps
+``graphs``           decode steps that are captured once and replayed
+``stages``           what ranks of different pipeline stages send each other
+``inline_executor``  the executor of a worker in the controller's own thread
+===================  =======================================================================
+"""

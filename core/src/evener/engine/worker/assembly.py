@@ -1,0 +1,183 @@
+"""Assembly: from a configuration to a model that is declared and resolved, before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evener.backend_search import BackendSearch
+from evener.config.checkpoint import facts_of
+from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_partition, resolve_config
+from evener.config.schema import Config
+from evener.contracts.architecture import Architecture
+from evener.contracts.checkpoint import Checkpoint, Headers
+from evener.contracts.declared import LinearWeight
+from evener.contracts.device import Device
+from evener.contracts.graph import GraphCapture
+from evener.contracts.quant import QuantScheme
+from evener.contracts.state import StateKind
+from evener.distributed.communicators import communicator_factory
+from evener.distributed.world import RankGroups, RankPlacement
+from evener.engine.worker.geometry import Geometry, plan_geometry
+from evener.engine.worker.sampler import Sampler
+from evener.errors import ArchitectureError, did_you_mean
+from evener.layers.builder import Builder
+from evener.loading.checkpoint import open_checkpoint
+from evener.loading.scheme import Unquantized, pick_scheme
+from evener.loading.weight_map import with_weight_map
+from evener.plugins.catalog import Provided
+from evener.plugins.load import LoadedPackages
+from evener.resolution.buckets import token_buckets
+from evener.resolution.candidates import Candidates
+from evener.resolution.footprint import Sizes
+from evener.resolution.resolver import Resolver
+from evener.resolution.tuning import BenchEnvironment, read_tuned
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A declared and resolved model on an opened device.
+
+    Attributes:
+        headers: of the checkpoint; empty for random weights.
+        media_rows: how many rows of media the worker keeps.
+        other_stages: the other pipeline stages, declared.
+    """
+
+    config: ResolvedConfig
+    loaded: LoadedPackages
+    device: Device
+    checkpoint: Checkpoint
+    headers: Headers
+    scheme: QuantScheme
+    build: Builder
+    model: Architecture
+    sampler: Sampler
+    resolver: Resolver
+    geometry: Geometry
+    kinds: Mapping[str, StateKind]
+    ranks: RankGroups
+    media_rows: int
+    other_stages: Sequence[Builder] = ()
+
+
+def assemble(
+    config: Config, search: BackendSearch, serving: bool = False, ranks: RankGroups | RankPlacement | None = None
+) -> Assembly:  # fmt: skip
+    """Choose the backend, open its device, connect to the other ``ranks``, declare this rank's part of the model and
+    resolve it.
+
+    Raises:
+        EvenerError: a backend, package, checkpoint or option cannot be used; see the tree in ``evener.errors``.
+    """
+    place = ranks or RankGroups()
+    checkpoint = open_checkpoint(config.model)
+    headers: Headers = {}
+    if config.load != "dummy":
+        checkpoint = with_weight_map(checkpoint, config.weight_map)
+        headers = checkpoint.headers
+    loaded = search.load(config.options)
+    device = loaded.open_device(place.device)
+    facts = facts_of(config.model, checkpoint.config)
+    of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
+    resolved = resolve_config(config, facts, of_device, serving=serving)
+    device.limit_threads(resolved.threads)
+    device.select()
+    ranks = place.open(communicator_factory(loaded.communicator(), device))
+    # Random weights are not quantized, whatever the checkpoint's own are.
+    schemes = [p.value for p in loaded.quant_schemes()]
+    scheme = pick_scheme(checkpoint.config, schemes, config.quant) if headers else Unquantized()
+    infer = resolved.config.infer
+    family, world = _architecture(loaded, checkpoint), ranks.world
+
+    def declare(stage: int) -> tuple[Builder, Architecture]:
+        build = Builder(
+            resolved.dtype, resolved.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
+            ranks.tp, absorb=infer.mla_absorb,
+            index_top=None if infer.index_topk == "auto" else infer.index_topk,
+            snapshot_every=infer.snapshot_every,
+            state_dtype=None if infer.latent_dtype == "auto" else infer.latent_dtype,
+            stage=(stage, world.pp_size), partition=layer_partition(infer),
+        )  # fmt: skip
+        model = family(checkpoint.config, build)
+        if world.pp_size > 1 and not build.staged:
+            raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
+        return build, model
+
+    # Other stages are declared too: their state, so that block ids mean the same on all, and their weights' names.
+    declared = [declare(stage) for stage in range(world.pp_size)]
+    build, model = declared[world.pp_rank]
+    other_stages = [other for other, _ in declared if other is not build]
+    sampler = Sampler(build, model.vocab_size)
+    encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
+    media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
+    resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
+    resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
+    resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
+    resolver.sites(build.sites)
+    size = None if resolved.block_size == "auto" else resolved.block_size
+    stages = [each.slots for each, _ in declared]
+    geometry = plan_geometry(build.slots, device.capabilities.alignment, size, stages)
+    resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
+    kinds = {p.value.name: p.value for p in loaded.state_kinds()}
+    return Assembly(
+        resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
+        ranks, media_rows, other_stages,
+    )  # fmt: skip
+
+
+def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:
+    """What captures this model's decode steps, and a note for the manifest; None if steps run eagerly, and why."""
+    capture = a.loaded.graph_capture(a.device)
+    if not a.device.capabilities.graphs:
+        return None, f"steps run eagerly: {a.device.name} does not support graphs (DeviceCapabilities.graphs)"
+    if not a.config.use_cuda_graph or capture is None:
+        asked = f"infer.use_cuda_graph=false, {a.config.reasons['infer.use_cuda_graph']}"
+        return None, f"steps run eagerly: {asked if capture else 'no package captures steps of this device'}"
+    eager = [g.provider.name for g in a.geometry.groups if g.provider.graph == "never"]
+    eager += sorted({c.provider for c in a.resolver.manifest.choices if not c.capturable})
+    if eager:
+        return None, f"steps run eagerly: {', '.join(dict.fromkeys(eager))} cannot be captured"
+    return capture, f"decode steps of up to {a.config.max_reqs} rows are captured by {capture.package}"
+
+
+def _architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Architecture]:
+    name = checkpoint.architecture
+    target = loaded.architectures.get(name)
+    if target is None:
+        raise ArchitectureError(
+            f"{checkpoint.path} asks for architecture {name!r}, which no installed package registers"
+            f"{did_you_mean(name, loaded.architectures)} Type `evener models` for what is installed, and "
+            "pip install evener-models or the package of the model's author"
+            + "".join(loaded.selection.report.unusable_hints)
+        )
+    cls: type[Architecture] = target.load()
+    return cls
+
+
+def _resolver(config: ResolvedConfig, loaded: LoadedPackages, device: Device, encoded: int) -> Resolver:
+    import importlib_metadata
+    import torch
+
+    from evener.ops.reference.linear import PLAIN
+    from evener.ops.reference.state import ReferenceState
+
+    infer = config.config.infer
+    kernels, states = loaded.kernels(device), loaded.state_providers(device)
+    provided: list[Provided[Any]] = [*kernels, *states]
+    bench = BenchEnvironment.of(device, {each.package: each.version for each in provided}, str(torch.__version__))
+    folders = [p.descriptor.tuning for p in loaded.selection.all_packages if p.descriptor.tuning]
+    available = Candidates(
+        schemas={p.value.name: p.value for p in loaded.op_schemas()},
+        kernels=kernels, states=states, reference_state=ReferenceState(), reference_packing=PLAIN,
+        device=device.capabilities,
+        buckets=token_buckets(max(config.step_tokens, config.max_reqs, encoded)),
+        reference_ops="infer.op_impl=ref" if infer.op_impl == "ref" else "",
+        reference_attention="infer.attn_type=ref" if infer.attn_type == "ref" else "",
+        forced=config.config.ops, max_fallback=config.config.max_fallback, version=importlib_metadata.version("evener"),
+        sizes=Sizes(max(config.step_tokens, encoded), config.max_reqs), tuned=read_tuned(infer.tuning, bench, folders),
+    )  # fmt: skip
+    resolver = Resolver(available)
+    resolver.manifest.notes += available.tuned.notes
+    return resolver

@@ -1,0 +1,182 @@
+"""State groups and the geometry of the pool: which layers share a block table, and how the pool is cut into blocks.
+
+Layers with equal state spec and attention form a group and share one block table. All groups draw blocks from one pool,
+``[layer_slots, slabs, slab_bytes]``: the k-th layer of a group keeps its part of a block in layer slot k, at the same
+offset. So that every group can use every block, one with more than ``layer_slots`` layers is split into several.
+
+A slab is as large as the largest block of all groups (one recurrent state may take megabytes). Groups with smaller
+blocks fit ``cut`` blocks in a slab; its size is chosen so that few bytes stay unused. A *page* is the largest unit that
+divides the blocks of all groups. Block ids in plans count pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from evener.contracts.declared import StateSlot
+from evener.contracts.device import Device
+from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
+from evener.engine.wire.slabs import pages_per_slab
+from evener.errors import ConfigError, ResolveError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share one block table. ``cut``: how many of its blocks fill a slab."""
+
+    spec: StateSpec
+    attention: AttentionSpec
+    provider: StateProvider
+    slots: tuple[StateSlot, ...]
+    cut: int = 1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the pool is cut. ``block_size`` is in tokens, ``slab_bytes`` are those of a slab in one layer slot."""
+
+    groups: tuple[Group, ...]
+    layer_slots: int
+    block_size: int
+    slab_bytes: int
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Pages in a block of each group."""
+        slab = pages_per_slab([g.cut for g in self.groups])
+        return tuple(slab // g.cut for g in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one slab over all layer slots, including memory that providers allocate themselves for it."""
+        owned = max((len(g.slots) * g.provider.bytes_per_block(g.spec, self.block_size)
+                     for g in self.groups if g.provider.owns_memory), default=0)  # fmt: skip
+        return self.layer_slots * self.slab_bytes + owned
+
+    def bind(self, blocks: int, device: Device) -> torch.Tensor:
+        """Allocate ``blocks`` slabs and give every state slot its views of them. Returns the storage, uint8
+        [layer_slots, blocks, slab_bytes].
+
+        It is filled with zeros: memory that was never written must not hold NaN, because an attention weight of zero
+        times NaN is NaN.
+        """
+        shape = self.layer_slots, blocks, self.slab_bytes
+        storage = device.zeros(math.prod(shape)).view(shape)
+        for group in self.groups:
+            for layer, slot in enumerate(group.slots):
+                own = storage[layer] if not group.provider.owns_memory else storage.new_empty(blocks, 0)
+                cut = own.view(blocks * group.cut, own.shape[1] // group.cut)
+                slot.views = group.provider.bind(cut, group.spec, self.block_size)
+        return storage
+
+
+def plan_geometry(
+    slots: Sequence[StateSlot], alignment: int, block_size: int | None = None,
+    stages: Sequence[Sequence[StateSlot]] = (),
+) -> Geometry:  # fmt: skip
+    """Form the groups of the resolved state slots, set each slot's ``group`` and choose the block size.
+
+    Args:
+        slots: those of this rank's layers.
+        alignment: bytes; every block starts at a multiple of it.
+        block_size: tokens; None takes the first size that every provider offers.
+        stages: the resolved slots of each pipeline stage. All stages form the same groups, so that a block id means the
+            same on each; the pool only has room for the layers of its own stage.
+
+    Raises:
+        ConfigError: not every provider offers ``block_size``, no size is common to all, or ``infer.snapshot_every``
+            is no multiple of it.
+        ResolveError: a provider offers sizes that are not multiples of its smallest.
+    """
+    layers: dict[tuple[StateSpec, AttentionSpec], list[StateSlot]] = {}
+    for slot in slots:
+        layers.setdefault((slot.spec, slot.attention), []).append(slot)
+    largest_counts = Counter[tuple[StateSpec, AttentionSpec]]()
+    providers: dict[tuple[StateSpec, AttentionSpec], StateProvider | None] = {}
+    for stage in stages or [slots]:
+        largest_counts |= Counter((slot.spec, slot.attention) for slot in stage)  # keeps the larger count
+        providers.update({(slot.spec, slot.attention): slot.provider for slot in stage})
+    layer_slots = _layer_slots(list(largest_counts.values()))
+    groups: list[Group] = []
+    sizes: dict[int, int] = {}
+    for (spec, attention), count in largest_counts.items():
+        provider, members = providers[spec, attention], layers.get((spec, attention), [])
+        assert provider is not None, "state slots are resolved before the geometry is planned"
+        for start in range(0, count, layer_slots):
+            part = tuple(members[start : start + layer_slots])
+            for slot in part:
+                slot.group = len(groups)
+            groups.append(Group(spec, attention, provider, part))
+            sizes[id(groups[-1])] = min(layer_slots, count - start)
+    size = _block_size(groups, block_size)
+    odd = [g.spec.every for g in groups if (g.spec.every or size) % size]
+    if odd:
+        raise ConfigError(f"infer.snapshot_every={odd[0]} must be a multiple of the block size, {size} tokens")
+    pooled = [g for g in groups if not g.provider.owns_memory]
+    needs = [g.provider.bytes_per_block(g.spec, size) for g in pooled]
+    # A request has many blocks of tokens but one live block of a recurrent state, however large that is: it gets no
+    # larger weight than the largest block of tokens.
+    common = max((need for g, need in zip(pooled, needs, strict=True) if g.spec.per == "token"), default=1)
+    weights = [sizes[id(g)] * min(need, common) for g, need in zip(pooled, needs, strict=True)]
+    slab, cuts = _cut_slab(needs, weights, alignment) if pooled else (0, [])
+    by_group = dict(zip(map(id, pooled), cuts, strict=True))
+    groups = [replace(g, cut=by_group.get(id(g), 1)) for g in groups]
+    return Geometry(tuple(groups), max((len(g.slots) for g in pooled), default=0), size, slab)
+
+
+def _cut_slab(needs: Sequence[int], weights: Sequence[int], alignment: int) -> tuple[int, list[int]]:
+    """Choose the slab size, up to an eighth above the largest block, that wastes the fewest bytes.
+
+    Args:
+        needs: bytes of one block of each group.
+        weights: how much the waste of each group counts.
+
+    Returns the slab's bytes, and for each group how many of its blocks fill it. Slab and blocks are aligned.
+    """
+
+    def cut(slab: int, need: int) -> int:
+        units = slab // alignment
+        return next(n for n in range(slab // need, 0, -1) if units % n == 0)
+
+    def taken(slab: int) -> float:
+        return sum(w * slab / cut(slab, need) / need for need, w in zip(needs, weights, strict=True))
+
+    largest = -(-max(needs) // alignment)
+    step = max(1, largest // 2048)
+    slab = min(range(largest * alignment, (largest + largest // 8 + 1) * alignment, step * alignment), key=taken)
+    return slab, [cut(slab, need) for need in needs]
+
+
+def _layer_slots(counts: Sequence[int]) -> int:
+    """The number of layer slots that wastes the fewest, for groups with these ``counts`` of layers. A block table costs
+    as much as a quarter of a layer slot; ties go to the fewest tables."""
+
+    def cost(slots: int) -> tuple[float, int]:
+        tables = [-(-count // slots) for count in counts]
+        return (sum(tables) * slots + 0.25 * sum(tables), sum(tables))
+
+    return min(sorted(set(counts)), key=cost, default=0)
+
+
+def _block_size(groups: Sequence[Group], wanted: int | None) -> int:
+    offers = [list(g.provider.block_sizes(g.spec)) for g in groups]
+    for group, offer in zip(groups, offers, strict=True):
+        if math.gcd(*offer) != min(offer, default=-1):
+            raise ResolveError(f"state provider {group.provider.name} offers blocks of {offer} tokens, not all of them "
+                               "multiples of the smallest; set ops.attention=reference, tell its authors")  # fmt: skip
+    common = [size for size in offers[0] if all(size in offer for offer in offers)] if offers else [16]
+    names = ", ".join(sorted({g.provider.name for g in groups}))
+    if wanted not in (None, *common):
+        raise ConfigError(f"infer.block_size={wanted} is not offered by {names}; they offer {sorted(common)}")
+    if not common:
+        raise ConfigError(
+            f"the state providers {names} offer no common block size; force one with ops.attention=<provider>"
+        )
+    return common[0] if wanted is None else wanted

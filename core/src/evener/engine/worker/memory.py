@@ -1,0 +1,253 @@
+"""The memory plan of one device, all of it: what a start counts, how the rest is divided, and what an error says.
+
+Others feed it with numbers of bytes:
+
+==============  ==============================================================================================
+weights         ``loading.estimate``: from file headers and packings
+workspace       ``resolution.footprint``: activations and kernels' scratch; ``StateProvider.workspace``
+tables          this module: rows of requests in ``device_tables``, and rows of encoders
+state           ``geometry``: bytes of one KV cache block over all layers
+free memory     the device
+==============  ==============================================================================================
+
+A start estimates the plan before a weight is read (``require_memory_plan``), agrees with the other ranks
+(``min_across_ranks``), and where memory is given by default, corrects the blocks by what a warm-up leaves
+(``MemoryPlan.after_warm_up``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from evener.config.resolve import ResolvedConfig
+from evener.contracts.device import MemoryInfo
+from evener.contracts.quant import DTYPE_BYTES
+from evener.engine.wire.slabs import find_kinds, slabs_needed
+from evener.engine.worker.assembly import Assembly
+from evener.errors import MemoryPlanError
+from evener.loading.estimate import WeightEstimate, estimate_weights
+
+log = logging.getLogger("evener.worker")
+#: Share of the memory that a warm-up leaves that state may take: allocators round up, and libraries keep some.
+_MEASURED_SHARE = 0.95
+
+
+def require_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
+    """The memory plan, before a weight is read; the configuration with the longest request that it allows.
+
+    Raises:
+        MemoryPlanError: it does not fit; with the numbers and what to change.
+    """
+    config, plan = estimate_memory_plan(a)
+    if plan.problem is not None:
+        raise MemoryPlanError("\n".join([plan.problem, *plan.lines()]))
+    return config, plan
+
+
+def estimate_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
+    """As ``require_memory_plan``, but a model that does not fit is the plan's ``problem``. With
+    ``infer.max_seq_len=auto`` the longest request is cut to what the state holds."""
+    config, memory = a.config, a.device.memory()
+    demand = _demand(a, config)
+    left = memory.free - demand.fixed
+    budget = left if config.kv_memory is None else min(left, config.kv_memory)
+    held = budget // demand.block_bytes - 1
+    length = _longest_request(a, config, held) if demand.min_blocks > held > 0 else 0
+    if config.config.infer.max_seq_len == "auto" and length:
+        config = config.with_value("infer.max_seq_len", length, "what the memory for state holds")
+        demand = _demand(a, config)
+    return config, plan_memory(demand, memory, config.kv_memory, length)
+
+
+def min_across_ranks(a: Assembly, config: ResolvedConfig, plan: MemoryPlan) -> tuple[ResolvedConfig, MemoryPlan]:
+    """All ranks run the same plans: each takes the smallest of their longest requests and of their block counts."""
+    length, blocks = a.ranks.min_across_ranks([config.max_seq_len, plan.blocks], a.device.torch_device)
+    if length < config.max_seq_len:
+        config = config.with_value("infer.max_seq_len", length, "what the memory for state holds on every rank")
+    return config, plan.with_blocks(blocks)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one device.
+
+    Attributes:
+        weights: in memory, second copies included; copies: those second copies (a tied head that is packed
+            differently).
+        mapped: weights that stay pages of their files and do not count.
+        tables: position tables, the engine's rows of requests, and rows of encoders.
+        workspace: activations and scratch of the largest step.
+        state: the KV cache's pool; blocks: its blocks, block_bytes: bytes of one.
+        free: what the device had before anything was allocated.
+        problem: why it does not fit, and what to change; None if it fits.
+    """
+
+    weights: int
+    copies: int
+    mapped: int
+    tables: int
+    workspace: int
+    state: int
+    blocks: int
+    block_bytes: int
+    free: int
+    problem: str | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything that counts."""
+        return self.weights + self.tables + self.workspace + self.state
+
+    def with_blocks(self, blocks: int) -> MemoryPlan:
+        """The same plan with another number of blocks."""
+        return dataclasses.replace(self, blocks=blocks, state=blocks * self.block_bytes)
+
+    def after_warm_up(self, free: int) -> MemoryPlan:
+        """The plan with as many blocks as fit into a share of the bytes that are ``free`` after a warm-up, at most as
+        many as were estimated."""
+        blocks = min(self.blocks, int(free * _MEASURED_SHARE) // self.block_bytes)
+        if blocks < self.blocks:
+            log.info("state gets %d blocks instead of %d: a warm-up left %s", blocks, self.blocks, _size(free))
+        return self.with_blocks(blocks)
+
+    def lines(self) -> list[str]:
+        """A table for a person."""
+        rows = {
+            "weights": self.weights,
+            "  second copies in it": self.copies,
+            "tables": self.tables,
+            "workspace": self.workspace,
+            f"state ({self.blocks} blocks)": self.state,
+            "total": self.total,
+            "free": self.free,
+            "mapped from files": self.mapped,
+        }
+        return [f"{name:<24}{_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**dataclasses.asdict(self), "total": self.total}
+
+
+@dataclass(frozen=True)
+class MemoryDemand:
+    """What has to fit beside the state, and how much state is useful.
+
+    Attributes:
+        weights: as estimated from headers and packings.
+        rows: bytes of the engine's device tables and of encoders' rows.
+        workspace: bytes of activations and scratch of the largest step.
+        block_bytes: bytes of one block over all layers.
+        max_useful_blocks: blocks that all slots can hold at once.
+        min_blocks: blocks that one request of ``max_seq_len`` tokens needs.
+    """
+
+    weights: WeightEstimate
+    rows: int
+    workspace: int
+    block_bytes: int
+    max_useful_blocks: int
+    min_blocks: int
+    max_seq_len: int
+    dtype: str
+
+    @property
+    def fixed(self) -> int:
+        """Bytes beside the state."""
+        return self.weights.allocated + self.rows + self.workspace
+
+
+def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, longest: int = 0) -> MemoryPlan:
+    """Divide the memory; state gets ``kv_bytes``, or what is left when None, but no more than is useful.
+
+    Args:
+        longest: tokens of the longest request that the memory for state would hold.
+    """
+    left = memory.free - demand.fixed
+    budget = left if kv_bytes is None else kv_bytes
+    weights = demand.weights
+    plan = MemoryPlan(
+        weights=weights.allocated, copies=weights.second_copies, mapped=weights.mapped, tables=demand.rows,
+        workspace=demand.workspace, state=0, blocks=0, block_bytes=demand.block_bytes, free=memory.free,
+    ).with_blocks(min(max(0, budget) // demand.block_bytes, demand.max_useful_blocks + 1))  # fmt: skip
+    return dataclasses.replace(plan, problem=_problem(demand, memory, kv_bytes, plan, longest))
+
+
+def _demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
+    """What ``config`` asks of the device."""
+    groups, size = a.geometry.groups, a.geometry.block_size
+    min_blocks = _blocks_for(a, config, config.max_seq_len)
+    columns = -(-config.max_seq_len // size)
+    attention = max(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups)
+    scratch = max(attention, a.resolver.footprint.workspace)
+    weights = estimate_weights(
+        a.build.weights, a.resolver.packings_by_layout, a.headers or None, a.scheme,
+        mappable=a.device.capabilities.host_memory, copied=a.checkpoint.copied if a.headers else frozenset(),
+    )  # fmt: skip
+    media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
+    return MemoryDemand(
+        weights=weights,
+        rows=(config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 36 + 4 * columns * len(groups)) + media,
+        workspace=scratch + a.resolver.footprint.activations,
+        block_bytes=max(1, a.geometry.block_bytes),
+        max_useful_blocks=config.max_reqs * min_blocks,
+        min_blocks=min_blocks,
+        max_seq_len=config.max_seq_len,
+        dtype=config.dtype,
+    )
+
+
+def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
+    """Blocks that one request of ``length`` tokens needs."""
+    specs, cuts = [g.spec for g in a.geometry.groups], [g.cut for g in a.geometry.groups]
+    kinds, step_tokens = find_kinds(specs, a.kinds), min(config.step_tokens, length)
+    return slabs_needed(specs, kinds, cuts, a.geometry.block_size, length, step_tokens)
+
+
+def _longest_request(a: Assembly, config: ResolvedConfig, blocks: int) -> int:
+    """The longest request, in whole blocks, that ``blocks`` can hold; the need grows with the length."""
+    size = a.geometry.block_size
+    low, high = 1, -(-config.max_seq_len // size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _blocks_for(a, config, middle * size) <= blocks else (low, middle - 1)
+    return low * size
+
+
+def _problem(
+    demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, plan: MemoryPlan, longest: int
+) -> str | None:
+    """Why it does not fit, with the numbers and what to change; None if it does."""
+    weights, free = demand.weights, f"{_size(memory.free)} of {_size(memory.total)} are free"
+    # Mapped weights may come and go with the page cache, but each step reads all of them.
+    if weights.allocated > memory.free or weights.allocated + weights.mapped > memory.total:
+        lighter = "dtype=bfloat16 halves them; " if demand.dtype == "float32" and not weights.mapped else ""
+        return (
+            f"the model does not fit: its weights take {_size(weights.allocated + weights.mapped)} in {demand.dtype}, "
+            f"and {free}; no key about state helps: {lighter}take a checkpoint that stores them in fewer bits, or a "
+            "device with more memory (`evener doctor` lists what is here)"
+        )
+    left, need = memory.free - demand.fixed, (demand.min_blocks + 1) * demand.block_bytes
+    if plan.blocks > demand.min_blocks and plan.state <= left:
+        return None
+    allowed = f" and infer.kv_memory allows {_size(kv_bytes)} for state" if kv_bytes is not None else ""
+    advice = [f"infer.max_seq_len={longest} fits"] if longest > 1 else []
+    if kv_bytes is not None and max(need, kv_bytes) > left:
+        advice.append("lower infer.kv_memory" if kv_bytes > left >= need else "free memory elsewhere")
+    elif kv_bytes is not None:
+        advice.append(f"infer.kv_memory={-(-need >> 20)}MiB holds one")
+    if demand.rows + demand.workspace > demand.weights.allocated:
+        advice.append("lower infer.max_reqs and infer.step_tokens, which size tables and workspace")
+    return (
+        f"the model does not fit: {_size(demand.fixed)} for weights, tables and workspace and {_size(need)} "
+        f"for one request of infer.max_seq_len={demand.max_seq_len}, but {free}{allowed}; what to change: "
+        + ", or ".join(advice or ["lower infer.max_reqs, infer.step_tokens or infer.max_seq_len"])
+    )
+
+
+def _size(count: int) -> str:
+    """Bytes for a person."""
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"

@@ -1,0 +1,207 @@
+"""The runner: one plan in, one step on the device. A step has two segments, forward (ids to hidden states) and sample
+(hidden states to logits to ids). Both read and write the tables that stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.contracts.architecture import Architecture
+from evener.contracts.device import Device, Readback
+from evener.contracts.state import StateStep
+from evener.engine.wire.messages import TokenLogprobs
+from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.worker.device_tables import DeviceTables
+from evener.engine.worker.geometry import Geometry
+from evener.engine.worker.media import MediaStore
+from evener.engine.worker.sampler import Sampler
+from evener.engine.worker.stages import PipelineChannel
+from evener.engine.worker.step_layout import StepLayout, StepShape
+from evener.resolution.buckets import bucket_index
+
+
+@dataclass
+class ForwardStep:
+    """The step as the model sees it; see ``evener.contracts.architecture.Step``."""
+
+    bucket: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    metas: tuple[Any, ...]
+    stream: tuple[torch.Tensor, torch.Tensor] | None = None
+    embedding_overrides: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class PendingStep:
+    """A submitted step, whose results are being copied to the host.
+
+    Attributes:
+        logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``.
+        scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
+    """
+
+    logprobs: Sequence[Readback] = ()
+    scores: Sequence[Readback] = ()
+
+    def __init__(self, plan: Plan, ids: Readback | None) -> None:
+        self._plan, self._ids = plan, ids
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return (self._ids is None or self._ids.ready()) and all(r.ready() for r in (*self.logprobs, *self.scores))
+
+    def wait(self) -> StepResult:
+        """Wait until the step is done and return its result."""
+        ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()
+        logprobs, scores = [], []
+        if self.logprobs:
+            logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs)
+        if self.scores:
+            scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
+        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores)
+
+
+def _rows(picked: list[int], tensors: Sequence[Readback]) -> list[TokenLogprobs]:
+    chosen, values, ids = (r.wait() for r in tensors)
+    return [TokenLogprobs(*row) for row in Sampler.unpack(chosen, values, ids, picked)]
+
+
+class Runner:
+    """Runs plans for one model on one device.
+
+    Args:
+        tables: the requests' data on the device.
+        geometry: state groups and block size. Its slots must be bound before the first step.
+        stages: this rank's end of the pipeline; None without pipeline stages.
+        media: the media rows; None on stages after the first, which do not embed.
+    """
+
+    def __init__(
+        self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry,
+        stages: PipelineChannel | None = None, media: MediaStore | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
+        self.stages, self.media = stages, media
+
+    def execute(self, plan: Plan) -> PendingStep:
+        """Submit a step. On an asynchronous device it returns before the step is done."""
+        with torch.inference_mode():
+            hidden, step, parts = self.forward(plan)
+            if self.stages is not None and not self.stages.world.last_stage:
+                self.stages.send_stream(hidden, plan, parts)
+                return PendingStep(plan, None)
+            scores = self._score(plan, hidden, step, parts) if plan.scores else ()
+            pending = PendingStep(plan, None)
+            if plan.samples:
+                pending = self._sample(plan, parts, hidden.index_select(0, parts["last"]), step)
+            pending.scores = scores
+            return pending
+
+    def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
+        """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and the arrays of its
+        ``StepLayout`` on the device."""
+        self.apply(plan)
+        layout = StepLayout(plan)
+        parts = layout.upload(self.device)
+        step = self.step(layout, parts)
+        if self.stages is not None and (buffer := self.stages.stream_buffer(layout.tokens)) is not None:
+            step.stream = self.stages.layer_input(self.stages.receive_stream(buffer))
+        if plan.media is not None and self.media is not None:
+            step.embedding_overrides = self.media.take(plan.media)
+        return self.model.forward(step), step, parts
+
+    def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
+        """Make the model's step from the arrays of a layout. It only runs device work, so it can be captured."""
+        positions = parts["positions"]
+        token_ids = self.tables.tokens[parts["token_slots"], positions]
+        return ForwardStep(bucket_index(shape.tokens), token_ids, positions, self._metas(shape, parts))
+
+    def logits(self, rows: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Logits [R, vocab] of selected hidden rows [R, hidden]. The kernels are chosen for R rows."""
+        return self.model.logits(rows, replace(step, bucket=bucket_index(rows.shape[0])))
+
+    def greedy(self, rows: torch.Tensor, step: ForwardStep) -> torch.Tensor | None:
+        """Ids int32 [R] of the largest logits of selected hidden rows, without gathering the logits of all ranks; None
+        if the model cannot do that."""
+        return self.model.greedy(rows, replace(step, bucket=bucket_index(rows.shape[0])))
+
+    def apply(self, plan: Plan) -> None:
+        """Write what a plan changes: ids that the last stage has sampled, new requests, block tables, copied blocks."""
+        if self.stages is not None and self.stages.world.first_stage:
+            self.stages.receive_ids(plan)
+        if plan.admissions:
+            self.tables.admit(plan.admissions)
+        if plan.updates:
+            self.tables.update(plan.updates)
+        for index, group in enumerate(self.geometry.groups):
+            span = self.geometry.spans[index]
+            pairs = [(copy.source // span, copy.target // span) for copy in plan.copies if copy.group == index]
+            if pairs:
+                source, target = (self.device.upload(part) for part in np.array(pairs, dtype=np.int32).T.copy())
+                for slot in group.slots:
+                    group.provider.copy_blocks(slot.views, source, target)
+
+    def _metas(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        size = self.geometry.block_size
+        positions = parts["positions"]
+        column = torch.div(positions, size, rounding_mode="floor")
+        offset = positions - column * size
+        columns = -(-shape.max_kv // size)
+        metas = []
+        for table, group in zip(self.tables.blocks, self.geometry.groups, strict=True):
+            step = StateStep(
+                tokens=shape.tokens, requests=shape.requests, max_query=shape.max_query, max_kv=shape.max_kv,
+                query_start=parts["query_start"], kv_lens=parts["kv_lens"], positions=positions,
+                slot_mapping=table[parts["token_slots"], column] * size + offset,
+                block_table=table[:, :columns].index_select(0, parts["slots"]),
+                host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens,
+            )  # fmt: skip
+            metas.append(group.provider.metadata(step, group.spec, group.attention, size) if group.slots else None)
+        return tuple(metas)
+
+    def _score(
+        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: dict[str, torch.Tensor]
+    ) -> list[Readback]:
+        """Log-probabilities of prompt tokens. At most ``max_reqs`` rows have logits at the same time, as in sampling:
+        the memory plan has no room for more."""
+        found: list[tuple[torch.Tensor, ...]] = []
+        for rows in parts["scores"].split(max(1, self.tables.tokens.shape[0] - 1)):
+            slots, positions = (parts[name].index_select(0, rows) for name in ("token_slots", "positions"))
+            targets = self.tables.tokens[slots, positions + 1]
+            logits = self.logits(hidden.index_select(0, rows), step)
+            found.append((targets, *self.sampler.logprobs(logits, targets, plan.top_scores)))
+        return [self.device.readback(torch.cat(columns)) for columns in zip(*found, strict=True)]
+
+    def _sample(
+        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep
+    ) -> PendingStep:  # fmt: skip
+        slots, positions = parts["sample_slots"], parts["sample_positions"]
+        greedy = not (plan.random or plan.penalized or plan.biased or plan.logprobs)
+        best = self.greedy(rows, step) if greedy else None
+        if best is not None:
+            return self._store_ids(plan, slots, positions, best)
+        logits = self.logits(rows, step)
+        floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
+        random, penalized, biased = (parts[n] if getattr(plan, n) else None for n in ("random", "penalized", "biased"))
+        # Log-probabilities are reported for the model's own logits, before biases and penalties.
+        raw = logits.index_select(0, parts["logprobs"]) if plan.logprobs else logits
+        longest = max(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
+        logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
+        ids = self.sampler.ids(logits, floats, ints, positions, random, filtered=plan.filtered)
+        # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
+        logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
+        pending = self._store_ids(plan, slots, positions, ids)
+        if logprob_ids is not None:
+            tensors = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
+            pending.logprobs = [self.device.readback(tensor) for tensor in tensors]
+        return pending
+
+    def _store_ids(self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> PendingStep:
+        self.tables.tokens[slots, positions] = ids
+        if self.stages is not None:
+            self.stages.send_ids(ids)
+        return PendingStep(plan, self.device.readback(ids))

@@ -1,0 +1,79 @@
+"""A plan as arrays: positions, slots and offsets of one step. The host computes them in time proportional to the
+step's tokens, whatever the length of the sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.contracts.device import Device
+from evener.engine.wire.plan import Plan
+
+
+@dataclass
+class StepShape:
+    """The sizes of a step as host numbers; see ``evener.contracts.state.StateStep``."""
+
+    tokens: int
+    requests: int
+    max_query: int
+    max_kv: int
+    query_lens: Sequence[int]
+    kv_lens: Sequence[int]
+
+
+class StepLayout(StepShape):
+    """All int32 arrays of a step. They are joined on the host, sent in one upload, and sliced on the device."""
+
+    def __init__(self, plan: Plan) -> None:
+        starts, counts = np.array(plan.starts, dtype=np.int32), np.array(plan.counts, dtype=np.int32)
+        slots = np.array(plan.slots, dtype=np.int32)
+        ends = starts + counts
+        super().__init__(
+            tokens=int(counts.sum()), requests=len(plan.slots), max_query=int(counts.max()), max_kv=int(ends.max()),
+            query_lens=plan.counts, kv_lens=ends.tolist(),
+        )  # fmt: skip
+        query_start = np.zeros(self.requests + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        if self.max_query == 1:
+            positions, token_slots = starts, slots
+        else:
+            inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
+            positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
+        picked = np.array(plan.samples, dtype=np.int32)
+        scored = [query_start[s.row] + np.arange(s.first, s.first + s.count, dtype=np.int32) for s in plan.scores]
+        self.arrays: dict[str, np.ndarray[Any, Any]] = {
+            "positions": positions,
+            "token_slots": token_slots,
+            "query_start": query_start,
+            "kv_lens": ends,
+            "slots": slots,
+            "last": query_start[1:][picked] - 1,
+            "sample_slots": slots[picked],
+            "sample_positions": ends[picked],
+            "random": np.array(plan.random, dtype=np.int32),
+            "logprobs": np.array(plan.logprobs, dtype=np.int32),
+            "penalized": np.array(plan.penalized, dtype=np.int32),
+            "biased": np.array(plan.biased, dtype=np.int32),
+            "scores": np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
+        }
+
+    def upload(self, device: Device) -> dict[str, torch.Tensor]:
+        """The arrays on the device by name, as slices of one tensor; each starts at an address that the device's
+        alignment divides."""
+        alignment = device.capabilities.alignment
+        pieces: list[np.ndarray[Any, Any]] = []
+        for part in self.arrays.values():
+            pieces += [part, np.zeros(aligned(len(part), alignment) - len(part), dtype=np.int32)]
+        sent = device.upload(np.concatenate(pieces)).split([len(piece) for piece in pieces])
+        return dict(zip(self.arrays, sent[::2], strict=True))
+
+
+def aligned(count: int, alignment: int) -> int:
+    """The smallest number of int32, at least ``count``, whose bytes are a multiple of ``alignment``."""
+    step = max(1, alignment // 4)
+    return -(-count // step) * step

@@ -1,0 +1,169 @@
+"""The worker: one device rank. It builds the model, plans the memory, loads the weights, warms up, then runs plans."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from evener.backend_search import BackendSearch
+from evener.config.schema import Config
+from evener.distributed.communicators import JointCapture
+from evener.distributed.world import RankGroups, RankPlacement
+from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.wire.messages import Sampling
+from evener.engine.wire.plan import Admission, Plan, TableUpdate
+from evener.engine.wire.worker_facts import WorkerFacts
+from evener.engine.worker.assembly import Assembly, assemble, find_graph_capture
+from evener.engine.worker.device_tables import DeviceTables
+from evener.engine.worker.graphs import DecodeGraphs
+from evener.engine.worker.media import MediaStore
+from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_memory_plan
+from evener.engine.worker.runner import PendingStep, Runner
+from evener.engine.worker.stages import PipelineChannel
+from evener.loading.dummy import load_dummy
+from evener.loading.loader import WeightBytes, load_weights
+from evener.loading.match import match_context
+from evener.resolution.buckets import capture_sizes
+
+__all__ = ["PendingStep", "Worker", "WorkerFacts"]
+
+log = logging.getLogger("evener.worker")
+
+
+class Worker:
+    """Runs plans on one device. The constructor loads the model, which may take minutes.
+
+    Args:
+        search: finds the backend.
+        serving: the run is a server.
+        ranks: this worker's rank, or its open groups; None for a worker without others. All workers of a run are
+            constructed at the same time, and get the same plans in the same order.
+
+    Raises:
+        EvenerError: the configuration cannot be served, or does not fit the device.
+    """
+
+    def __init__(
+        self, config: Config, search: BackendSearch, serving: bool = False,
+        ranks: RankGroups | RankPlacement | None = None,
+    ) -> None:  # fmt: skip
+        began = time.monotonic()
+        a = assemble(config, search, serving, ranks)
+        resolved, plan = require_memory_plan(a)
+        resolved, plan = min_across_ranks(a, resolved, plan)
+        self._assembly = a = replace(a, config=resolved)
+        loaded = self._load(a, config)
+        length, size = resolved.max_seq_len, a.geometry.block_size
+        tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
+        stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, a.model.hidden_size, resolved.dtype, tables)
+        media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages, media)
+        self._graphs: DecodeGraphs | None = None
+        if resolved.kv_memory is None:
+            resolved, plan = min_across_ranks(a, resolved, self._measure(a, plan))
+        self._pool = a.geometry.bind(plan.blocks, a.device)
+        self._graphs = self._decode_graphs(a)
+        self._warm_up(1)
+        self._report(a, plan, loaded)
+        self.facts = WorkerFacts(
+            specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
+            block_size=size, max_reqs=resolved.max_reqs, max_seq_len=length, step_tokens=resolved.step_tokens,
+            media_rows=a.media_rows, info=self._info(a, plan, loaded, time.monotonic() - began),
+        )  # fmt: skip
+
+    @property
+    def assembly(self) -> Assembly:
+        """The model and everything that it runs with; for tests and ``evener explain``."""
+        return self._assembly
+
+    def execute(self, plan: Plan) -> PendingStep:
+        """Submit one step.
+
+        Raises:
+            PluginError: a kernel or state provider of a package raised an error.
+        """
+        try:
+            replayed = self._graphs.execute(plan) if self._graphs is not None else None
+            return replayed or self.runner.execute(plan)
+        except Exception as error:
+            self._assembly.resolver.attribution.raise_attributed(error)
+            raise
+
+    def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
+        """The memory plan with as much state as really fits: the free memory is measured after a step of the largest
+        size, which runs over a pool of one block."""
+        a.geometry.bind(1, a.device)
+        self._warm_up(min(a.config.step_tokens, a.config.max_seq_len))
+        return plan.after_warm_up(a.device.memory().free)
+
+    def _load(self, a: Assembly, config: Config) -> WeightBytes:
+        where = a.device.torch_device
+        if config.load == "dummy":
+            a.device.seed(config.seed)
+            loaded = load_dummy(a.build.weights, a.resolver.packings_by_layout, where, config.seed)
+        else:
+            loaded = load_weights(
+                a.build.weights, a.checkpoint, a.scheme, a.resolver.packings_by_layout, where,
+                pinned_device=a.device, **match_context(a.build, a.other_stages),
+            )  # fmt: skip
+        for group in a.build.groups:
+            group.bind()
+        return loaded
+
+    def _decode_graphs(self, a: Assembly) -> DecodeGraphs | None:
+        """The captured decode steps; None if something in the model cannot be captured. Notes the reason."""
+        offer, why = find_graph_capture(a)
+        a.resolver.manifest.notes.append(why)
+        if offer is None:
+            return None
+        sizes = capture_sizes(a.config.max_reqs)
+        capture = JointCapture(offer.value, a.ranks.tp, a.device.torch_device) if a.ranks.tp else offer.value
+        return DecodeGraphs(self.runner, a.device, capture, sizes, a.config.max_reqs, a.config.max_seq_len)
+
+    def _warm_up(self, tokens: int) -> None:
+        """Run one step of ``tokens`` tokens over the null block, so that kernels are built before the first request."""
+        a = self._assembly
+        if self.runner.media is not None:
+            self.runner.media.warm_up()
+        columns = -(-tokens // a.geometry.block_size)
+        step = Plan(
+            id=-1, admissions=[Admission(0, [0] * tokens, Sampling(temperature=0.0))],
+            updates=[TableUpdate(0, 0, [[0] * columns] * len(a.geometry.groups))],
+            slots=[0], starts=[0], counts=[tokens], samples=[0],
+        )  # fmt: skip
+        self.execute(step).wait()
+
+    def _report(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes) -> None:
+        """Log the memory, estimated and measured, and what runs dequantized or on the reference kernels."""
+        for line in plan.lines():
+            log.info("memory: %s", line)
+        log.info("memory: weights estimated %d, measured %d bytes", plan.weights, loaded.allocated)
+        for line in a.resolver.manifest.dequantized_lines():
+            log.warning("%s", line)
+        if a.config.config.max_fallback == "listed":
+            for line in a.resolver.manifest.fallback_lines():
+                log.warning("only the reference serves %s", line)
+
+    def _info(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes, seconds: float) -> EngineInfo:
+        b = a.loaded.backend
+        return EngineInfo(
+            model=a.config.config.model,
+            served_name=a.config.served_model_name,
+            architecture=a.checkpoint.architecture,
+            max_reqs=a.config.max_reqs,
+            max_model_len=a.config.max_seq_len,
+            vocab_size=a.model.vocab_size,
+            hidden_size=a.model.hidden_size,
+            media_rows=a.media_rows,
+            encoders=sorted(a.model.encoders),
+            backend=b.name,
+            backend_version=b.version,
+            backend_reason=a.loaded.selection.reason,
+            device=a.device.name,
+            dtype=a.config.dtype,
+            memory={**plan.to_json(), "measured_weights": loaded.allocated, "measured_mapped": loaded.mapped},
+            start_seconds=round(seconds, 2),
+            config=a.config.to_json(),
+            manifest=a.resolver.manifest.to_json(),
+        )

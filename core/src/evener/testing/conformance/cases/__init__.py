@@ -1,1 +1,0 @@
-"""Generators of test cases, by family of ops. What ``OpSchema.cases`` names."""

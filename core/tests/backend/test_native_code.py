@@ -1,0 +1,78 @@
+"""Native code of packages: compiled once, and again when anything that it depends on changes; no partial files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evener.backend.native_code import Unavailable, compile_library
+
+#: Writes what it was asked for into a log, and something into the file after -o, which comes last.
+COMPILER = """#!/bin/sh
+test "$1" = --version && echo {version} && exit
+echo "$@" >> {log}
+for last; do :; done
+echo a library > "$last"
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/evener/parts"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native/all.cpp").write_text("int one;\n")
+    return tmp_path / "native/all.cpp"
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_library_is_rebuilt_only_for_new_sources_flags_processors_or_compilers(
+    source: Path, cache: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    compiler = script(tmp_path / "cc", COMPILER.format(version=1, log=log))
+
+    def makes(flags: tuple[str, ...] = ("-O3",), depends: tuple[str, ...] = ()) -> int:
+        """How many were made for three who ask."""
+        before = len(log.read_text().splitlines()) if log.exists() else 0
+        paths = {compile_library(source, flags, "parts", "the parts", depends, compiler) for _ in range(3)}
+        (path,) = paths
+        assert isinstance(path, Path) and path.parent == cache and path.read_text() == "a library\n"
+        return len(log.read_text().splitlines()) - before
+
+    assert (makes(), makes()) == (1, 0)
+    assert (makes(("-O2",)), makes(depends=("another processor",))) == (1, 1)
+    (source.parent / "beside.h").write_text("int two;\n")
+    assert (makes(), makes()) == (1, 0)
+    script(tmp_path / "cc", COMPILER.format(version=2, log=log))
+    assert (makes(), len(list(cache.iterdir()))) == (1, 5)
+
+
+def test_a_compiler_that_fails_says_how_and_leaves_nothing_behind(source: Path, cache: Path, tmp_path: Path) -> None:
+    broken = script(tmp_path / "cc", "#!/bin/sh\necho 'all.cpp:1: error: no such thing' >&2\nexit 1\n")
+    assert compile_library(source, (), "parts", "the parts", compiler=broken) == Unavailable(
+        f"{broken} could not compile the parts: all.cpp:1: error: no such thing"
+    )
+    assert list(cache.iterdir()) == []
+    no_program = script(tmp_path / "text", "not a program")
+    found = compile_library(source, (), "parts", "the parts", compiler=no_program)
+    assert isinstance(found, Unavailable) and found.reason.startswith(f"the parts could not be compiled into {cache}: ")
+
+
+def test_a_missing_compiler_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compile_library(source, (), "parts", "the parts", compiler="no-such-compiler")
+    assert isinstance(found, Unavailable) and "no-such-compiler was not found; install one" in found.reason
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    found = compile_library(source, (), "parts", "the parts")
+    assert isinstance(found, Unavailable) and "no C++ compiler was found" in found.reason

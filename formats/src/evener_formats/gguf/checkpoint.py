@@ -1,0 +1,133 @@
+"""A GGUF file as a checkpoint, with the tensor names, shapes and text files that a model folder has. Tensors are
+memory-mapped. Imports torch only to read a tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evener.contracts.checkpoint import Checkpoint, Headers
+from evener.contracts.quant import BLOCKS
+from evener.errors import CheckpointError, did_you_mean
+from evener_formats.gguf.families import FAMILIES, Llama
+from evener_formats.gguf.header import GgufHeader, GgufTensor, read_header
+from evener_formats.tokenizers.gguf_tokenizer import tokenizer_files
+
+if TYPE_CHECKING:
+    import torch
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GgufCheckpoint(Checkpoint):
+    """One GGUF file, or the first of several whose names end in ``-0000i-of-0000N.gguf``.
+
+    Raises:
+        CheckpointError: a file is broken, or its model family is not supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header = read_header(path)
+        parts = header.metadata.get("split.count", 1)
+        self._header = header if parts in (0, 1) else _merge_split_files(path, header, parts)
+        name = str(self._header.metadata.get("general.architecture"))
+        if name not in FAMILIES:
+            raise CheckpointError(
+                f"{path} holds a model of architecture {name[:80]!r}, which is not supported in GGUF"
+                f"{did_you_mean(name, FAMILIES)}; use the model's safetensors, or upgrade: "
+                "pip install -U evener-models"
+            )
+        self._family: Llama = FAMILIES[name](self._header, _read_floats)
+        self._stored = {
+            folder_name: name for name in self._header.tensors if (folder_name := self._family.name(name)) is not None
+        }
+        self.copied = frozenset(n for n, s in self._stored.items() if self._offset(n) or self._family.permuted_heads(s))
+
+    def where(self, name: str) -> str:
+        return f"{self.path} ({name})"
+
+    def text(self, name: str) -> str | None:
+        return json.dumps(self.json(name), ensure_ascii=False) if name in self._files else None
+
+    def json(self, name: str) -> dict[str, Any]:
+        return self._files[name]() if name in self._files else {}
+
+    @cached_property
+    def _files(self) -> Mapping[str, Callable[[], dict[str, Any]]]:
+        return {"config.json": self._config, **tokenizer_files(self._header.metadata, str(self.path))}
+
+    def _config(self) -> dict[str, Any]:
+        special = self.json("generation_config.json")
+        return self._family.config() | {k: special[k] for k in ("bos_token_id", "eos_token_id") if k in special}
+
+    @cached_property
+    def headers(self) -> Headers:
+        return {
+            name: (self._header.tensors[stored].dtype, self._header.tensors[stored].shape)
+            for name, stored in self._stored.items()
+        }
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._stored:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self._stored)}")
+        stored = self._stored[name]
+        tensor = _memory_map(self._header.tensors[stored])
+        heads = self._family.permuted_heads(stored)
+        if heads:
+            # Every row is stored as whole blocks, so rows can be permuted without dequantizing.
+            tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape).contiguous()
+        return tensor - self._family.norm_offset if self._offset(name) else tensor
+
+    def _offset(self, name: str) -> bool:
+        return bool(self._family.norm_offset) and name.endswith("norm.weight")
+
+
+def _merge_split_files(path: Path, first: GgufHeader, parts: Any) -> GgufHeader:
+    """The header of the first file, with the tensors of all files."""
+    named = _PART.fullmatch(path.name)
+    if named is None or type(parts) is not int or int(named[2]) != 1 or int(named[3]) != parts:
+        raise CheckpointError(
+            f"{path} is one of {parts} files; open the first, whose name ends in -00001-of-{parts:05}.gguf"
+        )
+    tensors = dict(first.tensors)
+    for number in range(2, parts + 1):
+        part = path.with_name(f"{named[1]}-{number:05}-of-{parts:05}.gguf")
+        if not part.is_file():
+            raise CheckpointError(f"{path} is the first of {parts} files, and {part.name} is missing; fetch it")
+        more = read_header(part).tensors
+        if twice := tensors.keys() & more.keys():
+            raise CheckpointError(f"the tensor {min(twice)!r} is in {part} and an earlier file; fetch the files again")
+        tensors |= more
+    return GgufHeader(first.metadata, tensors)
+
+
+def _memory_map(entry: GgufTensor) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    blocks = entry.dtype in BLOCKS
+    # Mode "c" (copy on write), because torch warns about arrays that are not writable.
+    data = np.memmap(entry.file, dtype=np.uint8, mode="c", offset=entry.begin, shape=(entry.end - entry.begin,))
+    flat = torch.from_numpy(data)
+    if not blocks:
+        return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
+    elements, nbytes = BLOCKS[entry.dtype]
+    return flat.view(-1, entry.shape[-1] // elements * nbytes)
+
+
+def _read_floats(entry: GgufTensor) -> list[float]:
+    if entry.dtype != "float32" or entry.end - entry.begin > 1 << 16:
+        raise CheckpointError(
+            f"{entry.file}: rotary factors are {entry.dtype} {list(entry.shape)}; they must be float32 and at "
+            "most 64 KiB; fetch the file again"
+        )
+    with entry.file.open("rb") as file:
+        file.seek(entry.begin)
+        data = file.read(entry.end - entry.begin)
+    return list(struct.unpack(f"<{len(data) // 4}f", data))

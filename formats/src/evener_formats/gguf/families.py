@@ -1,0 +1,251 @@
+"""Model families in GGUF: from GGUF's keys and tensor names to those of a model folder. Torch-free.
+
+To add a family, add a subclass of ``Llama`` and an entry in ``FAMILIES``. Its architecture must be registered, too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from evener.contracts.quant import BLOCKS
+from evener.errors import ArchitectureError, CheckpointError
+from evener_formats.gguf.header import GgufHeader, GgufTensor
+
+#: Llama 3's frequency bounds and pre-training context. The file holds only the resulting divisors,
+#: ``rope_freqs.weight``.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+class Llama:
+    """Llama, and the names and keys that most families share.
+
+    Args:
+        header: of the file.
+        floats: reads a float32 tensor of the file.
+
+    Attributes:
+        architecture, model_type: as in ``config.json``.
+        permuted: whether the rows of q and k are stored in the order of interleaved rotary pairs.
+        norm_offset: what the file has added to the weights of norms.
+        activation: the key and value of the activation in ``config.json``.
+        top: from GGUF's names of the tensors outside layers to a model folder's, without ``.weight`` or ``.bias``.
+        names: the same for a layer's tensors.
+    """
+
+    architecture, model_type = "LlamaForCausalLM", "llama"
+    permuted = True
+    norm_offset = 0.0
+    activation: Mapping[str, str] = {"hidden_act": "silu"}
+    top: Mapping[str, str] = {
+        "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    }  # fmt: skip
+    names: Mapping[str, str] = {
+        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    }  # fmt: skip
+
+    def __init__(self, header: GgufHeader, floats: Callable[[GgufTensor], list[float]]) -> None:
+        self.metadata, self.tensors, self._read_floats = header.metadata, header.tensors, floats
+        self._prefix = str(self.metadata["general.architecture"])
+
+    def config(self) -> dict[str, Any]:
+        """The ``config.json`` that the file implies.
+
+        Raises:
+            CheckpointError: a key is missing or has a wrong value.
+            ArchitectureError: the file asks for a variant that is not implemented.
+        """
+        if self.get("expert_count", 0):
+            raise ArchitectureError(
+                f"the GGUF file is a {self._prefix} with {self.get('expert_count')} experts, which is not implemented "
+                "for GGUF; use the model's safetensors"
+            )
+        heads = self.count("attention.head_count")
+        config = {
+            "architectures": [self.architecture], "model_type": self.model_type,
+            "vocab_size": self._vocabulary(), "hidden_size": self.count("embedding_length"),
+            "intermediate_size": self.count("feed_forward_length"), "num_hidden_layers": self.count("block_count"),
+            "num_attention_heads": heads, "num_key_value_heads": self.count("attention.head_count_kv", heads),
+            "head_dim": self._head_dim(heads), "max_position_embeddings": self.count("context_length"),
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"), **self.activation,
+            "tie_word_embeddings": "output.weight" not in self.tensors, "dtype": self._dtype(), **self.rope(),
+        }  # fmt: skip
+        if any(tensor.dtype in BLOCKS for tensor in self.tensors.values()):
+            config["quantization_config"] = {"quant_method": "gguf"}
+        return config | self.more(config)
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """(optional) The family's further entries of ``config``."""
+        biases = [part for part in ("attn_q", "attn_output") if f"blk.0.{part}.bias" in self.tensors]
+        return {"attention_bias": bool(biases), "mlp_bias": "blk.0.ffn_up.bias" in self.tensors}
+
+    def rope(self) -> dict[str, Any]:
+        """``rope_theta`` and ``rope_scaling``."""
+        theta = self.number("rope.freq_base", 10000.0)
+        kind = self.get("rope.scaling.type", "none")
+        if "rope_freqs.weight" in self.tensors:
+            return {"rope_theta": theta, "rope_scaling": self._llama3(theta)}
+        factor = self.get("rope.scaling.factor", self.get("rope.scale_linear"))
+        if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
+            return {"rope_theta": theta}
+        scaling = {"rope_type": kind, "factor": factor}
+        original = self.get("rope.scaling.original_context_length")
+        if original is not None:
+            scaling["original_max_position_embeddings"] = original
+        return {"rope_theta": theta, "rope_scaling": scaling}
+
+    def name(self, stored: str) -> str | None:
+        """A tensor's name in a model folder; None if it is not a weight. Unknown names are returned unchanged."""
+        if stored == "rope_freqs.weight":
+            return None
+        stem, dot, kind = stored.rpartition(".")
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if layer is not None and layer[2] in self.names:
+            return f"model.layers.{layer[1]}.{self.names[layer[2]]}{dot}{kind}"
+        return f"{self.top[stem]}{dot}{kind}" if stem in self.top else stored
+
+    def permuted_heads(self, stored: str) -> int:
+        """The number of heads within which this tensor's rows are permuted; 0 if they are not."""
+        part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", stored)
+        if part is None or not self.permuted:
+            return 0
+        heads = self.count("attention.head_count")
+        return heads if part[1] == "q" else self.count("attention.head_count_kv", heads)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of ``<architecture>.<key>``; of a list of equal values (one per layer), that value."""
+        value = self.metadata.get(f"{self._prefix}.{key}", default)
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+            return value
+        if len(value) == 0 or any(item != value[0] for item in value):
+            raise ArchitectureError(f"in the GGUF file, {self._prefix}.{key} differs between layers, which is not "
+                                    "implemented; use the model's safetensors")  # fmt: skip
+        return value[0]
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """The value of a key that must be a whole number of at least 1."""
+        value = self.get(key, default)
+        if type(value) is not int or not 1 <= value < 1 << 32:
+            raise self._wrong(key, value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The value of a key that must be a finite number."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self._wrong(key, value)
+        # The file has float32. The shortest decimal number that rounds to it is the one in the original config.
+        return float(f"{value:.7g}")
+
+    def _wrong(self, key: str, value: object) -> CheckpointError:
+        what = "lacks" if value is None else f"has {value!r} for"
+        return CheckpointError(f"the GGUF file {what} {self._prefix}.{key}; fetch the file again")
+
+    def _vocabulary(self) -> int:
+        embedding = self.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise CheckpointError(
+                "the GGUF file has no token_embd.weight: it holds no model, or a part; open the first of its files"
+            )
+        return embedding.shape[0]
+
+    def _head_dim(self, heads: int) -> int:
+        dim = self.get("attention.key_length")
+        dim = self.count("embedding_length") // heads if dim is None else self.count("attention.key_length")
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self.get(key, dim) != dim:
+                raise ArchitectureError(
+                    f"the GGUF file has {self._prefix}.{key} = {self.get(key)} for heads of {dim}, which is not "
+                    "implemented"
+                )
+        return dim
+
+    def _dtype(self) -> str:
+        """The dtype of most bytes. For quantized blocks bfloat16, which has the range of the weights they were made
+        from."""
+        held: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            held[tensor.dtype] = held.get(tensor.dtype, 0) + tensor.end - tensor.begin
+        most = max(held, key=lambda dtype: held[dtype])
+        return most if most in ("float32", "float16", "bfloat16") else "bfloat16"
+
+    def _llama3(self, theta: float) -> dict[str, Any]:
+        """Llama 3's rope scaling, found from the divisors in the file."""
+        stored = self._read_floats(self.tensors["rope_freqs.weight"])
+        factor = float(f"{max(stored, default=0.0):.7g}")
+        scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        if not stored or any(
+            not math.isclose(found, _llama3_divisor(theta, i / len(stored), scaling), rel_tol=1e-4)
+            for i, found in enumerate(stored)
+        ):
+            raise ArchitectureError(
+                "the GGUF file's rope_freqs.weight is not Llama 3's scaling, and no other is implemented for GGUF; use "
+                "the model's safetensors"
+            )
+        return scaling
+
+
+def _llama3_divisor(theta: float, exponent: float, scaling: Mapping[str, Any]) -> float:
+    wavelength, original = 2 * math.pi * theta**exponent, scaling["original_max_position_embeddings"]
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    if wavelength < original / high:
+        return 1.0
+    if wavelength > original / low:
+        return float(factor)
+    smooth = (original / wavelength - low) / (high - low)
+    return float(1 / ((1 - smooth) / factor + smooth))
+
+
+class Qwen2(Llama):
+    """Qwen 2 and 2.5."""
+
+    architecture, model_type = "Qwen2ForCausalLM", "qwen2"
+    permuted = False
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"use_sliding_window": False}
+
+
+class Qwen3(Qwen2):
+    """Qwen 3."""
+
+    architecture, model_type = "Qwen3ForCausalLM", "qwen3"
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"use_sliding_window": False, "attention_bias": "blk.0.attn_q.bias" in self.tensors}
+
+
+class Gemma3(Llama):
+    """Gemma 3, text."""
+
+    architecture, model_type = "Gemma3ForCausalLM", "gemma3_text"
+    permuted = False
+    norm_offset = 1.0
+    activation: Mapping[str, str] = {"hidden_activation": "gelu_pytorch_tanh"}
+    names: Mapping[str, str] = {
+        **Llama.names, "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }  # fmt: skip
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        # The file lacks query_pre_attn_scalar. In the 27B model (62 layers) it is hidden size / heads, else head_dim.
+        by_width = config["num_hidden_layers"] == 62
+        scale = config["hidden_size"] // config["num_attention_heads"] if by_width else config["head_dim"]
+        return {
+            "query_pre_attn_scalar": scale, "sliding_window": self.count("attention.sliding_window"),
+            "sliding_window_pattern": self.count("attention.sliding_window_pattern", 6),
+            "rope_local_base_freq": self.number("rope.freq_base_swa", 10000.0),
+            "final_logit_softcapping": self.get("final_logit_softcapping"), "attention_bias": False,
+        }  # fmt: skip
+
+    def rope(self) -> dict[str, Any]:
+        return {**super().rope(), "rope_theta": self.number("rope.freq_base", 1000000.0)}
+
+
+#: The supported families, by ``general.architecture``.
+FAMILIES: Mapping[str, type[Llama]] = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "gemma3": Gemma3}

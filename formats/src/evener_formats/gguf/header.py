@@ -1,0 +1,192 @@
+"""The header of a GGUF file, read and checked without touching a tensor. Torch-free.
+
+A file consists of a magic number, counts, key-value pairs, tensor descriptions, padding, and the tensors' bytes. Every
+count and length is compared with the rest of the file before it is used, so a malicious file costs no more than reading
+its header.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evener.contracts.quant import BLOCKS
+from evener.errors import CheckpointError
+
+#: GGUF's tensor types: our name of the dtype or block format, elements per block, bytes per block.
+TYPES: Mapping[int, tuple[str, int, int]] = {
+    0: ("float32", 1, 4), 1: ("float16", 1, 2), 30: ("bfloat16", 1, 2), 28: ("float64", 1, 8), 24: ("int8", 1, 1),
+    25: ("int16", 1, 2), 26: ("int32", 1, 4), 27: ("int64", 1, 8),
+    **{number: (name, *BLOCKS[name]) for number, name in
+       {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k",
+        14: "q6_k"}.items()},
+}  # fmt: skip
+
+#: GGUF's value types: the code of ``array`` and ``struct`` for each. 7 is a bool, 8 a string, 9 an array.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+MAX_HEADER = 200_000_000
+_MAX_RANK = 4
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor: dtype or block format, shape (rows first), its file, and its byte range in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """Key-value pairs (arrays of numbers as ``array.array``, of strings as lists), and tensors by GGUF's names."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read the header of one file.
+
+    Raises:
+        CheckpointError: the file cannot be read or is truncated, or a count, type, shape or offset is wrong.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            if size < 24:
+                raise CheckpointError(f"cannot load {path}: it is truncated: it has {size} bytes; fetch the file again")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data, size).read()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+class _Reader:
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self._path, self._data, self._size, self._at = path, data, size, 0
+        self._end = min(size, MAX_HEADER)
+
+    def read(self) -> GgufHeader:
+        if self._take(4) != b"GGUF":
+            raise self._bad("it does not begin with GGUF's magic number")
+        version = self._number("I")
+        if version not in (2, 3):
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3)
+            kind = "big-endian" if swapped else f"of version {version}"
+            raise CheckpointError(f"cannot load {self._path}: it is {kind}; versions 2 and 3, little-endian, are read")
+        tensors, pairs = self._count(24), self._count(13)
+        metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._text()
+            if key in metadata:
+                raise self._bad(f"the key {key[:120]!r} occurs twice")
+            metadata[key] = self._value(self._number("I"))
+        infos = [self._tensor_info() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise self._bad(f"general.alignment is {alignment!r}, not a power of two")
+        data = -(-self._at // alignment) * alignment
+        return GgufHeader(metadata, self._locate_tensors(infos, data, alignment))
+
+    def _take(self, count: int) -> bytes:
+        if count > self._end - self._at:
+            raise self._bad(f"its header needs {count:,} bytes at byte {self._at:,}, but {self._left():,} are left")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _left(self) -> int:
+        return self._end - self._at
+
+    def _number(self, code: str) -> Any:
+        size = struct.calcsize(code)
+        return struct.unpack(f"<{code}", self._take(size))[0]
+
+    def _count(self, least: int) -> int:
+        """A count of items that take at least ``least`` bytes each."""
+        count: int = self._number("Q")
+        if count * least > self._left():
+            left = f"{self._left():,} bytes are left"
+            raise self._bad(f"its header counts {count:,} items at byte {self._at:,}, but {left}")
+        return count
+
+    def _text(self) -> str:
+        try:
+            return self._take(self._number("Q")).decode()
+        except UnicodeDecodeError as error:
+            raise self._bad(f"the text at byte {self._at:,} is not UTF-8") from error
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array(self._number("I"))
+        if kind not in _SCALARS:
+            raise self._bad(f"a value at byte {self._at:,} has the unknown type {kind}")
+        value = self._number(_SCALARS[kind])
+        return bool(value) if kind == _BOOL else value
+
+    def _array(self, kind: int) -> Any:
+        if kind == _STRING:
+            return [self._text() for _ in range(self._count(8))]
+        if kind not in _SCALARS:
+            raise self._bad(f"an array at byte {self._at:,} has items of the unknown type {kind}")
+        items = array(_SCALARS[kind])
+        items.frombytes(self._take(self._count(items.itemsize) * items.itemsize))
+        if sys.byteorder == "big":
+            items.byteswap()
+        return items
+
+    def _tensor_info(self) -> tuple[str, list[int], int, int]:
+        name, rank = self._text(), self._number("I")
+        if rank > _MAX_RANK:
+            raise self._bad(f"{name[:120]!r} has {rank:,} dimensions")
+        shape = [self._number("Q") for _ in range(rank)]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _locate_tensors(
+        self, infos: list[tuple[str, list[int], int, int]], data: int, alignment: int
+    ) -> dict[str, GgufTensor]:
+        tensors: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset in infos:
+            shown = repr(name[:120])
+            if name in tensors:
+                raise self._bad(f"the tensor {shown} occurs twice")
+            if kind not in TYPES:
+                known = ", ".join(sorted(dtype for dtype, _, _ in TYPES.values()))
+                raise CheckpointError(
+                    f"cannot load {self._path}: {shown} has GGUF's tensor type {kind}, which is not supported ({known} "
+                    "are); fetch the model in one of these"
+                )
+            dtype, elements, nbytes = TYPES[kind]
+            total = 1
+            for extent in shape:
+                total *= extent
+            if total >= 1 << 62 or (shape and shape[0] % elements):
+                raise self._bad(f"{shown} is {dtype} and has the impossible shape {shape[::-1]}")
+            begin = data + offset
+            end = begin + total // elements * nbytes
+            if offset % alignment or end > self._size:
+                raise self._bad(
+                    f"{shown} lies at bytes {begin:,} to {end:,}, but the file has {self._size:,}"
+                    + (f"; offsets must be multiples of {alignment}" if offset % alignment else "")
+                )
+            tensors[name] = GgufTensor(dtype, tuple(reversed(shape)), self._path, begin, end)
+        at, last = 0, ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if tensor.begin < at:
+                raise self._bad(f"{last!r} and {name[:120]!r} overlap")
+            at, last = tensor.end, name[:120]
+        return tensors
+
+    def _bad(self, detail: str) -> CheckpointError:
+        return CheckpointError(f"cannot load {self._path}: {detail}; fetch the file again")

@@ -1,0 +1,81 @@
+"""The scheme of GGUF's quantized tensors: blocks that contain their scales. Imports torch only to dequantize."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from evener.contracts.checkpoint import Headers
+from evener.contracts.quant import BLOCKS, QuantScheme, WeightPart, block_format, plain
+from evener.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GgufScheme(QuantScheme):
+    """A weight is one tensor, in one of GGUF's block formats or in a float dtype."""
+
+    name = "gguf"
+
+    def detect(self, config: Mapping[str, Any]) -> bool:
+        settings = config.get("quantization_config")
+        return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
+
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        if name not in headers:
+            return None
+        dtype, shape = headers[name]
+        rows, columns = shape if len(shape) == 2 else (0, 0)
+        return WeightPart(name, rows, columns, block_format(dtype) if dtype in BLOCKS else plain(dtype))
+
+    def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
+        return {"weight": name}
+
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        import torch
+
+        stored = part.tensors["weight"]
+        if part.format.plain:
+            return stored.to(getattr(torch, dtype))
+        import numpy as np
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        kind = GGMLQuantizationType[part.format.storage.upper()]
+        out = torch.empty(part.rows, part.columns, dtype=getattr(torch, dtype))
+        # The library makes a float32 copy of its whole input; slices keep that copy small.
+        step = max(1, (1 << 22) // max(1, part.columns))
+        for at in range(0, part.rows, step):
+            numbers = dequantize(stored[at : at + step].numpy(), kind)
+            out[at : at + step] = torch.from_numpy(np.ascontiguousarray(numbers))
+        return out
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        extent = part.rows if axis == "out" else part.columns
+        if not 0 <= start < stop <= extent:
+            raise CheckpointError(f"cannot cut {start}..{stop} out of the {extent} {axis}-features of {part.name}")
+        weight = part.tensors.get("weight")
+        if axis == "out":
+            return replace(part, rows=stop - start, tensors={} if weight is None else {"weight": weight[start:stop]})
+        elements, nbytes = BLOCKS.get(part.format.storage, (1, 1))
+        if start % elements or stop % elements:
+            raise CheckpointError(
+                f"cannot cut {start}..{stop} out of the in-features of {part.name}: it is stored in blocks of "
+                f"{elements}; use multiples of {elements} up to {part.columns}"
+            )
+        cut = {} if weight is None else {"weight": weight[:, start // elements * nbytes : stop // elements * nbytes]}
+        return replace(part, columns=stop - start, tensors=cut)
+
+    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        import torch
+
+        random, config = torch.Generator().manual_seed(seed), {"quantization_config": {"quant_method": self.name}}
+        for storage, (elements, nbytes) in BLOCKS.items():
+            blocks = torch.randint(256, (6, 3 * nbytes), generator=random, dtype=torch.uint8)
+            blocks[:, 1::2] &= 0xBF  # so that every float16 scale, at any even offset, is below 2
+            yield config, {name: (storage, (6, 3 * elements))}, {name: blocks}
+        for dtype in ("float32", "float16", "bfloat16"):
+            numbers = torch.randn(6, 10, generator=random).to(getattr(torch, dtype))
+            yield config, {name: (dtype, (6, 10))}, {name: numbers}

@@ -1,0 +1,1 @@
+"""Tokenizers in SentencePiece, tiktoken or GGUF files, converted to a ``tokenizer.json``."""

@@ -1,0 +1,74 @@
+"""SentencePiece's BPE as parts of a ``tokenizer.json``, for pieces from any file. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from evener_formats.tokenizers.tokenizer_json import bpe
+
+#: SentencePiece's types of pieces, which GGUF uses too.
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
+#: The mark that stands for a space.
+SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A vocabulary: the text, score and type of each id.
+
+    It has no list of merges. SentencePiece joins two neighbours if their joined text is a piece, the best score first,
+    and the leftmost of equal scores. So every way to divide a piece into two pieces is a merge, with the piece's score.
+    If two such divisions of one piece overlap in a text, SentencePiece takes the left one and ``tokenizers`` the one
+    listed first; in a vocabulary that was learned by merging this does not happen.
+    """
+
+    texts: Sequence[str]
+    scores: Sequence[float]
+    types: Sequence[int]
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Ids by text; of equal texts, the first one's."""
+        found: dict[str, int] = {}
+        for number, text in enumerate(self.texts):
+            found.setdefault(text, number)
+        return found
+
+    def of_type(self, *types: int) -> list[int]:
+        """The ids of pieces of these types."""
+        return [number for number, kind in enumerate(self.types) if kind in types]
+
+    def model(self, unknown: str | None, whole_words: bool = False) -> dict[str, Any]:
+        """The model of a ``tokenizer.json``; ``whole_words``: a word that is a piece is not merged from letters."""
+        return bpe(
+            self.ids, self._merges(), byte_fallback=BYTE in self.types, fuse_unk=True, unk_token=unknown,
+            ignore_merges=whole_words,
+        )  # fmt: skip
+
+    def _merges(self) -> list[list[str]]:
+        found = []
+        for text, number in self.ids.items():
+            if self.types[number] not in (CONTROL, UNKNOWN, BYTE):
+                for at in range(1, len(text)):
+                    left, right = self.ids.get(text[:at]), self.ids.get(text[at:])
+                    if left is not None and right is not None:
+                        found.append((-self.scores[number], left, right))
+        found.sort()
+        return [[self.texts[left], self.texts[right]] for _, left, right in found]
+
+
+def spaces(prefix: bool) -> list[Mapping[str, Any]]:
+    """The normalizers that replace spaces by marks; ``prefix``: with one more space before a text."""
+    begin = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    return [*begin, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+
+
+def decoder(prefix: bool) -> dict[str, Any]:
+    """The decoder from pieces to text: marks become spaces, byte pieces characters; the space of ``prefix`` is
+    removed."""
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    return {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]}

@@ -1,0 +1,172 @@
+"""Which slow tests a change can reach: those whose files, or files that they import, differ from when they last passed.
+
+    python scripts/slow_tests.py list              # every file with slow tests
+    python scripts/slow_tests.py select            # those to run
+    python scripts/slow_tests.py record [FILE...]  # after they passed (all of them): remember what they ran on
+
+``make test-all`` runs every slow test and records them; ``.ci/run`` runs what is selected. The record is
+``docs/results/slow-tests.json``: for each test file a digest of everything that it reaches, and when it last passed.
+
+A test file reaches the modules that it imports, and what these import or name in strings, imports inside functions
+too. A test that finds packages through entry points reaches the source of every package that can be found. One that
+starts processes reaches the whole repository, unless a line ``# runs: FILE`` names the one script that it starts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from source_tree import Module, imports, modules, named_modules  # noqa: E402
+
+RECORD = ROOT / "docs/results/slow-tests.json"
+#: What every test stands on.
+SHARED = (
+    "constraints.txt",
+    "pyproject.toml",
+    "conftest.py",
+    "scripts/dev-requirements.txt",
+    "scripts/model_sources.py",
+)
+#: Read by whoever reads entry points.
+DISCOVERY = "evener.plugins.discover"
+#: Distributions that engines find through entry points.
+FOUND = ("core", "formats", "models", "conformance", "backends")
+#: How code that starts processes is recognized.
+PROCESSES = ("import subprocess", "sys.executable", "create_subprocess")
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Every file of the repository, below its root."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return tuple(name for name in done.stdout.splitlines() if (ROOT / name).is_file())
+
+
+@cache
+def sources() -> Mapping[str, Module]:
+    """Every module that a test may import, by the name it imports it by."""
+    folders = [*ROOT.glob("*/src"), *ROOT.glob("backends/*/src"), ROOT / "scripts", ROOT / "benchmarks", ROOT / "tests"]
+    folders += [path for path in ROOT.glob("backends/*/tests") if path.is_dir()]
+    found: dict[str, Module] = {}
+    for folder in folders:
+        for name, module in modules(folder).items():
+            found.setdefault(name, module)
+    return found
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """The names of the modules of ours that a file imports or names in a string."""
+    module = next((m for m in sources().values() if m.path == path), Module(path.stem, path))
+    # A package imports no script or test; a plain word in a string is no module.
+    known = {n: m for n, m in sources().items() if "/src/" not in str(path) or "/src/" in str(m.path)}
+    named = (each for each in named_modules(module, known) if "." in each.target)
+    return frozenset(i.target for i in (*imports(module, known), *named) if i.target in known and not i.typing)
+
+
+def closure(start: Iterable[Path]) -> dict[str, Module]:
+    """The modules that files import, directly or through others, by name."""
+    found, queue = dict[str, Module](), list(start)
+    while queue:
+        for name in imported(queue.pop()) - found.keys():
+            found[name] = sources()[name]
+            queue.append(found[name].path)
+    return found
+
+
+def conftests(path: Path) -> list[Path]:
+    """The files of fixtures that pytest reads for a test file."""
+    return [folder / "conftest.py" for folder in path.parents if (folder / "conftest.py").is_file() and folder != ROOT]
+
+
+def reached(path: Path) -> set[str]:
+    """The files that a test file depends on, below the root."""
+    scripts = [ROOT / name for name in re.findall(r"^# runs: (\S+)$", path.read_text(), re.MULTILINE)]
+    start = [path, *conftests(path), *scripts]
+    found = closure(start)
+    helpers = [m.path for m in found.values() if "/src/" not in str(m.path)]
+    if not scripts and any(word in each.read_text() for each in (path, *helpers) for word in PROCESSES):
+        pages = path.name.startswith("test_docs")
+        return {name for name in tracked() if pages or not name.startswith("docs/") or "/examples/" in name}
+    names = {str(each.relative_to(ROOT)) for each in (*start, *(m.path for m in found.values()))}
+    folders = {distribution(name) for name in names if "/src/" in name}
+    if DISCOVERY in found:
+        folders |= {distribution(name) for name in tracked() if name.startswith(FOUND) and "/src/" in name}
+        names |= {name for name in tracked() if "/src/" in name and distribution(name) in folders}
+    # Native sources, measured tables and templates of the packages that are reached, and what they require.
+    beside = (name for name in tracked() if distribution(name) in folders and "/tests/" not in name)
+    names |= {name for name in beside if not name.endswith(".py")}
+    names |= {name for name in tracked() if name.startswith(f"{path.parent.relative_to(ROOT)}/data/")}
+    return names | set(SHARED)
+
+
+def distribution(name: str) -> str:
+    """``backends/cpu/src/…`` → ``backends/cpu``; ``core/src/…`` → ``core``."""
+    parts = name.split("/")
+    return "/".join(parts[:2]) if parts[0] == "backends" else parts[0]
+
+
+def digest(path: Path) -> str:
+    """Of everything that a test file reaches."""
+    total = hashlib.sha256()
+    for name in sorted(reached(path)):
+        total.update(f"{name} {hashlib.sha256((ROOT / name).read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def slow_files() -> list[Path]:
+    """Test files with slow tests."""
+    names = (name for name in tracked() if Path(name).name.startswith("test_") and name.endswith(".py"))
+    return [ROOT / name for name in sorted(names) if "pytest.mark.slow" in (ROOT / name).read_text()]
+
+
+def read_record() -> dict[str, dict[str, str]]:
+    """What is known of each test file: ``digest`` and ``passed``, a date."""
+    if not RECORD.is_file():
+        return {}
+    found: dict[str, dict[str, str]] = json.loads(RECORD.read_text())
+    return found
+
+
+def select() -> list[str]:
+    """The test files that a change since the record can reach."""
+    record = read_record()
+    names = {str(path.relative_to(ROOT)): path for path in slow_files()}
+    return [name for name, path in names.items() if record.get(name, {}).get("digest") != digest(path)]
+
+
+def write_record(names: Iterable[str]) -> None:
+    """Remember that these test files passed as they are now."""
+    record = {name: entry for name, entry in read_record().items() if (ROOT / name).is_file()}
+    today = datetime.date.today().isoformat()
+    record.update({name: {"digest": digest(ROOT / name), "passed": today} for name in names})
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def main(words: list[str]) -> int:
+    """``list``, ``select`` or ``record [FILE...]``; returns the exit code."""
+    every = [str(path.relative_to(ROOT)) for path in slow_files()]
+    if words in (["list"], ["select"]):
+        print("\n".join(every if words == ["list"] else select()))
+        return 0
+    if words[:1] == ["record"]:
+        write_record(words[1:] or every)
+        return 0
+    print("usage: slow_tests.py list | select | record [FILE...]", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
