@@ -23,6 +23,8 @@ PORT ?= 8000
 ARGS ?=
 # So many processes share the test files, a whole file each; threads that wait for their next product do not hold a core.
 JOBS ?= 2
+# Runs with the slow tests remember which files passed.
+RECORDED := PYTHONPATH=scripts
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
@@ -70,11 +72,10 @@ test: model  ## the tests, under ten minutes
 test-slow: models llamacpp  ## the slow tests that a change since their record can reach (docs/results/slow-tests.json)
 	@files="$$($(PY) scripts/slow_tests.py select)"; \
 	echo "slow test files to run: $$(wc -w <<< "$$files") of $$($(PY) scripts/slow_tests.py list | wc -l)"; \
-	[ -z "$$files" ] || $(PYTEST) -m "slow and not gpu" $$files $(ARGS)
+	[ -z "$$files" ] || $(RECORDED) $(PYTEST) -p slow_tests -m "slow and not gpu" $$files $(ARGS)
 
-test-all: models llamacpp  ## every test, the slow ones too; if they pass, the record of slow tests is written
-	@$(PYTEST) -m "not gpu" $(ARGS)
-	@$(if $(ARGS),,$(PY) scripts/slow_tests.py record)
+test-all: models llamacpp  ## every test, the slow ones too; the record of slow tests says which files passed
+	@$(RECORDED) $(PYTEST) -p slow_tests -m "not gpu" $(ARGS)
 
 search: model  ## the tests of properties, with examples that no run had before (ARGS="--hypothesis-seed=1": those of a seed)
 	@$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=search $(ARGS)

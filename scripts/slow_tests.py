@@ -3,13 +3,17 @@
     python scripts/slow_tests.py list              # every file with slow tests
     python scripts/slow_tests.py select            # those to run
     python scripts/slow_tests.py record [FILE...]  # after they passed (all of them): remember what they ran on
+    PYTHONPATH=scripts pytest -p slow_tests …      # remember each file whose slow tests all passed in this run
 
-``make test-all`` runs every slow test and records them; ``.ci/run`` runs what is selected. The record is
-``docs/results/slow-tests.json``: for each test file a digest of everything that it reaches, and when it last passed.
+``make test-all`` runs every slow test, ``.ci/run`` those that are selected; both record each file that passed. The
+record is ``docs/results/slow-tests.json``: for each test file a digest of everything that it reaches, and when it last
+passed. Nothing is recorded of a file with a failure or a skipped test, of one that an interrupted run did not finish,
+or of a run that leaves tests of a file out (``-k``, ``FILE::TEST``).
 
 A test file reaches the modules that it imports, and what these import or name in strings, imports inside functions
 too. A test that finds packages through entry points reaches the source of every package that can be found. One that
-starts processes reaches the whole repository, unless a line ``# runs: FILE`` names the one script that it starts.
+starts processes reaches the whole repository without the other test files, unless a line ``# runs: FILE`` names the
+one script that it starts.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -38,6 +44,10 @@ SHARED = (
     "scripts/dev-requirements.txt",
     "scripts/model_sources.py",
 )
+#: What chooses among tests decides nothing about how they end.
+SELECTION = {"scripts/slow_tests.py", "Makefile", ".ci/run"}
+#: With these a run has every slow test of its files.
+WHOLE = ("slow and not gpu", "not gpu")
 #: Read by whoever reads entry points.
 DISCOVERY = "evener.plugins.discover"
 #: Distributions that engines find through entry points.
@@ -98,7 +108,10 @@ def reached(path: Path) -> set[str]:
     helpers = [m.path for m in found.values() if "/src/" not in str(m.path)]
     if not scripts and any(word in each.read_text() for each in (path, *helpers) for word in PROCESSES):
         pages = path.name.startswith("test_docs")
-        return {name for name in tracked() if pages or not name.startswith("docs/") or "/examples/" in name}
+        everything = {name for name in tracked() if pages or not name.startswith("docs/") or "/examples/" in name}
+        results = {name for name in everything if name.startswith("docs/results/")}
+        others = {name for name in everything if Path(name).name.startswith("test_")} - {str(path.relative_to(ROOT))}
+        return everything - results - (others - {str(m.path.relative_to(ROOT)) for m in found.values()}) - SELECTION
     names = {str(each.relative_to(ROOT)) for each in (*start, *(m.path for m in found.values()))}
     folders = {distribution(name) for name in names if "/src/" in name}
     if DISCOVERY in found:
@@ -153,6 +166,57 @@ def write_record(names: Iterable[str]) -> None:
     record.update({name: {"digest": digest(ROOT / name), "passed": today} for name in names})
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+class Outcomes:
+    """Which files passed whole in a run of pytest, with any number of processes.
+
+    ``collected``: test ids that were to run, by file; ``passed``: ids that did and had no error in any phase.
+    """
+
+    def __init__(self) -> None:
+        self.collected: dict[str, set[str]] = {}
+        self.passed: set[str] = set()
+        self.failed: set[str] = set()
+
+    def expect(self, ids: Iterable[str]) -> None:
+        """These tests were collected; once for each process that collected them."""
+        for each in ids:
+            self.collected.setdefault(each.partition("::")[0], set()).add(each)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Without processes of its own, a run collects here."""
+        self.expect(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """A process has collected."""
+        self.expect(ids)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A phase of a test has ended."""
+        if report.failed:
+            self.failed.add(report.nodeid)
+        elif report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
+
+    def complete(self) -> list[str]:
+        """Files with slow tests whose collected tests all ended without a failure."""
+        slow = {str(path.relative_to(ROOT)) for path in slow_files()}
+        good = self.passed - self.failed
+        return sorted(name for name, ids in self.collected.items() if name in slow and ids <= good)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the record, of an interrupted run too."""
+        write_record(self.complete())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """``-p slow_tests``: the process that hands tests out keeps the record."""
+    option = config.option
+    whole = option.markexpr in WHOLE and not (option.keyword or option.deselect or option.lf)
+    if whole and not hasattr(config, "workerinput") and not any("::" in word for word in config.args):
+        config.pluginmanager.register(Outcomes(), "slow-test-outcomes")
 
 
 def main(words: list[str]) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,44 @@ def test_what_passed_is_left_out_until_a_file_that_it_reaches_changes(
     record[name]["digest"] = "of another tree"
     (tmp_path / "record.json").write_text(json.dumps(record))
     assert set(slow_tests.select()) == every
+
+
+SLOW_FILE = """import pytest
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
+def test_number(number):
+    {0}
+"""
+OUTCOMES = """import slow_tests
+from pathlib import Path
+slow_tests.slow_files = lambda: [slow_tests.ROOT / "test_numbers.py"]
+slow_tests.write_record = lambda names: Path("written").write_text(" ".join(names))
+from slow_tests import pytest_configure
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "flags", "recorded"),
+    [
+        ("pass", "-p xdist -n1", True),
+        ("pass", "-k 1", False),
+        ("assert number < 2", "", False),
+        ("number < 2 or pytest.skip('not here')", "-p xdist -n1", False),
+        ("if number == 1: raise KeyboardInterrupt", "", False),
+    ],
+)
+def test_a_file_is_recorded_when_all_its_slow_tests_passed(
+    body: str, flags: str, recorded: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "test_numbers.py").write_text(SLOW_FILE.format(body))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: s\n    gpu: g\n")
+    (tmp_path / "outcomes.py").write_text(OUTCOMES)
+    environ = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}:{tmp_path}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "outcomes", "-m", "slow and not gpu", *flags.split()]
+    done = subprocess.run([*command, "test_numbers.py"], cwd=tmp_path, env=environ, capture_output=True, check=False)
+    assert (done.returncode == 0) == (body == "pass" or "skip" in body), done.stdout
+    written = tmp_path / "written"
+    assert (written.read_text() if written.exists() else "") == ("test_numbers.py" if recorded else "")
 
 
 def test_a_file_with_slow_tests_is_found_whichever_distribution_it_is_in() -> None:
