@@ -12,7 +12,7 @@ or of a run that leaves tests of a file out (``-k``, ``FILE::TEST``).
 
 A test file reaches the modules that it imports, and what these import or name in strings, imports inside functions
 too. A test that finds packages through entry points reaches the source of every package that can be found. One that
-starts processes reaches the whole repository without the other test files, unless a line ``# runs: FILE`` names the
+starts processes reaches the whole repository without other tests' modules, unless a line ``# runs: FILE`` names the
 one script that it starts.
 """
 
@@ -46,6 +46,7 @@ SHARED = (
 )
 #: What chooses among tests decides nothing about how they end.
 SELECTION = {"scripts/slow_tests.py", "Makefile", ".ci/run"}
+TEST_MODULE = re.compile(r"(\w+/)*tests/\w+\.py")
 #: With these a run has every slow test of its files.
 WHOLE = ("slow and not gpu", "not gpu")
 #: Read by whoever reads entry points.
@@ -110,8 +111,11 @@ def reached(path: Path) -> set[str]:
         pages = path.name.startswith("test_docs")
         everything = {name for name in tracked() if pages or not name.startswith("docs/") or "/examples/" in name}
         results = {name for name in everything if name.startswith("docs/results/")}
-        others = {name for name in everything if Path(name).name.startswith("test_")} - {str(path.relative_to(ROOT))}
-        return everything - results - (others - {str(m.path.relative_to(ROOT)) for m in found.values()}) - SELECTION
+        mine = {str(each.relative_to(ROOT)) for each in (*start, *(m.path for m in found.values()))}
+        # Modules of tests that neither this one nor its helpers import or name.
+        text = "".join(each.read_text() for each in (path, *helpers))
+        others = {n for n in everything - mine if TEST_MODULE.fullmatch(n) and Path(n).stem not in text}
+        return everything - results - others - SELECTION
     names = {str(each.relative_to(ROOT)) for each in (*start, *(m.path for m in found.values()))}
     folders = {distribution(name) for name in names if "/src/" in name}
     if DISCOVERY in found:

@@ -145,10 +145,16 @@ class Served:
         """End it, whatever state it is in."""
         if hasattr(self, "http"):
             self.http.close()
+        # torchrun's workers have sessions of their own: the group's signal does not reach them.
+        for pid in descendants(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
+        # Closing a file that a thread still reads would wait for ever.
+        assert not self._reader.is_alive(), f"a process that outlived it holds its standard error; its log:\n{self.log}"
         assert self.process.stderr is not None
         self.process.stderr.close()
 

@@ -120,7 +120,7 @@ def test_servers_that_were_started_once_on_each_machine_answer_together(tmp_path
     serve = [EVENER, "serve", folder, "serve.port=0", *SMALL, "infer.pp_size=2"]
     with subprocess.Popen(["env", *variables, "NODE_RANK=1", *serve], stderr=subprocess.DEVNULL) as second:
         with Served("env", *variables, "NODE_RANK=0", *serve) as first:
-            assert "this one starts: torchrun --nnodes=2 --node_rank=0" in first.log
+            assert "starting torchrun here: --nnodes=2 --node_rank=0" in first.log
             asked = {"model": first.name, "prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
             answer = first.http.post("/v1/completions", json=asked)
             assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
