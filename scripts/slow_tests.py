@@ -109,7 +109,8 @@ def reached(path: Path) -> set[str]:
     helpers = [m.path for m in found.values() if "/src/" not in str(m.path)]
     if not scripts and any(word in each.read_text() for each in (path, *helpers) for word in PROCESSES):
         pages = path.name.startswith("test_docs")
-        everything = {name for name in tracked() if pages or not name.startswith("docs/") or "/examples/" in name}
+        prose = {name for name in tracked() if re.fullmatch(r"\w+\.md|docs/(?!examples/).*", name)}
+        everything = set(tracked()) - (set() if pages else prose)
         results = {name for name in everything if name.startswith("docs/results/")}
         mine = {str(each.relative_to(ROOT)) for each in (*start, *(m.path for m in found.values()))}
         # Modules of tests that neither this one nor its helpers import or name.
