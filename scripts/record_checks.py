@@ -27,7 +27,8 @@ from typing import cast
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+# At the end: this folder has a module named like one of Python's own, profile.
+sys.path.append(str(ROOT / "benchmarks"))
 
 from machine import cpu_name  # noqa: E402
 
