@@ -47,6 +47,8 @@ SHARED = (
 #: What chooses among tests decides nothing about how they end.
 SELECTION = {"scripts/slow_tests.py", "Makefile", ".ci/run"}
 TEST_MODULE = re.compile(r"(\w+/)*tests/\w+\.py")
+#: A file with this line has no test for a machine without a GPU.
+ALL_GPU = re.compile(r"^pytestmark = .*\bmark\.gpu\b", re.MULTILINE)
 #: With these a run has every slow test of its files.
 WHOLE = ("slow and not gpu", "not gpu")
 #: Read by whoever reads entry points.
@@ -144,9 +146,10 @@ def digest(path: Path) -> str:
 
 
 def slow_files() -> list[Path]:
-    """Test files with slow tests."""
+    """Test files with slow tests, without those whose every test needs a GPU."""
     names = (name for name in tracked() if Path(name).name.startswith("test_") and name.endswith(".py"))
-    return [ROOT / name for name in sorted(names) if "pytest.mark.slow" in (ROOT / name).read_text()]
+    texts = {name: (ROOT / name).read_text() for name in sorted(names)}
+    return [ROOT / n for n, text in texts.items() if "pytest.mark.slow" in text and not ALL_GPU.search(text)]
 
 
 def read_record() -> dict[str, dict[str, str]]:

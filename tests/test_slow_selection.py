@@ -55,6 +55,12 @@ def test_what_passed_is_left_out_until_a_file_that_it_reaches_changes(
     assert set(slow_tests.select()) == every
 
 
+def test_a_file_whose_every_test_needs_a_gpu_is_never_selected() -> None:
+    found = {str(path.relative_to(ROOT)) for path in slow_tests.slow_files()}
+    assert "tests/test_accelerator.py" not in found
+    assert "tests/test_real_models.py" in found
+
+
 #: In capitals, so that this file is none of those with slow tests.
 SLOW_FILE = """import pytest
 @pytest.mark.SLOW

@@ -17,6 +17,7 @@ import pytest
 
 from evener.errors import ConfigError
 from evener_server.command import main
+from evener_server.connections import Listener
 from evener_server.process import bind, url
 
 #: The real process with a fake engine: it holds after three tokens of a request; a line on its standard input frees it.
@@ -182,14 +183,19 @@ def test_binding_to_a_foreign_address_is_an_error() -> None:
         bind("no such host", 0)
 
 
-def test_the_url_of_an_ipv6_socket_has_brackets() -> None:
-    if not socket.has_ipv6:
-        pytest.skip("no IPv6 here")
+def test_the_url_of_an_ipv6_address_has_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listener, "getsockname", lambda self: ("::1", 8000, 0, 0))
+    with bind("127.0.0.1", 0) as listener:
+        assert url(listener) == "http://[::1]:8000"
+
+
+def test_an_ipv6_address_is_bound_where_the_machine_has_one() -> None:
     try:
-        listener = bind("::1", 0)
-    except ConfigError:
-        pytest.skip("no IPv6 here")
-    with listener:
+        with socket.socket(socket.AF_INET6) as plain:
+            plain.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with bind("::1", 0) as listener:
         assert url(listener).startswith("http://[::1]:")
 
 
