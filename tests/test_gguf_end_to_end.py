@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from evener import LLM, SamplingParams
 from evener.cli.explain import explain
 from evener.config import from_overrides
-from evener.engine.processes.rank_threads import rank_threads
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
 from evener.loading.checkpoint import open_checkpoint
+from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 
 WIDTH, INNER, VOCAB, LAYERS = 64, 96, 259, 2

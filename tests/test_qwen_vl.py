@@ -15,10 +15,10 @@ from reference_vision import QwenVL
 
 from evener.config import from_overrides
 from evener.contracts.media import MediaPrompt, make_item
-from evener.engine.processes.rank_threads import rank_threads
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
+from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 
 VISUAL: dict[str, Any] = QWEN_VL["visual"]  # type: ignore[assignment]

@@ -15,6 +15,7 @@ package or module   holds
 ``oracle``          comparison of greedy text with an oracle
 ``fake_torch``      a fake torch package that looks like another vendor's build
 ``fake_engine``     an engine client without a model, for tests of front ends
+``rank_threads``    a controller over ranks that are threads of this process
 ``distributions``   temporary distributions with entry points
 ``tiny_tokenizer``  a small tokenizer
 ==================  ====================================================================================

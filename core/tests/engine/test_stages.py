@@ -16,11 +16,11 @@ from evener.contracts.media import make_item
 from evener.distributed.thread_communicator import ThreadCommunicator
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import MicroBatches
-from evener.engine.processes.rank_threads import rank_threads
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.stages import PipelineChannel
 from evener.errors import ArchitectureError, ConfigError
+from evener_conformance.rank_threads import rank_threads
 
 GREEDY = Sampling(temperature=0.0)
 FAMILIES: dict[str, dict[str, Any]] = {

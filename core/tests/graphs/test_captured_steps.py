@@ -9,8 +9,8 @@ import torch
 
 from evener.config import from_overrides, to_flat
 from evener.contracts.media import make_item
-from evener.engine.processes.rank_threads import rank_threads
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
+from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 
 ONE_LAYER = {"num_hidden_layers": 1}

@@ -9,15 +9,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
 from evener.distributed.thread_communicator import ThreadCommunicator, thread_group
 from evener.distributed.world import RankGroups, World
-from evener.engine.controller.controller import Controller
-from evener.engine.processes.start import set_up_controller
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Plan, StepResult
 from evener.engine.wire.worker_facts import merge_facts
@@ -143,17 +139,3 @@ class RankThreads(Executor):
             plans.put(None)
         for thread in self._threads:
             thread.join()
-
-
-@contextmanager
-def rank_threads(config: Config) -> Iterator[tuple[Controller, RankThreads]]:
-    """A context manager: a controller over ranks as threads, which end with the ``with`` block.
-
-    Raises:
-        EvenerError: as ``build_controller``.
-    """
-    executor = RankThreads(config, BackendSearch(config.backend), timeout=60.0)
-    try:
-        yield set_up_controller(config, executor, executor.facts), executor
-    finally:
-        executor.close()
