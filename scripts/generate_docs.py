@@ -48,7 +48,7 @@ LAYERS = {
 #: Every command, in the order in which they are met.
 COMMANDS = (
     "run", "chat", "serve", "explain", "why-not", "tune", "config", "plugins", "doctor", "models", "new",
-    "conformance", "version", "completion",
+    "conformance", "first-contact", "evidence", "version", "completion",
 )  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 

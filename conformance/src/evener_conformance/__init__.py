@@ -5,6 +5,7 @@ package or module   holds
 ==================  ====================================================================================
 ``kit``             the checks of ``evener conformance`` and of the pytest plugin
 ``command``         ``evener conformance``
+``first_contact``   ``evener first-contact`` and ``evener evidence``
 ``new``             ``evener new``: writes a package to start from
 ``core_version``    the check that evener and this package have the same version
 ``pytest_plugin``   the kit in a vendor's own tests
@@ -29,5 +30,9 @@ descriptor = Descriptor(
     name="conformance",
     summary="The conformance kit (`evener conformance`) and package templates (`evener new`).",
     contracts={"descriptor": 1},
-    commands={"conformance": "evener_conformance.command:main", "new": "evener_conformance.new:main"},
+    commands={
+        "conformance": "evener_conformance.command:main", "new": "evener_conformance.new:main",
+        "first-contact": "evener_conformance.first_contact.command:main",
+        "evidence": "evener_conformance.first_contact.evidence_command:main",
+    },
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from evener.engine.processes.local_clients import InlineClient
+from evener.engine.wire.client import EngineClient
 from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
 from evener.engine.wire.plan import Admission, Plan, TableUpdate
 from evener.engine.worker.worker import Worker
@@ -38,7 +38,7 @@ class Comparison:
 
 
 def generate(
-    client: InlineClient, prompts: Sequence[Sequence[int]], count: int, every: int = 0, tag: str = ""
+    client: EngineClient, prompts: Sequence[Sequence[int]], count: int, every: int = 0, tag: str = ""
 ) -> list[list[int]]:
     """Greedy answers of ``count`` tokens. Prompts are sent at once; with ``every``, one after each ``every`` events."""
     answers: dict[str, list[int]] = {f"{tag}{i}": [] for i in range(len(prompts))}

@@ -66,7 +66,7 @@ def test_help_lists_every_command_and_how_to_get_those_that_are_missing(
     for name in ("run", "serve", "config", "plugins", "doctor", "models", "version", "graze"):
         assert f"\n  {name} " in out
     assert 'serve a model over HTTP (pip install "evener[serve]")' in out and "from evener-pack" in out
-    for name in ("conformance", "new"):
+    for name in ("conformance", "new", "first-contact", "evidence"):
         assert re.search(rf"\n  {name} +.* \(pip install evener-conformance\)\n", out)
 
 
@@ -100,7 +100,7 @@ def test_help_shows_the_commands_of_evener_conformance_where_it_is_installed(
 ) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in ("conformance", "new"):
+    for name in ("conformance", "new", "first-contact", "evidence"):
         assert re.search(rf"\n  {name} ", out)
     assert "evener-conformance" not in out
     assert {"conformance", "new"} <= cli.installed_commands().keys()

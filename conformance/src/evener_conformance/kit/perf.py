@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -30,25 +31,46 @@ def timings(subject: Subject, dtypes: Sequence[str], request: CheckRequest) -> I
                 yield _timed(subject, kernel, schema, label, dtype, rows, request.seed)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds of a kernel and of the reference on the same inputs, which hold ``size`` numbers."""
+
+    own: float
+    reference: float
+    size: int
+
+
 def _timed(
     subject: Subject, kernel: Kernel, schema: OpSchema, label: str, dtype: str, rows: int, seed: int
 ) -> CaseResult:
-    # The largest case that the kernel accepts.
-    cases = sorted(load_cases(schema)(dtype, torch.Generator().manual_seed(seed)), key=_size, reverse=True)
     try:
-        offered = (PreparedCase(kernel, schema, subject.device, dtype, each, rows) for each in cases)
-        first = next(offered)
-        mine = first if first.reason is None else next((each for each in offered if each.reason is None), first)
-        if mine.reason is not None:
-            return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows", "not applicable", mine.reason)
-        theirs, case = PreparedCase(ReferenceKernel(schema), schema, subject.device, dtype, mine.case), mine.case
-        own, reference = (_median(subject, each) for each in (mine, theirs))
+        found = measure(subject, kernel, schema, dtype, rows, seed)
     except Exception as error:  # the backend's exception is the failure
         return CaseResult(
             "primitives", schema.name, label, dtype, f"{rows} rows", "failed", format_backend_exception(error)
         )
-    text = f"{own * 1e6:.1f} us, the reference {reference * 1e6:.1f} us: {reference / own:.2f} times as fast"
-    return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows of {_size(case)} numbers", "passed", text)
+    if isinstance(found, str):
+        return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows", "not applicable", found)
+    ratio = f"{found.reference / found.own:.2f} times as fast"
+    text = f"{found.own * 1e6:.1f} us, the reference {found.reference * 1e6:.1f} us: {ratio}"
+    return CaseResult("primitives", schema.name, label, dtype, f"{rows} rows of {found.size} numbers", "passed", text)
+
+
+def measure(subject: Subject, kernel: Kernel, schema: OpSchema, dtype: str, rows: int, seed: int) -> Measured | str:
+    """Time a kernel on the largest of its op's cases that it accepts, or say why it accepts none.
+
+    Raises:
+        Exception: whatever the kernel raises.
+    """
+    cases = sorted(load_cases(schema)(dtype, torch.Generator().manual_seed(seed)), key=_size, reverse=True)
+    offered = (PreparedCase(kernel, schema, subject.device, dtype, each, rows) for each in cases)
+    first = next(offered)
+    mine = first if first.reason is None else next((each for each in offered if each.reason is None), first)
+    if mine.reason is not None:
+        return mine.reason
+    theirs = PreparedCase(ReferenceKernel(schema), schema, subject.device, dtype, mine.case)
+    own, reference = (_median(subject, each) for each in (mine, theirs))
+    return Measured(own, reference, _size(mine.case))
 
 
 def _size(case: OpCase) -> int:

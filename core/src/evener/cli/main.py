@@ -40,6 +40,8 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "completion": ("print a shell completion script", 'pip install "evener[serve]"'),
     "conformance": ("check whether a backend keeps the contracts", "pip install evener-conformance"),
     "new": ("create a package to start from: new backend NAME, new model NAME", "pip install evener-conformance"),
+    "first-contact": ("try a backend on its hardware, and write an evidence file", "pip install evener-conformance"),
+    "evidence": ("check an evidence file and add it to results", "pip install evener-conformance"),
 }
 
 
@@ -142,10 +144,7 @@ def help_text() -> str:
     found = installed_commands()
     rows += [(name, summary if name in found else f"{summary} ({how})") for name, (summary, how) in _OPTIONAL.items()]
     rows += [(name, f"from {found[name].distribution}") for name in sorted(found) if name not in _OPTIONAL]
-    lines = [f"  {name:<11} {summary}" for name, summary in rows]
+    lines = [f"  {name:<13} {summary}" for name, summary in rows]
     head = "usage: evener COMMAND [options]\n\nRun and serve large language models on this machine.\n\ncommands:\n"
-    return (
-        head
-        + "\n".join(lines)
-        + "\n\n`evener COMMAND --help` shows a command's options. EVENER_DEBUG=1 shows the stack trace of an error."
-    )
+    tail = "`evener COMMAND --help` shows a command's options. EVENER_DEBUG=1 shows the stack trace of an error."
+    return head + "\n".join(lines) + f"\n\n{tail}"
