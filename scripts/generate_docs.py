@@ -1,5 +1,5 @@
 """Writes the documents that are made from the source (contracts, configuration, commands, supported models) and the
-tables of ``docs/performance.md``.
+tables of ``docs/performance.md`` and ``docs/support.md``.
 
 ``--check`` writes nothing and fails if a document is not what it would write.
 """
@@ -21,6 +21,7 @@ from unittest import mock
 
 from docs_from_source import class_text, inline, module_text
 from performance_page import generated as performance
+from support_page import generated as support
 
 from evener.cli.main import BUILTIN_NAMES, find_command
 from evener.cli.models import facts
@@ -74,7 +75,7 @@ def generated() -> dict[Path, str]:
         "cli": commands,
         "supported-models": supported_models,
     }
-    return {**{ROOT / f"docs/{name}.md": make() for name, make in pages.items()}, **performance()}
+    return {**{ROOT / f"docs/{name}.md": make() for name, make in pages.items()}, **performance(), **support()}
 
 
 def supported_models() -> str:

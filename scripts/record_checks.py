@@ -4,8 +4,9 @@
     python scripts/record_checks.py NAME... [--out DIR]
 
 The checks are in ``scripts/checks.yaml``, by name: ``file`` (``cpu`` → ``support-cpu.jsonl``), ``subject``, ``check``,
-``command``, and optionally ``limits`` (what it cannot show) and ``device`` (where this is not the processor). A record
-takes the place of the last one of the same subject and check. The exit code is 1 if a check failed; its record says so.
+``command``, and optionally ``limits`` (what it cannot show), ``device`` (where this is not the processor), and the
+``level`` of evidence that it shows of ``package`` (default: the subject). A record takes the place of the last one of
+the same subject and check. The exit code is 1 if a check failed; its record says so.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def read_checks(path: Path = CHECKS) -> dict[str, Check]:
         ValueError: a check has a key too few or too many.
     """
     found = cast("dict[str, Check]", OmegaConf.to_container(OmegaConf.load(path)))
-    needed, known = {"file", "subject", "check", "command"}, {"file", "subject", "check", "command", "limits", "device"}
+    needed = {"file", "subject", "check", "command"}
+    known = needed | {"limits", "device", "level", "package"}
     for name, check in found.items():
         if not needed <= set(check) <= known:
             raise ValueError(f"{path.name}: [{name}] needs {sorted(needed)} and may have {sorted(known - needed)}")
@@ -95,7 +97,7 @@ def record(check: Check, code: int, output: str) -> dict[str, str]:
     words = {"subject": check["subject"], "check": check["check"], "outcome": outcome(code, output)}
     words["device"] = check.get("device") or f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"
     words |= {"software": software(), "date": datetime.date.today().isoformat(), "command": check["command"]}
-    return words | ({"limits": check["limits"]} if "limits" in check else {})
+    return words | {key: check[key] for key in ("level", "package", "limits") if key in check}
 
 
 def write(path: Path, new: Mapping[str, str]) -> None:

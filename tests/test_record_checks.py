@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import record_checks
+import support_page
+from importlib_metadata import PackageNotFoundError, distribution
 from source_tree import ROOT
+
+from evener_conformance.first_contact.levels import reached, read_records
 
 
 def checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **codes: str) -> None:
@@ -55,3 +59,24 @@ def test_a_check_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checks.yaml").write_text("one: {file: a, subject: b, check: c, comand: d}")
     with pytest.raises(ValueError, match=r"\[one\] needs .*'command'"):
         record_checks.read_checks(tmp_path / "checks.yaml")
+
+
+def test_the_level_of_each_backend_in_its_descriptor_is_that_of_its_records() -> None:
+    for row in support_page.ROWS:
+        file = support_page.RESULTS / f"support-{row.results}.jsonl"
+        found = reached(read_records([file]) if file.is_file() else (), row.package)
+        try:
+            points = [
+                p for p in distribution(row.package).entry_points if p.group in ("evener.backends", "evener.kernels")
+            ]
+        except PackageNotFoundError:
+            assert not found.levels, f"{row.package} has records, and is not installed"
+            continue
+        for point in points:
+            assert point.load().evidence.partition(":")[0] == found.highest, row.package
+
+
+def test_a_page_without_the_marked_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs one table"):
+        support_page.with_table("# Support\n")
+    assert "| `evener-backend-cpu` |" in support_page.with_table("<!-- backends -->\nold\n<!-- end -->\n")

@@ -13,7 +13,7 @@ from evener.cli.command import Command
 from evener.errors import ConfigError, did_you_mean
 from evener.plugins.discover import NAME
 from evener_conformance.first_contact.evidence_file import Evidence, read
-from evener_conformance.first_contact.levels import reached, read_records
+from evener_conformance.first_contact.levels import package_of, reached, read_records
 from evener_conformance.first_contact.parts import NEEDED_FOR_A_LEVEL, PARTS
 from evener_conformance.first_contact.wheel import wheel_hash
 
@@ -140,8 +140,8 @@ def _show(folder: Path) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("package", "level", "date", "device"):
         table.add_column(name)
-    for subject in dict.fromkeys(each["subject"] for each in records if "level" in each):
-        found = reached(records, subject)
+    for package in dict.fromkeys(package_of(each) for each in records if "level" in each):
+        found = reached(records, package)
         if found.highest:
-            table.add_row(subject, ", ".join(found.levels), found.date, "; ".join(found.devices))
+            table.add_row(package, ", ".join(found.levels), found.date, "; ".join(found.devices))
     Console(highlight=False).print(table)

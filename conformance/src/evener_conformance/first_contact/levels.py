@@ -1,8 +1,8 @@
 """The level of evidence of each package, from records of results. Torch-free.
 
-A record is one line of a ``*.jsonl`` file: JSON with ``subject`` (a distribution), ``outcome`` ("passed…" or another),
-``date``, and ``level`` where the check shows one. ``evener evidence add`` writes such lines; so may a package's own
-tests, for the levels below L5.
+A record is one line of a ``*.jsonl`` file: JSON with ``subject``, ``outcome`` ("passed…" or another), ``date``, and
+``level`` where the check shows one of ``package`` (a distribution; default: the subject). ``evener evidence add``
+writes such lines; so may a package's own tests, for the levels below L5.
 """
 
 from __future__ import annotations
@@ -64,10 +64,15 @@ def read_records(files: Iterable[Path]) -> list[Mapping[str, str]]:
     return found
 
 
-def reached(records: Iterable[Mapping[str, str]], subject: str) -> Reached:
+def package_of(record: Mapping[str, str]) -> str:
+    """The distribution that a record is about."""
+    return record.get("package", record.get("subject", ""))
+
+
+def reached(records: Iterable[Mapping[str, str]], package: str) -> Reached:
     """What the passed checks of one package show."""
     passed = (each for each in records if each.get("outcome", "").startswith("passed"))
-    mine = [each for each in passed if each.get("subject") == subject and each.get("level") in LEVELS]
+    mine = [each for each in passed if package_of(each) == package and each.get("level") in LEVELS]
     levels = tuple(level for level in LEVELS if any(each["level"] == level for each in mine))
     best = [each for each in mine if levels and each["level"] == levels[-1]]
     devices = tuple(dict.fromkeys(each.get("device", "") for each in best))
