@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from evener_conformance.fake_engine import FakeEngine
 from evener_server.metrics import Histogram
+from evener_server.options import ServerOptions
 from evener_server.stats_logger import StatsLogger
 
 
@@ -45,6 +46,51 @@ def test_tokens_ends_and_latencies_are_counted_once_for_each_sample(make_api: An
     assert found["evener:e2e_request_latency_seconds_count"] == 3
     assert found["evener:time_to_first_token_seconds_bucket{le=+Inf}"] == 3
     assert 0 < found["evener:time_to_first_token_seconds_sum"] <= found["evener:e2e_request_latency_seconds_sum"]
+
+
+#: Every series that the queries of vLLM's three dashboards read (examples/observability of its repository).
+DASHBOARD_SERIES = (
+    "e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum", "e2e_request_latency_seconds_count",
+    "time_to_first_token_seconds_bucket", "time_to_first_token_seconds_sum", "time_to_first_token_seconds_count",
+    "inter_token_latency_seconds_bucket", "inter_token_latency_seconds_sum", "inter_token_latency_seconds_count",
+    "time_per_output_token_seconds_bucket", "prompt_tokens_total", "generation_tokens_total", "num_requests_running",
+    "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc", "request_prompt_tokens_bucket",
+    "request_prompt_tokens_sum", "request_prompt_tokens_count", "request_generation_tokens_bucket",
+    "request_generation_tokens_sum", "request_generation_tokens_count", "request_success_total",
+    "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum",
+    "request_max_num_generation_tokens_sum", "request_max_num_generation_tokens_count", "request_params_n_sum",
+    "request_params_max_tokens_sum", "iteration_tokens_total_sum", "iteration_tokens_total_count",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "cache_config_info",
+)  # fmt: skip
+
+
+def test_vllms_dashboards_find_every_series_with_real_values(make_api: Any) -> None:
+    api = make_api()
+    assert api.complete(prompt="abcd", n=2, max_tokens=3).status_code == 200
+    assert api.chat(max_tokens=5).status_code == 200
+    text = api.get("/metrics").text
+    names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert [name for name in DASHBOARD_SERIES if f"vllm:{name}" not in names] == []
+    found = {name.replace(",engine=0", "").replace("engine=0,", ""): value for name, value in values(text).items()}
+    assert found["vllm:generation_tokens_total{engine=0}"] == 2 * 3 + 5
+    assert found["vllm:request_success_total{finished_reason=length}"] == 3
+    assert found["vllm:request_generation_tokens_sum{engine=0}"] == 2 * 3 + 5
+    assert found["vllm:request_max_num_generation_tokens_sum{engine=0}"] == 3 + 5
+    assert found["vllm:request_params_n_sum{engine=0}"] == 2 + 1
+    assert found["vllm:request_params_max_tokens_sum{engine=0}"] == 3 + 5
+    assert found["vllm:request_prompt_tokens_sum{engine=0}"] == found["vllm:prompt_tokens_total{engine=0}"]
+    decode, whole = (
+        found[f"vllm:{n}_sum{{engine=0}}"] for n in ("request_decode_time_seconds", "e2e_request_latency_seconds")
+    )
+    assert 0 < decode < whole
+
+
+def test_vllms_names_can_be_left_out(make_api: Any) -> None:
+    api = make_api()
+    api.app.state.service.options = ServerOptions(vllm_metrics=False)
+    assert "vllm:" not in api.get("/metrics").text
+    assert ServerOptions.of({"server": {"vllm_metrics": False}}) == ServerOptions(vllm_metrics=False)
+    assert ServerOptions.of({}) == ServerOptions()
 
 
 def test_gauges_are_the_engines_report(make_api: Any) -> None:

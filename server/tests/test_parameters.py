@@ -25,7 +25,7 @@ def test_penalties_biases_and_limits_reach_the_engine(make_api: Any) -> None:
     for message in sent(api):
         sampling = message.sampling
         assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -1, 1.25)
-        assert {4, 9} <= set(message.stop_token_ids) and message.max_time == 30
+        assert {4, 9} <= set(message.stop_token_ids) and 25 < message.max_time <= 30
         assert sampling.bias[0] == LogitBias(5, 3.0)
         assert sampling.bias[1:] == [LogitBias(token, -float("inf"), 2) for token in message.stop_token_ids]
 
@@ -195,7 +195,7 @@ def test_both_bodies_give_the_same_parameters() -> None:
         "frequency_penalty": 1, "presence_penalty": 2, "repetition_penalty": 1.5, "stop_token_ids": [3],
         "min_tokens": 1, "max_time": 2.0, "max_tokens": 3, "stop": ["x"], "n": 2, "ignore_eos": True,
     }  # fmt: skip
-    chat = parse_body(ChatBody, {**fields, "messages": [{"role": "user", "content": "a"}]})
-    completion = parse_body(CompletionBody, {**fields, "prompt": "a"})
+    chat, _ = parse_body(ChatBody, {**fields, "messages": [{"role": "user", "content": "a"}]})
+    completion, _ = parse_body(CompletionBody, {**fields, "prompt": "a"})
     assert chat.sampling(detokenize=True) == completion.sampling(detokenize=True)
     assert chat.sampling(detokenize=True).logit_bias == {1: 2.0}

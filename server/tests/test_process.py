@@ -133,13 +133,18 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(serve: Any, 
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: ")
         served.process.send_signal(signal.SIGTERM)
-        served.wait_for("Waiting for connections to close")
-        with pytest.raises(httpx.ConnectError):
-            http.get(f"{served.url}/ready")
+        served.wait_for("running requests have 120 s to finish")
+        answer = http.get(f"{served.url}/ready")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is shutting down")
+        refused = http.post(f"{served.url}/v1/completions", json={"prompt": "hello"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert http.get(f"{served.url}/health").status_code == 200
         served.go_on()
         *_, last = lines
     assert last == "data: [DONE]"
     assert served.process.wait(120) == 0
+    with pytest.raises(httpx.ConnectError):
+        http.get(f"{served.url}/ready")
 
 
 def test_requests_exceeding_the_drain_timeout_are_aborted_with_a_reason(serve: Any, http: httpx.Client) -> None:
@@ -163,7 +168,7 @@ def test_a_second_signal_ends_it_at_once(serve: Any, http: httpx.Client, second:
         lines = response.iter_lines()
         next(lines)
         served.process.send_signal(signal.SIGTERM)
-        served.wait_for("Waiting for connections to close")
+        served.wait_for("running requests have 120 s to finish")
         served.process.send_signal(second)
         assert served.process.wait(120) == 128 + second
         response.close()

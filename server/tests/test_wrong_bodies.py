@@ -20,9 +20,7 @@ def _messages(*messages: Any) -> dict[str, Any]:
 
 
 BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"model": ...}, "model"),
     ({"model": 5}, "model"),
-    ({"model": None}, "model"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "4"}, "max_tokens"),
@@ -47,8 +45,6 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": 1.0e0 + 0.5}, "n"),
-    ({"stop": ""}, "stop"),
-    ({"stop": ["a", ""]}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": [1]}, "stop"),
     ({"stop": {"a": 1}}, "stop"),
@@ -59,7 +55,6 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"stream": True, "stream_options": []}, "stream_options"),
     ({"user": 5}, "user"),
     ({"frequency_penalty": 2.1}, "frequency_penalty"),
@@ -103,8 +98,9 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hi"}, "messages"),
     (_messages("hi"), "messages[0]"),
     (_messages({"content": "hi"}), "messages[0].role"),
-    (_messages({"role": "robot", "content": "hi"}), "messages[0].role"),
     (_messages({"role": ["user"], "content": "hi"}), "messages[0].role"),
+    (_messages({"role": "", "content": "hi"}), "messages[0].role"),
+    (_messages({"role": "r" * 65, "content": "hi"}), "messages[0].role"),
     (_messages({"role": "user"}), "messages[0].content"),
     (_messages({"role": "user", "content": None}), "messages[0].content"),
     (_messages(USER, {"role": "user", "content": 5}), "messages[1].content"),
@@ -114,15 +110,9 @@ CHAT: list[tuple[dict[str, Any], str]] = [
         _messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
         "messages[0].content[0].type",
     ),
-    (
-        _messages({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}),
-        "messages[0].content[0].cache_control",
-    ),
-    (_messages({**USER, "mood": "good"}), "messages[0].mood"),
     (_messages({**USER, "name": 5}), "messages[0].name"),
-    (_messages({"role": "assistant", "content": "a", "refusal": "no"}), "messages[0].refusal"),
     (_messages({"role": "assistant", "audio": {"id": "x"}}), "messages[0].audio"),
-    (_messages({"role": "assistant", "tool_calls": [{"id": "1"}]}), "messages[0].tool_calls[0].type"),
+    (_messages({"role": "assistant", "tool_calls": [{"id": "1"}]}), "messages[0].tool_calls[0].function"),
     (
         _messages(
             {
@@ -132,7 +122,6 @@ CHAT: list[tuple[dict[str, Any], str]] = [
         ),
         "messages[0].tool_calls[0].function.arguments",
     ),
-    ({"max_completion_tokens": 4}, "max_tokens"),
     ({"max_tokens": ..., "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
@@ -144,15 +133,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"function_call": {"name": "f"}}, "function_call"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
-    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"verbosity": "low"}, "verbosity"),
     ({"web_search_options": {}}, "web_search_options"),
-    ({"metadata": {"a": "b"}}, "metadata"),
-    ({"store": True}, "store"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"prompt_cache_key": "k"}, "prompt_cache_key"),
-    ({"safety_identifier": "u"}, "safety_identifier"),
     ({"best_of": 2}, "best_of"),
     ({"echo": True}, "echo"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
@@ -160,7 +141,6 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"add_generation_prompt": 1}, "add_generation_prompt"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
-    ({"prompt": "hi"}, "prompt"),
 ]
 COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ...}, "prompt"),
@@ -187,7 +167,6 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"best_of": 129}, "best_of"),
     ({"n": 2, "best_of": 1}, "best_of"),
-    ({"messages": [USER]}, "messages"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
 ]
 
@@ -287,7 +266,7 @@ def test_a_prompt_that_is_too_long_has_its_own_code(api: Any, error: Any) -> Non
 
 def test_an_error_repeats_only_a_little_of_what_was_sent(api: Any, error: Any) -> None:
     for response in (
-        api.complete(**{"x" * 100_000: 1}),
+        api.complete(**{"temperatur": "x" * 100_000}),
         api.complete(max_tokens="y" * 100_000),
         api.chat(model="z" * 10_000),
     ):

@@ -7,6 +7,7 @@ all events of a step, however many requests run. Everything else happens on the 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import uuid
 from collections import deque
@@ -33,9 +34,6 @@ from evener.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from evener.config import Config
-
-#: Prompts with more characters are tokenized in a thread, so that they do not block the loop.
-_INLINE_CHARS = 4000
 
 
 class AsyncLLM:
@@ -189,10 +187,8 @@ class AsyncLLM:
             if wanted.n != samples:
                 reservation.add(wanted.n - samples)
         text = prompt if isinstance(prompt, str) else None
-        if text is not None and len(text) > _INLINE_CHARS:
-            prepared = await self._loop.run_in_executor(self._texts, frontend.prepare, text, wanted, kind)
-        else:
-            prepared = frontend.prepare(prompt, wanted, kind)
+        # In a thread: the loop answers others while a text is tokenized.
+        prepared = await self._loop.run_in_executor(self._texts, frontend.prepare, prompt, wanted, kind)
         self._ready_frontend()  # the engine may have stopped meanwhile
         request_id = request_id or uuid.uuid4().hex
         messages = frontend.submit(prepared, request_id)
@@ -229,14 +225,16 @@ class AsyncLLM:
                 self._chat.prompt, messages, tools=tools, add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message, template_kwargs=template_kwargs,
             )  # fmt: skip
+            began, limit = self._loop.time(), None if params is None else params.max_time
             try:
-                limit = None if params is None else params.max_time
                 text = await asyncio.wait_for(asyncio.wrap_future(rendering), limit)
             except asyncio.TimeoutError as error:
                 if not rendering.cancel():
                     self._chat.interrupt()
                 message = "max_time passed before the messages were rendered; send a larger max_time"
                 raise RenderTimeoutError(message, "max_time", "deadline_exceeded") from error
+            if params is not None and limit is not None:
+                params = dataclasses.replace(params, max_time=max(limit - (self._loop.time() - began), 1e-3))
             return await self.submit(text, params, request_id=request_id, kind="chat", reservation=room)
 
     async def stream(

@@ -20,6 +20,7 @@
     ├── RequestError                one request is invalid (HTTP 400)
     │   ├── ContextLengthError      the prompt, or prompt + max_tokens, is too long
     │   ├── TemplateError           the chat template refused the messages
+    │   │   └── RenderTimeoutError  they were not rendered in time (HTTP 504)
     │   └── RequestPluginError      a request plugin failed on it (HTTP 500)
     ├── OverloadedError             too many requests are waiting (HTTP 429)
     └── EngineError                 the engine cannot continue

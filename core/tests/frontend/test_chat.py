@@ -184,7 +184,7 @@ def test_arguments_of_tool_calls_become_objects_and_empty_fields_are_left_out() 
     message = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []}
     plain = normalize([message, {"role": "tool", "tool_call_id": "c", "content": "2"}])
     assert plain[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert plain[0]["content"] is None
+    assert plain[0]["content"] == ""
     assert set(plain[0]) == {"role", "content", "tool_calls"}
     assert plain[1] == {"role": "tool", "tool_call_id": "c", "content": "2"}
     assert call["function"]["arguments"] == '{"a": 1}'
@@ -201,7 +201,7 @@ def test_reasoning_is_passed_under_both_template_field_names() -> None:
         ([], "messages"),
         ("hi", "messages"),
         (["hi"], "messages[0]"),
-        ([{"role": "robot", "content": ""}], "messages[0].role"),
+        ([{"role": 7, "content": ""}], "messages[0].role"),
         ([USER, {"role": "user"}], "messages[1].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),

@@ -12,6 +12,8 @@ module                  content
 ``app``                 the FastAPI application and its routes
 ``status``              models, health, readiness, version
 ``metrics``             counters and histograms for Prometheus
+``vllm_metrics``        the same under vLLM's names
+``options``             keys of the server itself
 ``stats_logger``        the periodic log line
 ``nodes``               one process started per machine: starts torchrun
 ``service``             what the endpoints share
@@ -31,12 +33,17 @@ module                  content
 
 from __future__ import annotations
 
-from evener.contracts.descriptor import Descriptor
+from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="server",
     summary="The OpenAI API over HTTP (`evener serve`), and a chat in the terminal (`evener chat`).",
     contracts={"descriptor": 1},
+    options={
+        "vllm_metrics": Option(
+            type=bool, default=True, help="Serve /metrics under vLLM's names too, for dashboards made for it."
+        )
+    },
     commands={
         "serve": "evener_server.command:main",
         "chat": "evener_server.chat_command:main",

@@ -15,23 +15,45 @@ from evener_server import status
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
-from evener_server.errors import ApiError, handle_error, handle_unknown_url
+from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_unknown_url, log_fields
 from evener_server.metrics import CONTENT_TYPE
-from evener_server.middleware import HostCheck, RequestLog, log_fields
+from evener_server.middleware import HostCheck, RequestLog
+from evener_server.options import ServerOptions
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
+from evener_server.unknown_fields import header
 
 B = TypeVar("B", bound=GenerationBody)
 
+_ERROR_REFERENCE = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+#: What the generating endpoints answer when they do not answer.
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, **_ERROR_REFERENCE}
+    for status, text in {
+        400: "The body, a field or the prompt is wrong; the message says which.",
+        404: "The server has another model.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+        415: "The body is not JSON in UTF-8.",
+        429: "Too many requests are waiting; see Retry-After.",
+        500: "The server failed on this request.",
+        503: "The engine is starting, stopping or gone; see Retry-After.",
+        504: "max_time passed before the first token.",
+    }.items()
+}
 
-def create_app(llm: AsyncLLM, limits: BodyLimits | None = None, hosts: Collection[str] | None = None) -> FastAPI:
+
+def create_app(
+    llm: AsyncLLM, limits: BodyLimits | None = None, hosts: Collection[str] | None = None,
+    options: ServerOptions | None = None,
+) -> FastAPI:  # fmt: skip
     """The application for one engine; the caller closes the engine. ``app.state.service`` is its ``Service``.
 
     Args:
         hosts: names that the ``Host`` header may have, see ``HostCheck``; None: any.
     """
-    service = Service(llm, limits or BodyLimits())
+    service = Service(llm, limits or BodyLimits(), options)
     app = FastAPI(title="evener", version=service.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     if hosts is not None:
@@ -82,17 +104,18 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     async def read(request: Request, kind: type[B]) -> B:
-        body = parse_body(kind, await read_object(request, service.limits))
-        log_fields(request.scope).update(model=body.model, user=body.user)
-        service.check_model(body.model)
+        body, ignored = parse_body(kind, await read_object(request, service.limits))
+        log_fields(request.scope).update(model=body.model, user=body.user, ignored=header(ignored) or None)
+        if body.model is not None:
+            service.check_model(body.model)
         status.check_ready(service.llm)
         return body
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody), responses=_ERRORS)
     async def chat_completions(request: Request) -> Response:
         return GenerationResponse(ChatJob(service, await read(request, ChatBody)))
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_ERRORS)
     async def completions(request: Request) -> Response:
         return GenerationResponse(CompletionJob(service, await read(request, CompletionBody)))
 
@@ -115,5 +138,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema
+        schemas["Error"] = ERROR_SCHEMA
         app.openapi_schema = document
     return app.openapi_schema

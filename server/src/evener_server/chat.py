@@ -14,7 +14,7 @@ from evener_server.logprobs import TokenNames, chat_logprobs
 from evener_server.messages import TextPart
 from evener_server.protocol import ChatBody
 from evener_server.service import Service
-from evener_server.streaming import DONE, Job, event, to_json
+from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
 
 
 class ChatJob(Job):
@@ -39,7 +39,7 @@ class ChatJob(Job):
                 **body.template(),
             )  # fmt: skip
             try:
-                return await service.running.start([submit], body.samples)
+                return await service.running.start([submit], body.samples, body.requested_max_tokens())
             except RequestError as error:
                 if error.param == "template_kwargs":
                     error.param = "chat_template_kwargs"
@@ -81,23 +81,23 @@ class ChatJob(Job):
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         # The parts of a chunk that do not change are encoded once.
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
-        tail = b"}]" + (b',"usage":null' if self._body.include_usage else b"") + b"}\n\n"
-        chunk = head + b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b' + tail
+        end = ChunkEnd(generation, self._body.include_usage, self._body.continuous_usage)
+        chunk = head + b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b'
         head_sent = False
         async for choice, delta in generation:
             pieces = []
             if not head_sent:
                 head_sent = True
                 role = b'{"role":"assistant","content":"","refusal":null}'
-                pieces = [chunk % (i, role, b"null", b"null") for i in range(generation.choices)]
+                pieces = [chunk % (i, role, b"null", b"null", end()) for i in range(generation.choices)]
             logprobs = b"null"
             if self._top is not None and delta.token_ids:
                 content = chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
                 logprobs = to_json({"content": content, "refusal": None})
             if delta.text or logprobs != b"null":
-                pieces.append(chunk % (choice, b'{"content":' + to_json(delta.text) + b"}", logprobs, b"null"))
+                pieces.append(chunk % (choice, b'{"content":' + to_json(delta.text) + b"}", logprobs, b"null", end()))
             if delta.finish_reason is not None:
-                pieces.append(chunk % (choice, b"{}", b"null", to_json(delta.finish_reason)))
+                pieces.append(chunk % (choice, b"{}", b"null", to_json(delta.finish_reason), end()))
             if pieces:
                 yield b"".join(pieces)
         if self._body.include_usage:

@@ -12,7 +12,7 @@ from evener_server.generation import Generation
 from evener_server.logprobs import CompletionLogprobs, TokenNames, extend
 from evener_server.protocol import CompletionBody
 from evener_server.service import Service
-from evener_server.streaming import DONE, Job, event, to_json
+from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
 
 
 class CompletionJob(Job):
@@ -33,7 +33,7 @@ class CompletionJob(Job):
                 functools.partial(service.llm.submit, prompt, self._params, request_id=name, reservation=room)
                 for prompt, name in zip(prompts, names, strict=True)
             ]
-            generation = await service.running.start(submits, samples)
+            generation = await service.running.start(submits, samples, self._body.max_tokens)
         generation.prompt_only = self._body.max_tokens == 0
         return generation
 
@@ -73,15 +73,15 @@ class CompletionJob(Job):
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
-        tail = b"}]" + (b',"usage":null' if self._body.include_usage else b"") + b"}\n\n"
-        chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b' + tail
+        end = ChunkEnd(generation, self._body.include_usage, self._body.continuous_usage)
+        chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b}]%b'
         logprob_builders = self._logprob_builders(generation)
         async for choice, delta in self._deltas(generation):
             logprobs = b"null"
             if logprob_builders and delta.token_ids:
                 logprobs = to_json(logprob_builders[choice].add(delta.token_ids, delta.logprobs or []))
             if delta.text or logprobs != b"null" or delta.finish_reason is not None:
-                yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason))
+                yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason), end())
         if self._body.include_usage:
             yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
         yield DONE

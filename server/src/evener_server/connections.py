@@ -92,6 +92,7 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         body = ApiError(status, message, code="connection_limit" if status == 503 else "header_limit").body()
         head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head += "retry-after: 1\r\n" if status == 503 else ""
         self._stop_timer()
         if self.cycle is None or self.cycle.response_complete:  # otherwise it would end up inside another response
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)

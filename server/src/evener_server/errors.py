@@ -5,13 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from evener.errors import EngineDeadError, EvenerError, OverloadedError, RequestError
 
+#: The body of every error, for the API's description.
+ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object", "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object", "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"}, "type": {"type": "string"},
+                "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]},
+            },
+        },
+    },
+}  # fmt: skip
 _TYPES = {429: "rate_limit_error"}
 _RETRY_SECONDS = 1
 
@@ -52,6 +67,20 @@ class ApiError(Exception):
         return Response(self.body(), self.status, dict(self.headers), media_type="application/json")
 
 
+LogFields = dict[str, Any]
+
+
+def log_fields(scope: Scope) -> LogFields:
+    """The fields of the request's log line; callers add theirs."""
+    fields: LogFields = scope.setdefault("state", {}).setdefault("log_fields", {})
+    return fields
+
+
+def log_error(scope: Scope, error: ApiError) -> None:
+    """Put the reason of an error into the request's log line."""
+    log_fields(scope).update(code=error.code, error=error.message)
+
+
 def internal_error() -> ApiError:
     """The error for an unexpected exception; the log has the exception with the request's id."""
     return ApiError(
@@ -64,7 +93,9 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(error.status, str(error), error.param, error.code or "invalid_value")
+        # Official clients would retry a 504, with the same deadline.
+        headers = {"x-should-retry": "false"} if error.status == 504 else {}
+        return ApiError(error.status, str(error), error.param, error.code or "invalid_value", headers)
     if isinstance(error, OverloadedError):
         return ApiError(error.status, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDeadError):
@@ -90,8 +121,9 @@ def status_error(status: int, message: str) -> ApiError:
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
-    del request
-    return to_api_error(error).response()
+    found = to_api_error(error)
+    log_error(request.scope, found)
+    return found.response()
 
 
 async def handle_unknown_url(request: Request, error: Exception) -> Response:
@@ -103,4 +135,5 @@ async def handle_unknown_url(request: Request, error: Exception) -> Response:
     elif found.status == 405:
         allowed = found.headers.get("Allow") or found.headers.get("allow") or ""
         found = ApiError(405, f"{where} is not allowed; allowed: {allowed}", None, "method_not_allowed", found.headers)
+    log_error(request.scope, found)
     return found.response()

@@ -28,8 +28,9 @@ class RunningGenerations:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def start(self, submits: Sequence[Submit], n: int) -> Generation:
-        """Submit every prompt of a request; if one is refused, the others are aborted.
+    async def start(self, submits: Sequence[Submit], n: int, max_tokens: int | None = None) -> Generation:
+        """Submit every prompt of a request; if one is refused, the others are aborted. ``max_tokens``: what the client
+        asked for, if it did.
 
         Raises:
             RequestError, OverloadedError, EngineDeadError: as ``AsyncLLM.submit``.
@@ -43,7 +44,7 @@ class RunningGenerations:
                 await asyncio.sleep(0)
             stack.pop_all()
         generation = Generation(self, streams, n, meter)
-        self._metrics.prompt_tokens += generation.prompt_tokens
+        meter.prompts([len(stream.prompt_token_ids) for stream in streams], n, max_tokens)
         self._open.add(generation)
         return generation
 
@@ -114,8 +115,9 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._running.remove(self)
-        for _ in range(self.choices - len(self.finish_reasons)):
-            self._meter.end("abort")
+        for choice in set(range(self.choices)) - self.finish_reasons.keys():
+            self._meter.end(choice, "abort")
+        self._meter.close()
         for stream in self.streams:
             await stream.aclose()
 
@@ -153,7 +155,7 @@ class Generation:
         self._cached[choice] = max(self._cached.get(choice, 0), delta.num_cached_tokens)
         if delta.finish_reason is not None:
             self.finish_reasons[choice] = delta.finish_reason
-            self._meter.end(delta.finish_reason)
+            self._meter.end(choice, delta.finish_reason)
         late = delta.finish_reason == "timeout" and not self.completion_tokens
         if late or delta.error is not None or delta.finish_reason in ("abort", "error"):
             raise self._failure(delta)

@@ -97,15 +97,16 @@ class ToolFunction(Body):
 class ToolCall(Body):
     """A call in an earlier answer."""
 
-    id: str
-    type: Literal["function"]
+    id: str | None = None
+    type: Literal["function"] = "function"
     function: ToolFunction
 
 
 class Message(Body):
-    """One message. Fields that templates can read are passed to them; the others must be empty."""
+    """One message. Fields that templates can read are passed to them; others that the answer depends on must be empty.
+    Any role is passed to the template, which may refuse it."""
 
-    role: Literal["developer", "system", "user", "assistant", "tool"]
+    role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[
         Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)] | None,
         BeforeValidator(_as_parts),
@@ -114,8 +115,6 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    refusal: Annotated[Any, allowed_values()] = None
-    annotations: Annotated[Any, allowed_values([])] = None
     audio: Annotated[Any, allowed_values()] = None
     function_call: Annotated[Any, allowed_values()] = None
 

@@ -71,19 +71,23 @@ _INTER_TOKEN_BUCKETS = (
     20,
     80,
 )
-_REASONS = ("stop", "length", "timeout", "abort", "error")
+#: Tokens of a request; and samples of it.
+_TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000)
+_SAMPLE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
+#: Why samples end.
+FINISH_REASONS = ("stop", "length", "timeout", "abort", "error")
 
 
 class Histogram:
-    """A histogram of seconds by upper bound, as Prometheus has it."""
+    """A histogram of seconds, or of counts, by upper bound, as Prometheus has it."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
-    def add(self, seconds: float, times: int = 1) -> None:
-        """``times`` observations of ``seconds`` each."""
-        self.counts[bisect_left(self.bounds, seconds)] += times
-        self.sum += seconds * times
+    def add(self, value: float, times: int = 1) -> None:
+        """``times`` observations of ``value`` each."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     @property
     def count(self) -> int:
@@ -99,9 +103,20 @@ class Metrics:
         finished: samples by finish reason.
         time_to_first_token, inter_token_latency, e2e_latency: seconds from a request to a sample's first token, from
             one token to the next, and from a request to a sample's end.
+        decode_time: seconds from a sample's first token to its end.
+        request_prompt_tokens, request_generation_tokens: tokens of each prompt, and of each sample.
+        request_max_generation_tokens, request_n: tokens of each request's longest sample, and samples of each prompt.
+        request_max_tokens: the maximum that each request asked for, where it asked for one.
     """
 
     def __init__(self) -> None:
+        self.decode_time = Histogram(_LATENCY_BUCKETS)
+        self.request_prompt_tokens, self.request_generation_tokens = (
+            Histogram(_TOKEN_BUCKETS),
+            Histogram(_TOKEN_BUCKETS),
+        )
+        self.request_max_generation_tokens = Histogram(_TOKEN_BUCKETS)
+        self.request_max_tokens, self.request_n = Histogram(_TOKEN_BUCKETS), Histogram(_SAMPLE_BUCKETS)
         self.prompt_tokens = self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
         self.time_to_first_token, self.inter_token_latency, self.e2e_latency = (
@@ -110,16 +125,21 @@ class Metrics:
             Histogram(_LATENCY_BUCKETS),
         )
 
-    def text(self, model: str, report: StatsReport | None, info: dict[str, str]) -> bytes:
+    def text(
+        self, model: str, report: StatsReport | None, info: dict[str, str], more: Sequence[Collector] = ()
+    ) -> bytes:
         """The metrics in Prometheus' text format.
 
         Args:
             model: the label ``model_name``.
             report: the engine's statistics; None: no engine, its metrics are left out.
             info: labels of ``evener:build_info``.
+            more: collectors of further metrics.
         """
         registry = CollectorRegistry()
         registry.register(_Families(self, model, report, info))
+        for collector in more:
+            registry.register(collector)
         ProcessCollector(registry=registry)
         return generate_latest(registry)
 
@@ -129,24 +149,46 @@ class RequestTimer:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._started = metrics, time.perf_counter()
+        self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
+        self._tokens: Counter[int] = Counter()
+
+    def prompts(self, lengths: Sequence[int], n: int, max_tokens: int | None) -> None:
+        """The request was accepted: tokens of its prompts, samples of each, and the maximum that it asked for."""
+        own = self._metrics
+        own.prompt_tokens += sum(lengths)
+        for length in lengths:
+            own.request_prompt_tokens.add(length)
+        own.request_n.add(n)
+        if max_tokens is not None:
+            own.request_max_tokens.add(max_tokens)
 
     def tokens(self, choice: int, count: int) -> None:
         """``count`` more tokens of one sample. Tokens that come together share the time since the previous one."""
         now, last = time.perf_counter(), self._last.get(choice)
         self._last[choice] = now
+        self._tokens[choice] += count
         self._metrics.generation_tokens += count
         if last is not None:
             self._metrics.inter_token_latency.add((now - last) / count, count)
             return
+        self._first[choice] = now
         self._metrics.time_to_first_token.add(now - self._started)
         if count > 1:
             self._metrics.inter_token_latency.add(0.0, count - 1)
 
-    def end(self, reason: str) -> None:
+    def end(self, choice: int, reason: str) -> None:
         """One sample has ended."""
-        self._metrics.finished[reason] += 1
-        self._metrics.e2e_latency.add(time.perf_counter() - self._started)
+        own, now = self._metrics, time.perf_counter()
+        own.finished[reason] += 1
+        own.e2e_latency.add(now - self._started)
+        own.request_generation_tokens.add(self._tokens[choice])
+        if choice in self._first:
+            own.decode_time.add(now - self._first[choice])
+
+    def close(self) -> None:
+        """All samples have ended."""
+        self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
 class _Families(Collector):
@@ -166,7 +208,7 @@ class _Families(Collector):
         ended = CounterMetricFamily(
             "evener:request_success", "Finished samples, by finish reason.", labels=("model_name", "finished_reason")
         )
-        for reason in _REASONS:
+        for reason in FINISH_REASONS:
             ended.add_metric((self._model, reason), own.finished[reason])
         yield ended
         yield self._histogram(
@@ -206,10 +248,17 @@ class _Families(Collector):
         return family
 
     def _histogram(self, name: str, text: str, found: Histogram) -> Metric:
-        family = HistogramMetricFamily(f"evener:{name}", text, labels=("model_name",))
-        buckets, total = [], 0
-        for bound, count in zip((*map(str, map(float, found.bounds)), "+Inf"), found.counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family.add_metric((self._model,), buckets, found.sum)
-        return family
+        return histogram_family(f"evener:{name}", text, found, ("model_name",), (self._model,))
+
+
+def histogram_family(
+    name: str, text: str, found: Histogram, labels: Sequence[str], values: Sequence[str]
+) -> HistogramMetricFamily:
+    """A histogram as Prometheus' client takes it: cumulative counts by bound."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    buckets, total = [], 0
+    for bound, count in zip((*map(str, map(float, found.bounds)), "+Inf"), found.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    family.add_metric(values, buckets, found.sum)
+    return family

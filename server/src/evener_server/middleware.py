@@ -7,33 +7,26 @@ import re
 import time
 import uuid
 from collections.abc import Collection
-from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evener import logs
-from evener_server.errors import ApiError, internal_error
+from evener_server.errors import ApiError, internal_error, log_error, log_fields
 
 logger = logging.getLogger("evener_server.access")
 
 HEADER = "x-request-id"
+#: Fields of the request that had no effect.
+IGNORED_HEADER = "x-ignored-fields"
 #: A client's id that is safe in a header and a log line; any other is replaced by a new id, which the response has.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 #: Monitoring asks for these all the time: they are logged at level debug.
 _QUIET = ("/health", "/ready", "/metrics")
 #: nginx's status for a client that disconnected before the response.
 _CLIENT_GONE = 499
-_MAX_SHOWN_CHARS = 64
+_MAX_SHOWN_CHARS, _MAX_ERROR_CHARS = 64, 300
 _PORT = re.compile(r":[0-9]*\Z")
-
-LogFields = dict[str, Any]
-
-
-def log_fields(scope: Scope) -> LogFields:
-    """The fields of the request's log line; callers add theirs."""
-    fields: LogFields = scope.setdefault("state", {}).setdefault("log_fields", {})
-    return fields
 
 
 class RequestLog:
@@ -60,7 +53,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                if fields.get("ignored"):
+                    headers[IGNORED_HEADER] = fields["ignored"]
             await send(message)
 
         try:
@@ -90,6 +86,7 @@ class HostCheck:
             given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             if len(given) != 1 or _PORT.sub("", given[0]).lower() not in self._hosts:
                 error = ApiError(403, "the Host header names another host; see serve.allowed_hosts", code="wrong_host")
+                log_error(scope, error)
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -116,13 +113,17 @@ def _write(scope: Scope, status: int, seconds: float) -> None:
         "ms": round(seconds * 1000),
         **log_fields(scope),
     }
-    text = " ".join(f"{key}={_sanitize(value)}" for key, value in fields.items() if value is not None)
+    longest = {"error": _MAX_ERROR_CHARS}
+    words = {
+        key: _sanitize(value, longest.get(key, _MAX_SHOWN_CHARS)) for key, value in fields.items() if value is not None
+    }
+    text = " ".join(f"{key}={word}" for key, word in words.items())
     logger.log(level, text, extra={"fields": fields})
 
 
-def _sanitize(value: object) -> str:
+def _sanitize(value: object, longest: int) -> str:
     """Clients' text is quoted, escaped and shortened, so that it cannot imitate a log line of ours."""
     text = str(value)
     if _ID.fullmatch(text):
         return text
-    return ascii(text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "...")
+    return ascii(text if len(text) <= longest else text[:longest] + "...")

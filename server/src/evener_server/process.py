@@ -1,9 +1,9 @@
 """The serving process: its socket, its signals, and how it ends.
 
-The first SIGTERM or SIGINT drains: the socket closes, ``/ready`` answers 503, and running requests continue until they
-end or the time limit ends them with a 503. A second signal ends them at once. If the engine dies, its requests get
-errors, the server answers 503 with the reason for a few more seconds, and the process ends with exit code 1; with
-``restart`` a new engine starts at once instead.
+The first SIGTERM or SIGINT drains: ``/ready`` and new requests get a 503, and running requests continue until they end
+or the time limit ends them with a 503; then the socket closes. A second signal ends them at once. If the engine dies,
+its requests get errors, the server answers 503 with the reason for a few more seconds, and the process ends with exit
+code 1; with ``restart`` a new engine starts at once instead.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from evener.config import Config
 from evener.errors import ConfigError
 from evener_server.app import create_app
 from evener_server.connections import AcceptErrors, Listener, Protocol, max_connections
+from evener_server.options import ServerOptions
 from evener_server.service import Service
 from evener_server.stats_logger import StatsLogger
 
@@ -157,7 +158,7 @@ class _ServerRun:
     ) -> None:
         self._llm, self._config, self._listener, self._drain_timeout = llm, config, listener, drain_timeout
         self._dead_grace = dead_grace
-        app = create_app(llm, hosts=allowed_hosts(config))
+        app = create_app(llm, hosts=allowed_hosts(config), options=ServerOptions.of(config.options))
         protocol = type("_Protocol", (Protocol,), {"connection_limit": max_connections(config.serve.max_connections)})
         self._service: Service = app.state.service
         self._server = _Server(
@@ -171,7 +172,7 @@ class _ServerRun:
                 http=protocol,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=int(drain_timeout) + _GRACE_SECONDS,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
             )
         )
         self._code: int | None = None
@@ -239,7 +240,6 @@ class _ServerRun:
                 "%s: %d running requests have %g s to finish; send it again to stop now",
                 name, count, self._drain_timeout,
             )  # fmt: skip
-            self._server.should_exit = True
             self._draining = asyncio.ensure_future(self._drain())
             return
         logger.warning(
@@ -253,3 +253,4 @@ class _ServerRun:
         if not await self._llm.drain(self._drain_timeout):
             count = self._service.running.abort_all("the server is shutting down")
             logger.warning("aborting %d requests that did not finish within %g s", count, self._drain_timeout)
+        self._server.should_exit = True

@@ -1,8 +1,8 @@
 """Request bodies: every field that a client may send, and its checks.
 
-A field is implemented, or it is listed with the values that have no effect (``allowed_values``), because official
-clients send them by default. Any other value is a 400 that names the field, and so is an unknown field. null always
-means that the field was not sent.
+A field is implemented, or it would change the answer and is listed with the values that have no effect
+(``allowed_values``): any other value is a 400 that names it. All other fields change nothing and are left out
+(``unknown_fields``). null always means that the field was not sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from evener.errors import RequestError, did_you_mean
@@ -23,7 +23,8 @@ from evener.sampling_params import (
     MIN_REPETITION,
     SamplingParams,
 )
-from evener_server.messages import Body, Messages, allowed_values
+from evener_server.messages import Body, ImagePart, Message, Messages, TextPart, allowed_values
+from evener_server.unknown_fields import drop_unknown
 
 MAX_STOPS = 16
 _INT32, _INT64 = 2**31 - 1, 2**63
@@ -39,11 +40,12 @@ def _invalid(message: str) -> PydanticCustomError:
 
 def _stops(value: object) -> object:
     stops = [value] if isinstance(value, str) else value
-    if stops is not None and not (
-        isinstance(stops, list) and len(stops) <= MAX_STOPS and all(isinstance(s, str) and s for s in stops)
-    ):
-        raise _invalid(f"must be a string or a list of at most {MAX_STOPS} strings, none of them empty")
-    return stops
+    if stops is None:
+        return None
+    if not (isinstance(stops, list) and len(stops) <= MAX_STOPS and all(isinstance(s, str) for s in stops)):
+        raise _invalid(f"must be a string or a list of at most {MAX_STOPS} strings")
+    # Clients send an empty one for none.
+    return [stop for stop in stops if stop] or None
 
 
 def _biases(value: object) -> object:
@@ -81,8 +83,8 @@ def _prompts(value: object) -> object:
 
 _STOP_SCHEMA = {
     "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS},
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
         {"type": "null"},
     ]
 }
@@ -112,16 +114,21 @@ _BIAS_SCHEMA = {
 
 
 class StreamOptions(Body):
-    """``include_usage``: one more chunk at the end, with the usage."""
+    """``include_usage``: one more chunk at the end, with the usage. ``continuous_usage_stats``: if it is sent too, every
+    chunk has the usage so far."""
+
+    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[Any, allowed_values(False)] = None
 
 
 class GenerationBody(Body):
     """The fields of both endpoints."""
 
-    model: str
+    #: Default: the model that is served.
+    model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -148,6 +155,31 @@ class GenerationBody(Body):
     max_time: Annotated[float | None, Field(gt=0)] = None
 
     use_beam_search: Annotated[Any, allowed_values(False)] = None
+    # Of vLLM's API: what would change the answer.
+    guided_json: Annotated[Any, allowed_values()] = None
+    guided_regex: Annotated[Any, allowed_values()] = None
+    guided_choice: Annotated[Any, allowed_values()] = None
+    guided_grammar: Annotated[Any, allowed_values()] = None
+    structured_outputs: Annotated[Any, allowed_values()] = None
+    length_penalty: Annotated[Any, allowed_values(1)] = None
+    bad_words: Annotated[Any, allowed_values([])] = None
+    allowed_token_ids: Annotated[Any, allowed_values([])] = None
+    logits_processors: Annotated[Any, allowed_values([])] = None
+    truncate_prompt_tokens: Annotated[Any, allowed_values()] = None
+    prompt_embeds: Annotated[Any, allowed_values()] = None
+    add_special_tokens: Annotated[Any, allowed_values()] = None
+    skip_special_tokens: Annotated[Any, allowed_values(True)] = None
+    spaces_between_special_tokens: Annotated[Any, allowed_values(True)] = None
+    include_stop_str_in_output: Annotated[Any, allowed_values(False)] = None
+    return_token_ids: Annotated[Any, allowed_values(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, allowed_values(False)] = None
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
 
     @property
     def choices(self) -> int:
@@ -240,17 +272,9 @@ class ChatBody(GenerationBody):
     function_call: Annotated[Any, allowed_values("none", "auto")] = None
     modalities: Annotated[Any, allowed_values(["text"])] = None
     audio: Annotated[Any, allowed_values()] = None
-    prediction: Annotated[Any, allowed_values()] = None
-    reasoning_effort: Annotated[Any, allowed_values()] = None
-    verbosity: Annotated[Any, allowed_values("medium")] = None
     web_search_options: Annotated[Any, allowed_values()] = None
-    metadata: Annotated[Any, allowed_values({})] = None
-    store: Annotated[Any, allowed_values(False)] = None
-    service_tier: Annotated[Any, allowed_values("auto", "default")] = None
-    prompt_cache_key: Annotated[Any, allowed_values()] = None
-    prompt_cache_retention: Annotated[Any, allowed_values()] = None
-    safety_identifier: Annotated[Any, allowed_values(hint="; send user, which is logged")] = None
     chat_template: Annotated[Any, allowed_values()] = None
+    echo: Annotated[Any, allowed_values(False)] = None
     #: Variables for the chat template, such as ``{"enable_thinking": false}``.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -264,8 +288,6 @@ class ChatBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise RequestError("max_tokens and max_completion_tokens mean the same; send one of them", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -326,18 +348,24 @@ class CompletionBody(GenerationBody):
 B = TypeVar("B", bound=GenerationBody)
 
 
-def parse_body(kind: type[B], value: Mapping[str, Any]) -> B:
-    """Check a decoded body.
+def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
+    """Check a decoded body. Returns it, and the paths of the fields that were ignored.
 
     Raises:
         RequestError: the first field that is wrong; ``param`` is its path, ``code`` one of OpenAI's error codes.
     """
+    parts = {"message": _fields(Message), "part": _fields(TextPart) | _fields(ImagePart)}
+    known, ignored = drop_unknown(value, kind.model_fields, parts if "messages" in kind.model_fields else {})
     try:
-        body = kind.model_validate(value)
+        body = kind.model_validate(known)
     except ValidationError as error:
         raise _request_error(kind, error.errors(include_url=False, include_context=False)[0]) from error
     body.check()
-    return body
+    return body, ignored
+
+
+def _fields(kind: type[Body]) -> set[str]:
+    return set(kind.model_fields)
 
 
 def _request_error(kind: type[GenerationBody], found: ErrorDetails) -> RequestError:

@@ -15,6 +15,7 @@ from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
 from evener_server.generation import RunningGenerations
 from evener_server.metrics import Metrics
+from evener_server.options import ServerOptions
 from evener_server.protocol import GenerationBody
 
 
@@ -24,14 +25,16 @@ class Service:
     Attributes:
         llm: the engine.
         limits: limits of request bodies.
+        options: keys of the server itself.
         metrics: counters and histograms.
         running: the running generations.
         version: version of this package.
         created: time of the start, in seconds since 1970.
     """
 
-    def __init__(self, llm: AsyncLLM, limits: BodyLimits) -> None:
+    def __init__(self, llm: AsyncLLM, limits: BodyLimits, options: ServerOptions | None = None) -> None:
         self.llm, self.limits = llm, limits
+        self.options = options or ServerOptions()
         self.metrics = Metrics()
         self.running = RunningGenerations(llm, self.metrics)
         self.version = version("evener-server")

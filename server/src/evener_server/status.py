@@ -10,6 +10,7 @@ from evener.async_llm import AsyncLLM
 from evener.errors import EngineDeadError
 from evener_server.errors import ApiError
 from evener_server.service import Service
+from evener_server.vllm_metrics import VllmFamilies
 
 
 def model_card(service: Service) -> dict[str, Any]:
@@ -23,6 +24,8 @@ def model_card(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "evener",
+        "root": service.info.model,
+        "parent": None,
         "max_model_len": service.max_model_len,
     }
 
@@ -70,7 +73,8 @@ async def metrics(service: Service) -> bytes:
         report = None
     names = ("", "", "") if info is None else (info.backend, info.model, info.served_name)
     labels = {"version": service.version, "backend": names[0], "model": names[1]}
-    return service.metrics.text(names[2], report, labels)
+    vllm = [VllmFamilies(service.metrics, names[2], report)] if service.options.vllm_metrics else []
+    return service.metrics.text(names[2], report, labels, vllm)
 
 
 def version_info(service: Service) -> dict[str, Any]:

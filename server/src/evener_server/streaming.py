@@ -18,9 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from evener.errors import EvenerError
-from evener_server.errors import ApiError, to_api_error
+from evener_server.errors import ApiError, LogFields, log_fields, to_api_error
 from evener_server.generation import Generation
-from evener_server.middleware import LogFields, log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,21 @@ def to_json(value: Any) -> bytes:
 def event(body: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + body + b"\n\n"
+
+
+class ChunkEnd:
+    """The end of each chunk of a stream, after its list of choices: with ``include_usage`` the usage, which is null, or
+    with ``continuous_usage`` the usage so far."""
+
+    def __init__(self, generation: Generation, include_usage: bool, continuous: bool) -> None:
+        self._generation = generation if continuous else None
+        self._same = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+
+    def __call__(self) -> bytes:
+        """The bytes for a chunk that is sent now."""
+        if self._generation is None:
+            return self._same
+        return b',"usage":' + to_json(self._generation.usage()) + b"}\n\n"
 
 
 class Job(ABC):

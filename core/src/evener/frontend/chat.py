@@ -14,7 +14,6 @@ from evener.frontend.images import ImageCollector
 from evener.frontend.render import Renderer
 from evener.frontend.tokenizer import Tokenizer
 
-ROLES = ("developer", "system", "user", "assistant", "tool")
 #: Fields of a message that templates read; any other field with a value is refused, not ignored.
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -140,8 +139,7 @@ def normalize(
     messages: object, supports_developer_role: bool = False, images: ImageCollector | None = None
 ) -> list[dict[str, Any]]:
     """Messages as templates expect them: content as a string with the model's marks for ``images``, the role
-    ``developer`` as ``system`` if the template does not know it, tool arguments as objects, no fields that are None
-    except ``content``.
+    ``developer`` as ``system`` if the template does not know it, tool arguments as objects, no fields that are None.
 
     Raises:
         RequestError: a message is invalid; ``param`` is the path (``messages[2].content[0]``).
@@ -157,15 +155,15 @@ def _message(
     if not isinstance(message, dict):
         raise RequestError(f"{place} must be an object with role and content", place)
     role = message.get("role")
-    if role not in ROLES:
-        raise RequestError(f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{place}.role")
+    if not (isinstance(role, str) and role):
+        raise RequestError(f"{place}.role must be a string, as 'user'", f"{place}.role")
     for name, value in message.items():
         if name not in FIELDS and value not in (None, [], {}):
             where = f"{place}.{name}"
             raise RequestError(f"{where} is not supported by this server", where, "unsupported_parameter")
     plain = {name: message[name] for name in FIELDS if message.get(name) is not None}
     plain["role"] = "system" if role == "developer" and not supports_developer_role else role
-    plain["content"] = _content(message.get("content"), f"{place}.content", "tool_calls" in plain, images)
+    plain["content"] = _content(message.get("content"), f"{place}.content", role == "assistant", images)
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{place}.tool_calls")
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
@@ -173,9 +171,9 @@ def _message(
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _content(content: object, place: str, optional: bool, images: ImageCollector | None) -> str | None:
+def _content(content: object, place: str, optional: bool, images: ImageCollector | None) -> str:
     if isinstance(content, str) or (content is None and optional):
-        return content
+        return content or ""  # many templates add it to other text
     if not isinstance(content, list):
         raise RequestError(f"{place} must be a string or a list of parts", place)
     texts = []

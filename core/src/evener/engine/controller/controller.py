@@ -111,10 +111,7 @@ class Controller:
             return []
         events = [event for name in self.deadlines.expired() for event in self.scheduler.end(name, "timeout")]
         try:
-            while self.scheduler.in_flight < self.depth:
-                plan = self.scheduler.schedule()
-                if plan is None:
-                    break
+            while self.scheduler.in_flight < self.depth and (plan := self.scheduler.schedule()) is not None:
                 self.executor.submit(plan)
             return events + (self.scheduler.retire(self.executor.read()) if self.scheduler.in_flight else [])
         except EngineError as error:

@@ -52,7 +52,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.message.prompt)
-        self.arrived = time.monotonic()
+        self.arrived = self.started = time.monotonic()
         self.prompt_length = len(self.tokens)
         self.limit = self.prompt_length + self.message.max_tokens
         self.stop_ids = frozenset(self.message.stop_token_ids)

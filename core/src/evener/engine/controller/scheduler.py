@@ -274,7 +274,8 @@ class Scheduler:
             self.stats.forked_tokens += reused
         if not request.preemptions:
             request.cached = reused
-            self.stats.record_queue_time(time.monotonic() - request.arrived)
+            request.started = time.monotonic()
+            self.stats.record_queue_time(request.started - request.arrived)
 
     def _plan_row(self, draft: _Draft, request: Request, count: int, admit: bool = False) -> bool:
         """Add a row of ``count`` tokens to the plan; False, with nothing changed, if the pool has too few blocks."""
@@ -388,6 +389,8 @@ class Scheduler:
         )  # fmt: skip
         if token is None:
             return
+        if len(request.tokens) == request.prompt_length:
+            self.stats.prefill_seconds += time.monotonic() - request.started
         request.tokens.append(token)
         request.unread -= 1
         if token in request.stop_ids:

@@ -152,6 +152,7 @@ class Stats(msgspec.Struct, kw_only=True):
         queried_tokens: tokens that were looked up in the prefix cache; ``cached_tokens`` of them were found.
         queued: a histogram of the time that requests waited for their first step, with the buckets
             ``QUEUE_SECONDS``; ``queued_seconds``: the sum of these times.
+        prefill_seconds: the sum of the times from requests' first steps to their first tokens.
         forks: requests that started from another request's state; ``forked_tokens``: tokens of that state.
     """
 
@@ -165,6 +166,7 @@ class Stats(msgspec.Struct, kw_only=True):
     queried_tokens: int = 0
     queued: list[int] = msgspec.field(default_factory=lambda: [0] * (len(QUEUE_SECONDS) + 1))
     queued_seconds: float = 0.0
+    prefill_seconds: float = 0.0
     forks: int = 0
     forked_tokens: int = 0
 

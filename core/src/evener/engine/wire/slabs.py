@@ -19,9 +19,8 @@ def find_kinds(specs: Sequence[StateSpec], kinds: Mapping[str, StateKind]) -> tu
     Raises:
         UnknownNameError: no package registers the kind of one of them.
     """
-    for spec in specs:
-        if spec.kind not in kinds:
-            raise UnknownNameError("state kind", spec.kind, kinds, "Install the package that registers it.")
+    if missing := [spec.kind for spec in specs if spec.kind not in kinds]:
+        raise UnknownNameError("state kind", missing[0], kinds, "Install the package that registers it.")
     return tuple(kinds[spec.kind] for spec in specs)
 
 

@@ -1,0 +1,25 @@
+"""The server's own options: keys ``server.<name>``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evener_server import descriptor
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options; ``descriptor.options`` has their help texts.
+
+    Attributes:
+        vllm_metrics: serve metrics under vLLM's names too.
+    """
+
+    vllm_metrics: bool = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, Mapping[str, Any]]) -> ServerOptions:
+        """From ``Config.options``, in which only options that were set are."""
+        return cls(**options.get(descriptor.name, {}))

@@ -1,0 +1,104 @@
+"""The same metrics under vLLM's names, so that dashboards made for it show this server.
+
+Names and labels are those of its documentation (docs.vllm.ai, "Production Metrics"). A time that is only known as a sum
+is a summary: ``…_sum`` and ``…_count``, without buckets. What this engine does not have is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from evener.engine.wire.messages import QUEUE_SECONDS, StatsReport
+from evener_server.metrics import FINISH_REASONS, Histogram, Metrics, histogram_family
+
+_LABELS = ("model_name", "engine")
+
+
+class VllmFamilies(Collector):
+    """Collects all metrics once.
+
+    Args:
+        model: the label ``model_name``. The label ``engine`` is 0: a server has one engine.
+        report: the engine's statistics; None: there is no engine, and its metrics are left out.
+    """
+
+    def __init__(self, metrics: Metrics, model: str, report: StatsReport | None) -> None:
+        self._metrics, self._values, self._report = metrics, (model, "0"), report
+
+    def collect(self) -> Iterator[Metric]:
+        own = self._metrics
+        yield self._counter("prompt_tokens", "Prompt tokens.", own.prompt_tokens)
+        yield self._counter("generation_tokens", "Generated tokens.", own.generation_tokens)
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Finished samples, by finish reason.", labels=(*_LABELS, "finished_reason")
+        )
+        for reason in FINISH_REASONS:
+            ended.add_metric((*self._values, reason), own.finished[reason])
+        yield ended
+        for name, text, found in (
+            ("time_to_first_token_seconds", "From a request to its first token.", own.time_to_first_token),
+            ("inter_token_latency_seconds", "From one token to the next.", own.inter_token_latency),
+            # The name before vLLM 0.11.
+            ("time_per_output_token_seconds", "From one token to the next.", own.inter_token_latency),
+            ("e2e_request_latency_seconds", "From a request to its end.", own.e2e_latency),
+            ("request_decode_time_seconds", "From a sample's first token to its end.", own.decode_time),
+            ("request_prompt_tokens", "Tokens of a prompt.", own.request_prompt_tokens),
+            ("request_generation_tokens", "Tokens of a sample.", own.request_generation_tokens),
+            ("request_max_num_generation_tokens", "Tokens of a request's longest sample.",
+             own.request_max_generation_tokens),
+            ("request_params_n", "Samples of each prompt that a request asked for.", own.request_n),
+            ("request_params_max_tokens", "The maximum of tokens that a request asked for.", own.request_max_tokens),
+        ):  # fmt: skip
+            yield self._histogram(name, text, found)
+        if self._report is not None:
+            yield from self._engine(self._report)
+
+    def _engine(self, report: StatsReport) -> Iterator[Metric]:
+        used = report.blocks_used / report.blocks if report.blocks else 0.0
+        yield self._gauge("num_requests_running", "Running samples.", report.running)
+        yield self._gauge("num_requests_waiting", "Waiting samples.", report.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Fraction of KV cache blocks in use; 1 is all.", used)
+        # The name before vLLM 0.10.
+        yield self._gauge("gpu_cache_usage_perc", "Fraction of KV cache blocks in use; 1 is all.", used)
+        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", report.queried_tokens)
+        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", report.cached_tokens)
+        yield self._counter("num_preemptions", "Times that a request gave its state back.", report.preemptions)
+        queued = Histogram(QUEUE_SECONDS)
+        queued.counts, queued.sum = list(report.queued), report.queued_seconds
+        yield self._histogram("request_queue_time_seconds", "From the engine's queue to the first step.", queued)
+        first = self._metrics.time_to_first_token.count
+        yield self._summary("request_prefill_time_seconds", "From the first step to the first token.", first,
+                            report.prefill_seconds)  # fmt: skip
+        yield self._summary(
+            "iteration_tokens_total", "Tokens computed in a step.", report.steps, report.computed_tokens
+        )
+        cache = InfoMetricFamily("vllm:cache_config", "The KV cache.", labels=_LABELS)
+        cache.add_metric(self._values, {"num_gpu_blocks": str(report.blocks)})
+        yield cache
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _summary(self, name: str, text: str, count: int, total: float) -> Metric:
+        family = SummaryMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+        family.add_metric(self._values, count, total)
+        return family
+
+    def _histogram(self, name: str, text: str, found: Histogram) -> Metric:
+        return histogram_family(f"vllm:{name}", text, found, _LABELS, self._values)
