@@ -223,9 +223,10 @@ ENVIRONMENT = (
 
 
 def _descriptors() -> dict[str, Descriptor]:
-    """Descriptors of the backends in this repository, by name; whatever else is installed here is left out."""
+    """Descriptors of the server and of the backends in this repository; whatever else is installed is left out."""
     ours = {path.parent.name: path.parent for path in ROOT.glob("backends/*/pyproject.toml")}
-    return {entry.name: entry.load() for entry in entry_points(group="evener.backends") if entry.name in ours}
+    found = {entry.name: entry.load() for entry in entry_points(group="evener.backends") if entry.name in ours}
+    return {server.name: server, **found}
 
 
 def _supported(values: tuple[Any, ...]) -> str:

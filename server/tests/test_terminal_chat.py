@@ -8,8 +8,10 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import EOS_ID as EOS
 from evener_server.chat_command import Conversation
 from evener_server.chat_models import ChatModel, LocalModel, Messages, RemoteModel
-from evener_server.chat_screen import MarkdownScreen, PlainScreen, split_blocks
+from evener_server.chat_screen import MarkdownScreen, PlainScreen, split_blocks, without_echo
 
 
 class Scripted(ChatModel):
@@ -273,3 +275,17 @@ def test_markdown_that_came_in_pieces_looks_as_if_it_came_whole() -> None:
 )
 def test_a_block_is_finished_when_nothing_can_be_added_to_it(text: str, done: str) -> None:
     assert split_blocks(text) == (done, text[len(done) :])
+
+
+def test_a_terminal_shows_nothing_that_is_typed_while_an_answer_streams() -> None:
+    ours, theirs = os.openpty()
+    with open(theirs, encoding="utf-8") as terminal, open(ours, "rb", buffering=0) as screen:
+        with without_echo(terminal):
+            assert not termios.tcgetattr(terminal)[3] & termios.ECHO
+        assert termios.tcgetattr(terminal)[3] & termios.ECHO
+        assert screen.isatty()
+
+
+def test_without_a_terminal_nothing_changes(tmp_path: Path) -> None:
+    with (tmp_path / "input").open("w+") as file, without_echo(file):
+        file.write("x")

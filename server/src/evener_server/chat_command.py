@@ -20,7 +20,7 @@ from evener.cli.run import add_sampling_options, sampling_params_from
 from evener.errors import ConfigError, EngineDeadError, EvenerError
 from evener.logs import set_up_logging
 from evener_server.chat_models import ChatModel, LocalModel, RemoteModel
-from evener_server.chat_screen import MarkdownScreen, PlainScreen, Screen
+from evener_server.chat_screen import MarkdownScreen, PlainScreen, Screen, without_echo
 
 HELP = (
     "/reset: new conversation; /system TEXT: set the system message (no TEXT: none); /exit: end; Ctrl-C: stop an answer"
@@ -166,10 +166,11 @@ class Conversation:
         pieces: list[str] = []
         task = self._loop.create_task(self._answer(pieces))
         self._loop.add_signal_handler(signal.SIGINT, task.cancel)
-        self._screen.begin()
         problem: EvenerError | None = None
+        self._screen.begin()
         try:
-            self._loop.run_until_complete(task)
+            with without_echo(sys.stdin):
+                self._loop.run_until_complete(task)
         except asyncio.CancelledError:
             pieces.append("")  # stopped, even before the first word
         except EvenerError as error:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+import termios
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -77,6 +81,22 @@ class MarkdownScreen(Screen):
         if self._text.strip():
             self._console.print(Markdown(self._text))
         self._live = None
+
+
+@contextmanager
+def without_echo(file: TextIO) -> Iterator[None]:
+    """A context in which a terminal does not show what is typed. Otherwise the ``^C`` of a Ctrl-C moves the cursor, and
+    the block that is drawn again lands in the wrong place. Nothing changes if ``file`` is no terminal."""
+    if not file.isatty():
+        yield
+        return
+    before = termios.tcgetattr(file)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(file, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
 def split_blocks(text: str) -> tuple[str, str]:

@@ -114,8 +114,8 @@ _BIAS_SCHEMA = {
 
 
 class StreamOptions(Body):
-    """``include_usage``: one more chunk at the end, with the usage. ``continuous_usage_stats``: if it is sent too, every
-    chunk has the usage so far."""
+    """``include_usage``: one more chunk at the end, with the usage. ``continuous_usage_stats``: then each chunk
+    has the usage so far."""
 
     model_config = ConfigDict(extra="ignore")
 

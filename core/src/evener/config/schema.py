@@ -154,7 +154,7 @@ class ServeConfig(Section):
     allowed_hosts: tuple[str, ...] = option((), "names", "Names that a Host header may have; *: any. By default "
                                             "localhost and its addresses if serve.host is one, else any.")  # fmt: skip
     max_connections: int = option(4096, "int", "Maximum number of open connections.", minimum=1)
-    max_queue: int = option(1024, "int", "Maximum number of waiting requests; more get status 429.", minimum=0)
+    max_queue: int = option(1024, "int", "Maximum number of waiting samples; more get status 429.", minimum=0)
 
 
 _LEVELS = ("debug", "info", "warning", "error")
