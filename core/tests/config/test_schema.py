@@ -93,7 +93,6 @@ def test_a_number_that_is_too_small_or_no_number_is_an_error_that_says_what_it_t
     [
         ("infer.dp_size", 2, "data parallelism"),
         ("infer.ep_size", 2, "expert parallelism"),
-        ("quant", "gguf", "quantization"),
         ("serve.api_keys", "secret", "API keys"),
         ("serve.api_keys", [{"key": "secret", "priority": 2}], "API keys"),
         ("trust_model_code", True, "code from a model's folder"),

@@ -243,3 +243,8 @@ def test_a_malformed_list_of_templates_is_an_error_that_names_the_file(tmp_path:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "x"}]}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
         Chat.of(open_files(tmp_path), None)
+
+
+def test_a_huge_template_is_refused_before_it_is_compiled(renderer: Renderer) -> None:
+    with pytest.raises(TemplateError, match=r"the model's chat template has 10,500,000 characters, too many"):
+        chat(renderer, "{{ 1 }}" * 1_500_000).render([USER])

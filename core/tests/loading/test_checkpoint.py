@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,3 +157,31 @@ def test_opening_a_folder_and_estimating_import_no_torch(write_folder: Write) ->
         f"open_checkpoint({str(folder)!r}).headers; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(name: str, tmp_path: Path, config: Any) -> None:
+    if name != "config.json":
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        checkpoint = open_checkpoint(tmp_path)
+        checkpoint.text("config.json")
+        checkpoint.text("tokenizer_config.json")
+        _ = checkpoint.headers
+
+
+def test_a_device_in_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=r"config\.json is not a regular file"):
+        open_checkpoint(tmp_path).text("config.json")
+
+
+def test_weights_that_are_a_pipe_are_no_weights(tmp_path: Path, config: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no weights: no model\.safetensors"):
+        _ = open_checkpoint(tmp_path).headers
+    os.mkfifo(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="special file"):
+        open_checkpoint(tmp_path / "whole")

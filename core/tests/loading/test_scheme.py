@@ -50,7 +50,7 @@ def test_two_schemes_that_fit_one_checkpoint_are_an_error_that_names_both() -> N
 def test_a_scheme_asked_for_must_exist_and_fit() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'fp8'"):
         pick_scheme(FP8, [Fp8()], "fp88")
-    with pytest.raises(CheckpointError, match="quant=fp8 was asked for, but the checkpoint is stored as 'unquantized'"):
+    with pytest.raises(CheckpointError, match="quant=fp8, but the checkpoint is stored as 'unquantized'"):
         pick_scheme({}, [Fp8()], "fp8")
 
 
@@ -78,3 +78,14 @@ def test_slices_along_either_axis_reassemble_to_the_whole() -> None:
     assert torch.equal(torch.cat([p.tensors["weight"] for p in columns], dim=1), whole)
     with pytest.raises(CheckpointError, match=r"cannot cut 3\.\.8 out of the 7 out-features of w"):
         scheme.cut(part, "out", 3, 8)
+
+
+def test_none_reads_unquantized_weights_and_names_what_a_quantized_checkpoint_is() -> None:
+    assert pick_scheme({}, [Fp8()], "none").name == "unquantized"
+    with pytest.raises(CheckpointError, match="quant=none, but the checkpoint is stored as 'fp8'"):
+        pick_scheme(FP8, [Fp8()], "none")
+
+
+def test_an_unknown_scheme_lists_the_installed_ones() -> None:
+    with pytest.raises(UnknownNameError, match=r"fp9.*did you mean 'fp8'"):
+        pick_scheme({}, [Fp8()], "fp9")

@@ -67,8 +67,8 @@ def test_rules_of_the_model_folder_are_found_by_the_family(write_folder: Write) 
     ("rules", "words"),
     [
         ("[", "cannot be used"), ("[]", "cannot be used"), ({"(": "x"}, "cannot be used"),
-        ({"wte": 3}, "expected string"),
-        ({"wte": "$4"}, "invalid group reference"), ({".*": "one"}, "one name, 'one'"),
+        ({"wte": 3}, "has no len"),
+        ({"wte": "$4"}, "bad group index"), ({".*": "one"}, "one name, 'one'"),
     ],
 )  # fmt: skip
 def test_rules_that_cannot_be_used_are_refused(rules: Any, words: str, write_folder: Write) -> None:
@@ -79,3 +79,17 @@ def test_rules_that_cannot_be_used_are_refused(rules: Any, words: str, write_fol
 def test_a_file_that_is_not_there_is_named(write_folder: Write) -> None:
     with pytest.raises(CheckpointError, match=r"none\.json cannot be used"):
         with_weight_map(open_checkpoint(write_folder(STORED)), "none.json")
+
+
+def test_a_rule_whose_time_would_explode_is_linear(write_folder: Write) -> None:
+    stored = {"a" * 5_000: torch.ones(1), "b": torch.ones(1)}
+    checkpoint = mapped(write_folder(stored), {"(a+)+$x": "x", "(a|aa)+b": "y", "b": "c"})
+    assert set(checkpoint.headers) == {"a" * 5_000, "c"}
+
+
+@pytest.mark.parametrize("pattern", [r"(?=a)b", r"(a)\1", "(", "a{5000}"])
+def test_a_rule_that_the_linear_syntax_does_not_have_is_an_error_that_names_the_file(
+    pattern: str, write_folder: Write
+) -> None:
+    with pytest.raises(CheckpointError, match=r"rules\.json cannot be used: "):
+        mapped(write_folder(STORED), {pattern: "x"})

@@ -216,9 +216,8 @@ class Config(Section):
         choices=("auto", "dummy")
     )  # fmt: skip
     quant: str = option(
-        "auto", "str", "Quantization; auto: that of the checkpoint.", supported=("auto", "none"),
-        missing="quantization is"
-    )  # fmt: skip
+        "auto", "str", "Quantization scheme; auto: that of the checkpoint; none: unquantized; or an installed one."
+    )
     backend: str | None = option(
         None, "str", "The backend to run on; none: the best one that is installed and fits this machine.", none=True
     )  # fmt: skip

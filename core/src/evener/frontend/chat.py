@@ -14,6 +14,7 @@ from evener.frontend.images import ImageCollector
 from evener.frontend.render import Renderer
 from evener.frontend.tokenizer import Tokenizer
 
+_MOST_CHARS = 1 << 20
 #: Fields of a message that templates read; any other field with a value is refused, not ignored.
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -90,11 +91,12 @@ class Chat:
             RequestError: a message is invalid; ``param`` is its path.
             TemplateError: there is no template, or it refused the messages or took too long.
         """
-        template = self._choose(bool(tools))
+        if len(template := self._choose(bool(tools))) > _MOST_CHARS:  # compiling it takes a hundred times its size
+            raise TemplateError(f"the model's chat template has {len(template):,} characters, too many", "messages")
         plain = normalize(messages, supports_developer_role="developer" in template, images=images)
         if continue_final_message:
             add_generation_prompt = False
-            if not isinstance(plain[-1].get("content"), str):
+            if not plain[-1]["content"]:
                 raise RequestError("continue_final_message needs a last message with text", "messages")
         variables = {
             **self._special_tokens, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt,
@@ -128,11 +130,10 @@ class Chat:
             raise TemplateError("this model has no chat template: send a prompt to completions instead", "messages")
         if with_tools and _TOOLS in self._templates:
             return self._templates[_TOOLS]
-        if _DEFAULT not in self._templates:
-            names = ", ".join(sorted(self._templates))
-            message = f"this model has chat templates ({names}), but none named 'default': use completions instead"
+        if (found := self._templates.get(_DEFAULT)) is None:
+            message = f"this model has chat templates {sorted(self._templates)}, none named 'default': use completions"
             raise TemplateError(message, "messages")
-        return self._templates[_DEFAULT]
+        return found
 
 
 def normalize(

@@ -77,16 +77,16 @@ class FolderFiles(ModelFiles):
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise CheckpointError(f"cannot open the model {path}: it does not exist; give a model folder or file")
+            raise CheckpointError(f"the model {path} does not exist, or is a special file; give a model folder or file")
         self.path = path
 
     def text(self, name: str) -> str | None:
         path = self.path / name
         try:
-            if path.stat().st_size > MAX_TEXT:
-                raise CheckpointError(
-                    f"{path} has {path.stat().st_size:,} bytes, which is no configuration; fetch the file again"
-                )
+            if path.exists() and not path.is_file():  # reading a pipe or a device may wait for ever
+                raise CheckpointError(f"{path} is not a regular file; put a copy of the model's own file there")
+            if (size := path.stat().st_size) > MAX_TEXT:
+                raise CheckpointError(f"{path} has {size:,} bytes, which is no configuration; fetch the file again")
             return path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
@@ -134,7 +134,7 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
     def _files(self) -> Mapping[str, WeightFile]:
         """The file of each tensor."""
         for single, ending, reader in WEIGHT_FILE_KINDS:
-            if (self.path / single).exists():
+            if (self.path / single).is_file():
                 return _by_tensor([reader(self.path / single)], {})
             name = f"{single}.index.json"
             if self.text(name) is not None:

@@ -68,22 +68,20 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
 
     Args:
         config: its ``config.json``.
-        schemes: those of the installed packages; ``Unquantized`` is always there.
-        quant: a scheme's name, or "auto" to detect it.
+        schemes: those of the installed packages.
+        quant: a scheme's name, "none" for unquantized weights, or "auto" to detect it.
 
     Raises:
         UnknownNameError: no installed package has the scheme ``quant``.
         CheckpointError: no scheme fits the checkpoint, or more than one does, or ``quant`` does not.
     """
-    known = {scheme.name: scheme for scheme in (Unquantized(), *schemes)}
+    known = {"none": Unquantized(), **{scheme.name: scheme for scheme in schemes}}
     stored = _method(config)
     if quant != "auto":
         if quant not in known:
             raise UnknownNameError("quantization scheme", quant, known, "Or leave quant=auto.")
         if not known[quant].detect(config):
-            raise CheckpointError(
-                f"quant={quant} was asked for, but the checkpoint is stored as {stored!r}; leave quant=auto"
-            )
+            raise CheckpointError(f"quant={quant}, but the checkpoint is stored as {stored!r}; leave quant=auto")
         return known[quant]
     fits = [scheme for scheme in known.values() if scheme.detect(config)]
     if len(fits) > 1:
@@ -92,7 +90,7 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
     if not fits:
         raise CheckpointError(
             f"the checkpoint is quantized with {stored!r}, which no installed package reads "
-            f"(installed: {', '.join(sorted(known))}); "
+            f"(installed: {', '.join(sorted(each.name for each in known.values()))}); "
             "install a package that registers it, or use an unquantized checkpoint"
         )
     return fits[0]

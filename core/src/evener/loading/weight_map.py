@@ -1,15 +1,15 @@
 """Weight maps: rules that rename the tensors of a checkpoint. Torch-free.
 
-A JSON object of ``"regular expression": "name"``: the first expression, in the file's order, that matches a whole name
-renames it; ``$1`` and ``\\1`` stand for its groups, and ``null`` drops the tensor. ``weight_map=FILE`` names it;
-without the key ``<model_type>_weight_map.json`` of the model is used, if there is one.
+A JSON object of ``"regular expression": "name"``, in RE2's syntax, whose time is linear: a model's folder may be
+hostile, and its file is applied without being asked for. The first expression, in the file's order, that matches a
+whole name renames it; ``$1`` and ``\\1`` stand for its groups, and ``null`` drops the tensor. ``weight_map=FILE``
+names it; without the key ``<model_type>_weight_map.json`` of the model is used, if there is one.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -30,17 +30,21 @@ def with_weight_map(checkpoint: Checkpoint, file: str | None) -> Checkpoint:
     Raises:
         CheckpointError: the rules are not a JSON object of expressions and names, or two tensors get the same name.
     """
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
     name = f"{checkpoint.config.get('model_type')}_weight_map.json"
     try:
         text = checkpoint.text(name) if file is None else Path(file).expanduser().read_text("utf-8")
         if text is None:
             return checkpoint
         rules = [
-            (re.compile(key), None if value is None else re.sub(r"\$(\d+)", r"\\g<\1>", value))
+            (re2.compile(key, options), None if value is None else re2.sub(r"\$(\d+)", r"\\g<\1>", value))
             for key, value in json.loads(text).items()
         ]
         return _Renamed(checkpoint, rules)
-    except (OSError, ValueError, AttributeError, TypeError, IndexError, re.error) as error:
+    except (OSError, ValueError, AttributeError, TypeError, IndexError, re2.error) as error:
         where = checkpoint.where(name) if file is None else file
         raise CheckpointError(
             f"the weight map {where} cannot be used: {error}; it must be a JSON object of regular expressions and names"
@@ -48,7 +52,7 @@ def with_weight_map(checkpoint: Checkpoint, file: str | None) -> Checkpoint:
 
 
 class _Renamed(Checkpoint):
-    def __init__(self, inner: Checkpoint, rules: Sequence[tuple[re.Pattern[str], str | None]]) -> None:
+    def __init__(self, inner: Checkpoint, rules: Sequence[tuple[Any, str | None]]) -> None:
         self._inner, self.path = inner, inner.path
         self._names: dict[str, str] = {}
         used, untouched = [0] * len(rules), []

@@ -174,6 +174,8 @@ class SentencePieceFiles(DerivedFiles):
     @cached_property
     def _model(self) -> SentencePieceModel:
         where = self.files.where(FILE)
+        if not (self.path / FILE).is_file():  # reading a pipe may wait for ever
+            raise CheckpointError(f"{where} is not a regular file; put a copy of the model's own file there")
         try:
             return read_model((self.path / FILE).read_bytes(), where)
         except OSError as error:
