@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,40 @@ def test_a_missing_compiler_is_reported(source: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("CXX", raising=False)
     found = compile_library(source, (), "parts", "the parts")
     assert isinstance(found, Unavailable) and "no C++ compiler was found" in found.reason
+
+
+def test_a_library_that_was_cut_short_or_replaced_is_made_again(source: Path, cache: Path, tmp_path: Path) -> None:
+    compiler = script(tmp_path / "cc", COMPILER.format(version=1, log=tmp_path / "log"))
+    made = compile_library(source, (), "parts", "the parts", compiler=compiler)
+    assert isinstance(made, Path)
+    for content in (b"", b"a lib", b"another library\n"):
+        made.write_bytes(content)
+        again = compile_library(source, (), "parts", "the parts", compiler=compiler)
+        assert again == made and made.read_text() == "a library\n"
+
+
+def test_a_library_of_another_user_is_not_loaded(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    compiler = script(tmp_path / "cc", COMPILER.format(version=1, log=log))
+    compile_library(source, (), "parts", "the parts", compiler=compiler)
+    made = next((tmp_path / "cache/evener/parts").glob("*.so"))
+    monkeypatch.setattr(os, "getuid", lambda: made.stat().st_uid + 1)
+    compile_library(source, (), "parts", "the parts", compiler=compiler)
+    # Root's libraries are trusted: an image may have been made with them.
+    assert len(log.read_text().splitlines()) == (1 if made.stat().st_uid == 0 else 2)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_the_folder_is_this_users_alone_under_any_umask(umask: int, source: Path, cache: Path, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        compile_library(
+            source,
+            (),
+            "parts",
+            "the parts",
+            compiler=script(tmp_path / "cc", COMPILER.format(version=1, log="/dev/null")),
+        )
+    finally:
+        os.umask(before)
+    assert cache.stat().st_mode & 0o777 == 0o700

@@ -15,7 +15,6 @@ from pathlib import Path
 from evener.cache_folder import cache_folder
 
 log = logging.getLogger("evener.native")
-_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,9 @@ def compile_library(
 ) -> Path | Unavailable:
     """Return the shared library of ``source``, from the user's cache folder or compiled now.
 
-    The cache key covers the compiler's version, all files in the folder of ``source``, ``flags`` and ``depends``. A
-    failed compilation leaves no file behind.
+    The cache key covers the compiler's version, all files in the folder of ``source``, ``flags`` and ``depends``. The
+    file's name has a hash of its content: a file that is damaged, or neither this user's nor root's, is not loaded, but
+    made again. A failed compilation leaves no file behind.
 
     Args:
         source: the file to compile.
@@ -41,15 +41,17 @@ def compile_library(
         depends: whatever else the library depends on: the processor, versions.
         compiler: default: the first of $CXX, g++, clang++ and c++ that is installed.
     """
-    names = (compiler,) if compiler else (os.environ.get("CXX"), "g++", "clang++", "c++")
-    found = next(filter(None, (shutil.which(name) for name in names if name)), None)
+    names = (compiler,) if compiler else (os.environ.get("CXX") or "g++", "g++", "clang++", "c++")
+    found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         none = f"the compiler {compiler} was not found" if compiler else "no C++ compiler was found (g++, clang++, c++)"
         return Unavailable(f"{none}; install one, e.g. apt install g++")
     folder = cache_folder(part)
     try:
-        path = folder / f"{_key(found, source, (*flags, *depends))}.so"
-        return path if path.exists() else _compile([found, str(source), *flags], path, what)
+        key = _key(found, source, (*flags, *depends))
+        trusted = (path for path in folder.glob(f"{key}-*.so") if path.stat().st_uid in (0, os.getuid()))
+        whole = (path for path in trusted if path.name == _file_name(key, path))
+        return next(whole, None) or _compile([found, str(source), *flags], folder, key, what)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Unavailable(f"{what} could not be compiled into {folder}: {error}")
 
@@ -58,25 +60,28 @@ def _key(compiler: str, source: Path, words: Sequence[str]) -> str:
     digest = hashlib.sha256(_run([compiler, "--version"]).stdout.encode())
     for file in sorted(source.parent.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
-    for word in (compiler, *words):
-        digest.update(word.encode() + b"\0")
+    digest.update("\0".join((compiler, *words)).encode())
     return digest.hexdigest()[:24]
 
 
-def _compile(command: Sequence[str], path: Path, what: str) -> Path | Unavailable:
+def _file_name(key: str, library: Path) -> str:
+    return f"{key}-{hashlib.sha256(library.read_bytes()).hexdigest()[:32]}.so"
+
+
+def _compile(command: Sequence[str], folder: Path, key: str, what: str) -> Path | Unavailable:
     log.info("compiling %s for this machine, once: ten to thirty seconds", what)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "library.so"
         done = _run([*command, "-o", str(made)])
         if done.returncode:
-            lines = done.stderr.splitlines()
-            error = next((line for line in lines if "error" in line), done.stderr.strip()[-200:])
+            error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
             return Unavailable(f"{command[0]} could not compile {what}: {error}")
         # Atomic: two processes may compile the same library at the same time, and none may load half of a file.
+        path = folder / _file_name(key, made)
         os.replace(made, path)
     return path
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

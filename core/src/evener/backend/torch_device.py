@@ -43,9 +43,7 @@ class TorchDevice(Device):
         self.module: Any = torch.get_device_module(namespace)
         count = self.module.device_count() if self.module.is_available() else 0
         if index >= count:
-            raise BackendError(
-                f"device {index} of namespace {namespace} was asked for, but torch sees {count}; type `evener doctor`"
-            )
+            raise BackendError(f"torch sees {count} devices of {namespace}, so not {index}; type `evener doctor`")
         self.index, self.torch_device = index, torch.device(namespace, index)
         self.name = str(self.module.get_device_name(index))
         self.capabilities = capabilities
