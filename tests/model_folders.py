@@ -1,4 +1,4 @@
-"""Model folders that nobody should publish, made from those that somebody would. The same seed gives the same folders."""
+"""Model folders that nobody should publish, made from those that somebody would. A seed always gives the same ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def dump(value: Any) -> bytes:
     return json.dumps(value).encode("utf-8")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _weight_files(name: str, sharded: bool) -> Mapping[str, bytes]:
     """Weights of the tiny model of this architecture: one file, or two with an index."""
     tensors = dict(_tensors(find_architecture(name).tiny_config(), name))
@@ -297,4 +297,11 @@ def _poison(rng: random.Random, files: Files) -> str:
 
 Change = Callable[[random.Random, Files], str]
 _CONFIG_CHANGES: tuple[Change, ...] = (_change_config, _change_config, _set_known_key, _set_known_key, _change_any_json)
-_FILE_CHANGES: tuple[Change, ...] = (_break_bytes, _remove_file, _change_header, _change_header, _change_any_json, _poison)
+_FILE_CHANGES: tuple[Change, ...] = (
+    _break_bytes,
+    _remove_file,
+    _change_header,
+    _change_header,
+    _change_any_json,
+    _poison,
+)
