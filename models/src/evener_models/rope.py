@@ -43,7 +43,8 @@ def rotary(
     plain = RotaryConfig.from_config(bare, dim)
     trained_length = read_int(config, "max_position_embeddings")
     # For messages, which name the model by its type.
-    named = {**config, **settings, "model_type": f"{config.get('model_type')} ({'dynamic' if kind == 'dynamic' else 'longrope'})"}
+    spelled = "dynamic" if kind == "dynamic" else "longrope"
+    named = {**config, **settings, "model_type": f"{config.get('model_type')} (rope_type {spelled})"}
     if kind == "dynamic":
         stretch = ntk_stretch(_ntk(named, trained_length, limit), plain.dim)
         return replace(plain, base=plain.base * stretch)
