@@ -198,15 +198,19 @@ class Native:
 DTYPES = frozenset(_SUFFIXES)
 
 
+def compile_flags() -> tuple[str, ...]:
+    """What the compiler gets beside the source and the output: code for this machine's processor."""
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return "-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w"
+
+
 def load(processor: Processor, compiler: str | None = None) -> Native | Unavailable:
     """The kernels for this processor, from the cache or compiled now."""
     if compiler and shutil.which(compiler) is None:
         return Unavailable(f"cpu.compiler={compiler} was not found; install it or leave the option out")
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flags = ("-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w")
     # "-march=native" gives other code on another machine, which may share this home folder.
     depends = (processor.name, *sorted(processor.features))
-    path = compile_library(SOURCES / "kernels.cpp", flags, "cpu-kernels", "the kernels", depends, compiler)
+    path = compile_library(SOURCES / "kernels.cpp", compile_flags(), "cpu-kernels", "the kernels", depends, compiler)
     if isinstance(path, Unavailable):
         return path
     try:
