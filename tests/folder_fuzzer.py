@@ -32,7 +32,7 @@ from typing import Any
 from model_folders import Folders
 
 #: Seconds that one folder may take.
-LIMIT_S = 20
+LIMIT_S: float = 20
 #: Bytes that a child may allocate beyond what its parent had.
 LIMIT_BYTES = 3 << 30
 #: Folders of one child.

@@ -50,7 +50,7 @@ def test_two_schemes_that_fit_one_checkpoint_are_an_error_that_names_both() -> N
 def test_a_scheme_asked_for_must_exist_and_fit() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'fp8'"):
         pick_scheme(FP8, [Fp8()], "fp88")
-    with pytest.raises(CheckpointError, match="quant=fp8 was asked for, but the checkpoint is stored as 'unquantized'"):
+    with pytest.raises(CheckpointError, match="quant=fp8, but the checkpoint is stored as 'unquantized'"):
         pick_scheme({}, [Fp8()], "fp8")
 
 

@@ -67,8 +67,8 @@ def test_rules_of_the_model_folder_are_found_by_the_family(write_folder: Write) 
     ("rules", "words"),
     [
         ("[", "cannot be used"), ("[]", "cannot be used"), ({"(": "x"}, "cannot be used"),
-        ({"wte": 3}, "expected string"),
-        ({"wte": "$4"}, "invalid group reference"), ({".*": "one"}, "one name, 'one'"),
+        ({"wte": 3}, "has no len"),
+        ({"wte": "$4"}, "bad group index"), ({".*": "one"}, "one name, 'one'"),
     ],
 )  # fmt: skip
 def test_rules_that_cannot_be_used_are_refused(rules: Any, words: str, write_folder: Write) -> None:

@@ -92,7 +92,7 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
     if not fits:
         raise CheckpointError(
             f"the checkpoint is quantized with {stored!r}, which no installed package reads "
-            f"(installed: {', '.join(sorted(known))}); "
+            f"(installed: {', '.join(sorted(each.name for each in known.values()))}); "
             "install a package that registers it, or use an unquantized checkpoint"
         )
     return fits[0]
