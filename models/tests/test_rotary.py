@@ -27,7 +27,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 def table(config: dict[str, Any], length: int) -> torch.Tensor:
     build = Builder("float32", length)
-    return rotary(config, DIM, length).table(build).make(torch.device("cpu"))
+    return rotary(config, DIM, length).table(build, DIM).make(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("length", [20, 32, 33, 64, 65, 300])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import Builder, RotaryConfig, alibi_slopes
+from evener.layers import Builder, RotaryConfig
 from evener.layers.config_json import read_int
+from evener_models.alibi import alibi_slopes
 from evener_models.llama import LlamaForCausalLM
 
 #: ``vocab_size`` of Baichuan 2, whose configs also have ``z_loss_weight``.
@@ -36,7 +37,7 @@ class BaichuanForCausalLM(LlamaForCausalLM):
         return RotaryConfig(0) if self.alibi else super().rotary_config(config, dim, window)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        slopes = alibi_slopes(read_int(config, "num_attention_heads")) if self.alibi else None
+        slopes = alibi_slopes(read_int(config, "num_attention_heads", 1 << 16)) if self.alibi else None
         return {"qkv": ("W_pack",), "slopes": slopes}
 
     def normalize_head(self, config: Mapping[str, Any]) -> bool:

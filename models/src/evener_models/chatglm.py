@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder
-from evener.layers.config_json import read_int, unsupported
+from evener.layers.config_json import read_flag, read_float, read_int, unsupported
 from evener_models.llama import LlamaForCausalLM
 
 #: ``padded_vocab_size`` of ChatGLM 2 and 3; GLM-4 has another.
@@ -55,7 +55,7 @@ class ChatGLMModel(LlamaForCausalLM):
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         named = {"prefix": "self_attention", "qkv": ("query_key_value",), "o": "dense"}
-        return {"qkv_bias": bool(config.get("add_qkv_bias")), **named}
+        return {"qkv_bias": read_flag(config, "add_qkv_bias"), **named}
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate_up": ("dense_h_to_4h",), "down": "dense_4h_to_h"}
@@ -74,7 +74,7 @@ class ChatGLMModel(LlamaForCausalLM):
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Theta and scaling from ``rope_ratio``, in the meaning of the model that the config names."""
-    ratio, name = float(config.get("rope_ratio") or 1.0), str(config.get("_name_or_path")).lower()
+    ratio, name = read_float(config, "rope_ratio", default=1.0), str(config.get("_name_or_path")).lower()
     if ratio != 1.0 and "chatglm2" in name:
         return {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": ratio}}
     if ratio != 1.0 and config.get("padded_vocab_size") == _VOCAB and "chatglm3" not in name:

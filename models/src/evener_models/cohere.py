@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.config_json import read_float
+from evener.layers.config_json import read_flag, read_float
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -21,7 +21,7 @@ class CohereForCausalLM(LlamaForCausalLM):
     interleaved = True
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        normed = {"qk_norm": True, "qk_norm_over": "each"} if config.get("use_qk_norm") else {}
+        normed = {"qk_norm": True, "qk_norm_over": "each"} if read_flag(config, "use_qk_norm") else {}
         return {**super().attention_flags(config), **normed}
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from evener.errors import ArchitectureError
 from evener.layers import CausalLM, LatentConfig, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.config_json import activation, layer_count, read_float, read_int, unsupported
+from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int, read_object, unsupported
 from evener.layers.latent import IndexConfig
-from evener.layers.rotary import yarn_factor
+from evener.layers.rotary import scaling_kind, yarn_factor
 
 
 class DeepseekV2ForCausalLM(CausalLM):
@@ -20,20 +21,24 @@ class DeepseekV2ForCausalLM(CausalLM):
     oracle = "transformers"
 
     def attention(self, config: Mapping[str, Any]) -> Sequence[LatentConfig]:
-        if config.get("num_key_value_heads", config["num_attention_heads"]) != config["num_attention_heads"]:
+        heads = read_int(config, "num_attention_heads")
+        if read_int(config, "num_key_value_heads", default=heads) != heads:
             raise unsupported(config, "num_key_value_heads", "in latent attention it must equal num_attention_heads")
         nope, rope = read_int(config, "qk_nope_head_dim"), read_int(config, "qk_rope_head_dim")
         rotary = RotaryConfig.from_config({**config, "partial_rotary_factor": None}, rope, default_base=10000.0)
+        if rotary.dim != rope:
+            raise ArchitectureError("config.json has a partial_rotary_factor, but latent attention rotates all of "
+                                    f"qk_rope_head_dim = {rope}; remove it")  # fmt: skip
         layer = LatentConfig(
-            heads=read_int(config, "num_attention_heads"),
+            heads=heads,
             nope_dim=nope,
             rope_dim=rope,
             value_dim=read_int(config, "v_head_dim"),
             rank=read_int(config, "kv_lora_rank"),
             q_rank=None if config.get("q_lora_rank") is None else read_int(config, "q_lora_rank"),
-            rotary=replace(rotary, interleaved=bool(config.get("rope_interleave", True))),
+            rotary=replace(rotary, interleaved=read_flag(config, "rope_interleave", True)),
             scale=(nope + rope) ** -0.5 * _yarn_mscale(config) ** 2,
-            bias=bool(config.get("attention_bias", False)),
+            bias=read_flag(config, "attention_bias"),
             index=self.indexer(config),
         )
         return [layer] * layer_count(config)
@@ -46,7 +51,7 @@ class DeepseekV2ForCausalLM(CausalLM):
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         dense = layer < read_int({"first_k_dense_replace": 0, **config}, "first_k_dense_replace", least=0)
         every = read_int({"moe_layer_freq": 1, **config}, "moe_layer_freq")
-        if dense or not config.get("n_routed_experts") or layer % every:
+        if dense or not read_int(config, "n_routed_experts", least=0, default=0) or layer % every:
             return MLPConfig(inner=read_int(config, "intermediate_size"), activation=activation(config))
         inner = read_int(config, "moe_intermediate_size")
         return MoEConfig(
@@ -55,14 +60,15 @@ class DeepseekV2ForCausalLM(CausalLM):
             inner=inner,
             activation=activation(config),
             scale=read_float(config, "routed_scaling_factor"),
-            shared_inner=inner * (config.get("n_shared_experts") or 0),
+            shared_inner=inner * read_int(config, "n_shared_experts", 1 << 12, least=0, default=0),
             **self.routing(config),
         )
 
     def routing(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of ``MoEConfig`` that say how experts are chosen, apart from their number."""
-        if config.get("norm_topk_prob") or config.get("scoring_func", "softmax") != "softmax":
-            key = "norm_topk_prob" if config.get("norm_topk_prob") else "scoring_func"
+        renormalized = read_flag(config, "norm_topk_prob")
+        if renormalized or config.get("scoring_func", "softmax") != "softmax":
+            key = "norm_topk_prob" if renormalized else "scoring_func"
             raise unsupported(config, key, "DeepSeek V2 weights experts by softmax scores, not renormalized")
         if config.get("topk_method", "greedy") == "greedy":
             return {"renormalize": False}
@@ -91,7 +97,7 @@ class DeepseekV2ForCausalLM(CausalLM):
 
 def _yarn_mscale(config: Mapping[str, Any]) -> float:
     """YaRN's factor on queries and on keys (``mscale_all_dim``); 1 without YaRN."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if settings.get("rope_type", settings.get("type", "default")) == "default" or not settings.get("mscale_all_dim"):
+    settings = read_object(config, "rope_parameters") or read_object(config, "rope_scaling")
+    if scaling_kind(settings) == "default" or not settings.get("mscale_all_dim"):
         return 1.0
-    return yarn_factor(float(settings["factor"]), float(settings["mscale_all_dim"]))
+    return yarn_factor(read_float(settings, "factor"), read_float(settings, "mscale_all_dim"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder
-from evener.layers.config_json import layer_count, read_int, unsupported
+from evener.layers.config_json import layer_count, read_flag, read_int, unsupported
 from evener.layers.latent import IndexConfig
 from evener_models.deepseek_v2 import DeepseekV2ForCausalLM
 
@@ -20,7 +20,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         super().__init__(config, build)
         layers = layer_count(config)
-        for extra in range(int(config.get("num_nextn_predict_layers") or 0)):
+        for extra in range(read_int(config, "num_nextn_predict_layers", 1 << 10, least=0, default=0)):
             build.ignore(rf"model\.layers\.{layers + extra}\..*")
 
     def routing(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         return {
             "scoring": "sigmoid",
             "correction": "mlp.gate.e_score_correction_bias",
-            "renormalize": bool(config.get("norm_topk_prob", True)),
+            "renormalize": read_flag(config, "norm_topk_prob", True),
             "groups": read_int(config, "n_group"),
             "top_groups": read_int(config, "topk_group"),
             "group_best": 2,

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import AttentionConfig, MLPConfig, MoEConfig
-from evener.layers.config_json import activation, layer_windows, read_float, read_int, require
-from evener_models.llama import LlamaForCausalLM, alternating_layer_types
+from evener.layers.config_json import activation, read_float, read_int, require
+from evener_models.config_values import alternating_layer_types, layer_windows, optional_float
+from evener_models.llama import LlamaForCausalLM
 
 
 class GemmaForCausalLM(LlamaForCausalLM):
@@ -52,7 +53,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **super().attention_flags(config), "scale": read_float(config, "query_pre_attn_scalar") ** -0.5,
-            "softcap": config.get("attn_logit_softcapping"), "post_norm": "post_attention_layernorm",
+            "softcap": optional_float(config, "attn_logit_softcapping"), "post_norm": "post_attention_layernorm",
         }  # fmt: skip
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
@@ -69,8 +70,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
         )
 
     def logit_cap(self, config: Mapping[str, Any]) -> float | None:
-        cap = config.get("final_logit_softcapping")
-        return None if cap is None else float(cap)
+        return optional_float(config, "final_logit_softcapping")
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from evener.errors import ArchitectureError
 from evener.layers import AttentionConfig, RotaryConfig
-from evener.layers.config_json import layer_count, layer_windows, read_int, require, unsupported
+from evener.layers.config_json import layer_count, read_flag, read_int, read_object, require, unsupported
 from evener.layers.rotary import has_entries
+from evener_models.config_values import first_present, layer_windows
 from evener_models.gemma import Gemma2ForCausalLM
 
 
@@ -19,7 +20,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        if config.get("use_bidirectional_attention"):
+        if read_flag(config, "use_bidirectional_attention"):
             raise unsupported(config, "use_bidirectional_attention", "only causal attention is")
         return super().attention(config)
 
@@ -29,17 +30,17 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
         if config.get("layer_types"):
             return layer_windows(config, "")
-        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
-        if not every:
+        key = first_present(config, "sliding_window_pattern", "_sliding_window_pattern")
+        if config.get(key) is None:
             raise ArchitectureError(
                 "config.json has neither layer_types nor sliding_window_pattern; add the model's value, e.g. 6"
             )
-        window = read_int(config, "sliding_window")
+        every, window = read_int(config, key), read_int(config, "sliding_window")
         return [window if (i + 1) % every else None for i in range(layer_count(config))]
 
     def rotary_config(self, config: Mapping[str, Any], dim: int, window: int | None) -> RotaryConfig:
         layer_type = "full_attention" if window is None else "sliding_attention"
-        if window is not None and not has_entries(config.get("rope_parameters")):
+        if window is not None and not has_entries(read_object(config, "rope_parameters")):
             # Before rope_parameters had one entry per layer type, scaling was for full attention layers only.
             return RotaryConfig.from_config({"rope_theta": require(config, "rope_local_base_freq")}, dim, layer_type)
         return RotaryConfig.from_config(config, dim, layer_type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evener.layers.config_json import read_flag
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -17,7 +18,7 @@ class GlmForCausalLM(LlamaForCausalLM):
     interleaved = True
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"qkv_bias": bool(config.get("attention_bias", True))}
+        return {"qkv_bias": read_flag(config, "attention_bias", True)}
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate_up": ("gate_up_proj",)}

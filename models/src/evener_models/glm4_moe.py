@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder, MLPConfig, MoEConfig
-from evener.layers.config_json import activation, first_present, layer_count, read_float, read_int
+from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int
+from evener_models.config_values import first_present
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -25,8 +26,8 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "qkv_bias": bool(config.get("attention_bias", False)),
-            "qk_norm": bool(config.get("use_qk_norm", False)),
+            "qkv_bias": read_flag(config, "attention_bias"),
+            "qk_norm": read_flag(config, "use_qk_norm"),
         }
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
@@ -42,7 +43,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
             groups=read_int(config, "n_group"),
             top_groups=read_int(config, "topk_group"),
             group_best=2,
-            renormalize=bool(config.get("norm_topk_prob", True)),
+            renormalize=read_flag(config, "norm_topk_prob", True),
             scale=read_float(config, "routed_scaling_factor"),
             correction="mlp.gate.e_score_correction_bias",
             shared_inner=inner * read_int(config, "n_shared_experts", least=0),

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import MoEConfig
-from evener.layers.config_json import layer_windows, read_float, read_int
-from evener_models.llama import LlamaForCausalLM, alternating_layer_types
+from evener.layers.config_json import read_flag, read_float, read_int
+from evener_models.config_values import alternating_layer_types, layer_windows
+from evener_models.llama import LlamaForCausalLM
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
@@ -20,7 +21,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     default_theta = None
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        bias = bool(config.get("attention_bias", True))
+        bias = read_flag(config, "attention_bias", True)
         return {"qkv_bias": bias, "o_bias": bias, "sinks": True}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:

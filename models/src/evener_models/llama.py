@@ -8,8 +8,9 @@ from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
 from evener.layers import AttentionConfig, Builder, CausalLM, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.config_json import activation, head_dim, layer_count, read_int
+from evener.layers.config_json import activation, layer_count, read_flag, read_int
 from evener_formats.tokenizers.sentencepiece_tokenizer import published_files
+from evener_models.config_values import head_dim
 from evener_models.rope import rotary
 
 
@@ -42,7 +43,7 @@ class LlamaForCausalLM(CausalLM):
         return [
             AttentionConfig(
                 heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
+                kv_heads=read_int(config, "num_key_value_heads", default=heads),
                 head_dim=dim,
                 rotary=self.rotary_config(config, dim, window),
                 window=window,
@@ -58,7 +59,7 @@ class LlamaForCausalLM(CausalLM):
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Further fields of ``AttentionConfig``: biases, head norms, names."""
-        bias = bool(config.get("attention_bias", False))
+        bias = read_flag(config, "attention_bias")
         return {"qkv_bias": bias, "o_bias": bias}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
@@ -72,7 +73,7 @@ class LlamaForCausalLM(CausalLM):
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Further fields of ``MLPConfig``, beside width and activation."""
-        return {"bias": bool(config.get("mlp_bias", False))}
+        return {"bias": read_flag(config, "mlp_bias")}
 
     @classmethod
     def text_files(cls, files: ModelFiles) -> ModelFiles:
@@ -95,8 +96,3 @@ def uniform_windows(config: Mapping[str, Any]) -> list[int | None]:
     """``sliding_window`` for every layer; it may be null."""
     window = None if config.get("sliding_window") is None else read_int(config, "sliding_window")
     return [window] * layer_count(config)
-
-
-def alternating_layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The ``layer_types`` of a model with sliding windows on layers 0, 2, 4 and so on."""
-    return [("sliding_attention", "full_attention")[i % 2] for i in range(layer_count(config))]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import AttentionConfig, Builder, MLPConfig, MoEConfig, RotaryConfig, TemperatureConfig
-from evener.layers.config_json import activation, head_dim, layer_count, read_float, read_int, require, unsupported
+from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int, read_object, unsupported
+from evener_models.config_values import head_dim, layer_types, read_list
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -24,22 +25,23 @@ class Llama4ForCausalLM(LlamaForCausalLM):
     interleaved = True
 
     def attention(self, config: Mapping[str, Any]) -> list[AttentionConfig]:
-        dim, heads, bias = head_dim(config), read_int(config, "num_attention_heads"), bool(config.get("attention_bias"))
+        dim, heads = head_dim(config), read_int(config, "num_attention_heads")
+        bias = read_flag(config, "attention_bias")
         rotary = self.rotary_config(config, dim, None)
         tuned = {"floor_scale": 8192, "attn_scale": 0.1, **config}
         temperature = None
-        if config.get("attn_temperature_tuning", True):
+        if read_flag(config, "attn_temperature_tuning", True):
             temperature = TemperatureConfig(read_int(tuned, "floor_scale"), read_float(tuned, "attn_scale"))
         return [
             AttentionConfig(
                 heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
+                kv_heads=read_int(config, "num_key_value_heads", default=heads),
                 head_dim=dim,
                 rotary=rotary if uses_rope else RotaryConfig(0),
                 chunk=chunk,
                 qkv_bias=bias,
                 o_bias=bias,
-                qk_norm=uses_rope and bool(config.get("use_qk_norm", True)),
+                qk_norm=uses_rope and read_flag(config, "use_qk_norm", True),
                 qk_norms=None,
                 temperature=None if uses_rope else temperature,
             )
@@ -50,7 +52,7 @@ class Llama4ForCausalLM(LlamaForCausalLM):
         """For each layer whether it has RoPE. Despite its name, ``no_rope_layers`` is 1 for layers with RoPE."""
         layers = layer_count(config)
         every = read_int({"no_rope_layer_interval": 4, **config}, "no_rope_layer_interval")
-        named = config.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
+        named = read_list(config, "no_rope_layers", int) or [(i + 1) % every for i in range(layers)]
         if len(named) != layers:
             raise unsupported(config, "no_rope_layers", f"it must have num_hidden_layers = {layers} entries")
         return [bool(uses_rope) for uses_rope in named]
@@ -58,17 +60,15 @@ class Llama4ForCausalLM(LlamaForCausalLM):
     def _chunks(self, config: Mapping[str, Any]) -> list[int | None]:
         """The chunk size of each layer in tokens; None: full attention."""
         uses_rope = self._uses_rope(config)
-        types = config.get("layer_types") or ["chunked_attention" if t else "full_attention" for t in uses_rope]
-        if len(types) != len(uses_rope) or not {"chunked_attention", "full_attention"}.issuperset(types):
-            allowed = f"it must have num_hidden_layers = {len(uses_rope)} entries, chunked_attention or full_attention"
-            raise unsupported(config, "layer_types", allowed)
+        types = layer_types(config, ("chunked_attention", "full_attention"))
+        types = types or ["chunked_attention" if t else "full_attention" for t in uses_rope]
         size = {"attention_chunk_size": 8192, **config}
         return [read_int(size, "attention_chunk_size") if name == "chunked_attention" else None for name in types]
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         every = read_int({"interleave_moe_layer_step": 1, **config}, "interleave_moe_layer_step")
-        chosen = config.get("moe_layers")
-        if layer not in chosen if chosen is not None else (layer + 1) % every:
+        chosen = read_list(config, "moe_layers", int)
+        if layer not in chosen if config.get("moe_layers") is not None else (layer + 1) % every:
             inner = read_int(config, "intermediate_size_mlp")
             return MLPConfig(inner=inner, activation=activation(config), prefix="feed_forward")
         inner = read_int(config, "intermediate_size")
@@ -110,7 +110,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         build.ignore(r"(vision_model|multi_modal_projector)\..*")
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings", self.tied)}
-        super().__init__({**tied, **require(config, "text_config")}, build)
+        super().__init__({**tied, **read_object(config, "text_config")}, build)
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.config_json import unsupported
+from evener.layers.config_json import read_flag, unsupported
 from evener_models.llama import LlamaForCausalLM, uniform_windows
 
 
@@ -15,7 +15,7 @@ class MistralForCausalLM(LlamaForCausalLM):
     default_theta = None
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        if config.get("attention_bias"):
+        if read_flag(config, "attention_bias"):
             raise unsupported(config, "attention_bias", "Mistral's projections have none")
         return {}
 

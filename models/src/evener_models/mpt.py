@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import Builder, RotaryConfig, alibi_slopes
-from evener.layers.config_json import read_int, unsupported
+from evener.layers import Builder, RotaryConfig
+from evener.layers.config_json import read_int, read_object, unsupported
+from evener_models.alibi import alibi_slopes
+from evener_models.config_values import optional_float
 from evener_models.llama import LlamaForCausalLM
 
 #: Keys for which transformers implements one value only, and so does this class.
@@ -27,13 +29,13 @@ class MptForCausalLM(LlamaForCausalLM):
     eps_key = "layer_norm_epsilon"
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        inner = {"model_type": "mpt", **(config.get("attn_config") or {})}
+        inner = {"model_type": "mpt", **read_object(config, "attn_config")}
         for settings, fixed in ((config, _ONLY), (inner, _ONLY_ATTENTION)):
             for key, only in fixed.items():
                 if settings.get(key, only) != only:
                     raise unsupported(settings, key, f"it must be {only!r}")
         shared = {
-            "hidden_size": read_int(config, "d_model"), "num_attention_heads": read_int(config, "n_heads"),
+            "hidden_size": read_int(config, "d_model"), "num_attention_heads": read_int(config, "n_heads", 1 << 16),
             "num_hidden_layers": read_int(config, "n_layers"),
             "max_position_embeddings": read_int(config, "max_seq_len"),
             "intermediate_size": config["d_model"] * read_int({"expansion_ratio": 4, **config}, "expansion_ratio"),
@@ -45,7 +47,8 @@ class MptForCausalLM(LlamaForCausalLM):
         return RotaryConfig(0)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        slopes, scale = alibi_slopes(config["num_attention_heads"]), config["attn_config"].get("softmax_scale")
+        slopes, inner = alibi_slopes(config["num_attention_heads"]), config["attn_config"]
+        scale = optional_float(inner, "softmax_scale")
         named = {"prefix": "attn", "qkv": ("Wqkv",), "o": "out_proj", "norm": "norm_1"}
         return {"slopes": slopes, "scale": scale, **named}
 

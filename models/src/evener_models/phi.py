@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evener.layers.config_json import read_flag
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -19,7 +20,7 @@ class PhiForCausalLM(LlamaForCausalLM):
     default_partial_rotary_factor = 0.5
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        normed = {"qk_norm": bool(config.get("qk_layernorm")), "qk_norms": ("q_layernorm", "k_layernorm")}
+        normed = {"qk_norm": read_flag(config, "qk_layernorm"), "qk_norms": ("q_layernorm", "k_layernorm")}
         return {"qkv_bias": True, "o_bias": True, "o": "dense", **normed}
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder
+from evener.layers.config_json import read_object
 from evener_models.llama import LlamaForCausalLM, uniform_windows
 
 
@@ -14,7 +15,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     layer; ``partial_rotary_factor``; LongRoPE, which early configs call ``su`` or ``yarn``."""
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        scaling = config.get("rope_scaling") or {}
+        scaling = read_object(config, "rope_scaling")
         if scaling.get("type") == "yarn":
             config = {**config, "rope_scaling": {**scaling, "type": "longrope"}}
         super().__init__(config, build)

@@ -17,10 +17,11 @@ from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
 from evener.layers import Builder, LogNConfig
-from evener.layers.config_json import read_float, read_int
+from evener.layers.config_json import read_flag, read_float, read_int
 from evener_formats.tokenizers.qwen_tokenizer import FILE, QwenFiles
 from evener_models.llama import LlamaForCausalLM
 from evener_models.qwen_vision import QwenImages, QwenVision
+from evener_models.rope import ntk_stretch
 
 
 class QWenLMHeadModel(LlamaForCausalLM):
@@ -35,10 +36,9 @@ class QWenLMHeadModel(LlamaForCausalLM):
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         trained, base = read_int(config, "seq_length", least=2), read_float(config, "rotary_emb_base")
-        dim, part = read_int(config, "kv_channels"), read_float(config, "rotary_pct")
-        if config.get("use_dynamic_ntk"):
-            turned = int(dim * part)
-            base *= ntk_alpha(build.max_positions, trained) ** (turned / (turned - 2))
+        dim, part = read_int(config, "kv_channels"), read_float(config, "rotary_pct", most=1.0)
+        if read_flag(config, "use_dynamic_ntk"):
+            base *= ntk_stretch(ntk_alpha(build.max_positions, trained), int(dim * part))
         shared = {
             "head_dim": dim, "rope_theta": base, "partial_rotary_factor": part, "hidden_act": "silu",
             # The config counts gate and up together.
@@ -57,15 +57,15 @@ class QWenLMHeadModel(LlamaForCausalLM):
         return QwenFiles(files, FILE) if files.names(FILE) else files
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        bias = not config.get("no_bias", True)
-        temperature = LogNConfig(config["seq_length"]) if config.get("use_logn_attn") else None
+        bias = not read_flag(config, "no_bias", True)
+        temperature = LogNConfig(config["seq_length"]) if read_flag(config, "use_logn_attn") else None
         return {
             "prefix": "attn", "qkv": ("c_attn",), "o": "c_proj", "qkv_bias": True, "o_bias": bias, "norm": "ln_1",
             "temperature": temperature if self.limit > config["seq_length"] else None,
         }  # fmt: skip
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        bias = not config.get("no_bias", True)
+        bias = not read_flag(config, "no_bias", True)
         return {"bias": bias, "gate_up": ("w2", "w1"), "down": "c_proj", "norm": "ln_2"}
 
     @classmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.config_json import layer_count, layer_windows, read_int
+from evener.layers.config_json import layer_count, read_flag, read_int
+from evener_models.config_values import layer_windows
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -20,7 +21,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
         layers = layer_count(config)
-        if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        if not read_flag(config, "use_sliding_window") or config.get("sliding_window") is None:
             return layer_windows({**config, "sliding_window": None}, "full_attention")
         if config.get("layer_types"):
             return layer_windows(config, "")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import AttentionConfig
-from evener.layers.config_json import require
+from evener.layers.config_json import read_flag, require
 from evener_models.qwen2 import Qwen2ForCausalLM
 
 
@@ -19,7 +19,7 @@ class Qwen3ForCausalLM(Qwen2ForCausalLM):
         return super().attention(config)
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        bias = bool(config.get("attention_bias", False))
+        bias = read_flag(config, "attention_bias")
         return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
 
     @classmethod

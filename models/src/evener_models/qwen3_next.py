@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.layers import Builder, CausalLM, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.config_json import activation, layer_count, read_int, unsupported
+from evener.layers.config_json import activation, layer_count, read_flag, read_int, unsupported
 from evener.layers.gated_delta import DeltaConfig, GatedAttentionConfig
+from evener_models.config_values import layer_types
 from evener_models.qwen_moe import experts
 
 _KINDS = ("linear_attention", "full_attention")
@@ -35,7 +36,7 @@ class Qwen3NextForCausalLM(CausalLM):
             kv_heads=read_int(config, "num_key_value_heads"),
             head_dim=dim,
             rotary=RotaryConfig.from_config({"partial_rotary_factor": 0.25, **config}, dim),
-            bias=bool(config.get("attention_bias", False)),
+            bias=read_flag(config, "attention_bias"),
         )
         delta = DeltaConfig(
             heads=read_int(config, "linear_num_value_heads"),
@@ -51,10 +52,7 @@ class Qwen3NextForCausalLM(CausalLM):
     def _kinds(self, config: Mapping[str, Any]) -> Sequence[str]:
         layers = layer_count(config)
         every = read_int({"full_attention_interval": 4, **config}, "full_attention_interval")
-        kinds = config.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
-        if len(kinds) != layers or not set(kinds) <= set(_KINDS):
-            raise unsupported(config, "layer_types", f"it must name one of {', '.join(_KINDS)} for each layer")
-        return kinds
+        return layer_types(config, _KINDS) or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         plain = MLPConfig(inner=read_int(config, "intermediate_size"), activation=activation(config))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import MLPConfig, MoEConfig
-from evener.layers.config_json import activation, first_present, read_int
+from evener.layers.config_json import activation, read_flag, read_int
+from evener_models.config_values import first_present, read_list
 from evener_models.qwen2 import Qwen2ForCausalLM
 from evener_models.qwen3 import Qwen3ForCausalLM
 
@@ -14,14 +15,14 @@ from evener_models.qwen3 import Qwen3ForCausalLM
 def experts(config: Mapping[str, Any], layer: int, **extra: Any) -> MoEConfig | None:
     """The experts of a layer; None if ``mlp_only_layers`` or ``decoder_sparse_step`` makes it an MLP."""
     every = read_int({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
-    if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % every:
+    if layer in read_list(config, "mlp_only_layers", int) or (layer + 1) % every:
         return None
     return MoEConfig(
         experts=read_int(config, first_present(config, "num_experts", "num_local_experts")),
         top=read_int(config, "num_experts_per_tok"),
         inner=read_int(config, "moe_intermediate_size"),
         activation=activation(config),
-        renormalize=bool(config.get("norm_topk_prob", False)),
+        renormalize=read_flag(config, "norm_topk_prob"),
         **extra,
     )
 
@@ -30,7 +31,7 @@ class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
     """Qwen 1.5 MoE and Qwen 2 57B-A14B. Differs from Qwen 2: experts, a shared expert with a gate, ``qkv_bias``."""
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"qkv_bias": bool(config.get("qkv_bias", True))}
+        return {"qkv_bias": read_flag(config, "qkv_bias", True)}
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         shared = read_int(config, "shared_expert_intermediate_size")

@@ -16,6 +16,11 @@ from typing import Any
 
 from evener.errors import ArchitectureError
 from evener.layers import RotaryConfig
+from evener.layers.config_json import read_float, read_int, read_object
+from evener.layers.rotary import scaling_kind
+
+#: Factors beyond these would give angles that are not finite.
+_LEAST, _MOST = 1e-4, 1e9
 
 
 def rotary(
@@ -27,8 +32,8 @@ def rotary(
     Raises:
         ArchitectureError: a setting is missing or has the wrong type, or the scaling is not implemented.
     """
-    settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = settings.get("rope_type", settings.get("type", "default"))
+    settings = {**read_object(config, "rope_scaling"), **read_object(config, "rope_parameters")}
+    kind = scaling_kind(settings)
     if kind not in ("dynamic", "longrope", "su"):  # the last is LongRoPE's first name
         return RotaryConfig.from_config(config, dim, layer_type, default_base)
     unscaled = {key: settings[key] for key in ("rope_theta", "partial_rotary_factor") if key in settings}
@@ -36,41 +41,54 @@ def rotary(
     if config.get("rope_theta", default_base) is not None:
         bare["rope_parameters"].setdefault("rope_theta", config.get("rope_theta", default_base))
     plain = RotaryConfig.from_config(bare, dim)
-    trained_length = _read_float(config, "max_position_embeddings", kind)
+    trained_length = read_int(config, "max_position_embeddings")
+    # For messages, which name the model by its type.
+    spelled = "dynamic" if kind == "dynamic" else "longrope"
+    named = {**config, **settings, "model_type": f"{config.get('model_type')} (rope_type {spelled})"}
     if kind == "dynamic":
-        return replace(plain, base=plain.base * _ntk(settings, trained_length, limit) ** (plain.dim / (plain.dim - 2)))
-    return _longrope(plain, {**config, **settings}, trained_length, limit)
+        stretch = ntk_stretch(_ntk(named, trained_length, limit), plain.dim)
+        return replace(plain, base=plain.base * stretch)
+    return _longrope(plain, named, trained_length, limit)
 
 
-def _ntk(settings: Mapping[str, Any], trained_length: float, limit: int) -> float:
-    """The factor by which NTK scaling (bloc97 2023) stretches the longest wavelength: ``alpha`` if it is given,
-    otherwise one that grows with the context."""
+def ntk_stretch(alpha: float, dim: int) -> float:
+    """The factor on theta that stretches the longest wavelength of ``dim`` rotated dimensions by ``alpha`` (bloc97
+    2023).
+
+    Raises:
+        ArchitectureError: ``dim`` is 2, which has one wavelength only.
+    """
+    if dim <= 2:
+        raise ArchitectureError(
+            f"config.json asks for dynamic NTK scaling, which needs more than {dim} rotated dimensions in each head; "
+            "correct head_dim or partial_rotary_factor, or remove the scaling"
+        )
+    return float(alpha ** (dim / (dim - 2)))
+
+
+def _ntk(settings: Mapping[str, Any], trained_length: int, limit: int) -> float:
+    """The factor by which NTK scaling stretches the longest wavelength: ``alpha`` if it is given, otherwise one that
+    grows with the context."""
     if settings.get("alpha") is not None:
-        return _read_float(settings, "alpha", "dynamic")
-    factor = _read_float(settings, "factor", "dynamic")
+        return read_float(settings, "alpha", above=_LEAST, most=_MOST)
+    factor = read_float(settings, "factor", above=_LEAST, most=_MOST)
     return factor * max(limit, trained_length) / trained_length - (factor - 1)
 
 
-def _longrope(plain: RotaryConfig, settings: Mapping[str, Any], trained_length: float, limit: int) -> RotaryConfig:
+def _longrope(plain: RotaryConfig, settings: Mapping[str, Any], trained_length: int, limit: int) -> RotaryConfig:
     """LongRoPE (Ding et al. 2024): each frequency has a divisor, one for short contexts and one for long ones."""
     lists = [settings.get(key) for key in ("short_factor", "long_factor")]
     for key, values in zip(("short_factor", "long_factor"), lists, strict=True):
-        numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+        numbers = isinstance(values, list) and all(type(v) in (int, float) and _LEAST < v <= _MOST for v in values)
         if not numbers or len(values or ()) != plain.dim // 2:
             raise ArchitectureError(
-                f"config.json asks for rope_type 'longrope', whose {key} must be a list of {plain.dim // 2} numbers, "
-                f"one for each pair of rotated dimensions; it is {values!r}"
+                f"config.json asks for rope_type 'longrope', whose {key} must be a list of {plain.dim // 2} numbers "
+                f"above {_LEAST:g}, one for each pair of rotated dimensions; it is {repr(values)[:200]}"
             )
-    original = _read_float(settings, "original_max_position_embeddings", "longrope")
-    factor, amplitude = float(settings.get("factor") or trained_length / original), settings.get("attention_factor")
-    if amplitude is None:
-        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return replace(plain, divisors=tuple(lists[limit > original] or ()), amplitude=float(amplitude))
-
-
-def _read_float(settings: Mapping[str, Any], key: str, kind: str) -> float:
-    if type(settings.get(key)) not in (int, float):
-        raise ArchitectureError(
-            f"config.json asks for rope_type {kind!r} with {key} = {settings.get(key)!r}; it must be a number"
-        )
-    return float(settings[key])
+    original = read_float(settings, "original_max_position_embeddings", above=1.0)
+    factor = read_float(settings, "factor", above=_LEAST, default=trained_length / original)
+    amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return replace(
+        plain, divisors=tuple(lists[limit > original] or ()),
+        amplitude=read_float(settings, "attention_factor", default=amplitude),
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evener.layers.config_json import read_flag
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -15,8 +16,8 @@ class SeedOssForCausalLM(LlamaForCausalLM):
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "qkv_bias": bool(config.get("attention_bias", True)),
-            "o_bias": bool(config.get("attention_out_bias", False)),
+            "qkv_bias": read_flag(config, "attention_bias", True),
+            "o_bias": read_flag(config, "attention_out_bias"),
         }
 
     @classmethod

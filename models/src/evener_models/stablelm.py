@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evener.layers.config_json import read_flag
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -19,11 +20,11 @@ class StableLmForCausalLM(LlamaForCausalLM):
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         norms = ("q_layernorm.norms.{}", "k_layernorm.norms.{}")
-        normed = {"qk_norm": bool(config.get("qk_layernorm")), "qk_norm_over": "each", "qk_norms": norms}
-        return {"qkv_bias": bool(config.get("use_qkv_bias")), **(normed if normed["qk_norm"] else {})}
+        normed = {"qk_norm": read_flag(config, "qk_layernorm"), "qk_norm_over": "each", "qk_norms": norms}
+        return {"qkv_bias": read_flag(config, "use_qkv_bias"), **(normed if normed["qk_norm"] else {})}
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"parallel": True, "norm": "input_layernorm"} if config.get("use_parallel_residual") else {}
+        return {"parallel": True, "norm": "input_layernorm"} if read_flag(config, "use_parallel_residual") else {}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evener.layers.config_json import read_flag
 from evener_models.llama import LlamaForCausalLM, uniform_windows
 
 
@@ -17,14 +18,14 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
     eps_key = "norm_epsilon"
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        bias = bool(config.get("use_bias", True))
+        bias = read_flag(config, "use_bias", True)
         return {"qkv_bias": bias, "o_bias": bias}
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
         return uniform_windows(config)
 
     def mlp_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"gated": False, "bias": bool(config.get("use_bias", True)), "gate_up": ("c_fc",), "down": "c_proj"}
+        return {"gated": False, "bias": read_flag(config, "use_bias", True), "gate_up": ("c_fc",), "down": "c_proj"}
 
     @classmethod
     def tiny_config(cls) -> dict[str, Any]:

@@ -123,6 +123,8 @@ class BlockPacking(Packing):
             stored = torch.cat((part.tensors["scale"][..., None], stored), dim=-1).flatten(1)
         stored = stored.contiguous()
         size = (self._bytes(part, dtype),)
+        if part.rows > stored.shape[0] or stored.dtype is not torch.uint8:
+            raise ValueError(f"{part.name} is {stored.dtype} {list(stored.shape)}, not uint8 of {part.rows} rows")
         tiles = torch.empty(size, dtype=torch.uint8) if self._arena is None else self._arena.take(size, torch.uint8)
         native.pack(
             KINDS[part.format.storage], stored.data_ptr(), stored.shape[1], part.rows, part.columns, tiles.data_ptr(),

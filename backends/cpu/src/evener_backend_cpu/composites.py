@@ -12,6 +12,7 @@ from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import DecoderLayerStatic, MLPStatic, QKVStatic
 from evener.contracts.weights import AttentionWeights, MLPWeights
+from evener_backend_cpu.arguments import require, require_count, require_indices, require_weight
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
 from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.native_library import Layer, Matrix
@@ -19,7 +20,6 @@ from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
 from evener_backend_cpu.state import LAYOUT, MAX_HEAD_DIM, PagedMeta, PagedViews
 
 _ENTER, _ATTEND, _MLP = 1, 2, 4
-_NO_MEMORY = "no memory for a layer's scratch; lower infer.step_tokens or infer.kv_memory"
 
 
 class _Site:
@@ -31,6 +31,7 @@ class _Site:
         self._key: tuple[Any, ...] = (None, None, None)
         self._kept: list[torch.Tensor | PackedWeight] = []
         s = self.struct
+        self._mlp_static = mlp
         s.packed = BLOCKS in layouts.values()
         if attention is not None:
             s.hidden, s.rotary, s.interleaved = attention["hidden"], attention["rotary_dim"], attention["interleaved"]
@@ -47,28 +48,51 @@ class _Site:
         if key[0] is attention and key[1] is mlp and key[2] is views:
             return self.address
         self._kept.clear()
-        s = self.struct
         if attention is not None and views is not None and self._attention_static is not None:
-            s.g = views.geometry(self._attention_static["state"].attention)
-            for name in AttentionWeights._fields:
-                if name not in ("qkv", "o"):
-                    setattr(s, name, self._address(getattr(attention, name)))
-            s.qkv, s.o = self._matrix(attention.qkv), self._matrix(attention.o)
-        if mlp is not None:
-            s.gate_up_bias, s.down_bias = self._address(mlp.gate_up_bias), self._address(mlp.down_bias)
-            s.gate_up, s.down = self._matrix(mlp.gate_up), self._matrix(mlp.down)
-            s.mlp_norm, s.mlp_post_norm = self._address(mlp.norm), self._address(mlp.post_norm)
+            self._bind_attention(self._attention_static, attention, views)
+        if mlp is not None and self._mlp_static is not None:
+            self._bind_mlp(self._mlp_static, mlp)
         self._key = (attention, mlp, views)
         return self.address
 
-    def _address(self, tensor: torch.Tensor | None) -> int | None:
+    def _bind_attention(self, a: QKVStatic, weights: AttentionWeights, views: PagedViews) -> None:
+        s, dtype, hidden = self.struct, getattr(torch, a["dtype"]), a["hidden"]
+        s.g = views.geometry(a["state"].attention)
+        held, declared = (
+            (s.g.heads, s.g.kv_heads, s.g.d, s.g.dv),
+            (a["heads"], a["kv_heads"], a["head_dim"], a["value_dim"]),
+        )
+        if held != declared:
+            raise ValueError(f"the state is for heads, KV heads and widths {held}; the layer has {declared}")
+        heads, d, dv = a["heads"], a["head_dim"], a["value_dim"]
+        rows, s.positions = (heads + a["kv_heads"]) * d + a["kv_heads"] * dv, weights.cos_sin.shape[0]
+        s.qkv = self._matrix("qkv", weights.qkv, (rows, hidden), dtype)
+        # The part before attention gets no output projection; what stands in its place is not read.
+        s.o = self._matrix("o", weights.o, (hidden, heads * dv) if "o" in a else (rows, hidden), dtype)
+        counts = {"norm": hidden, "qkv_bias": rows, "q_norm": d, "k_norm": d, "o_bias": hidden, "sinks": heads,
+                  "post_norm": hidden}  # fmt: skip
+        for name, count in counts.items():
+            setattr(s, name, self._address(name, getattr(weights, name), dtype, count))
+        s.cos_sin = self._address("cos_sin", weights.cos_sin, torch.float32, s.positions * s.rotary)
+        s.query_scale = self._address("query_scale", weights.query_scale, torch.float32, s.positions)
+
+    def _bind_mlp(self, m: MLPStatic, weights: MLPWeights) -> None:
+        s, dtype, hidden, inner = self.struct, getattr(torch, m["dtype"]), m["hidden"], m["inner"]
+        s.gate_up = self._matrix("gate_up", weights.gate_up, (2 * inner, hidden), dtype)
+        s.down = self._matrix("down", weights.down, (hidden, inner), dtype)
+        s.gate_up_bias = self._address("gate_up_bias", weights.gate_up_bias, dtype, 2 * inner)
+        s.down_bias = self._address("down_bias", weights.down_bias, dtype, hidden)
+        s.mlp_norm = self._address("the MLP's norm", weights.norm, dtype, hidden)
+        s.mlp_post_norm = self._address("the MLP's post_norm", weights.post_norm, dtype, hidden)
+
+    def _address(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, count: int) -> int | None:
         if tensor is None:
             return None
-        assert tensor.is_contiguous(), "the loader makes contiguous weights"
         self._kept.append(tensor)
-        return tensor.data_ptr()
+        return require_count(name, tensor, dtype, count)
 
-    def _matrix(self, weight: PackedWeight) -> Matrix:
+    def _matrix(self, name: str, weight: PackedWeight, shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
+        require_weight(name, weight, shape, dtype)
         self._kept.append(weight)
         return Matrix(*addresses(weight))
 
@@ -94,8 +118,8 @@ class _Composite(NativeKernel):
         for name, size in (("head_dim", attention["head_dim"]), ("value_dim", attention["value_dim"])):
             if size % 16 or size > MAX_HEAD_DIM:
                 return f"{name} {size} is not a multiple of 16 up to {MAX_HEAD_DIM}"
-        if attention["rotary_dim"] % 2:
-            return f"rotary_dim {attention['rotary_dim']} is odd"
+        if attention["rotary_dim"] % 2 or attention["rotary_dim"] > attention["head_dim"]:
+            return f"rotary_dim {attention['rotary_dim']} is odd, or more than head_dim {attention['head_dim']}"
         return None
 
     def workspace(self, call: OpCall) -> int:
@@ -113,7 +137,7 @@ class _Layer(_Composite):
         """The callable of both halves; ``mlp`` is None if the flags leave it out."""
         device, function = self.device, self.native.function("layer", call.static["dtype"])
         site, flags = _Site(*self._parts(call.static), call.layouts), self.flags
-        bind = site.bind
+        bind, dtype = site.bind, getattr(torch, call.static["dtype"])
 
         def run(
             x: torch.Tensor,
@@ -125,19 +149,19 @@ class _Layer(_Composite):
             meta: PagedMeta,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             stream, out, more = _streams(x, residual)
-            if function(
+            shape = x.shape[0], site.struct.hidden
+            require("the input", x, dtype, shape)
+            function(
                 bind(attention, mlp, views),
                 meta.address,
                 x.shape[0],
                 more,
-                stream.data_ptr(),
+                require("the residual", stream, torch.float32, shape),
                 out.data_ptr(),
-                positions.data_ptr(),
-                positions.dtype is torch.int64,
+                *require_indices("positions", positions, x.shape[0]),
                 flags,
                 device.threads,
-            ):
-                raise MemoryError(_NO_MEMORY)
+            )
             return out, stream
 
         return run
@@ -189,7 +213,8 @@ class NativeNormQkvRotaryWrite(_Composite):
     def build(self, call: OpCall) -> OpFunction:
         static = cast(QKVStatic, call.static)
         device, function = self.device, self.native.function("layer", static["dtype"])
-        site, heads, dim = _Site(*self._parts(static), call.layouts), static["heads"], static["head_dim"]
+        site, heads, dim = _Site(*self._parts(call.static), call.layouts), static["heads"], static["head_dim"]
+        dtype, hidden = getattr(torch, static["dtype"]), static["hidden"]
         last: list[Any] = [None]
 
         def run(
@@ -211,19 +236,19 @@ class NativeNormQkvRotaryWrite(_Composite):
                 last[0] = weights
             stream = x.float() if residual is None else residual
             query = x.new_empty(x.shape[0], heads, dim)
-            if function(
+            shape = x.shape[0], hidden
+            require("the input", x, dtype, shape)
+            function(
                 site.bind(last[0], None, views),
                 meta.address,
                 x.shape[0],
                 None if residual is None else x.data_ptr(),
-                stream.data_ptr(),
+                require("the residual", stream, torch.float32, shape),
                 query.data_ptr(),
-                positions.data_ptr(),
-                positions.dtype is torch.int64,
+                *require_indices("positions", positions, x.shape[0]),
                 _ENTER,
                 device.threads,
-            ):
-                raise MemoryError(_NO_MEMORY)
+            )
             return query, stream
 
         return run
@@ -238,21 +263,22 @@ class NativeMlpBlock(_Composite):
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("layer", call.static["dtype"])
         site = _Site(*self._parts(call.static), call.layouts)
+        dtype, hidden = getattr(torch, call.static["dtype"]), call.static["hidden"]
 
         def run(x: torch.Tensor, residual: torch.Tensor, weights: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
-            if function(
+            address = require("the input", x, dtype, (x.shape[0], hidden))
+            function(
                 site.bind(None, weights, None),
                 None,
                 x.shape[0],
-                x.data_ptr(),
-                residual.data_ptr(),
-                x.data_ptr(),
+                address,
+                require("the residual", residual, torch.float32, x.shape),
+                address,
                 None,
                 0,
                 _MLP,
                 device.threads,
-            ):
-                raise MemoryError(_NO_MEMORY)
+            )
             return x, residual
 
         return run

@@ -12,6 +12,7 @@ from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import MoEStatic
 from evener.contracts.weights import MoEWeights
+from evener_backend_cpu.arguments import optional, require, require_count, require_weight
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
 from evener_backend_cpu.block_packing import addresses, matrices
 from evener_backend_cpu.native_library import Experts, Matrix
@@ -19,11 +20,8 @@ from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_top": 2}
 _KINDS = {**ACTIVATIONS, "clamped_swiglu": 3}
-_NO_MEMORY = "no memory for the experts' scratch; lower infer.step_tokens or infer.kv_memory"
 #: Matrices whose input is a row of the stream; the input of the others is an intermediate result.
 _OUTER = ("router", "gate_up", "shared_gate_up", "shared_gate")
-_LINEARS = ("router", "shared_gate_up", "shared_down", "shared_gate")
-_TENSORS = ("norm", "post_norm", "router_bias", "gate_up_bias", "down_bias", "correction", "copies")
 
 
 class NativeGroupedLinear(NativeKernel):
@@ -35,29 +33,30 @@ class NativeGroupedLinear(NativeKernel):
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("grouped", call.static["dtype"])
         rows, columns, experts = (call.static[k] for k in ("rows", "columns", "experts"))
+        dtype = getattr(torch, call.static["dtype"])
         last: list[Any] = [None, None]  # the weight and the addresses of its matrices
 
         def run(
             x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor, bias: torch.Tensor | None = None
         ) -> torch.Tensor:
             if last[0] is not weight:
+                require_weight("the stack", weight, (experts, rows, columns), dtype)
                 last[:] = weight, matrices(weight)
             x, slots = x.contiguous(), slots.contiguous()
             y = x.new_empty(*slots.shape, rows)
-            if function(
-                x.data_ptr(),
+            function(
+                require("the input", x, dtype, (slots.shape[0], columns)),
                 slots.shape[0],
-                slots.data_ptr(),
+                require("slots", slots, torch.int32, slots.shape),
                 slots.shape[1],
                 experts,
                 ctypes.addressof(last[1]),
-                None if bias is None else bias.data_ptr(),
+                optional("the bias", bias, dtype, (experts, rows)),
                 rows,
                 columns,
                 y.data_ptr(),
                 device.threads,
-            ):
-                raise MemoryError(_NO_MEMORY)
+            )
             return y
 
         return run
@@ -70,6 +69,7 @@ class _Site:
         self.struct = s = Experts()
         self.address = ctypes.addressof(s)
         self._weights: MoEWeights | None = None
+        self._dtype: torch.dtype = getattr(torch, static["dtype"])
         self._stacks: tuple[Any, Any] | None = None
         s.hidden, s.inner, s.shared_inner = static["hidden"], static["inner"], static["shared_inner"]
         s.top, s.groups, s.top_groups = static["top"], static["groups"], static["top_groups"]
@@ -79,28 +79,39 @@ class _Site:
         s.scoring, s.activation = _SCORINGS[static["scoring"]], _KINDS[static["activation"]]
         s.packed = any(layouts.get(name) == BLOCKS for name in _OUTER)
         s.packed_inner, s.packed_shared = (layouts.get(name) == BLOCKS for name in ("down", "shared_down"))
+        self._matrices = {
+            "router": (s.count, s.hidden), "shared_gate_up": (2 * s.shared_inner, s.hidden),
+            "shared_down": (s.hidden, s.shared_inner), "shared_gate": (1, s.hidden),
+        }  # fmt: skip
+        self._tensors = {
+            "norm": (self._dtype, s.hidden), "post_norm": (self._dtype, s.hidden),
+            "router_bias": (self._dtype, s.count), "gate_up_bias": (self._dtype, s.slots * 2 * s.inner),
+            "down_bias": (self._dtype, s.slots * s.hidden),
+            "correction": (torch.float32, s.count), "copies": (torch.int32, s.count),
+        }  # fmt: skip
 
     def bind(self, weights: MoEWeights) -> int:
         """Put these weights into the struct; returns its address. They are the same objects at every step."""
         if weights is self._weights:
             return self.address
-        s, named = self.struct, weights._asdict()
-        for name in _LINEARS:
+        s, named, dtype = self.struct, weights._asdict(), self._dtype
+        for name, shape in self._matrices.items():
+            if named[name] is not None:
+                require_weight(name, named[name], shape, dtype)
             setattr(s, name, Matrix() if named[name] is None else Matrix(*addresses(named[name])))
-        for name in _TENSORS:
-            setattr(s, name, _address(named[name]))
-        s.slot_of, s.copy_columns = _address(weights.slots), weights.slots.shape[1]
+        for name, (kind, count) in self._tensors.items():
+            tensor = named[name]
+            setattr(s, name, None if tensor is None else require_count(name, tensor, kind, count))
+        s.copy_columns = weights.slots.shape[1]
+        s.slot_of = require("slots", weights.slots, torch.int32, (s.count, s.copy_columns))
+        for name, stack, rows, columns in (
+            ("gate_up", weights.gate_up, 2 * s.inner, s.hidden), ("down", weights.down, s.hidden, s.inner),
+        ):  # fmt: skip
+            require_weight(name, stack, (s.slots, rows, columns), dtype)
         self._stacks = matrices(weights.gate_up), matrices(weights.down)
         s.gate_up, s.down = (ctypes.addressof(stack) for stack in self._stacks)
         self._weights = weights
         return self.address
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    if tensor is None:
-        return None
-    assert tensor.is_contiguous(), "the loader makes contiguous weights"
-    return tensor.data_ptr()
 
 
 class NativeMoeBlock(NativeKernel):
@@ -125,11 +136,12 @@ class NativeMoeBlock(NativeKernel):
     def build(self, call: OpCall) -> OpFunction:
         static = cast(MoEStatic, call.static)
         device, function = self.device, self.native.function("experts", static["dtype"])
-        site = _Site(static, call.layouts)
+        site, hidden, dtype = _Site(static, call.layouts), static["hidden"], getattr(torch, static["dtype"])
 
         def run(x: torch.Tensor, residual: torch.Tensor, weights: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
-            if function(site.bind(weights), x.shape[0], x.data_ptr(), residual.data_ptr(), device.threads):
-                raise MemoryError(_NO_MEMORY)
+            shape = x.shape[0], hidden
+            address, stream = require("the input", x, dtype, shape), require("residual", residual, torch.float32, shape)
+            function(site.bind(weights), x.shape[0], address, stream, device.threads)
             return x, residual
 
         return run

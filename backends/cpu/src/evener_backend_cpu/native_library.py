@@ -23,13 +23,15 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "experts": (ctypes.c_int, (_P, _I, _P, _P, _I)),
     "experts_scratch": (_I, (_P, _I, _I)),
     "attend": (ctypes.c_int, (_P, _P, _P, _P, _P, _I)),
-    "write": (None, (_P, _P, _P, _I, _P, _I, _I)),
-    "norm": (None, (_P, _I, _P, _P, _P, _I, _I, _F, _F, _I)),
-    "rotary": (None, (_P, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I, _I, _P, _I)),
-    "act": (None, (_P, _P, _I, _I, _I, _I)),
-    "greedy": (None, (_P, _I, _I, _P)),
-    "sample": (None, (_P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _I)),
+    "write": (ctypes.c_int, (_P, _P, _P, _I, _P, _I, _I)),
+    "norm": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _F, _F, _I)),
+    "rotary": (ctypes.c_int, (_P, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I, _I, _P, _I, _I)),
+    "act": (ctypes.c_int, (_P, _P, _I, _I, _I, _I)),
+    "greedy": (ctypes.c_int, (_P, _I, _I, _P)),
+    "sample": (ctypes.c_int, (_P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _I)),
 }
+#: Of ``enum Result`` in check.h.
+_NO_MEMORY, _WRONG = 1, 2
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 
 
@@ -37,7 +39,10 @@ class Geometry(ctypes.Structure):
     """``struct Geometry`` of attention.h."""
 
     _fields_ = [
-        *((name, _I) for name in ("heads", "kv_heads", "d", "dv", "block", "page_bytes", "window", "chunked")),
+        *(
+            (name, _I)
+            for name in ("heads", "kv_heads", "d", "dv", "block", "page_bytes", "window", "chunked", "blocks")
+        ),
         ("scale", _F),
         ("softcap", _F),
         ("pages", _P),
@@ -49,7 +54,8 @@ class Step(ctypes.Structure):
     """``struct Step`` of attention.h."""
 
     _fields_ = [
-        *((name, _I) for name in ("tokens", "requests", "slots64", "table_stride", "items", "parts")),
+        *((name, _I) for name in ("tokens", "requests", "slots64", "table_stride", "table_columns", "items", "parts")),
+        ("checked", ctypes.c_uint64),
         *((name, _P) for name in ("slots", "query_start", "kv_lens", "table", "plan")),
     ]
 
@@ -98,6 +104,7 @@ class Layer(ctypes.Structure):
                 "mlp_post_norm",
             )
         ),
+        ("positions", _I),
     ]
 
 
@@ -156,33 +163,54 @@ class Native:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         self._functions: dict[tuple[str, str], Any] = {}
+        self._problem = self._library.evener_problem
+        self._problem.restype = ctypes.c_char_p
         self.plan = self._library.evener_plan
-        self.plan.restype, self.plan.argtypes = _I, (_P, _P, _P, _I, _P, _P)
+        self.plan.restype, self.plan.argtypes, self.plan.errcheck = ctypes.c_int, (_P, _P, _I), self._check
         self.tile_bytes, self.pack = self._library.evener_tile_bytes, self._library.evener_pack
         self.tile_bytes.restype, self.tile_bytes.argtypes = _I, (_I, _I)
-        self.pack.restype, self.pack.argtypes = None, (_I, _P, _I, _I, _I, _P, _I)
+        self.pack.restype, self.pack.argtypes = ctypes.c_int, (_I, _P, _I, _I, _I, _P, _I)
+        self.pack.errcheck = self._check
+
+    def _check(self, result: int, function: Any, arguments: Any) -> int:
+        """Raise what a kernel's ``Result`` (check.h) says."""
+        if result == _NO_MEMORY:
+            raise MemoryError("no memory for a kernel's scratch; lower infer.step_tokens or infer.kv_memory")
+        if result == _WRONG:
+            raise ValueError(f"{function.__name__} was called with wrong arguments: {self._problem().decode()}")
+        return result
 
     def function(self, name: str, dtype: str) -> Any:
-        """Kernel ``name`` for a dtype of ``DTYPES``; takes addresses and integers."""
+        """Kernel ``name`` for a dtype of ``DTYPES``; takes addresses and integers.
+
+        A call raises ValueError, and touches no memory, if sizes do not fit each other or an index is out of range; it
+        raises MemoryError if there is no memory for its scratch.
+        """
         function = self._functions.get((name, dtype))
         if function is None:
             function = self._functions[name, dtype] = getattr(self._library, f"evener_{name}_{_SUFFIXES[dtype]}")
             function.restype, function.argtypes = _SIGNATURES[name]
+            if function.restype is ctypes.c_int:  # the others return bytes
+                function.errcheck = self._check
         return function
 
 
 DTYPES = frozenset(_SUFFIXES)
 
 
+def compile_flags() -> tuple[str, ...]:
+    """What the compiler gets beside the source and the output: code for this machine's processor."""
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return "-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w"
+
+
 def load(processor: Processor, compiler: str | None = None) -> Native | Unavailable:
     """The kernels for this processor, from the cache or compiled now."""
     if compiler and shutil.which(compiler) is None:
         return Unavailable(f"cpu.compiler={compiler} was not found; install it or leave the option out")
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flags = ("-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w")
     # "-march=native" gives other code on another machine, which may share this home folder.
     depends = (processor.name, *sorted(processor.features))
-    path = compile_library(SOURCES / "kernels.cpp", flags, "cpu-kernels", "the kernels", depends, compiler)
+    path = compile_library(SOURCES / "kernels.cpp", compile_flags(), "cpu-kernels", "the kernels", depends, compiler)
     if isinstance(path, Unavailable):
         return path
     try:

@@ -9,6 +9,7 @@ import torch
 from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
+from evener_backend_cpu.arguments import optional, require, require_count, require_indices, require_weight
 from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Native
@@ -60,9 +61,9 @@ class NativeLinear(NativeKernel):
         return None if out in (dtype, "float32") else f"gives {dtype} or float32, not {out}"
 
     def build(self, call: OpCall) -> OpFunction:
-        dtype, out = call.static["dtype"], getattr(torch, call.static["out"])
-        name = "linear" if call.static["out"] == dtype else "linear_wide"
-        device, function = self.device, self.native.function(name, dtype)
+        dtype, out = getattr(torch, call.static["dtype"]), getattr(torch, call.static["out"])
+        name = "linear" if out is dtype else "linear_wide"
+        device, function = self.device, self.native.function(name, call.static["dtype"])
         rows, columns = call.static["rows"], call.static["columns"]
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,19 +71,19 @@ class NativeLinear(NativeKernel):
                 x = x.contiguous()
             count = x.shape[0]
             y = x.new_empty(count, rows, dtype=out)
+            require_weight("the weight", weight, (rows, columns), dtype)
             plain, blocks = addresses(weight)
-            if function(
-                x.data_ptr(),
+            function(
+                require("the input", x, dtype, (count, columns)),
                 count,
                 plain,
                 blocks,
-                None if bias is None else bias.data_ptr(),
+                optional("the bias", bias, dtype, (rows,)),
                 rows,
                 columns,
                 y.data_ptr(),
                 device.threads,
-            ):
-                raise MemoryError("no memory for a linear layer's scratch; lower infer.step_tokens")
+            )
             return y
 
         return run
@@ -95,19 +96,21 @@ class NativeRmsNorm(NativeKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("norm", call.static["dtype"])
-        eps, offset = call.static["eps"], call.static["offset"]
+        eps, offset, dtype = call.static["eps"], call.static["offset"], getattr(torch, call.static["dtype"])
 
         def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if x.dim() != 2 or x.stride(1) != 1:
                 x = x.contiguous()
             size = x.shape[-1]
-            y = torch.empty(x.shape, dtype=x.dtype)
+            if x.dtype is not dtype:
+                raise ValueError(f"the input is {x.dtype}; the kernel was built for {dtype}")
+            y = torch.empty(x.shape, dtype=dtype)
             stride = x.stride(0) if x.dim() == 2 else size
             function(
                 x.data_ptr(),
                 stride,
                 None,
-                weight.data_ptr(),
+                require("the weight", weight, dtype, (size,)),
                 y.data_ptr(),
                 x.numel() // size,
                 size,
@@ -127,16 +130,17 @@ class NativeAddRmsNorm(NativeKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("norm", call.static["dtype"])
-        eps, offset = call.static["eps"], call.static["offset"]
+        eps, offset, dtype = call.static["eps"], call.static["offset"], getattr(torch, call.static["dtype"])
 
         def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             x, residual = x.contiguous(), residual.contiguous()
+            rows = require("the input", x, dtype, x.shape)
             function(
-                x.data_ptr(),
+                rows,
                 x.shape[1],
-                residual.data_ptr(),
-                weight.data_ptr(),
-                x.data_ptr(),
+                require("the residual", residual, torch.float32, x.shape),
+                require("the weight", weight, dtype, (x.shape[1],)),
+                rows,
                 x.shape[0],
                 x.shape[1],
                 eps,
@@ -153,17 +157,25 @@ class NativeRotary(NativeKernel):
 
     op = "rotary"
 
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        dim, size = call.static["rotary_dim"], call.static["head_dim"]
+        return f"rotary_dim {dim} is odd, or more than head_dim {size}" if dim % 2 or dim > size else None
+
     def build(self, call: OpCall) -> OpFunction:
         device, function, static = self.device, self.native.function("rotary", call.static["dtype"]), call.static
         size, dim, interleaved = static["head_dim"], static["rotary_dim"], int(static["interleaved"])
+        dtype = getattr(torch, static["dtype"])
 
         def run(
             positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
             query, key = (t if t.stride(2) == 1 and t.stride(1) == size else t.contiguous() for t in (query, key))
+            for what, rows in (("the query", query), ("the key", key)):
+                if rows.dtype is not dtype or rows.shape[2] != size or rows.shape[0] != query.shape[0]:
+                    raise ValueError(f"{what} is {rows.dtype} {list(rows.shape)}; the kernel was built for {dtype} "
+                                     f"[{query.shape[0]}, heads, {size}]")  # fmt: skip
             function(
-                positions.data_ptr(),
-                positions.dtype is torch.int64,
+                *require_indices("positions", positions, query.shape[0]),
                 query.data_ptr(),
                 query.stride(0),
                 query.shape[1],
@@ -174,7 +186,8 @@ class NativeRotary(NativeKernel):
                 size,
                 dim,
                 interleaved,
-                cos_sin.data_ptr(),
+                require("the table of angles", cos_sin, torch.float32, (cos_sin.shape[0], dim)),
+                cos_sin.shape[0],
                 device.threads,
             )
             return query, key
@@ -194,11 +207,13 @@ class NativeActAndMul(NativeKernel):
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("act", call.static["dtype"])
         inner, kind = call.static["inner"], ACTIVATIONS[call.static["activation"]]
+        dtype = getattr(torch, call.static["dtype"])
 
         def run(x: torch.Tensor) -> torch.Tensor:
             x = x.contiguous()
             y = x.new_empty(x.shape[0], inner)
-            function(x.data_ptr(), y.data_ptr(), x.shape[0], inner, kind, device.threads)
+            rows = require("the input", x, dtype, (x.shape[0], 2 * inner))
+            function(rows, y.data_ptr(), x.shape[0], inner, kind, device.threads)
             return y
 
         return run
@@ -225,6 +240,11 @@ class NativeGreedy(NativeKernel):
         return run
 
 
+#: The inputs of ``sample`` beside the logits.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+_SAMPLING_DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int32, torch.int32)
+
+
 class NativeSample(NativeKernel):
     """Sorts only the few candidates that a filter can keep; without filters, one pass."""
 
@@ -248,13 +268,14 @@ class NativeSample(NativeKernel):
             if logits.dtype not in functions:
                 logits = logits.float()
             logits = logits.contiguous()
-            rows = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seed, position)]
             ids = torch.empty(logits.shape[0], dtype=torch.int32)
+            given = (temperature, top_k, top_p, min_p, seed, position)
+            rows = [t.contiguous() for t in given]  # kept until the call is over
             functions[logits.dtype](
                 logits.data_ptr(),
                 logits.shape[0],
                 logits.shape[1],
-                *(t.data_ptr() for t in rows),
+                *(require_count(*named, len(ids)) for named in zip(_SAMPLING, rows, _SAMPLING_DTYPES, strict=True)),
                 ids.data_ptr(),
                 device.threads,
             )

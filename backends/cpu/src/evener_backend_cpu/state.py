@@ -12,6 +12,7 @@ from evener.backend.native_code import Unavailable
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
+from evener_backend_cpu.arguments import optional, require, require_indices
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Geometry, Step
 
@@ -33,6 +34,9 @@ class PagedViews:
 
     def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
         key, value = spec.tensors
+        if storage.stride(1) != 1 or storage.shape[1] < block_size * spec.nbytes:
+            raise ValueError(f"storage is {list(storage.shape)} with strides {list(storage.stride())}; a block of "
+                             f"{block_size} tokens has {block_size * spec.nbytes} bytes")  # fmt: skip
         self.storage, self.spec, self.block_size = storage, spec, block_size
         dtype, lanes = getattr(torch, key.dtype), int(4 // DTYPE_BYTES[key.dtype])
         (heads, d), dv, groups = key.shape, value.shape[1], block_size // 16
@@ -51,6 +55,8 @@ class PagedViews:
         """The pages' geometry for the kernels; the same object while ``attention`` is the same object."""
         if attention is not self._attention:
             (kv_heads, d), dv = self.spec.tensors[0].shape, self.spec.tensors[1].shape[1]
+            if attention.slopes and len(attention.slopes) != attention.heads:
+                raise ValueError(f"{len(attention.slopes)} slopes for {attention.heads} heads")
             self._slopes = torch.tensor(attention.slopes or (), dtype=torch.float32)
             self._geometry = Geometry(
                 attention.heads,
@@ -61,6 +67,7 @@ class PagedViews:
                 self.storage.stride(0),
                 self.spec.window or 0,
                 self.spec.kind == "chunk",
+                self.storage.shape[0],
                 attention.scale,
                 attention.softcap or 0.0,
                 self.storage.data_ptr(),
@@ -77,21 +84,27 @@ class PagedMeta:
         self.attention, self._step = attention, step
         # Upper bound of the items of a plan: one per token, and the spans of every request.
         room = step.tokens + step.requests * 2 + sum(step.host_kv_lens) // _SPAN + 1
+        self.room = room
         self._plan = torch.empty(room * _ITEM_WORDS, dtype=torch.int32)
         self._tensors = [t.contiguous() for t in (step.slot_mapping, step.query_start, step.kv_lens)]
         slots, query_start, kv_lens = self._tensors
         table = step.block_table if step.block_table.stride(1) == 1 else step.block_table.contiguous()
         self._tensors.append(table)
+        if table.dtype is not torch.int32 or table.shape[0] < step.requests:
+            raise ValueError(f"the block table is {table.dtype} {list(table.shape)}; {step.requests} rows of int32 fit")
+        address, wide = require_indices("slot_mapping", slots, step.tokens)
         self.struct = Step(
             step.tokens,
             step.requests,
-            slots.dtype is torch.int64,
+            wide,
             table.stride(0),
+            table.shape[1],
             0,
             0,
-            slots.data_ptr(),
-            query_start.data_ptr(),
-            kv_lens.data_ptr(),
+            0,
+            address,
+            require("query_start", query_start, torch.int32, (step.requests + 1,)),
+            require("kv_lens", kv_lens, torch.int32, (step.requests,)),
             table.data_ptr(),
             self._plan.data_ptr(),
         )
@@ -149,23 +162,17 @@ class PagedState(AttentionProvider):
             0,
             spec.window or 0,
             spec.kind == "chunk",
-            attention.scale,
         )
-        struct, parts = meta.struct, ctypes.c_int64()
-        struct.items = self._native().plan(
-            ctypes.addressof(geometry),
-            struct.query_start,
-            struct.kv_lens,
-            struct.requests,
-            struct.plan,
-            ctypes.addressof(parts),
-        )
-        struct.parts = parts.value
+        self._native().plan(ctypes.addressof(geometry), meta.address, meta.room)
         return meta
 
     def write(self, views: PagedViews, meta: PagedMeta, *values: torch.Tensor) -> None:
         key, value = (t if t.stride(-1) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in values)
-        geometry = views.geometry(meta.attention)
+        geometry, tokens = views.geometry(meta.attention), meta.struct.tokens
+        dtype = getattr(torch, meta.attention.dtype)
+        for what, rows, spec in zip(("the key", "the value"), (key, value), views.spec.tensors, strict=True):
+            if rows.dtype is not dtype or rows.shape != (tokens, *spec.shape):
+                raise ValueError(f"{what} is {rows.dtype} {list(rows.shape)}, not {dtype} {[tokens, *spec.shape]}")
         self._native().function("write", meta.attention.dtype)(
             ctypes.addressof(geometry),
             meta.address,
@@ -179,20 +186,18 @@ class PagedState(AttentionProvider):
     def attend(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        query = query.contiguous()
+        query, dtype, heads = query.contiguous(), getattr(torch, meta.attention.dtype), meta.attention.heads
         out = query.new_empty(query.shape[0], query.shape[1], views.spec.tensors[1].shape[1])
         if sinks is not None:
             sinks = sinks.to(query.dtype).contiguous()
-        failed = self._native().function("attend", meta.attention.dtype)(
+        self._native().function("attend", meta.attention.dtype)(
             ctypes.addressof(views.geometry(meta.attention)),
             meta.address,
-            query.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
+            require("the query", query, dtype, (meta.struct.tokens, heads, views.spec.tensors[0].shape[1])),
+            optional("sinks", sinks, dtype, (heads,)),
             out.data_ptr(),
             self._device.threads,
         )
-        if failed:
-            raise MemoryError("no memory for the scratch of attention; lower infer.kv_memory")
         return out
 
     def copy_blocks(self, views: PagedViews, source: torch.Tensor, target: torch.Tensor) -> None:

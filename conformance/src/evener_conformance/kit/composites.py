@@ -21,7 +21,6 @@ from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall, OpSchema
 from evener.contracts.quant import plain
 from evener.contracts.state import StateProvider, StateStep
-from evener.layers.alibi import alibi_slopes
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer, MLPConfig
 from evener.layers.embedding import LMHead
@@ -174,7 +173,7 @@ def families() -> tuple[Family, ...]:
         Family(
             "alibi",
             AttentionConfig(
-                heads=4, kv_heads=1, head_dim=16, rotary=RotaryConfig(0), slopes=alibi_slopes(4),
+                heads=4, kv_heads=1, head_dim=16, rotary=RotaryConfig(0), slopes=(0.25, 0.0625, 0.015625, 0.00390625),
                 temperature=TemperatureConfig(5, 0.7),
             ),
             MLPConfig(inner=40),

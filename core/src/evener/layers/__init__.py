@@ -4,7 +4,6 @@ Layers *declare* to a ``Builder``: weights by their names in the checkpoint, cal
 no torch and compute nothing themselves; a forward pass calls the functions that resolution put into their call sites.
 """
 
-from evener.layers.alibi import alibi_slopes
 from evener.layers.builder import Builder
 from evener.layers.causal_lm import CausalLM
 from evener.layers.decoder import AttentionConfig, DecoderLayer, DecoderStack, MLPConfig
@@ -15,5 +14,5 @@ from evener.layers.rotary import LogNConfig, RotaryConfig, TemperatureConfig
 
 __all__ = [
     "AttentionConfig", "Builder", "CausalLM", "DecoderLayer", "DecoderStack", "Embedding", "LMHead", "LatentConfig",
-    "LogNConfig", "MLPConfig", "MoEConfig", "RotaryConfig", "TemperatureConfig", "alibi_slopes",
+    "LogNConfig", "MLPConfig", "MoEConfig", "RotaryConfig", "TemperatureConfig",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from evener.contracts import declared
 from evener.contracts.declared import Declared, LinearWeight, Size, Slice, Span, Table, Weight, WeightGroup, local_size
 from evener.contracts.quant import WeightPart, plain
 from evener.contracts.state import AttentionSpec, StateSpec
-from evener.errors import ConfigError
+from evener.errors import ArchitectureError, ConfigError
 from evener.layers.config_json import known_activation
 
 if TYPE_CHECKING:
@@ -158,7 +158,10 @@ class Builder:
 
         Raises:
             ConfigError: the heads cannot be shared equally.
+            ArchitectureError: the query heads are no multiple of the others.
         """
+        if heads % kv_heads:
+            raise ArchitectureError(f"{heads} query heads do not read {kv_heads} KV heads evenly; choose a divisor")
         fits = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
         if self.ranks not in fits:
             raise self.tp_size_error(f"{heads} query heads and {kv_heads} KV heads do not come out even", fits)

@@ -25,68 +25,78 @@ def require(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
-def read_int(config: Mapping[str, Any], key: str, most: int = 1 << 24, least: int = 1) -> int:
-    """The value of ``key``, a whole number from ``least`` to ``most``.
+def read_int(
+    config: Mapping[str, Any], key: str, most: int = 1 << 24, least: int = 1, default: int | None = None
+) -> int:  # fmt: skip
+    """The value of ``key``, a whole number from ``least`` to ``most``; if it is missing or null, ``default``.
 
     Raises:
-        ArchitectureError: it is missing or something else.
+        ArchitectureError: it is missing without a default, or something else.
     """
-    value = require(config, key)
+    value = require(config if default is None or config.get(key) is not None else {key: default}, key)
     if type(value) is not int or not least <= value <= most:
         raise unsupported(config, key, f"it must be a whole number from {least} to {most:,}")
     return value
 
 
-def first_present(config: Mapping[str, Any], *keys: str) -> str:
-    """The first of ``keys`` that has a value, for a setting whose name changed over time; without any, the first."""
-    return next((key for key in keys if config.get(key) is not None), keys[0])
-
-
-def read_float(config: Mapping[str, Any], key: str) -> float:
-    """The value of ``key``, a positive number.
+def read_float(
+    config: Mapping[str, Any], key: str, above: float = 0.0, most: float = 1e18, default: float | None = None
+) -> float:  # fmt: skip
+    """The value of ``key``, a number above ``above`` and at most ``most``; if it is missing or null, ``default``.
 
     Raises:
-        ArchitectureError: it is missing or something else.
+        ArchitectureError: it is missing without a default, or something else.
     """
-    value = require(config, key)
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise unsupported(config, key, "it must be a positive number")
+    value = require(config if default is None or config.get(key) is not None else {key: default}, key)
+    if type(value) not in (int, float) or not above < value <= most:
+        raise unsupported(config, key, f"it must be a positive number, above {above:g} and at most {most:g}")
     return float(value)
+
+
+def read_flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """The value of ``key``, true or false; ``default`` if it is missing; null is false.
+
+    Raises:
+        ArchitectureError: it is something else.
+    """
+    value = config.get(key, default)
+    if value not in (True, False, None):
+        raise unsupported(config, key, "it must be true or false")
+    return bool(value)
+
+
+def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The value of ``key``, an object; empty if it is missing or null.
+
+    Raises:
+        ArchitectureError: it is something else.
+    """
+    value = config.get(key)
+    if not isinstance(value, Mapping | None):
+        raise unsupported(config, key, "it must be an object")
+    return value or {}
 
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """``num_hidden_layers``.
 
     Raises:
-        ArchitectureError: it is missing, or not a whole number from 1 to 4,096.
+        ArchitectureError: it is missing, or not a whole number from 1 to 1,024.
     """
-    return read_int(config, "num_hidden_layers", 1 << 12)
+    return read_int(config, "num_hidden_layers", 1 << 10)
 
 
 def unsupported(config: Mapping[str, Any], key: str, allowed: str) -> ArchitectureError:
     """The error for a value that a class does not implement; ``allowed``: a phrase that says what it does implement."""
     return ArchitectureError(
-        f"config.json of this {kind(config)} model has {key} = {config.get(key)!r}, which is not implemented; {allowed}"
+        f"config.json of this {kind(config)} model has {key} = {repr(config.get(key))[:200]}, which is not implemented"
+        f"; {allowed}"
     )
 
 
 def kind(config: Mapping[str, Any]) -> str:
     """The model's name in messages."""
-    return str(config.get("model_type", "nameless"))
-
-
-def head_dim(config: Mapping[str, Any]) -> int:
-    """``head_dim``, or ``hidden_size`` / ``num_attention_heads``.
-
-    Raises:
-        ArchitectureError: there is no ``head_dim``, and the heads do not divide the hidden size.
-    """
-    if config.get("head_dim") is not None:
-        return read_int(config, "head_dim")
-    hidden, heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
-    if hidden % heads:
-        raise unsupported(config, "num_attention_heads", f"without head_dim it must divide hidden_size = {hidden}")
-    return hidden // heads
+    return str(config.get("model_type", "nameless"))[:100]
 
 
 def activation(config: Mapping[str, Any], key: str = "hidden_act") -> str:
@@ -111,25 +121,3 @@ def known_activation(name: str, *more: str) -> str:
         raise ArchitectureError(f"activation={name!r} is unknown; implemented are: {', '.join(known)}. For another, "
                                 "write an op of your own (docs/model-author.md, A layer of your own)")  # fmt: skip
     return name
-
-
-def layer_windows(config: Mapping[str, Any], default: str) -> list[int | None]:
-    """The sliding window of each layer (None: full attention), from ``layer_types`` and ``sliding_window``.
-
-    Args:
-        config: the parsed ``config.json``.
-        default: the type of every layer if there is no ``layer_types``; "": ``layer_types`` is required.
-
-    Raises:
-        ArchitectureError: a type is unknown, the list has the wrong length, or ``sliding_window`` is missing.
-    """
-    layers = layer_count(config)
-    types = config.get("layer_types") or ([default] * layers if default else require(config, "layer_types"))
-    if len(types) != layers:
-        raise unsupported(config, "layer_types", f"it must have num_hidden_layers = {layers} entries")
-    windows: list[int | None] = []
-    for name in types:
-        if name not in ("full_attention", "sliding_attention"):
-            raise unsupported(config, "layer_types", "implemented are: full_attention, sliding_attention")
-        windows.append(None if name == "full_attention" else read_int(config, "sliding_window"))
-    return windows

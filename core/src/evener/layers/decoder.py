@@ -46,7 +46,7 @@ class AttentionConfig:
         softcap: soft cap on the scores (Gemma 2), or None.
         sinks: whether each head has a logit that takes part in its softmax (gpt-oss); it is called ``sinks``, after
             ``prefix``.
-        slopes: ALiBi: what a score loses per token of distance, for each head (``alibi_slopes``); or None.
+        slopes: ALiBi: what a score loses per token of distance, for each head; or None.
         temperature: factors on queries by position, or None.
         prefix: of the projections and head norms: with the defaults of the other names ``self_attn.q_proj.weight``.
         qkv: names of the projections of queries, keys and values, in this order; one name if they are stored as one
@@ -212,7 +212,7 @@ class DecoderLayer:
         self.slot = build.state(module, StateSpec(kind, tensors, window=a.chunk or a.window), reads)
         weights = build.group(
             AttentionWeights, norm=self._norm_weight(a.norm, self._hidden), qkv=qkv, o=o,
-            cos_sin=a.rotary.table(build),
+            cos_sin=a.rotary.table(build, a.head_dim),
             qkv_bias=build.biases(qkv_parts, f"{module}.qkv_bias") if a.qkv_bias else None,
             o_bias=build.biases(o_parts, f"{module}.o_bias", summed=True) if a.o_bias else None,
             q_norm=self._head_norm(a, 0, heads) if a.qk_norm else None,

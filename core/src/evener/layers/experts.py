@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.declared import LinearWeight, Table, WeightGroup, merge_spans
 from evener.contracts.statics import MoEStatic, NormStatic
 from evener.contracts.weights import MoEWeights
+from evener.errors import ArchitectureError
 from evener.layers.builder import Builder
 from evener.layers.config_json import known_activation
 from evener.layers.norms import norm_weight
@@ -74,6 +75,12 @@ class MoEConfig:
     def declare(self, build: Builder, prefix: str, common: NormStatic) -> tuple[WeightGroup, MoEStatic]:
         """Declare the experts of layer ``prefix``: their weights, and the static parameters of their ``moe_block``."""
         hidden, count, module = common["hidden"], self.experts, f"{prefix}.{self.prefix}"
+        each, rest = divmod(count, self.groups)
+        if rest or self.group_best > each or not self.top <= each * self.top_groups <= count:
+            raise ArchitectureError(
+                f"{module}: a token cannot use {self.top} of {count} experts, from {self.top_groups} of {self.groups} "
+                f"equal groups that are ranked by their best {self.group_best}; correct these numbers in config.json"
+            )
         gate, up, down = (f"{module}.{{}}.{name}.weight" for name in self.projections)
         router_parts = {f"{prefix}.{self.router}.weight": count}
         gate_up_names, down_names = [gate, up, f"{module}.gate_up_proj"], [down, f"{module}.down_proj"]

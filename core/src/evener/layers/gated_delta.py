@@ -125,7 +125,7 @@ class GatedAttention:
         self.slot: StateSlot = build.state(module, StateSpec("full", tensors), attention)
         self.weights: WeightGroup = build.group(
             GatedAttentionWeights, qkv=qkv, o=o, norm=norm_weight(build, prefix, "input_layernorm", hidden, common),
-            cos_sin=c.rotary.table(build), q_norm=norm_weight(build, module, "q_norm", dim, common),
+            cos_sin=c.rotary.table(build, dim), q_norm=norm_weight(build, module, "q_norm", dim, common),
             k_norm=norm_weight(build, module, "k_norm", dim, common),
             qkv_bias=build.biases(qkv_parts, f"{module}.qkv_bias") if c.bias else None,
             o_bias=build.biases(o_parts, f"{module}.o_bias", summed=True) if c.bias else None,

@@ -12,6 +12,7 @@ from evener.contracts.declared import LinearWeight, Span, StateSlot, WeightGroup
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.contracts.statics import IndexStatic, LatentStatic, NormStatic
 from evener.contracts.weights import IndexWeights, LatentWeights
+from evener.errors import ArchitectureError
 from evener.layers.builder import Builder, Parts
 from evener.layers.norms import norm_weight
 from evener.layers.rotary import RotaryConfig
@@ -102,7 +103,7 @@ class LatentAttention:
             LatentWeights, down=down, kv_b=kv_b, o=o, q=q, norm=norm_weight(build, prefix, c.norm, hidden, common),
             kv_norm=build.weight(f"{module}.kv_a_layernorm.weight", c.rank, dummy="ones"),
             q_norm=build.weight(f"{module}.q_a_layernorm.weight", c.q_rank, dummy="ones") if c.q_rank else None,
-            cos_sin=c.rotary.table(build),
+            cos_sin=c.rotary.table(build, c.rope_dim),
             down_bias=build.biases(down_parts, f"{module}.down_bias") if c.bias else None,
             o_bias=build.biases(o_parts, f"{module}.o_bias", summed=True) if c.bias else None,
             heads=build.weight(kv_b_name, kv_b_rows, c.rank) if matrices else None,
@@ -176,7 +177,8 @@ class LatentAttention:
 
     def _declare_index(self, c: IndexConfig, top: int, hidden: int) -> tuple[WeightGroup, StateSlot, IndexStatic]:
         build, module, dtype = self._build, f"{self._module}.indexer", self._build.dtype
-        assert self._config.q_rank is not None, "an indexer reads the queries' latent"
+        if self._config.q_rank is None:
+            raise ArchitectureError(f"{module} reads the queries' latent; give its width, q_lora_rank in config.json")
 
         def linear(name: str, rows: int, columns: int) -> LinearWeight:
             return build.linear(f"{module}.{name}", {f"{module}.{name}.weight": rows}, columns)
@@ -189,7 +191,7 @@ class LatentAttention:
             IndexWeights, q=q, k=k, weights=weights,
             k_norm=build.weight(f"{module}.k_norm.weight", c.head_dim, dummy="ones"),
             k_norm_bias=build.weight(f"{module}.k_norm.bias", c.head_dim, dummy="zeros"),
-            cos_sin=self._config.rotary.table(build),
+            cos_sin=self._config.rotary.table(build, c.head_dim),
         )  # fmt: skip
         static: IndexStatic = {
             "hidden": hidden, "heads": c.heads, "head_dim": c.head_dim, "rope_dim": self._config.rope_dim,

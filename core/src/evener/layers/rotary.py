@@ -9,32 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.declared import Table
 from evener.errors import ArchitectureError
+from evener.layers.config_json import kind, read_flag, read_float, read_int, read_object, unsupported
 
 if TYPE_CHECKING:
     import torch
 
     from evener.layers.builder import Builder
 
-#: Scalings, with the settings that each requires.
-_SCALINGS: Mapping[str, tuple[str, ...]] = {
-    "default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}  # fmt: skip
+_SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
-def has_entries(rope_parameters: Mapping[str, Any] | None) -> bool:
+def scaling_kind(settings: Mapping[str, Any]) -> str:
+    """The kind of scaling, from either spelling."""
+    return str(settings.get("rope_type", settings.get("type", "default")))[:100]
+
+
+def has_entries(rope_parameters: Mapping[str, Any]) -> bool:
     """Whether ``rope_parameters`` has one entry per layer type."""
-    return any(isinstance(value, Mapping) for value in (rope_parameters or {}).values())
+    return any(isinstance(value, Mapping) for value in rope_parameters.values())
 
 
 def _settings(config: Mapping[str, Any], layer_type: str | None, default_base: float | None) -> Mapping[str, Any]:
     """Theta and scaling as one mapping, from either spelling."""
-    new = config.get("rope_parameters")
+    new = read_object(config, "rope_parameters")
+    if has_entries(new):  # a theta outside the entries would belong to no layer type
+        return read_object(new, layer_type or "")
     if new:
-        if has_entries(new):  # a theta outside the entries would belong to no layer type
-            return new.get(layer_type or "") or {}
         return new if new.get("rope_theta") is not None else {**new, "rope_theta": config.get("rope_theta")}
-    return {"rope_theta": config.get("rope_theta", default_base), **(config.get("rope_scaling") or {})}
+    return {"rope_theta": config.get("rope_theta", default_base), **read_object(config, "rope_scaling")}
 
 
 def yarn_factor(factor: float, weight: float = 1.0) -> float:
@@ -42,11 +44,13 @@ def yarn_factor(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _amplitude(settings: Mapping[str, Any]) -> float:
+def _amplitude(settings: Mapping[str, Any], factor: float) -> float:
     if settings.get("attention_factor") is not None:
-        return float(settings["attention_factor"])
-    factor, one, other = settings["factor"], settings.get("mscale"), settings.get("mscale_all_dim")
-    return yarn_factor(factor, one) / yarn_factor(factor, other) if one and other else yarn_factor(factor)
+        return read_float(settings, "attention_factor")
+    if not (settings.get("mscale") and settings.get("mscale_all_dim")):
+        return yarn_factor(factor)
+    one, other = (yarn_factor(factor, read_float(settings, key)) for key in ("mscale", "mscale_all_dim"))
+    return one / other
 
 
 @dataclass(frozen=True)
@@ -141,44 +145,48 @@ class RotaryConfig:
         Raises:
             ArchitectureError: theta or a setting of the scaling is missing, or the scaling is not implemented.
         """
-        settings = _settings(config, layer_type, default_base)
-        base = settings.get("rope_theta")
-        if base is None:
+        settings = {"model_type": kind(config), **_settings(config, layer_type, default_base)}
+        if settings.get("rope_theta") is None:
             raise ArchitectureError(
                 "config.json has neither rope_theta nor rope_parameters.rope_theta"
                 + (f" for {layer_type} layers" if layer_type else "")
                 + '; add the model\'s value, e.g. "rope_theta": 10000.0'
             )
-        scaling = settings.get("rope_type", settings.get("type", "default"))
+        base, scaling = read_float(settings, "rope_theta", above=1.0), scaling_kind(settings)
         if scaling not in _SCALINGS:
             raise ArchitectureError(
                 f"config.json asks for rope_type {scaling!r}, which is not implemented; "
                 f"implemented are: {', '.join(_SCALINGS)}"
             )
-        lacking = [key for key in _SCALINGS[scaling] if settings.get(key) is None]
-        if lacking:
-            raise ArchitectureError(
-                f"config.json asks for rope_type {scaling!r} but does not give {', '.join(lacking)}; "
-                "add the model's values"
-            )
-        wrong = [key for key in ("rope_theta", *_SCALINGS[scaling]) if type(settings[key]) not in (int, float)]
-        if wrong:
-            raise ArchitectureError(f"config.json has {wrong[0]} = {settings[wrong[0]]!r}; it must be a number")
-        partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+        # Without two dimensions to rotate there would be no position at all.
+        part = read_float({**config, **settings}, "partial_rotary_factor", above=1.0 / dim, most=1.0, default=1.0)
         if scaling == "default":  # unused settings must not make two tables of equal angles
-            return cls(int(dim * float(partial or 1.0)), float(base))
-        yarn = scaling == "yarn"
+            return cls(int(dim * part), base)
+        yarn, llama3, length = scaling == "yarn", scaling == "llama3", "original_max_position_embeddings"
+        # The settings without a default are required: linear scaling has none of them.
+        low = read_float(settings, "beta_slow" if yarn else "low_freq_factor", default=None if llama3 else 1.0)
+        high = read_float(settings, "beta_fast" if yarn else "high_freq_factor", default=None if llama3 else 32.0)
+        if llama3 and high <= low:
+            raise unsupported(settings, "high_freq_factor", f"it must be above low_freq_factor = {low:g}")
+        trained = None if yarn else read_int(config, "max_position_embeddings", default=8192)
+        factor = read_float(settings, "factor", above=1e-4)  # a smaller one would give angles that are not finite
         return cls(
-            int(dim * float(partial or 1.0)), float(base), scaling, factor=float(settings["factor"]),
-            low=float(settings.get("beta_slow" if yarn else "low_freq_factor") or 1.0),
-            high=float(settings.get("beta_fast" if yarn else "high_freq_factor") or (32.0 if yarn else 4.0)),
-            original=int(original or config.get("max_position_embeddings") or 8192),
-            truncate=bool(settings.get("truncate", True)), amplitude=_amplitude(settings) if yarn else 1.0,
+            int(dim * part), base, scaling, factor, low, high, truncate=read_flag(settings, "truncate", True),
+            original=read_int(settings if config.get(length) is None else config, length, default=trained),
+            amplitude=_amplitude(settings, factor) if yarn else 1.0,
         )  # fmt: skip
 
-    def table(self, build: Builder) -> Table:
-        """float32 [max_positions, dim]: the cosines of dim / 2 angles, then their sines."""
+    def table(self, build: Builder, width: int) -> Table:
+        """For heads of this ``width``: float32 [max_positions, dim], the cosines of dim / 2 angles, then their sines.
+
+        Raises:
+            ArchitectureError: the heads have fewer than ``dim`` dimensions, or ``dim`` is no even number.
+        """
+        if not 0 <= self.dim <= width or self.dim % 2:
+            raise ArchitectureError(
+                f"{self.dim} dimensions of each head are to be rotated, in pairs, but the heads have {width}; choose "
+                "an even number up to that (in config.json: partial_rotary_factor, head_dim, or their like)"
+            )
         length = build.max_positions
         return build.table(("rotary", self, length), length * self.dim * 4, lambda device: self._angles(length, device))
 

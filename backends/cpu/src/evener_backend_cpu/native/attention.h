@@ -10,13 +10,15 @@ static const long SPAN = 256, CHUNK = 64, TILE_ROWS = 48;
 
 struct Geometry {
   int64_t heads, kv_heads, d, dv, block, page_bytes, window, chunked;  // window 0: none; chunked: its tokens are a chunk
-  float scale, softcap;                                       // softcap 0: none
+  int64_t blocks;         // pages of the pool
+  float scale, softcap;   // softcap 0: none
   char* pages;
   const float* slopes;  // slope of each head: a score loses this per token of distance; null: no slopes
 };
 
 struct Step {
-  int64_t tokens, requests, slots64, table_stride, items, parts;
+  int64_t tokens, requests, slots64, table_stride, table_columns, items, parts;
+  mutable uint64_t checked;  // the geometry for which check.h found the step in order; 0: none yet
   const void* slots;
   const int32_t *query_start, *kv_lens, *table;
   const struct Item* plan;
@@ -301,8 +303,8 @@ void merge_item(const Geometry& g, const Step& s, const Item& item, long head, c
   tile.finish(all, sinks, out);
 }
 
-// Splits a step into items; returns their number and sets ``parts``. ``plan`` has room for tokens + sum of kv_lens / SPAN + requests.
-static long make_plan(const Geometry& g, const int32_t* query_start, const int32_t* kv_lens, long requests, Item* plan, int64_t* parts) {
+// Splits a step into items; returns their number, or -1 if there is no ``room`` for them, and sets ``parts``.
+static long make_plan(const Geometry& g, const int32_t* query_start, const int32_t* kv_lens, long requests, Item* plan, long room, int64_t* parts) {
   long n = 0, tokens = tile_tokens(g);
   *parts = 0;
   for (long r = 0; r < requests; r++) {
@@ -310,7 +312,9 @@ static long make_plan(const Geometry& g, const int32_t* query_start, const int32
     if (count <= 0 || length <= 0) continue;
     long low = first_attended(g, length - 1);
     long first = low / CHUNK * CHUNK / SPAN, spans = (length - 1) / SPAN - first + 1;
-    if (count == 1 && spans > 1) {
+    bool spanned = count == 1 && spans > 1;
+    if (n + (spanned ? spans : (count + tokens - 1) / tokens) > room) return -1;
+    if (spanned) {
       for (long i = 0; i < spans; i++)
         plan[n++] = Item{(int32_t)r, (int32_t)start, 1, (int32_t)(first + i), (int32_t)spans, (int32_t)(*parts + i)};
       *parts += spans;

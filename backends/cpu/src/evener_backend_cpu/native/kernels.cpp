@@ -1,6 +1,6 @@
-// The functions that Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Functions that allocate return 0,
-// or 1 if there was no memory.
-#include "experts.h"
+// The functions that Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Each function first checks what it was
+// given and returns a Result; those whose name ends in ``scratch`` or ``bytes`` return a number of bytes.
+#include "check.h"
 #include "sampling.h"
 
 static Scratch& scratch() {
@@ -11,6 +11,8 @@ static Scratch& scratch() {
 template <class T>
 static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, void* stream, void* out, const void* positions,
                      int64_t positions64, int64_t flags, int64_t threads) {
+  PASS(check_layer<T>(l, step, tokens, x, stream, out, positions, positions64, flags, threads));
+  if (!tokens) return DONE;
   Sizes s = Sizes::of<T>(*l, tokens, step ? step->parts : 0, threads);
   char* base = scratch().reserve(s.total);
   if (!base) return 1;
@@ -20,6 +22,8 @@ static int run_layer(const Layer* l, const Step* step, int64_t tokens, void* x, 
 }
 
 template <class T> static int run_experts(const Experts* e, int64_t tokens, T* x, float* stream, int64_t threads) {
+  PASS(check_experts(e, tokens, x, stream, threads));
+  if (!tokens) return DONE;
   ExpertSizes s = ExpertSizes::of<T>(*e, tokens, threads);
   char* base = scratch().reserve(s.total);
   if (!base) return 1;
@@ -31,6 +35,8 @@ template <class T> static int run_experts(const Experts* e, int64_t tokens, T* x
 template <class T, class O>
 static int linear(const T* x, int64_t M, const T* plain, const Blocks* blocks, const T* bias, int64_t N, int64_t K, O* y, int64_t threads) {
   Matrix w{plain, blocks};
+  PASS(check_linear(x, M, w, N, K, y, threads));
+  if (!M) return DONE;
   long all = blocks ? Sizes::up(Quantized::bytes(M, K)) : 0, few = blocks ? Sizes::up(Quantized::bytes(FEW, K)) : 0;
   char* base = blocks ? scratch().reserve(all + few * threads) : nullptr;
   if (blocks && !base) return 1;
@@ -45,6 +51,8 @@ static int linear(const T* x, int64_t M, const T* plain, const Blocks* blocks, c
 
 template <class T>
 static int attend(const Geometry* g, const Step* step, const T* q, const T* sinks, T* out, int64_t threads) {
+  PASS(check_attend<T>(g, step, q, out, threads));
+  if (!step->tokens) return DONE;
   Layer l{};
   l.g = *g;
   Sizes s = Sizes::of<T>(l, 0, step->parts, threads);
@@ -59,7 +67,8 @@ static int attend(const Geometry* g, const Step* step, const T* q, const T* sink
 }
 
 template <class T>
-static void write(const Geometry* g, const Step* s, const T* k, int64_t ldk, const T* v, int64_t ldv, int64_t threads) {
+static int write(const Geometry* g, const Step* s, const T* k, int64_t ldk, const T* v, int64_t ldv, int64_t threads) {
+  PASS(check_write<T>(g, s, k, ldk, v, ldv, threads));
   Pool::each(s->tokens > 64 ? threads : 1, s->tokens, [&](long t) {
     long slot = index_at(s->slots, t, s->slots64);
     for (long h = 0; h < g->kv_heads; h++) {
@@ -67,11 +76,14 @@ static void write(const Geometry* g, const Step* s, const T* k, int64_t ldk, con
       write_value<T>(*g, slot, h, v + t * ldv + h * g->dv);
     }
   });
+  return DONE;
 }
 
 // With ``stream``: stream += x first.
 template <class T>
-static void norm(const T* x, int64_t ldx, float* stream, const T* w, T* y, int64_t rows, int64_t n, float eps, float offset, int64_t threads) {
+static int norm(const T* x, int64_t ldx, float* stream, const T* w, T* y, int64_t rows, int64_t n, float eps, float offset, int64_t threads) {
+  PASS(check_rows(x, ldx, y, rows, n, threads));
+  PASS(check_pointer("the norm", w));
   Pool::each(rows * n > 65536 ? threads : 1, rows, [&](long r) {
     const T* in = x + r * ldx;
     if (!stream) return norm_row(in, w, y + r * n, n, eps, offset);
@@ -79,26 +91,33 @@ static void norm(const T* x, int64_t ldx, float* stream, const T* w, T* y, int64
     add_row(sum, in, sum, n);
     norm_row(sum, w, y + r * n, n, eps, offset);
   });
+  return DONE;
 }
 
 template <class T>
-static void rotary(const void* positions, int64_t is64, T* q, int64_t ldq, int64_t heads, T* k, int64_t ldk, int64_t kv_heads, int64_t tokens,
-                   int64_t d, int64_t dim, int64_t interleaved, const float* cos_sin, int64_t threads) {
+static int rotary(const void* positions, int64_t is64, T* q, int64_t ldq, int64_t heads, T* k, int64_t ldk, int64_t kv_heads, int64_t tokens,
+                  int64_t d, int64_t dim, int64_t interleaved, const float* cos_sin, int64_t rows, int64_t threads) {
+  PASS(check_rotary(positions, is64, q, ldq, heads, k, ldk, kv_heads, tokens, d, dim, cos_sin, rows, threads));
   Pool::each(tokens * (heads + kv_heads) * d > 65536 ? threads : 1, tokens, [&](long t) {
     const float* at = cos_sin + index_at(positions, t, is64) * dim;
     for (long h = 0; h < heads; h++) rotate_row(q + t * ldq + h * d, q + t * ldq + h * d, at, dim, d, interleaved);
     for (long h = 0; h < kv_heads; h++) rotate_row(k + t * ldk + h * d, k + t * ldk + h * d, at, dim, d, interleaved);
   });
+  return DONE;
 }
 
-template <class T> static void act(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {
+template <class T> static int act(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {
+  PASS(check_rows(x, inner, y, rows, inner, threads));
+  PASS(check_size("the activation", kind, SILU, GELU_TANH));
   Pool::each(rows * inner > 32768 ? threads : 1, rows, [&](long r) {
     const T* gate = x + r * 2 * inner;
     act_row<T, T>(gate, gate + inner, y + r * inner, inner, (int)kind);
   });
+  return DONE;
 }
 
-template <class T> static void greedy(const T* x, int64_t rows, int64_t n, int32_t* ids) {
+template <class T> static int greedy(const T* x, int64_t rows, int64_t n, int32_t* ids) {
+  PASS(check_rows(x, n, ids, rows, n, 1));
   for (long r = 0; r < rows; r++) {
     const T* row = x + r * n;
     v16 best = splat(-INFINITY);
@@ -110,16 +129,28 @@ template <class T> static void greedy(const T* x, int64_t rows, int64_t n, int32
     while (at < n && !(wide(row[at]) == top)) at++;
     ids[r] = at < n ? (int32_t)at : 0;
   }
+  return DONE;
 }
 
 template <class T>
-static void sample(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
-                   const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {
+static int sample(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
+                  const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {
+  PASS(check_rows(x, n, ids, rows, n, threads));
+  for (const void* each : {(const void*)temperature, (const void*)top_k, (const void*)top_p, (const void*)min_p, (const void*)seed, (const void*)position})
+    PASS(rows ? check_pointer("a sampling parameter", each) : DONE);
   Pool::each(rows > 1 ? threads : 1, rows, [&](long r) {
     static thread_local Sampler sampler;
     sampler.n = n;
     sample_row<T>(sampler, x + r * n, temperature[r], top_k[r], top_p[r], min_p[r], seed[r], position[r], ids + r);
   });
+  return DONE;
+}
+
+template <class T>
+static int products(const T* x, int64_t tokens, const int32_t* slots, int64_t top, int64_t count, const Matrix* w, const T* bias, int64_t N,
+                    int64_t K, T* y, int64_t threads) {
+  PASS(check_grouped(x, tokens, slots, top, count, w, N, K, y, threads));
+  return tokens ? grouped(x, tokens, slots, top, count, w, bias, N, K, y, threads, scratch()) : DONE;
 }
 
 extern "C" {
@@ -146,29 +177,29 @@ extern "C" {
   }                                                                                                                                    \
   int evener_grouped_##S(const T* x, int64_t tokens, const int32_t* slots, int64_t top, int64_t count, const Matrix* w, const T* b,     \
                          int64_t N, int64_t K, T* y, int64_t threads) {                                                                \
-    return grouped(x, tokens, slots, top, count, w, b, N, K, y, threads, scratch());                                                   \
+    return products(x, tokens, slots, top, count, w, b, N, K, y, threads);                                                   \
   }                                                                                                                                    \
   int evener_attend_##S(const Geometry* g, const Step* s, const T* q, const T* sinks, T* out, int64_t threads) {                       \
     return attend<T>(g, s, q, sinks, out, threads);                                                                                    \
   }                                                                                                                                    \
-  void evener_write_##S(const Geometry* g, const Step* s, const T* k, int64_t ldk, const T* v, int64_t ldv, int64_t threads) {         \
-    write<T>(g, s, k, ldk, v, ldv, threads);                                                                                           \
+  int evener_write_##S(const Geometry* g, const Step* s, const T* k, int64_t ldk, const T* v, int64_t ldv, int64_t threads) {         \
+    return write<T>(g, s, k, ldk, v, ldv, threads);                                                                                           \
   }                                                                                                                                    \
-  void evener_norm_##S(const T* x, int64_t ldx, float* stream, const T* w, T* y, int64_t rows, int64_t n, float eps, float offset,     \
+  int evener_norm_##S(const T* x, int64_t ldx, float* stream, const T* w, T* y, int64_t rows, int64_t n, float eps, float offset,     \
                        int64_t threads) {                                                                                              \
-    norm<T>(x, ldx, stream, w, y, rows, n, eps, offset, threads);                                                                      \
+    return norm<T>(x, ldx, stream, w, y, rows, n, eps, offset, threads);                                                                      \
   }                                                                                                                                    \
-  void evener_rotary_##S(const void* pos, int64_t p64, T* q, int64_t ldq, int64_t heads, T* k, int64_t ldk, int64_t kv, int64_t n,     \
-                         int64_t d, int64_t dim, int64_t inter, const float* table, int64_t threads) {                                 \
-    rotary<T>(pos, p64, q, ldq, heads, k, ldk, kv, n, d, dim, inter, table, threads);                                                  \
+  int evener_rotary_##S(const void* pos, int64_t p64, T* q, int64_t ldq, int64_t heads, T* k, int64_t ldk, int64_t kv, int64_t n,     \
+                         int64_t d, int64_t dim, int64_t inter, const float* table, int64_t rows, int64_t threads) {                                 \
+    return rotary<T>(pos, p64, q, ldq, heads, k, ldk, kv, n, d, dim, inter, table, rows, threads);                                                  \
   }                                                                                                                                    \
-  void evener_act_##S(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {                                  \
-    act<T>(x, y, rows, inner, kind, threads);                                                                                          \
+  int evener_act_##S(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {                                  \
+    return act<T>(x, y, rows, inner, kind, threads);                                                                                          \
   }                                                                                                                                    \
-  void evener_greedy_##S(const T* x, int64_t rows, int64_t n, int32_t* ids) { greedy<T>(x, rows, n, ids); }                            \
-  void evener_sample_##S(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p,             \
+  int evener_greedy_##S(const T* x, int64_t rows, int64_t n, int32_t* ids) { return greedy<T>(x, rows, n, ids); }                            \
+  int evener_sample_##S(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p,             \
                          const float* min_p, const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {            \
-    sample<T>(x, rows, n, temperature, top_k, top_p, min_p, seed, position, ids, threads);                                                    \
+    return sample<T>(x, rows, n, temperature, top_k, top_p, min_p, seed, position, ids, threads);                                                    \
   }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
@@ -178,15 +209,30 @@ int64_t evener_tile_bytes(int64_t kind, int64_t columns) {
   with_block_format(kind, [&](auto form) { n = decltype(form)::tile_bytes(columns); });
   return n;
 }
-void evener_pack(int64_t kind, const uint8_t* from, int64_t row_bytes, int64_t rows, int64_t columns, char* to, int64_t threads) {
+int evener_pack(int64_t kind, const uint8_t* from, int64_t row_bytes, int64_t rows, int64_t columns, char* to, int64_t threads) {
+  PASS(check_pack(kind, from, row_bytes, rows, columns, to, threads));
   with_block_format(kind, [&](auto form) {
     typedef decltype(form) F;
     Pool::each(threads, (rows + LANES - 1) / LANES,
                [&](long t) { pack_tile<F>(from, row_bytes, rows, columns, t * LANES, to + t * F::tile_bytes(columns)); });
   });
+  return DONE;
 }
 
-int64_t evener_plan(const Geometry* g, const int32_t* query_start, const int32_t* kv_lens, int64_t requests, Item* plan, int64_t* parts) {
-  return make_plan(*g, query_start, kv_lens, requests, plan, parts);
+// Sets the step's items and parts; its plan has ``room`` for so many items.
+int evener_plan(const Geometry* g, Step* s, int64_t room) {
+  PASS(check_pointer("the geometry", g));
+  PASS(check_pointer("the step", s));
+  PASS(check_heads(*g));
+  PASS(check_size("the number of tokens", s->tokens, 0, MOST_TOKENS));
+  PASS(check_size("the number of columns of the block table", s->table_columns, 0, MOST_TOKENS));
+  PASS(check_requests(s->query_start, s->kv_lens, s->requests, s->tokens, s->table_columns * g->block));
+  PASS(check_pointer("the plan", s->plan));
+  s->checked = 0;
+  s->items = make_plan(*g, s->query_start, s->kv_lens, s->requests, (Item*)s->plan, room, &s->parts);
+  REQUIRE(s->items >= 0, "the plan has no room for more than %ld items", (long)room);
+  return DONE;
 }
+
+const char* evener_problem() { return problem_text(); }
 }

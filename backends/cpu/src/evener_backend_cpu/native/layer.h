@@ -17,6 +17,7 @@ struct Layer {
   Matrix qkv, o, gate_up, down;
   const void *norm, *qkv_bias, *q_norm, *k_norm, *cos_sin, *o_bias, *sinks, *post_norm, *query_scale;
   const void *mlp_norm, *gate_up_bias, *down_bias, *mlp_post_norm;
+  int64_t positions;  // rows of cos_sin and of query_scale
 };
 
 struct Scratch {
