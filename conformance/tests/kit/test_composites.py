@@ -202,7 +202,7 @@ def test_a_failure_names_the_parameters_by_which_a_kernel_may_take_another_path(
     results = check_composite(Expansion("mlp_block", 1.1), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)
     assert [r.case.partition(" (")[2] for r in results] == [
         "eps=0.1, offset=1.0, norm=rms, activation=gelu_tanh, gated=True, pre_norm=True, post_norm=True)",
-        "eps=0.1, norm=rms, activation=gelu, gated=True, pre_norm=True, gate_up_bias, down_bias)",
+        "eps=0.1, norm=rms, activation=gelu, gated=True, bias=True, pre_norm=True, gate_up_bias, down_bias)",
     ]
 
 

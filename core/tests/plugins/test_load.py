@@ -49,7 +49,7 @@ def test_only_chosen_modules_are_imported(site: Site) -> None:
     site.add("plugin", "lazy", 'architectures={"A": "{pkg}.plugin:A"}', contracts='"architecture": 2', module="A = 1")
     loaded = site.load()
     assert loaded.backend.name == "chip" and loaded.backend.distribution == "dist-chip"
-    assert loaded.open_device(1).name == "device 1"
+    assert loaded.open_device(0).name == "device 0"
     assert "dist_cpu.plugin" not in sys.modules and "dist_foreign.plugin" not in sys.modules
 
 
@@ -355,6 +355,20 @@ def test_a_device_that_does_not_exist_is_an_error_that_lists_the_devices_found(s
     site.add("backend", "chip", module=DEVICE.replace("return Chip(index)", "return None"))
     with pytest.raises(BackendError, match=r"has no device 7; it found 0 \(a chip\)"):
         site.load().open_device(7)
+
+
+@pytest.mark.parametrize(("host_memory", "opened"), [(False, False), (True, True)])
+def test_a_rank_without_a_chip_of_its_own_is_refused_even_if_the_backend_opens_any_index(
+    site: Site, host_memory: bool, opened: bool
+) -> None:
+    site.add("backend", "chip", module=DEVICE.replace("ilities()", f"ilities(host_memory={host_memory})"))
+    loaded = site.load()
+    assert loaded.open_device(0).name == "device 0"
+    if opened:
+        assert loaded.open_device(2).name == "device 2"
+        return
+    with pytest.raises(BackendError, match=r"has no device 2; it found 0 \(a chip\)"):
+        loaded.open_device(2)
 
 
 def test_a_module_that_fails_to_import_is_an_error_with_the_cause_and_its_line(site: Site) -> None:

@@ -18,7 +18,7 @@ class ModelFacts:
         path: its folder or file.
         model_type: the family as in the file; "" if the file does not say.
         dtype: the dtype of the saved weights, torch's name; None if the file does not say.
-        max_positions: the maximum sequence length in tokens; None if the file does not say.
+        max_positions: the maximum sequence length in tokens; None if neither the file nor the architecture says.
         trained_positions: the sequence length of training, if the file has it too and it is smaller.
     """
 
@@ -40,8 +40,9 @@ def read_model_facts(model: str) -> ModelFacts:
     return facts_of(model, open_checkpoint(model).config)
 
 
-def facts_of(model: str, table: Mapping[str, Any]) -> ModelFacts:
-    """The facts in a parsed ``config.json``. Multimodal models keep those of the language model in ``text_config``."""
+def facts_of(model: str, table: Mapping[str, Any], positions: int = 0) -> ModelFacts:
+    """The facts in a parsed ``config.json``. Multimodal models keep those of the language model in ``text_config``.
+    ``positions``: the maximum sequence length of the architecture, for a file without one; 0: it has none."""
     inner = table.get("text_config")
     layers = [table, inner] if isinstance(inner, dict) else [table]
     dtype = _first(layers, "dtype", "torch_dtype")
@@ -50,7 +51,7 @@ def facts_of(model: str, table: Mapping[str, Any]) -> ModelFacts:
         path=model,
         model_type=str(_first(layers, "model_type") or ""),
         dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
-        max_positions=lengths[-1] if lengths else None,
+        max_positions=lengths[-1] if lengths else positions or None,
         trained_positions=lengths[0] if lengths and lengths[0] < lengths[-1] else None,
     )
 

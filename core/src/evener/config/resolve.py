@@ -148,10 +148,8 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     if device.local > 1 and infer.threads == "auto":
         cores, why = max(1, cores // device.local), f"{why}, shared by {device.local} ranks"
     reasons["infer.threads"] = why
-    where = "host memory" if device.host_memory else "device memory"
-    max_reqs = _pick(_MAX_REQS, device) if infer.max_reqs == "auto" else infer.max_reqs
-    reasons["infer.max_reqs"] = f"for {where}" if infer.max_reqs == "auto" else "as asked"
-    step_tokens = _pick(_STEP_TOKENS, device) if infer.step_tokens == "auto" else infer.step_tokens
+    max_reqs, reasons["infer.max_reqs"] = _sized(infer.max_reqs, _MAX_REQS, device)
+    step_tokens, reasons["infer.step_tokens"] = _sized(infer.step_tokens, _STEP_TOKENS, device)
     if infer.depth == "auto":
         reasons["infer.depth"] = "one is computed, one is read" if infer.pp_size == 1 else "one more than stages"
     if infer.block_size == "auto":
@@ -182,8 +180,10 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     )
 
 
-def _pick(pair: tuple[int, int], device: DeviceFacts) -> int:
-    return pair[0] if device.host_memory else pair[1]
+def _sized(asked: int | Auto, pair: tuple[int, int], device: DeviceFacts) -> tuple[int, str]:
+    if asked != "auto":
+        return asked, "as asked"
+    return (pair[0], "for host memory") if device.host_memory else (pair[1], "for device memory")
 
 
 def plans_in_flight(config: Config) -> int:
@@ -242,7 +242,7 @@ def _max_seq_len(asked: int | Auto, model: ModelFacts, device: DeviceFacts) -> t
         return asked, "as asked"
     if positions is None:
         raise ConfigError(f"{model.path}/config.json has no max_position_embeddings; set infer.max_seq_len=TOKENS")
-    cap, trained = _pick(_MAX_SEQ_LEN, device), model.trained_positions or positions
+    cap, trained = _sized("auto", _MAX_SEQ_LEN, device)[0], model.trained_positions or positions
     if trained > cap:
         return cap, f"limited to save memory; the checkpoint allows {positions}: infer.max_seq_len={positions}"
     if trained < positions:

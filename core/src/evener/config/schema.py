@@ -76,9 +76,8 @@ class InferConfig(Section):
         1, "int", "Expert-parallel ranks.", minimum=1, supported=(1,), missing="expert parallelism is"
     )  # fmt: skip
     max_reqs: int | Auto = option("auto", "int", "Maximum number of running requests.", auto=True, minimum=1)
-    max_seq_len: int | Auto = option(
-        "auto", "int", "Maximum tokens of one request, prompt and answer together.", auto=True, minimum=2
-    )  # fmt: skip
+    max_seq_len: int | Auto = option("auto", "int", "Maximum tokens of one request, prompt and answer together.",
+                                     auto=True, minimum=2)  # fmt: skip
     attn_type: str = option(
         "auto", "str", "Kernel for attention: auto: the fastest that fits; ref: the plain reference.",
         choices=("auto", "ref"), claimable=True
@@ -118,9 +117,10 @@ class InferConfig(Section):
         "auto", "size", "Memory for the KV cache and other state: bytes, or a fraction of the memory free at start.",
         auto=True
     )  # fmt: skip
-    step_tokens: int | Auto = option(
-        "auto", "int", "Token budget of one step, over all requests.", auto=True, minimum=1
-    )  # fmt: skip
+    step_tokens: int | Auto = option("auto", "int", "Token budget of one step, over all requests.",
+                                     auto=True, minimum=1)  # fmt: skip
+    step_target: float = option(0.25, "float", "Seconds that a step of a server should take at most, if "
+                                "infer.step_tokens is auto; 0: no limit.", minimum=0)  # fmt: skip
     depth: int | Auto = option(
         "auto", "int", "Plans in flight; auto: pipeline stages + 1. 1 is for debugging; the tokens are the same.",
         auto=True, minimum=1, maximum=16

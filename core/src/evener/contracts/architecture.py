@@ -77,7 +77,8 @@ class Architecture(ABC):
 
     Attributes:
         vocab_size: width of the logits.
-        max_positions: the longest context that its position encoding supports.
+        max_positions: the longest context that its position encoding supports. A class whose checkpoints do not say may
+            set it as a class attribute.
         hidden_size: width of the hidden states that pipeline stages pass on.
         encoders: (optional) its encoders of other inputs than text, by name; only in the first pipeline stage.
         oracle: (optional) the implementation that its tests compare it with, shown by ``evener models``:
@@ -85,7 +86,7 @@ class Architecture(ABC):
     """
 
     vocab_size: int
-    max_positions: int
+    max_positions: int = 0
     hidden_size: int
     encoders: Mapping[str, Encoder] = {}
     oracle: str = ""

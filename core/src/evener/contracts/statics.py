@@ -96,6 +96,7 @@ class MLPStatic(BlockStatic, OutputStatic):
     inner: Annotated[int, "width between the two linears"]
     activation: Annotated[str, "silu, gelu, gelu_tanh, relu or relu_squared"]
     gated: Annotated[bool, "False: activation(up) instead of activation(gate) * up"]
+    bias: Annotated[bool, "whether all its projections have biases"]
     gate_up: Annotated[LinearWeight, "the declared LinearWeight of gate and up, or of up alone"]
     down: Annotated[LinearWeight, "the declared LinearWeight of down"]
 
@@ -156,13 +157,12 @@ class LatentAttendStatic(LatentHeadsStatic):
     dtype: Annotated[str, "compute dtype"]
 
 
-class IndexStatic(RowsStatic):
+class IndexStatic(RowsStatic, StateStatic):
     """``index_block``."""
 
     heads: Annotated[int, "index heads"]
     head_dim: Annotated[int, "D of queries and the key"]
     rope_dim: Annotated[int, "leading part that is rotated"]
-    state: Annotated[StateSlot, "the index's StateSlot"]
     q: Annotated[LinearWeight, "the declared LinearWeight of the queries"]
     k: Annotated[LinearWeight, "of the key"]
     weights: Annotated[LinearWeight, "of the heads' weights"]

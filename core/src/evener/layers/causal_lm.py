@@ -22,18 +22,19 @@ class CausalLM(Architecture):
     """A causal language model. A family subclasses it, describes its layers and overrides what differs.
 
     This class reads these keys of ``config.json``: ``vocab_size``, ``max_position_embeddings``, ``hidden_size``,
-    ``num_attention_heads`` and the key that ``eps_key`` names, which are required; ``num_key_value_heads`` (it must
-    divide the heads) and ``tie_word_embeddings``, which are optional. The number of layers is the length of what
-    ``attention`` returns. A family reads all other keys itself. If its config has other names for the keys above, it
-    overrides ``__init__`` and passes on a config with these names.
+    ``num_attention_heads`` and the key that ``eps_key`` names, which are required (the second is optional for a class
+    that sets ``max_positions``); ``num_key_value_heads`` (it must divide the heads) and ``tie_word_embeddings``, which
+    are optional. The number of layers is the length of what ``attention`` returns. A family reads all other keys
+    itself. If its config has other names for the keys above, it overrides ``__init__`` and passes on a config with
+    these names.
 
     Attributes:
         names: the checkpoint's names of the embedding, the layers, the last norm and the head, in this order; without
             ``.weight``, and without the layer's number, which follows after a dot.
         tied: the value of ``tie_word_embeddings`` if ``config.json`` has none.
         norm: kind of all norms: "rms", "layer" (without bias), "biased_layer" or "bare_layer" (without weight).
-        norm_offset: added to the weights of all RMS norms: those before and after attention and MLP, of heads, and the
-            last one. Layer norms have none.
+        norm_offset: added to the weights of all norms that have weights: those before and after attention and MLP, of
+            heads, and the last one. It is not added to biases.
         eps_key: the key of the norms' epsilon in ``config.json``.
         head_bias: whether the head has a bias.
     """
@@ -48,12 +49,12 @@ class CausalLM(Architecture):
     head_bias: bool = False
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        config = {"max_position_embeddings": self.max_positions or None, **config}
         self.vocab_size, self.max_positions = (read_int(config, k) for k in ("vocab_size", "max_position_embeddings"))
-        hidden, eps = read_int(config, "hidden_size"), read_float(config, self.eps_key)
-        heads = read_int(config, "num_attention_heads")
+        self.hidden_size = hidden = read_int(config, "hidden_size")
+        heads, eps = read_int(config, "num_attention_heads"), read_float(config, self.eps_key)
         if config.get("num_key_value_heads") and heads % read_int(config, "num_key_value_heads"):
             raise unsupported(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
-        self.hidden_size = hidden
         self.embedding = self.head = None
         if build.first_stage:
             scale = self.embedding_scale(config)

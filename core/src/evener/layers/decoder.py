@@ -129,8 +129,8 @@ class MLPConfig:
         )  # fmt: skip
         static: MLPStatic = {
             **common, "inner": inner.size, "activation": known_activation(self.activation), "gated": self.gated,
-            "gate_up": gate_up, "down": down, "communicator": build.communicator, "pre_norm": self.norm is not None,
-            "post_norm": self.post_norm is not None,
+            "bias": self.bias, "gate_up": gate_up, "down": down, "communicator": build.communicator,
+            "pre_norm": self.norm is not None, "post_norm": self.post_norm is not None,
         }  # fmt: skip
         return weights, static
 
@@ -157,7 +157,7 @@ class DecoderLayer:
         hidden: width of the residual stream.
         attention, mlp: the two halves.
         eps: of all norms of the layer.
-        norm_offset: added to the weights of its RMS norms.
+        norm_offset: added to the weights of its norms.
         norm: kind of its norms, as in ``CausalLM``.
     """
 

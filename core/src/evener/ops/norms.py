@@ -17,15 +17,16 @@ def norm_static(static: Static, hidden: int | None = None) -> dict[str, Any]:
 
 def any_norm(static: Static, use: Use, hidden: int | None = None) -> OpFunction:
     """The block's kind of norm, over ``hidden`` columns (default: the block's own width). A layer norm has float32
-    weights and is computed in float32; its weight and bias are one tensor, the weight first."""
+    weights and is computed in float32; its weight and bias are one tensor, the weight first. ``offset`` is added to the
+    weight of either kind."""
     if static["norm"] == "rms":
         return use("rms_norm", **norm_static(static, hidden))
-    size = hidden or static["hidden"]
+    size, offset = hidden or static["hidden"], static["offset"]
     norm = use("layer_norm", hidden=size, dtype="float32", eps=static["eps"])
 
     def run(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        parts = (None, None) if weight is None else (*weight.split(size), None)[:2]
-        normed: torch.Tensor = norm(x.float(), *parts)
+        gain, bias = (None, None) if weight is None else (*weight.split(size), None)[:2]
+        normed: torch.Tensor = norm(x.float(), gain if gain is None or not offset else gain + offset, bias)
         return normed.to(x.dtype)
 
     return run
@@ -80,5 +81,5 @@ def head_norm(static: Static, use: Use, heads: int) -> OpFunction:
     if over == "all":
         norm = (rms_norm_among_ranks if static["qk_norm_ranks"] else any_norm)(static, use, heads * dim)
         return lambda x, weight: norm(x.flatten(1), weight).unflatten(-1, (heads, dim))
-    each = any_norm({**static, "norm": "bare_layer"}, use, dim)
-    return lambda x, weight: (each(x.float(), None) * weight.view(heads, dim)).to(x.dtype)
+    each, offset = any_norm({**static, "norm": "bare_layer"}, use, dim), static["offset"]
+    return lambda x, weight: (each(x.float(), None) * (weight.float() + offset).view(heads, dim)).to(x.dtype)

@@ -87,8 +87,11 @@ class LoadedPackages:
         except PluginError as error:
             said = str(error).removeprefix(f"{package}: ")
             raise BackendError(f"{package} cannot open device {index}: {said}") from (error.__cause__ or error)
-        if device is None:
-            raise BackendError(f"{package} has no device {index}; it found {self._devices()}")
+        found = {each.index: each.name for each in self.selection.probe.devices}
+        # Ranks share the host's memory; two of them on one chip would each take it for their own.
+        if device is None or (found and index not in found and not device.capabilities.host_memory):
+            shown = ", ".join(f"{number} ({name})" for number, name in found.items()) or "none"
+            raise BackendError(f"{package} has no device {index}; it found {shown}")
         return cast("Device", device)
 
     def kernels(self, device: Device) -> tuple[Provided[Kernel], ...]:
@@ -141,10 +144,6 @@ class LoadedPackages:
             for package, value in found:
                 return Provided(value, package.name, package.distribution, package.version)
         return None
-
-    def _devices(self) -> str:
-        found = self.selection.probe.devices
-        return ", ".join(f"{each.index} ({each.name})" for each in found) or "none"
 
 
 def _module(package: Package) -> ModuleType:

@@ -45,6 +45,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from evener.contracts.outputs import FinishReason
+from evener.engine.batching import MicroBatches, StepLimit
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.request import PlannedRow, Request
@@ -59,21 +60,6 @@ Policy = Callable[[Request], tuple[int, ...]]
 def priority_then_arrival(request: Request) -> tuple[int, ...]:
     """Higher priority first, then the order of arrival."""
     return (-request.message.priority, request.order)
-
-
-@dataclass(frozen=True)
-class MicroBatches:
-    """How requests are divided among the plans in flight of ``stages`` pipeline stages. Each plan gets an equal share,
-    so that no stage waits for a token that the last stage has yet to sample. ``prefill`` and ``decode`` set the number
-    of requests in a plan instead: of those with several tokens to compute, and of those with one."""
-
-    stages: int = 1
-    prefill: int | None = None
-    decode: int | None = None
-
-    def quota(self, decoding: int, prefilling: int) -> dict[bool, int]:
-        """How many requests one plan may take, when so many are there; the key says whether they decode."""
-        return {True: self.decode or -(-decoding // self.stages), False: self.prefill or -(-prefilling // self.stages)}
 
 
 @dataclass
@@ -107,14 +93,15 @@ class Scheduler:
         policy: order in which waiting requests start.
         batches: how requests are divided among plans; default: for a single stage.
         media: plans when media are encoded and dropped.
+        limit: how much of the budget a step may use; default: all of it.
     """
 
     def __init__(
         self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_then_arrival,
-        batches: MicroBatches | None = None, media: MediaPlanner | None = None,
+        batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
     ) -> None:  # fmt: skip
         self.state, self.step_tokens, self.policy = state, step_tokens, policy
-        self.batches = batches or MicroBatches()
+        self.batches, self.limit = batches or MicroBatches(), limit or StepLimit()
         self.media = media or MediaPlanner(step_tokens, step_tokens)
         self.stats = Stats()
         self.waiting: list[Request] = []
@@ -186,7 +173,7 @@ class Scheduler:
         for early in (False, True)[: min(self.batches.stages, 2)]:
             decoding = sum(request.tokens_to_compute == 1 for request in self.running)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
-            draft = _Draft(self._next_plan, self.step_tokens, quota)
+            draft = _Draft(self._next_plan, self.limit.allowed(self.step_tokens), quota)
             if self._continue_running(draft, early) or not (self.running or self._in_flight):
                 self._admit_waiting(draft)
             if draft.rows:
@@ -349,7 +336,7 @@ class Scheduler:
 
     def _count(self, draft: _Draft) -> None:
         self.stats.steps += 1
-        self.stats.computed_tokens += self.step_tokens - draft.budget
+        self.stats.computed_tokens += sum(row.count for row in draft.rows)
         decoding = sum(row.start >= row.request.prompt_length for row in draft.rows)
         self.stats.mixed_steps += 0 < decoding < len(draft.rows)
 

@@ -12,9 +12,10 @@ from evener.config.resolve import plans_in_flight, uses_worker_processes
 from evener.config.schema import Config
 from evener.contracts.state import StateKind
 from evener.distributed.torchrun import TorchrunEnv
+from evener.engine.batching import MicroBatches, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.media import MediaPlanner
-from evener.engine.controller.scheduler import MicroBatches, Scheduler
+from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.executor import Executor
@@ -34,17 +35,18 @@ def start_engine(config: Config, mode: Literal["inline", "thread", "process"]) -
         from evener.engine.processes.process_client import ProcessClient
 
         return ProcessClient(config)
-    return (InlineClient if mode == "inline" else ThreadClient)(*build_controller(config))
+    return (InlineClient if mode == "inline" else ThreadClient)(*build_controller(config, streaming=mode != "inline"))
 
 
-def build_controller(config: Config, serving: bool = False) -> tuple[Controller, Ready]:
+def build_controller(config: Config, serving: bool = False, streaming: bool = False) -> tuple[Controller, Ready]:
     """Build a controller and start its workers: in this process, or in child processes for a server or several ranks.
+    ``streaming``: somebody reads the answers while they are made, as those of a server; see ``infer.step_target``.
 
     Raises:
         EvenerError: the engine cannot start with this configuration.
     """
     executor, facts = _executor(config, serving)
-    return set_up_controller(config, executor, facts), Ready(info=facts.info)
+    return set_up_controller(config, executor, facts, serving or streaming), Ready(info=facts.info)
 
 
 def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
@@ -67,14 +69,13 @@ def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
     return InlineExecutor(worker), worker.facts
 
 
-def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts) -> Controller:
-    """A controller over workers that are ready, whose ``facts`` these are."""
+def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, streaming: bool = False) -> Controller:
+    """A controller over workers that are ready, whose ``facts`` these are; ``streaming`` as in ``build_controller``."""
     infer, kinds = config.infer, _kinds(facts, config)
+    limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
-    prefill, decode = (None if n == "auto" else n for n in (infer.pp_prefill_reqs, infer.pp_decode_reqs))
-    batches = MicroBatches(infer.pp_size, prefill, decode)
-    media = MediaPlanner(facts.media_rows, facts.step_tokens)
-    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media)
+    media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
+    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit)
     return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
 
 

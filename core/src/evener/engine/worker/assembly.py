@@ -79,7 +79,8 @@ def assemble(
         headers = checkpoint.headers
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
-    facts = facts_of(config.model, checkpoint.config)
+    family = find_architecture(loaded, checkpoint)
+    facts = facts_of(config.model, checkpoint.config, family.max_positions)
     of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
     resolved = resolve_config(config, facts, of_device, serving=serving)
     device.limit_threads(resolved.threads)
@@ -88,8 +89,7 @@ def assemble(
     # Random weights are not quantized, whatever the checkpoint's own are.
     schemes = [p.value for p in loaded.quant_schemes()]
     scheme = pick_scheme(checkpoint.config, schemes, config.quant) if headers else Unquantized()
-    infer = resolved.config.infer
-    family, world = _architecture(loaded, checkpoint), ranks.world
+    infer, world = resolved.config.infer, ranks.world
 
     def declare(stage: int) -> tuple[Builder, Architecture]:
         build = Builder(
@@ -142,7 +142,12 @@ def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]
     return capture, f"decode steps of up to {a.config.max_reqs} rows are captured by {capture.package}"
 
 
-def _architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Architecture]:
+def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Architecture]:
+    """The class that an installed package registers for a checkpoint.
+
+    Raises:
+        ArchitectureError: no package does.
+    """
     name = checkpoint.architecture
     target = loaded.architectures.get(name)
     if target is None:

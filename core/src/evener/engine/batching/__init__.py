@@ -1,0 +1,16 @@
+"""How much one step takes: its share of the requests, and its tokens.
+
+=====================  =============================================================================
+module                 what it holds
+=====================  =============================================================================
+``micro_batches``      how pipeline stages divide the requests among the plans in flight
+``step_limit``         how many tokens a step may have, from the times of the steps before
+``timed_executor``     an executor that measures these times
+=====================  =============================================================================
+"""
+
+from evener.engine.batching.micro_batches import MicroBatches
+from evener.engine.batching.step_limit import MeasuredStepLimit, StepLimit
+from evener.engine.batching.timed_executor import TimedExecutor, limit_steps
+
+__all__ = ["MeasuredStepLimit", "MicroBatches", "StepLimit", "TimedExecutor", "limit_steps"]

@@ -1,0 +1,73 @@
+"""Measures the time of each step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from evener.config.schema import InferConfig
+from evener.engine.batching.step_limit import MeasuredStepLimit, StepLimit
+from evener.engine.wire.executor import Executor
+from evener.engine.wire.plan import Plan, StepResult
+
+
+def limit_steps(
+    infer: InferConfig, executor: Executor, max_reqs: int, streaming: bool
+) -> tuple[StepLimit, Executor]:  # fmt: skip
+    """The limit on a run's steps, and the executor to run its plans with.
+
+    Steps are measured if answers are read while they are made, unless ``infer`` sets the token budget itself or has no
+    target. A token passes through all pipeline stages, so each of them gets its share of the target.
+    """
+    if not streaming or infer.step_tokens != "auto" or infer.step_target == 0:
+        return StepLimit(), executor
+    limit = MeasuredStepLimit(infer.step_target / infer.pp_size, max_reqs)
+    return limit, TimedExecutor(executor, limit)
+
+
+class _SubmittedStep(NamedTuple):
+    plan: Plan
+    seconds: float
+
+
+class TimedExecutor(Executor):
+    """Runs plans on another executor and tells ``limit`` how long each took.
+
+    The time of a step is the time that the caller is held up by it: while it is submitted, and while its result is
+    awaited. Some devices compute inside ``submit``. On the others the result of an earlier plan is awaited meanwhile,
+    so that the waiting for this plan begins when the device does. Either way the times add up to those between results,
+    less the caller's own work. Steps with media are left out: encoding has a budget of its own.
+
+    Args:
+        inner: runs the plans.
+        limit: told of the steps.
+        clock: the current time in seconds.
+    """
+
+    def __init__(self, inner: Executor, limit: StepLimit, clock: Callable[[], float] = time.monotonic) -> None:
+        self.inner, self._limit, self._clock = inner, limit, clock
+        self._submitted: deque[_SubmittedStep] = deque()
+
+    def submit(self, plan: Plan) -> None:
+        began = self._clock()
+        self.inner.submit(plan)
+        self._submitted.append(_SubmittedStep(plan, self._clock() - began))
+
+    def read(self) -> StepResult:
+        began = self._clock()
+        result = self.inner.read()
+        step = self._submitted.popleft()
+        if step.plan.media is None:
+            self._limit.record(sum(step.plan.counts), step.seconds + self._clock() - began)
+        return result
+
+    def attach(self) -> None:
+        self.inner.attach()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def close(self) -> None:
+        self.inner.close()
