@@ -30,7 +30,7 @@ class Reviewed:
     """Why some tests do not pass, as a person has judged.
 
     Attributes:
-        outcome: MISSING, DIFFERENT or OWN.
+        outcome: MISSING, DIFFERENT, NOT_RUN or OWN.
         what: the feature, or the difference in a few words.
         why: the reason for a difference.
         tests: matches the whole id of each of these tests.
@@ -60,13 +60,13 @@ def read_reviewed(path: Path) -> list[Reviewed]:
     """
     found = []
     for number, entry in enumerate(cast("list[dict[str, Any]]", OmegaConf.to_container(OmegaConf.load(path))), start=1):
-        outcome = next((each for each in (MISSING, DIFFERENT, OWN) if each in entry), None)
+        outcome = next((each for each in OUTCOMES if each in entry and each != PASSED), None)
         known = {outcome, "tests", "error", "passes"} | ({"why"} if outcome == DIFFERENT else set())
         needed = known - {"error", "passes"}
         if outcome is None or not needed <= entry.keys() <= known or ("error" in entry) == ("passes" in entry):
             raise ValueError(
                 f"{path.name}: entry {number} has the keys {sorted(entry)}; it needs 'tests', one of {MISSING!r},"
-                f" {DIFFERENT!r} (with 'why') and {OWN!r}, and either 'error' or 'passes: true'"
+                f" {DIFFERENT!r} (with 'why'), {NOT_RUN!r} and \"{OWN}\", and either 'error' or 'passes: true'"
             )
         tests = "|".join(f"(?:{each})" for each in entry["tests"])
         error = re.compile(entry["error"]) if "error" in entry else None
@@ -97,7 +97,7 @@ def judge(seen: Iterable[Seen], reviewed: Sequence[Reviewed]) -> tuple[list[Reco
 
 def _judged(seen: Seen, entry: Reviewed | None) -> Record | None:
     test, message = seen["test"], seen["message"].strip()
-    if seen["outcome"] == "skipped":
+    if seen["outcome"] == "skipped" and not seen["called"] and not seen["missing"]:
         return {"test": test, "outcome": NOT_RUN, "what": message.removeprefix("Skipped: ")}
     if entry is not None and entry.outcome == OWN:
         return {"test": test, "outcome": OWN}
@@ -106,7 +106,7 @@ def _judged(seen: Seen, entry: Reviewed | None) -> Record | None:
         record |= {"why": entry.why} if entry.why else {}
         return record | ({"seen": message[:_SHOWN]} if entry.error else {"why": "passes because all are refused"})
     if seen["missing"]:
-        return {"test": test, "outcome": MISSING, "what": seen["missing"], "seen": "its server cannot be started"}
+        return {"test": test, "outcome": MISSING, "what": seen["missing"], "seen": "its server needs it"}
     if seen["called"] or (seen["outcome"] == "passed" and not seen["served"]):
         return {"test": test, "outcome": OWN}
     return {"test": test, "outcome": PASSED} if seen["outcome"] == "passed" else None

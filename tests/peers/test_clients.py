@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peer_sources import NODE, REQUIREMENTS, Places
@@ -18,6 +19,10 @@ CLIENTS = Path(__file__).parent / "clients"
 LIMIT = 240.0
 
 Note = Callable[[str, str], None]
+
+
+class Refused(Exception):
+    """The server answered that it does not have what a client asked for: the one sign of a missing feature."""
 
 
 @pytest.fixture
@@ -43,6 +48,31 @@ def run(*command: object, environ: dict[str, str], folder: Path) -> str:
     done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+def samples(folder: Path, task: str) -> list[dict[str, Any]]:
+    """What lm-eval logged of each question of a task, in the order of the file."""
+    (path,) = (folder / "out").rglob(f"samples_{task}_*.jsonl")
+    return sorted(map(json.loads, path.read_text("utf-8").splitlines()), key=lambda sample: sample["doc_id"])
+
+
+def choice_scores(model_dir: Path) -> list[tuple[int, list[float]]]:
+    """For each question the index of the right choice, and each choice's log-probability as transformers has it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    found = []
+    for question in map(json.loads, (CLIENTS / "colours.jsonl").read_text("utf-8").splitlines()):
+        start, scores = len(tokenizer(question["question"])["input_ids"]), []
+        for choice in question["choices"]:
+            ids = torch.tensor([tokenizer(f"{question['question']} {choice}")["input_ids"]])
+            with torch.inference_mode():
+                table = model(ids).logits[0, :-1].log_softmax(-1)
+            scores.append(table.gather(1, ids[0, 1:, None])[start - 1 :].sum().item())
+        found.append((question["answer"], scores))
+    return found
 
 
 def test_openais_python_client_gets_the_same_answer_by_every_way_of_asking(
@@ -78,6 +108,7 @@ def test_an_agent_of_pydantic_ai_answers_and_follows_up(
     assert found["second"] and 0 < found["tokens"] <= 12
 
 
+@pytest.mark.xfail(reason="missing: usage in every chunk (continuous_usage_stats)", raises=Refused, strict=True)
 def test_guidellm_measures_requests_of_which_none_fails(
     server: Served, places: Places, environ: dict[str, str], tmp_path: Path, smollm2_dir: Path, note: Note
 ) -> None:
@@ -94,6 +125,9 @@ def test_guidellm_measures_requests_of_which_none_fails(
     )  # fmt: skip
     (benchmark,) = json.loads((tmp_path / "report.json").read_text("utf-8"))["benchmarks"]
     requests = benchmark["requests"]
+    wanted = {"model": server.name, "prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    if requests["errored"] and (answer := server.http.post("/v1/completions", json=wanted)).status_code == 400:
+        raise Refused(answer.text)
     assert [request["info"]["error"] for request in requests["errored"]] == []
     assert len(requests["successful"]) == 6
     assert {request["output_tokens"] for request in requests["successful"]} == {8}
@@ -130,10 +164,13 @@ def test_lm_eval_scores_choices_and_generates(
         environ=environ | {"HF_HOME": str(tmp_path / "hub")}, folder=tmp_path,
     )  # fmt: skip
     (results,) = (tmp_path / "out").rglob("results_*.json")
-    # Three of four with the model's own log-probabilities in float32, computed with transformers.
-    assert json.loads(results.read_text("utf-8"))["results"]["colours"]["acc,none"] == 0.75
-    (samples,) = (tmp_path / "out").rglob("samples_continue_*.jsonl")
-    answers = [json.loads(line)["resps"][0][0] for line in samples.read_text("utf-8").splitlines()]
+    expected = choice_scores(smollm2_dir)
+    accuracy = sum(max(scores) == scores[answer] for answer, scores in expected) / len(expected)
+    assert json.loads(results.read_text("utf-8"))["results"]["colours"]["acc,none"] == accuracy
+    for sample, (_, scores) in zip(samples(tmp_path, "colours"), expected, strict=True):
+        # One to three tokens each, in bfloat16 against float32.
+        assert [float(resp[0][0]) for resp in sample["resps"]] == pytest.approx(scores, abs=0.1)
+    answers = [sample["resps"][0][0] for sample in samples(tmp_path, "continue")]
     assert len(answers) == 4 and all(answer.strip() and "\n" not in answer for answer in answers)
 
 
@@ -149,7 +186,7 @@ _FEATURES = {
 # Strict: the first run after a feature has come fails here, until its mark is removed.
 @pytest.mark.parametrize(
     "feature",
-    [pytest.param(name, marks=pytest.mark.xfail(reason=f"missing: {what}", raises=AssertionError, strict=True))
+    [pytest.param(name, marks=pytest.mark.xfail(reason=f"missing: {what}", raises=Refused, strict=True))
      for name, (_, _, what) in _FEATURES.items()],
 )  # fmt: skip
 def test_a_client_uses_a_feature_of_agents(
@@ -157,4 +194,8 @@ def test_a_client_uses_a_feature_of_agents(
 ) -> None:
     package, what, _ = _FEATURES[feature]
     note(package, what)
-    run(places.python, CLIENTS / "openai_features.py", feature, server.url, environ=environ, folder=tmp_path)
+    script = CLIENTS / "openai_features.py"
+    said = run(places.python, script, feature, server.url, environ=environ, folder=tmp_path)
+    if said.startswith("refused: "):
+        raise Refused(said)
+    assert said == "used\n"

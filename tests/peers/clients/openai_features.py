@@ -1,4 +1,4 @@
-"""One feature of OpenAI's Python client that agents use: the exit status is 0 if the server has it."""
+"""A feature that agents use, with OpenAI's or Anthropic's Python client: prints "used", or "refused" and the error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import anthropic
 import openai
 
 _CITY = {
@@ -67,8 +68,6 @@ FEATURES: dict[str, Callable[[openai.OpenAI, str], None]] = {
 
 def messages(url: str, model: str) -> None:
     """Anthropic's messages endpoint, with Anthropic's client."""
-    import anthropic
-
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     body: list[Any] = [{"role": "user", "content": "Name a colour."}]
     assert client.messages.create(model=model, max_tokens=8, messages=body).content[0].type == "text"
@@ -79,7 +78,12 @@ def main(name: str, url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", max_retries=0)
     model = client.models.list().data[0].id
     use = partial(messages, url, model) if name == "messages" else partial(FEATURES[name], client, model)
-    use()
+    try:
+        use()
+    except (openai.BadRequestError, openai.NotFoundError, anthropic.NotFoundError) as error:
+        print(f"refused: {error}")
+    else:
+        print("used")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from .flags import MissingFeature
 from .package import Package
 from .server import Launcher
-from .utilities import real_things, redirect_names, tests_utils
+from .utilities import NoPictures, real_things, redirect_names, tests_utils
 
 #: Stood in for: vLLM, what only its own code needs, and helpers of tests that are not about a server.
 _ROOTS = frozenset({"vllm", "openai_harmony", "gpt_oss", "tests.conftest", "tests.models"})
@@ -61,13 +62,17 @@ def pytest_configure(config: pytest.Config) -> None:
     package = Package(_ROOTS, real_things(model))
     package.install()
     redirect_names(model)
+    # The same requests in every run.
+    settings.register_profile("peers", derandomize=True, database=None)
+    settings.load_profile("peers")
     sys.modules["tests.utils"] = tests_utils(launcher, config.rootpath, package)
     config.pluginmanager.register(Recorder(launcher, package, config.getoption("--peer-report")), "peer-recorder")
 
 
 @pytest.fixture
-def local_asset_server() -> None:
-    """Of vLLM's top conftest: serves pictures that are not in its source distribution."""
+def local_asset_server() -> NoPictures:
+    """Of vLLM's top conftest."""
+    return NoPictures()
 
 
 class Recorder:
@@ -128,4 +133,8 @@ def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
     if isinstance(report.longrepr, tuple):  # of a skipped test: file, line, reason
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)
-    return (crash.message if crash is not None else str(report.longrepr or ""))[:_MESSAGE]
+    if crash is not None:
+        return str(crash.message)[:_MESSAGE]
+    lines = str(report.longrepr or "").splitlines()
+    # What pytest says of a missing fixture ends with the error, behind the test's source.
+    return "\n".join([line for line in lines if line.startswith("E ")] or lines)[:_MESSAGE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -41,6 +42,11 @@ class Launcher:
     running: set[int] = field(default_factory=set)
     started: int = 0
 
+    @property
+    def positions(self) -> int:
+        """The longest context of the model; tests may ask for more, of theirs."""
+        return int(json.loads((self.model / "config.json").read_text("utf-8"))["max_position_embeddings"])
+
     def server_class(self) -> type[RemoteOpenAIServer]:
         """The class that vLLM's tests import."""
         return type("RemoteOpenAIServer", (RemoteOpenAIServer,), {"launcher": self})
@@ -55,6 +61,7 @@ class RemoteOpenAIServer:
     """
 
     launcher: Launcher
+    show_hidden_metrics = False
     DUMMY_API_KEY = "token-abc123"
 
     def __init__(
@@ -72,6 +79,8 @@ class RemoteOpenAIServer:
         if override_hf_configs:
             flags += ["--hf-overrides", str(override_hf_configs)]
         keys = {"serve.port": str(_free_port())} | settings(model, flags)
+        if length := keys.get("infer.max_seq_len"):
+            keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             keys["serve.api_keys"] = f"[{key}]"
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
