@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import urllib.parse
@@ -23,6 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "scripts/peers-requirements.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
+#: What the programs need.
+PYTHON = (3, 11)
 #: OpenAI's client for Node.js.
 NODE = "openai@7.57.0"
 
@@ -100,10 +103,13 @@ def install(places: Places) -> None:
     """Make what is not there.
 
     Raises:
-        PeerError: vLLM's archive is not the pinned one, or Node.js is missing.
+        PeerError: Python is too old, Node.js is missing, or vLLM's archive is not the pinned one.
         OSError: the cache cannot be written, or the index does not answer.
         subprocess.CalledProcessError: pip or npm failed.
     """
+    if sys.version_info < PYTHON:
+        wanted, found = (".".join(map(str, version)) for version in (PYTHON, sys.version_info[:2]))
+        raise PeerError(f"locust and vLLM's tests need Python {wanted} or newer, and .venv has {found}; make it anew")
     places.root.mkdir(parents=True, exist_ok=True)
     _environment(places)
     _node(places)

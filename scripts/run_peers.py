@@ -36,7 +36,7 @@ CLIENT_RECORDS = RESULTS / "peers-clients.jsonl"
 PAGE = RESULTS / "peers.md"
 REVIEWED = ROOT / "tests/peers/vllm_reviewed.yaml"
 #: Seconds that one test of vLLM may take.
-_LIMIT = 240
+_LIMIT = 600
 _INI = "[pytest]\nasyncio_default_fixture_loop_scope = function\naddopts = --import-mode=prepend\n"
 
 

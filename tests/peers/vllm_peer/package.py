@@ -7,7 +7,8 @@ a class; while a test runs, calling one raises ``OwnCode``, and the call is note
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -59,7 +60,7 @@ class _Module(ModuleType):
         return self._package.thing(f"{self.__name__}.{name}")
 
 
-class Package:
+class Package(MetaPathFinder, Loader):
     """An importer of ``roots`` and of all modules below them.
 
     Args:
@@ -81,10 +82,12 @@ class Package:
         """Be asked first for every import."""
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """The importer's protocol."""
-        ours = any(name == root or name.startswith(f"{root}.") for root in self._roots)
-        return ModuleSpec(name, self, is_package=True) if ours else None
+        ours = any(fullname == root or fullname.startswith(f"{root}.") for root in self._roots)
+        return ModuleSpec(fullname, self, is_package=True) if ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The importer's protocol."""
