@@ -2,6 +2,7 @@
 
     python scripts/run_peers.py                      # vLLM's own tests of the HTTP API, then the clients
     python scripts/run_peers.py vllm --only chat     # those whose id has "chat"; nothing is written
+    python scripts/run_peers.py vllm --judge     # judge the last run again, after a change of the reviewed list
     python scripts/run_peers.py clients
 
 The exit code is 1 if a test of vLLM fails for a reason that nobody has judged, if a judgement is out of date, or if a
@@ -45,56 +46,76 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Drive evener serve with programs of others.")
     parser.add_argument("what", nargs="?", choices=("vllm", "clients"), help="default: both")
     parser.add_argument("--only", metavar="TEXT", help="with 'vllm': tests with this in their id; nothing is written")
+    parser.add_argument("--judge", action="store_true", help="with 'vllm': judge the last run of all of them again")
     options = parser.parse_args(argv)
-    if options.only and options.what != "vllm":
-        parser.error("--only chooses among vLLM's tests; type: vllm --only TEXT")
+    if (options.only or options.judge) and (options.what != "vllm" or (options.only and options.judge)):
+        parser.error("--only and --judge are about vLLM's tests; type: vllm --only TEXT, or: vllm --judge")
     model, places = models_root() / SOURCES["smollm2"].name, Places.default()
     if (reason := problem(SOURCES["smollm2"], models_root())) is not None:
         parser.error(f"{model}: {reason}; run 'make models ONLY=smollm2'")
     try:
         install(places)
+        failed = _drive(options, places, model)
     except (PeerError, OSError, subprocess.CalledProcessError) as error:
         print(f"make test-peers: {error}", file=sys.stderr)
         return 1
-    failed = 0
-    if options.what != "clients":
-        failed += run_vllm(places, model, options.only)
-    if options.what != "vllm":
-        failed += run_clients(model)
     if not options.only and TEST_RECORDS.is_file() and CLIENT_RECORDS.is_file():
         PAGE.write_text(page(read_records(TEST_RECORDS), read_records(CLIENT_RECORDS)), "utf-8")
     return 1 if failed else 0
 
 
-def run_vllm(places: Places, model: Path, only: str | None) -> int:
-    """vLLM's tests; how many of them nobody has judged, and how many judgements are out of date."""
+def _drive(options: argparse.Namespace, places: Places, model: Path) -> int:
+    """Run and judge what was asked for; the number of problems.
+
+    Raises:
+        PeerError: vLLM's tests could not be run, or there is no run to judge.
+    """
+    problems = 0
+    if options.what != "clients":
+        report = places.root / ("vllm-some.jsonl" if options.only else "vllm-all.jsonl")
+        if options.judge and not report.is_file():
+            raise PeerError(f"{report} is not there: no run to judge; type: python scripts/run_peers.py vllm")
+        if not options.judge:
+            run_vllm(places, model, report, options.only)
+        problems += judge_vllm(report, model, complete=not options.only)
+    if options.what != "vllm":
+        problems += run_clients(model)
+    return problems
+
+
+def run_vllm(places: Places, model: Path, report: Path, only: str | None) -> None:
+    """Run vLLM's tests; ``report`` gets a line for each.
+
+    Raises:
+        PeerError: pytest could not run them to the end.
+    """
     (places.vllm / "pytest.ini").write_text(_INI, "utf-8")
     # The stand-ins of vLLM's modules; the server finds its own packages as this process does.
     paths = [str(ROOT / "tests/peers"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
-    with tempfile.TemporaryDirectory() as temp:
-        report = Path(temp) / "report.jsonl"
-        command = [str(places.python), "-m", "pytest", "-c", "pytest.ini", "--rootdir", ".", "-p", "vllm_peer.plugin"]
-        command += [f"--peer-evener={Path(sys.executable).with_name('evener')}", f"--peer-model={model}"]
-        command += [f"--peer-report={report}", f"--timeout={_LIMIT}", "--continue-on-collection-errors"]
-        command += ["-p", "no:cacheprovider", "--tb=no", "-q", "--disable-warnings", "-r", "N", TESTS]
-        # Its exit code says that tests failed, which they do; whether they were run stands in the report.
-        done = subprocess.run([*command, *(["-k", only] if only else [])], cwd=places.vllm, env=environ)
-        seen = read_records(report) if report.is_file() else []
-    if done.returncode not in (0, 1) or not seen:
-        print(
-            f"make test-peers: pytest ended with exit status {done.returncode} and {len(seen)} tests", file=sys.stderr
-        )
-        return 1
-    records, problems = judge(seen, read_reviewed(REVIEWED))
-    if only:
+    command = [str(places.python), "-m", "pytest", "-c", "pytest.ini", "--rootdir", ".", "-p", "vllm_peer.plugin"]
+    command += [f"--peer-evener={Path(sys.executable).with_name('evener')}", f"--peer-model={model}"]
+    command += [f"--peer-report={report}", f"--timeout={_LIMIT}", "--continue-on-collection-errors"]
+    command += ["-p", "no:cacheprovider", "--tb=no", "-q", "--disable-warnings", "-r", "N", TESTS]
+    command += ["-k", only] if only else []
+    # 1: tests failed, which they do. Why stands in the report.
+    if (code := subprocess.run(command, cwd=places.vllm, env=environ).returncode) not in (0, 1):
+        report.unlink(missing_ok=True)
+        raise PeerError(f"vLLM's tests were not run to the end: pytest's exit status is {code}")
+
+
+def judge_vllm(report: Path, model: Path, complete: bool) -> int:
+    """Judge what ``report`` says, and write the records of a complete run without problems; the number of problems:
+    failures that nobody has judged, and judgements that are out of date."""
+    records, problems = judge(read_records(report), read_reviewed(REVIEWED))
+    if not complete:
         problems = [each for each in problems if each.startswith("not judged")]
         for record in records:
             print(f"{record['outcome']:16} {record['test']}  {record.get('what', '')}")
     counts = Counter(record["outcome"] for record in records)
     print(f"vLLM {VLLM}: {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}")
     print("\n".join(problems))
-    if not only and not problems:
+    if complete and not problems:
         common = {"peer": f"vLLM {VLLM}", "model": model.name, **_where(), "command": "make test-peers"}
         write_records(TEST_RECORDS, shortened(records), common)
     return len(problems)

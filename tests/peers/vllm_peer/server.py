@@ -78,7 +78,8 @@ class RemoteOpenAIServer:
         flags = [*vllm_serve_args, *([] if seed is None else ["--seed", str(seed)])]
         if override_hf_configs:
             flags += ["--hf-overrides", str(override_hf_configs)]
-        keys = {"serve.port": str(_free_port())} | settings(model, flags)
+        # An answer that nobody limits ends before it fills the context, which takes minutes on a CPU.
+        keys = {"serve.port": str(_free_port()), "request.max_new_tokens": "512"} | settings(model, flags)
         if length := keys.get("infer.max_seq_len"):
             keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
         if key := (env_dict or {}).get("VLLM_API_KEY"):
