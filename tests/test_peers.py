@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import io
 import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,3 +167,27 @@ def test_only_regular_files_of_the_list_are_unpacked(tmp_path: Path) -> None:
 def test_an_archive_without_a_wanted_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"vllm-1\.tar\.gz has no LICENSE"):
         unpack(archive(tmp_path, []), tmp_path / "out")
+
+
+def test_clients_have_a_record_each_and_a_missing_feature_is_named(tmp_path: Path) -> None:
+    said = "<properties><property name='client' value='c 1'/><property name='what' value='asks'/></properties>"
+    cases = f"<testcase>{said}</testcase><testcase>{said}<skipped message='missing: tools'/></testcase>"
+    (tmp_path / "report.xml").write_text(f"<testsuite>{cases}</testsuite>", "utf-8")
+    assert run_peers.client_records(tmp_path / "report.xml") == [
+        {"client": "c 1", "what": "asks", "outcome": "passed"},
+        {"client": "c 1", "what": "asks", "outcome": "missing: tools"},
+    ]
+
+
+@pytest.mark.parametrize(("expression", "left"), [("", 1), ("not slow", 1), ("peers", 2)])
+def test_clients_do_not_run_unless_they_are_asked_for(expression: str, left: int) -> None:
+    spec = importlib.util.spec_from_file_location("peers_conftest", run_peers.REVIEWED.parent / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    items = [SimpleNamespace(get_closest_marker={"peers": True}.get), SimpleNamespace(get_closest_marker={}.get)]
+    told: list[Any] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
+    both = list(items)
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption={"markexpr": expression}.get, hook=hook), items)
+    assert items == both[-left:] and told == both[:-left]
