@@ -28,7 +28,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow test-peers search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -76,6 +76,9 @@ test-slow: models llamacpp  ## the slow tests that a change since their record c
 
 test-all: models llamacpp  ## every test, the slow ones too; the record of slow tests says which files passed
 	@$(RECORDED) $(PYTEST) -p slow_tests -m "not gpu" $(ARGS)
+
+test-peers: model  ## vLLM's tests of the HTTP API and other clients against the server (ARGS="clients", "vllm --only TEXT")
+	@$(PY) scripts/run_peers.py $(ARGS)
 
 search: model  ## the tests of properties, with examples that no run had before (ARGS="--hypothesis-seed=1": those of a seed)
 	@$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=search $(ARGS)

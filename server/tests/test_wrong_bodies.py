@@ -91,6 +91,9 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"guided_json": {}}, "guided_json"),
     ({"temprature": 1}, "temprature"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids"),
 ]
 CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": ...}, "messages"),
@@ -162,7 +165,6 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
     ({"echo": 1}, "echo"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"suffix": "end"}, "suffix"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"best_of": 129}, "best_of"),

@@ -171,6 +171,7 @@ class GenerationBody(Body):
     skip_special_tokens: Annotated[Any, allowed_values(True)] = None
     spaces_between_special_tokens: Annotated[Any, allowed_values(True)] = None
     include_stop_str_in_output: Annotated[Any, allowed_values(False)] = None
+    logprob_token_ids: Annotated[Any, allowed_values([])] = None
     return_token_ids: Annotated[Any, allowed_values(False)] = None
     return_tokens_as_token_ids: Annotated[Any, allowed_values(False)] = None
 
@@ -275,6 +276,7 @@ class ChatBody(GenerationBody):
     web_search_options: Annotated[Any, allowed_values()] = None
     chat_template: Annotated[Any, allowed_values()] = None
     echo: Annotated[Any, allowed_values(False)] = None
+    prompt_logprobs: Annotated[Any, allowed_values(hint="; completions have them: echo=true with logprobs")] = None
     #: Variables for the chat template, such as ``{"enable_thinking": false}``.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -1,0 +1,198 @@
+"""What ``make test-peers`` installs into the cache: programs that drive the server, and vLLM's tests of its HTTP API.
+
+Everything is pinned: Python packages in ``peers-requirements.txt``, the package for Node.js and the source distribution
+of vLLM here. Nothing of vLLM is built, installed or imported; its tests are unpacked and read by pytest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.parse
+import urllib.request
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "scripts/peers-requirements.txt"
+CONSTRAINTS = ROOT / "constraints.txt"
+#: What the programs need.
+PYTHON = (3, 11)
+#: OpenAI's client for Node.js.
+NODE = "openai@7.57.0"
+
+VLLM = "0.33.0"
+VLLM_SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
+VLLM_BYTES = 47_101_396
+#: Where its tests of the HTTP API are.
+TESTS = "tests/entrypoints"
+#: What is unpacked: tests of OpenAI's and Anthropic's APIs, and of endpoints for embeddings, tokens, health, metrics.
+UNPACKED = (
+    "LICENSE",
+    "tests/__init__.py",
+    f"{TESTS}/__init__.py",
+    f"{TESTS}/conftest.py",
+    f"{TESTS}/anthropic/__init__.py",
+    f"{TESTS}/anthropic/test_messages.py",
+    f"{TESTS}/openai/",
+    f"{TESTS}/pooling/__init__.py",
+    f"{TESTS}/pooling/embed/__init__.py",
+    f"{TESTS}/pooling/embed/test_online.py",
+    f"{TESTS}/serve/__init__.py",
+    f"{TESTS}/serve/instrumentator/__init__.py",
+    f"{TESTS}/serve/instrumentator/test_basic.py",
+    f"{TESTS}/serve/instrumentator/test_metrics.py",
+    f"{TESTS}/serve/tokenize/__init__.py",
+    f"{TESTS}/serve/tokenize/test_tokenization.py",
+)
+_INDEX = "https://pypi.org/simple/vllm/"
+#: Names that the archive may have below its top folder: letters, digits and the like, no parent.
+_PLAIN = re.compile(r"(?!.*\.\.)[\w./-]+")
+
+
+class PeerError(Exception):
+    """Something cannot be installed; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things are in the cache.
+
+    Attributes:
+        root: the folder of everything else.
+    """
+
+    root: Path
+
+    @classmethod
+    def default(cls) -> Places:
+        """``$XDG_CACHE_HOME/evener/peers``."""
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return cls(Path(cache) / "evener/peers")
+
+    @property
+    def environment(self) -> Path:
+        """The virtual environment with what ``peers-requirements.txt`` lists."""
+        return self.root / "environment"
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.environment / "bin/python"
+
+    @property
+    def node(self) -> Path:
+        """The folder with ``node_modules``."""
+        return self.root / "node"
+
+    @property
+    def vllm(self) -> Path:
+        """The unpacked part of vLLM's source distribution."""
+        return self.root / f"vllm-{VLLM}"
+
+
+def install(places: Places) -> None:
+    """Make what is not there.
+
+    Raises:
+        PeerError: Python is too old, Node.js is missing, or vLLM's archive is not the pinned one.
+        OSError: the cache cannot be written, or the index does not answer.
+        subprocess.CalledProcessError: pip or npm failed.
+    """
+    if sys.version_info < PYTHON:
+        wanted, found = (".".join(map(str, version)) for version in (PYTHON, sys.version_info[:2]))
+        raise PeerError(f"locust and vLLM's tests need Python {wanted} or newer, and .venv has {found}; make it anew")
+    places.root.mkdir(parents=True, exist_ok=True)
+    _environment(places)
+    _node(places)
+    _vllm(places)
+
+
+def _environment(places: Places) -> None:
+    torch = re.search(r"^torch==\S+", CONSTRAINTS.read_text("utf-8"), re.MULTILINE)
+    assert torch is not None, f"{CONSTRAINTS.name} has no line for torch"
+    wanted = hashlib.sha256(torch.group().encode() + REQUIREMENTS.read_bytes()).hexdigest()
+    stamp = places.environment / "requirements.sha256"
+    if stamp.is_file() and stamp.read_text("utf-8") == wanted:
+        return
+    print(f"installing {REQUIREMENTS.name} into {places.environment}: some minutes", flush=True)
+    venv.create(places.environment, clear=True, with_pip=True)
+    pip = [str(places.python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    # torch first and alone, as for development: what follows finds it there and leaves it as it is.
+    subprocess.run([*pip, torch.group()], check=True)
+    subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "--requirement", str(REQUIREMENTS)], check=True)
+    stamp.write_text(wanted, "utf-8")
+
+
+def _node(places: Places) -> None:
+    name, _, version = NODE.partition("@")
+    package = places.node / "node_modules" / name / "package.json"
+    if package.is_file() and json.loads(package.read_text("utf-8"))["version"] == version:
+        return
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        raise PeerError("node or npm is not on the PATH; install Node.js 20 or newer: a client needs it")
+    places.node.mkdir(exist_ok=True)
+    npm = ["npm", "install", "--no-save", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", NODE]
+    subprocess.run(npm, cwd=places.node, check=True)
+
+
+def _vllm(places: Places) -> None:
+    if places.vllm.is_dir():
+        return
+    print(f"fetching vLLM {VLLM}'s source distribution ({VLLM_BYTES >> 20} MiB) for its tests", flush=True)
+    with tempfile.TemporaryDirectory(prefix=".vllm-", dir=places.root) as temp:
+        archive = Path(temp) / f"vllm-{VLLM}.tar.gz"
+        _download(archive)
+        unpack(archive, Path(temp) / "unpacked")
+        os.replace(Path(temp) / "unpacked" / archive.name.removesuffix(".tar.gz"), places.vllm)
+
+
+def _download(archive: Path) -> None:
+    request = urllib.request.Request(_INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        files = json.load(answer)["files"]
+    # Not pip download: it would run the archive's own code to learn what it needs.
+    url = next((file["url"] for file in files if file["filename"] == archive.name), None)
+    if url is None:
+        raise PeerError(f"{_INDEX} does not list {archive.name}")
+    with urllib.request.urlopen(urllib.parse.urljoin(_INDEX, url), timeout=60) as answer:
+        content = answer.read(VLLM_BYTES + 1)
+    if (found := hashlib.sha256(content).hexdigest()) != VLLM_SHA256:
+        raise PeerError(f"{archive.name}: sha256 is {found}, pinned is {VLLM_SHA256}; the file has changed")
+    archive.write_bytes(content)
+
+
+def unpack(archive: Path, into: Path) -> None:
+    """Unpack the regular files of ``UNPACKED``.
+
+    Raises:
+        PeerError: a wanted file is not in the archive.
+    """
+    top = archive.name.removesuffix(".tar.gz")
+    found = set()
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = member.name.removeprefix(f"{top}/")
+            wanted = next((each for each in UNPACKED if _is_below(name, each)), None)
+            if wanted is None or not member.isreg() or not _PLAIN.fullmatch(name):
+                continue
+            found.add(wanted)
+            path = into / top / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = tar.extractfile(member)
+            assert content is not None
+            path.write_bytes(content.read())
+    if lost := sorted(set(UNPACKED) - found):
+        raise PeerError(f"{archive.name} has no {', '.join(lost)}")
+
+
+def _is_below(name: str, wanted: str) -> bool:
+    return name.startswith(wanted) if wanted.endswith("/") else name == wanted

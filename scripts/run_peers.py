@@ -1,0 +1,153 @@
+"""``make test-peers``: drive ``evener serve`` with programs of others, and write what came of it into ``docs/results``.
+
+    python scripts/run_peers.py                      # vLLM's own tests of the HTTP API, then the clients
+    python scripts/run_peers.py vllm --only chat     # those whose id has "chat"; nothing is written
+    python scripts/run_peers.py vllm --judge     # judge the last run again, after a change of the reviewed list
+    python scripts/run_peers.py clients
+
+The exit code is 1 if a test of vLLM fails for a reason that nobody has judged, if a judgement is out of date, or if a
+client fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from model_sources import SOURCES, models_root, problem
+from peer_results import Record, judge, page, read_records, read_reviewed, shortened, write_records
+from peer_sources import ROOT, TESTS, VLLM, PeerError, Places, install
+
+# At the end: this folder has a module named like one of Python's own, profile.
+sys.path.append(str(ROOT / "benchmarks"))
+
+from machine import cpu_name
+
+RESULTS = ROOT / "docs/results"
+TEST_RECORDS = RESULTS / "peers-vllm-tests.jsonl"
+CLIENT_RECORDS = RESULTS / "peers-clients.jsonl"
+PAGE = RESULTS / "peers.md"
+REVIEWED = ROOT / "tests/peers/vllm_reviewed.yaml"
+#: Seconds that one test of vLLM may take.
+_LIMIT = 600
+_INI = "[pytest]\nasyncio_default_fixture_loop_scope = function\naddopts = --import-mode=prepend\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what was asked for; 0 if everything is as it was judged."""
+    parser = argparse.ArgumentParser(description="Drive evener serve with programs of others.")
+    parser.add_argument("what", nargs="?", choices=("vllm", "clients"), help="default: both")
+    parser.add_argument("--only", metavar="TEXT", help="with 'vllm': tests with this in their id; nothing is written")
+    parser.add_argument("--judge", action="store_true", help="with 'vllm': judge the last run of all of them again")
+    options = parser.parse_args(argv)
+    if (options.only or options.judge) and (options.what != "vllm" or (options.only and options.judge)):
+        parser.error("--only and --judge are about vLLM's tests; type: vllm --only TEXT, or: vllm --judge")
+    model, places = models_root() / SOURCES["smollm2"].name, Places.default()
+    if (reason := problem(SOURCES["smollm2"], models_root())) is not None:
+        parser.error(f"{model}: {reason}; run 'make models ONLY=smollm2'")
+    try:
+        install(places)
+        failed = _drive(options, places, model)
+    except (PeerError, OSError, subprocess.CalledProcessError) as error:
+        print(f"make test-peers: {error}", file=sys.stderr)
+        return 1
+    if not options.only and TEST_RECORDS.is_file() and CLIENT_RECORDS.is_file():
+        PAGE.write_text(page(read_records(TEST_RECORDS), read_records(CLIENT_RECORDS)), "utf-8")
+    return 1 if failed else 0
+
+
+def _drive(options: argparse.Namespace, places: Places, model: Path) -> int:
+    """Run and judge what was asked for; the number of problems.
+
+    Raises:
+        PeerError: vLLM's tests could not be run, or there is no run to judge.
+    """
+    problems = 0
+    if options.what != "clients":
+        report = places.root / ("vllm-some.jsonl" if options.only else "vllm-all.jsonl")
+        if options.judge and not report.is_file():
+            raise PeerError(f"{report} is not there: no run to judge; type: python scripts/run_peers.py vllm")
+        if not options.judge:
+            run_vllm(places, model, report, options.only)
+        problems += judge_vllm(report, model, complete=not options.only)
+    if options.what != "vllm":
+        problems += run_clients(model)
+    return problems
+
+
+def run_vllm(places: Places, model: Path, report: Path, only: str | None) -> None:
+    """Run vLLM's tests; ``report`` gets a line for each.
+
+    Raises:
+        PeerError: pytest could not run them to the end.
+    """
+    (places.vllm / "pytest.ini").write_text(_INI, "utf-8")
+    # The stand-ins of vLLM's modules; the server finds its own packages as this process does.
+    paths = [str(ROOT / "tests/peers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
+    command = [str(places.python), "-m", "pytest", "-c", "pytest.ini", "--rootdir", ".", "-p", "vllm_peer.plugin"]
+    command += [f"--peer-evener={Path(sys.executable).with_name('evener')}", f"--peer-model={model}"]
+    command += [f"--peer-report={report}", f"--timeout={_LIMIT}", "--continue-on-collection-errors"]
+    command += ["-p", "no:cacheprovider", "--tb=no", "-q", "--disable-warnings", "-r", "N", TESTS]
+    command += ["-k", only] if only else []
+    # 1: tests failed, which they do. Why stands in the report.
+    if (code := subprocess.run(command, cwd=places.vllm, env=environ).returncode) not in (0, 1):
+        report.unlink(missing_ok=True)
+        raise PeerError(f"vLLM's tests were not run to the end: pytest's exit status is {code}")
+
+
+def judge_vllm(report: Path, model: Path, complete: bool) -> int:
+    """Judge what ``report`` says, and write the records of a complete run without problems; the number of problems:
+    failures that nobody has judged, and judgements that are out of date."""
+    records, problems = judge(read_records(report), read_reviewed(REVIEWED))
+    if not complete:
+        problems = [each for each in problems if each.startswith("not judged")]
+        for record in records:
+            print(f"{record['outcome']:16} {record['test']}  {record.get('what', '')}")
+    counts = Counter(record["outcome"] for record in records)
+    print(f"vLLM {VLLM}: {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}")
+    print("\n".join(problems))
+    if complete and not problems:
+        common = {"peer": f"vLLM {VLLM}", "model": model.name, **_where(), "command": "make test-peers"}
+        write_records(TEST_RECORDS, shortened(records), common)
+    return len(problems)
+
+
+def run_clients(model: Path) -> int:
+    """The tests marked ``peers``; how many failed."""
+    with tempfile.TemporaryDirectory() as temp:
+        report = Path(temp) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "peers", "-q", "tests/peers"]
+        # The older form has the tests' properties.
+        done = subprocess.run([*command, f"--junitxml={report}", "-o", "junit_family=xunit1"], cwd=ROOT)
+        if done.returncode == 0:
+            common = {"model": model.name, **_where(), "command": "make test-peers"}
+            write_records(CLIENT_RECORDS, client_records(report), common)
+    return done.returncode
+
+
+def client_records(report: Path) -> list[Record]:
+    """What pytest's XML says of each client: its name and what it does, from the test's properties, and the outcome."""
+    records = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        words = {each.get("name"): each.get("value") for each in case.iter("property")}
+        expected = case.find("skipped")
+        outcome = "passed" if expected is None else str(expected.get("message"))
+        records.append({"client": words["client"], "what": words["what"], "outcome": outcome})
+    return records
+
+
+def _where() -> Record:
+    return {"device": f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores", "date": datetime.date.today().isoformat()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

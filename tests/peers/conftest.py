@@ -1,0 +1,53 @@
+"""Tests with programs of others. They need what ``make test-peers`` installs, and run only where ``-m`` names them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from peer_sources import NODE, Places
+from served import Served
+
+_MARK = "peers"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark is theirs alone."""
+    config.addinivalue_line("markers", f"{_MARK}: drives the server with a program of others (make test-peers)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without being asked for, none of them runs, whatever else is selected."""
+    if _MARK in str(config.getoption("markexpr")):
+        return
+    left_out = [item for item in items if item.get_closest_marker(_MARK)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker(_MARK)]
+
+
+@pytest.fixture(scope="session")
+def places() -> Places:
+    """Where the programs are. A missing one fails: a skipped test would look as if it had passed."""
+    found = Places.default()
+    for path in (found.python, found.node / "node_modules" / NODE.partition("@")[0]):
+        if not path.exists():
+            pytest.fail(f"{path} is not there; run 'make test-peers'", pytrace=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_dir: Path) -> Iterator[Served]:
+    """A real model behind a real server, for all clients of a file."""
+    with Served.model(smollm2_dir) as served:
+        yield served
+
+
+@pytest.fixture
+def environ() -> dict[str, str]:
+    """For clients: no path of our packages, no hub, no reports to anybody."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OPENAI_API_KEY")}
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "1", "NO_PROXY": "127.0.0.1"}
+    return ours | quiet | {"OPENAI_API_KEY": "none"}

@@ -1,0 +1,112 @@
+"""vLLM's command-line flags as keys of ``evener serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+class MissingFeature(Exception):
+    """A test's server needs what evener does not have. The message is the feature's name."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """The flag's value is the value of this key; ``value`` if the flag has none of its own."""
+
+    name: str
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class Unneeded:
+    """The server starts without it: its requests show what comes of that. ``words`` values follow the flag."""
+
+    why: str
+    words: int = 0
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The tests of such a server are about this feature, unless the flag's value is ``harmless``."""
+
+    feature: str
+    harmless: str | None = None
+
+
+Meaning = Key | Unneeded | Missing
+
+_ADAPTERS = "requests name the adapter; those for the base model need none"
+_TOOLS = "tool calls"
+_REASONING = "reasoning parsers"
+_EMBEDS = "prompt embeddings"
+
+FLAGS: Mapping[str, Meaning] = {
+    "--dtype": Key("dtype"),
+    "--enable-prefix-caching": Key("infer.prefix_cache", "true"),
+    "--enforce-eager": Key("infer.use_cuda_graph", "false"),
+    "--max-model-len": Key("infer.max_seq_len"),
+    "--max-num-batched-tokens": Key("infer.step_tokens"),
+    "--max-num-seqs": Key("infer.max_reqs"),
+    "--no-enable-prefix-caching": Key("infer.prefix_cache", "false"),
+    "--port": Key("serve.port"),
+    "--seed": Key("seed"),
+    "--served-model-name": Key("serve.served_model_name"),
+    "--enable-chunked-prefill": Unneeded("prompts are always computed in chunks"),
+    "--enable-lora": Unneeded(_ADAPTERS),
+    "--enable-per-request-metrics": Unneeded("tests of the field 'metrics' look for it themselves"),
+    "--enable-prompt-tokens-details": Unneeded("the details are always there"),
+    "--gpu-memory-utilization": Unneeded("the device is the CPU", words=1),
+    "--limit-mm-per-prompt": Unneeded("the limit is fixed", words=1),
+    "--lora-modules": Unneeded(_ADAPTERS, words=1),
+    "--max-cpu-loras": Unneeded(_ADAPTERS, words=1),
+    "--max-lora-rank": Unneeded(_ADAPTERS, words=1),
+    "--max-logprobs": Unneeded("the limit is fixed; a test that asks for more is refused", words=1),
+    "--show-hidden-metrics-for-version": Unneeded("no metric is hidden", words=1),
+    "--trust-remote-code": Unneeded("the model needs no code of its own"),
+    "--chat-template": Missing("a chat template in a file"),
+    "--chat-template-content-format": Missing("message parts of the model's own kinds"),
+    "--enable-auto-tool-choice": Missing(_TOOLS),
+    "--enable-force-include-usage": Missing("usage in every stream by a server's option"),
+    "--enable-prompt-embeds": Missing(_EMBEDS),
+    "--enable-tokenizer-info-endpoint": Unneeded("tests of that endpoint ask for it themselves"),
+    "--reasoning-config": Missing(_REASONING),
+    "--reasoning-parser": Missing(_REASONING),
+    "--return-tokens-as-token-ids": Missing("tokens returned as token ids"),
+    "--root-path": Missing("a path before every route (root path)"),
+    "--runner": Missing("embeddings", harmless="generate"),
+    "--skip-tokenizer-init": Missing("a server without a tokenizer"),
+    "--speculative-config": Missing("speculative decoding"),
+    "--tool-call-parser": Missing(_TOOLS),
+    "--tool-server": Missing("tools that the server runs"),
+    "--watermark-config": Missing("watermarks"),
+}  # fmt: skip
+
+
+def settings(model: str, flags: Sequence[str]) -> dict[str, str]:
+    """The keys of ``evener serve`` for vLLM's ``flags``; the model keeps the name that the test gives it.
+
+    Raises:
+        MissingFeature: a flag asks for a feature that evener does not have, or is unknown here.
+    """
+    keys = {"serve.served_model_name": model}
+    words = [word for flag in flags for word in _split(flag)]
+    while words:
+        flag = words.pop(0)
+        meaning = FLAGS.get(flag.replace("_", "-"))
+        if isinstance(meaning, Key):
+            keys[meaning.name] = words.pop(0) if meaning.value is None else meaning.value
+        elif isinstance(meaning, Unneeded):
+            del words[: meaning.words]
+        elif isinstance(meaning, Missing) and words and words[0] == meaning.harmless:
+            del words[0]
+        elif isinstance(meaning, Missing):
+            raise MissingFeature(meaning.feature)
+        else:
+            raise MissingFeature(f"the server's option {flag}")
+    return keys
+
+
+def _split(word: str) -> list[str]:
+    """``--flag=value`` as two words."""
+    return word.split("=", 1) if word.startswith("--") else [word]

@@ -1,0 +1,168 @@
+"""``evener serve`` behind the interface of the class that starts ``vllm serve`` in vLLM's tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+
+from .flags import settings
+
+#: Seconds: the first start compiles kernels.
+_START = 300.0
+_STOP = 30.0
+
+
+@dataclass
+class Launcher:
+    """How servers are started, and which of them run.
+
+    Attributes:
+        evener: the command.
+        model: folder of the model that is served under every name.
+        running: process ids of the servers that run.
+        started: how many were started.
+    """
+
+    evener: Path
+    model: Path
+    running: set[int] = field(default_factory=set)
+    started: int = 0
+
+    @property
+    def positions(self) -> int:
+        """The longest context of the model; tests may ask for more, of theirs."""
+        return int(json.loads((self.model / "config.json").read_text("utf-8"))["max_position_embeddings"])
+
+    def server_class(self) -> type[RemoteOpenAIServer]:
+        """The class that vLLM's tests import."""
+        return type("RemoteOpenAIServer", (RemoteOpenAIServer,), {"launcher": self})
+
+
+class RemoteOpenAIServer:
+    """A server until its ``with`` block ends. Arguments and methods are those of vLLM's class.
+
+    Raises:
+        MissingFeature: its flags ask for what evener does not have.
+        RuntimeError: it did not start; the message has its log.
+    """
+
+    launcher: Launcher
+    show_hidden_metrics = False
+    DUMMY_API_KEY = "token-abc123"
+
+    def __init__(
+        self,
+        model: str,
+        vllm_serve_args: Sequence[str],
+        *,
+        env_dict: dict[str, str] | None = None,
+        seed: int | None = 0,
+        auto_port: bool = True,
+        max_wait_seconds: float | None = None,
+        override_hf_configs: dict[str, Any] | None = None,
+    ) -> None:
+        flags = [*vllm_serve_args, *([] if seed is None else ["--seed", str(seed)])]
+        if override_hf_configs:
+            flags += ["--hf-overrides", str(override_hf_configs)]
+        # An answer that nobody limits ends before it fills the context, which takes minutes on a CPU.
+        keys = {"serve.port": str(_free_port()), "request.max_new_tokens": "512"} | settings(model, flags)
+        if length := keys.get("infer.max_seq_len"):
+            keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
+        if key := (env_dict or {}).get("VLLM_API_KEY"):
+            keys["serve.api_keys"] = f"[{key}]"
+        self.host, self.port = "127.0.0.1", int(keys["serve.port"])
+        command = [str(self.launcher.evener), "serve", str(self.launcher.model)]
+        command += [f"{name}={value}" for name, value in keys.items()]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _stop)
+        self.proc = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | (env_dict or {}),
+        )  # fmt: skip
+        self.launcher.running.add(self.proc.pid)
+        self.launcher.started += 1
+        try:
+            self._wait(max(max_wait_seconds or 0, _START))
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    @property
+    def url_root(self) -> str:
+        """The server's address."""
+        return f"http://{self.host}:{self.port}"
+
+    def url_for(self, *parts: str) -> str:
+        """The address of a path."""
+        return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        """OpenAI's client."""
+        return openai.OpenAI(base_url=self.url_for("v1"), **self._options(options))
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        """OpenAI's asynchronous client."""
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), **self._options(options))
+
+    def get_client_anthropic(self, **options: Any) -> anthropic.Anthropic:
+        """Anthropic's client."""
+        return anthropic.Anthropic(base_url=self.url_for(), **self._options(options))
+
+    def get_async_client_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        """Anthropic's asynchronous client."""
+        return anthropic.AsyncAnthropic(base_url=self.url_for(), **self._options(options))
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 600} | options
+
+    def _wait(self, limit: float) -> None:
+        end = time.monotonic() + limit
+        with httpx.Client(base_url=self.url_root, trust_env=False) as client:
+            while time.monotonic() < end:
+                if self.proc.poll() is not None:
+                    raise RuntimeError(f"evener serve ended with exit status {self.proc.returncode}: {self._tail()}")
+                with contextlib.suppress(httpx.TransportError):  # it does not listen yet
+                    if client.get("/ready").status_code == 200:
+                        return
+                time.sleep(0.1)
+        raise RuntimeError(f"evener serve is not ready after {limit:.0f} s: {self._tail()}")
+
+    def _stop(self) -> None:
+        try:
+            self.proc.terminate()
+            self.proc.wait(_STOP)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.proc.pid, signal.SIGKILL)
+            self.proc.wait()
+        finally:
+            self.launcher.running.discard(self.proc.pid)
+            self._log.close()
+
+    def _tail(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-2000:].decode("utf-8", "replace").strip()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,108 @@
+"""Stands where vLLM's ``tests/utils.py`` would be, and for the few things of vLLM that tests of a server ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from .package import Package
+from .server import Launcher
+
+
+def tests_utils(launcher: Launcher, root: Path, package: Package) -> ModuleType:
+    """The module ``tests.utils``; ``root`` is where vLLM's source distribution was unpacked."""
+    module = _Utilities("tests.utils", package)
+    module.__dict__.update(
+        RemoteOpenAIServer=launcher.server_class(),
+        VLLM_PATH=root,
+        ROCM_EXTRA_ARGS=[],
+        ROCM_ENV_OVERRIDES={},
+        multi_gpu_only=_needs("several GPUs"),
+        multi_gpu_test=_needs("several GPUs"),
+        large_gpu_test=_needs("a large GPU"),
+        requires_fp8=pytest.mark.skip(reason="needs a GPU with FP8"),
+        create_new_process_for_each_test=lambda *_: lambda test: test,
+    )
+    return module
+
+
+def real_things(model: Path) -> dict[str, Any]:
+    """What tests of a server ask of vLLM and cannot do without, by name: about ``model``, whatever model they name."""
+    return {
+        "vllm.config.ModelConfig": type("ModelConfig", (_ModelConfig,), {"served": model}),
+        "vllm.platforms.current_platform": _NoPlatform(),
+        "vllm.tokenizers.get_tokenizer": lambda *_, **__: AutoTokenizer.from_pretrained("any"),
+        "vllm.transformers_utils.repo_utils.hf_api": _NoHub,
+        "vllm.version._prev_minor_version": lambda: "previous",
+    }
+
+
+class _Utilities(ModuleType):
+    """What is not defined here is part of the package that stands in for vLLM."""
+
+    def __init__(self, name: str, package: Package) -> None:
+        super().__init__(name)
+        self._package = package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._package.thing(f"{self.__name__}.{name}")
+
+
+def redirect_names(model: Path) -> None:
+    """transformers reads the tokenizer and the config of ``model`` for every name of a model."""
+    for kind in (AutoTokenizer, AutoConfig):
+        kind.from_pretrained = _reader(kind.from_pretrained, model)
+
+
+class _ModelConfig:
+    served: Path
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._config = json.loads((self.served / "config.json").read_text("utf-8"))
+
+    def get_vocab_size(self) -> int:
+        """The number of rows of the output layer."""
+        return int(self._config["vocab_size"])
+
+    def get_hidden_size(self) -> int:
+        """The number of its columns."""
+        return int(self._config["hidden_size"])
+
+
+class _NoPlatform:
+    """No ``is_…()`` holds."""
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        if not name.startswith("is_"):
+            raise AttributeError(name)
+        return lambda *_: False
+
+
+class NoPictures:
+    """Of vLLM's top conftest: a server of pictures, which are not in its source distribution."""
+
+    def url_for(self, name: str) -> str:
+        """A test that needs one is not run."""
+        pytest.skip(f"needs the picture {name}, which is not in the source distribution")
+
+
+class _NoHub:
+    def snapshot_download(self, repo_id: str, **_: Any) -> str:
+        """A folder's name: nothing is downloaded. Servers that need the files say so."""
+        return f"/not/downloaded/{repo_id}"
+
+
+def _reader(read: Callable[..., Any], model: Path) -> Callable[..., Any]:
+    return lambda *_, **__: read(model)
+
+
+def _needs(what: str) -> Callable[..., pytest.MarkDecorator]:
+    return lambda **_: pytest.mark.skip(reason=f"needs {what}")
