@@ -172,7 +172,7 @@ class Native:
         self.pack.restype, self.pack.argtypes = ctypes.c_int, (_I, _P, _I, _I, _I, _P, _I)
         self.pack.errcheck = self._check
 
-    def _check(self, result: int, function: Any, arguments: Any) -> int:
+    def _check(self, result: Any, function: Any, arguments: Any) -> Any:
         """Raise what a kernel's ``Result`` (check.h) says."""
         if result == _NO_MEMORY:
             raise MemoryError("no memory for a kernel's scratch; lower infer.step_tokens or infer.kv_memory")
