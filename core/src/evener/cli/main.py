@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(error: Exception, message: str, code: int) -> int:
     if os.environ.get("EVENER_DEBUG", "0") not in ("", "0"):
         raise error
-    print(f"error: {message}", file=sys.stderr)
+    from evener.plugins.guard import printable
+
+    print(f"error: {printable(message)}", file=sys.stderr)
     return code
 
 

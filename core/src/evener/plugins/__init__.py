@@ -4,6 +4,7 @@
 module              what it holds
 ==================  ===================================================================================
 ``discover``        ``installed_catalog``: reads and checks entry points and descriptors; a ``catalog.Catalog``
+``guard``           limits on descriptors and marks, which run in this process, and on packages' texts
 ``probe``           ``ProbeRun``: asks each backend whether its hardware is here
 ``choose``          one backend, and the packages whose needs it serves: a ``Selection``
 ``load``            imports the chosen packages: ``LoadedPackages``, with their objects as ``Provided``

@@ -15,20 +15,14 @@ from evener.errors import ArchitectureError, DescriptorError, EvenerError, Plugi
 
 #: The word for a package of each entry-point group in messages.
 NOUNS: Mapping[str, str] = {
-    "evener.backends": "backend",
-    "evener.kernels": "kernel package",
-    "evener.graphs": "graph package",
-    "evener.collectives": "collective package",
-    "evener.plugins": "plugin",
-}
+    "evener.backends": "backend", "evener.kernels": "kernel package", "evener.graphs": "graph package",
+    "evener.collectives": "collective package", "evener.plugins": "plugin",
+}  # fmt: skip
 #: Descriptor fields that list lazy imports, and the word for one of them in messages.
 LAZY_IMPORT_FIELDS: Mapping[str, str] = {
-    "architectures": "architecture",
-    "commands": "command",
-    "request_plugins": "request plugin",
-    "checkpoints": "checkpoint reader",
-    "model_sources": "model source",
-}
+    "architectures": "architecture", "commands": "command", "request_plugins": "request plugin",
+    "checkpoints": "checkpoint reader", "model_sources": "model source",
+}  # fmt: skip
 T = TypeVar("T")
 
 

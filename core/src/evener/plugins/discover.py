@@ -6,14 +6,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import importlib_metadata
@@ -28,6 +23,7 @@ from evener.errors import (
     did_you_mean,
 )
 from evener.plugins.catalog import LAZY_IMPORT_FIELDS, Catalog, Disabled, Origin, Package, Problem
+from evener.plugins.guard import guarded
 from evener.plugins.hook_check import describe_exception
 
 #: Descriptor fields whose names must be unique among all installed packages, and the word for one in messages.
@@ -41,21 +37,13 @@ _EVIDENCE = re.compile(r"L[0-5]: .+")
 _TUPLES = ("ops", "op_schemas", "states", "state_kinds", "formats")
 #: The contract that is implemented by whoever announces something in a field, or has an entry point in a group.
 _IMPLIED: Mapping[str, str] = {
-    "ops": "ops",
-    "op_schemas": "ops",
-    "states": "state",
-    "state_kinds": "state",
-    "formats": "quant",
-    "architectures": "architecture",
-    "request_plugins": "request_plugin",
-    "checkpoints": "checkpoint",
+    "ops": "ops", "op_schemas": "ops", "states": "state", "state_kinds": "state", "formats": "quant",
+    "architectures": "architecture", "request_plugins": "request_plugin", "checkpoints": "checkpoint",
     "model_sources": "checkpoint",
-}
+}  # fmt: skip
 _IMPLIED_BY_GROUP: Mapping[str, tuple[str, ...]] = {
-    "evener.backends": ("probe", "device"),
-    "evener.graphs": ("graph",),
-    "evener.collectives": ("communicator",),
-}
+    "evener.backends": ("probe", "device"), "evener.graphs": ("graph",), "evener.collectives": ("communicator",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -210,7 +198,7 @@ def _read(item: _Found, core_contracts: Mapping[str, tuple[int, int]]) -> Packag
 
 def _load(item: _Found) -> object:
     try:
-        with torch_free():
+        with guarded(f"{item.origin}: its descriptor {item.entry.value!r}"):
             return item.entry.load()
     except (Exception, SystemExit) as cause:  # a package may do anything on import; the cause is kept
         failed = describe_exception(item.entry.module, cause)
@@ -406,62 +394,3 @@ def _modified(folder: str) -> int:
         return os.stat(folder or ".").st_mtime_ns
     except OSError:
         return 0
-
-
-class TorchImportRefused(ImportError):
-    """A descriptor or a mark imported torch."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "it imports torch, which a descriptor or a mark must not: read versions with evener.backend.torch_marks, "
-            "and import torch in the module that the descriptor's `module` names"
-        )
-
-
-class _RefusingLoader(Loader):
-    def __init__(self) -> None:
-        self.tripped = False
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        self.tripped = True
-        raise TorchImportRefused()
-
-    def exec_module(self, module: ModuleType) -> None:  # without it importlib would not call create_module
-        raise AssertionError("create_module refused already")
-
-
-class _Guard(MetaPathFinder):
-    """Lets ``importlib.util.find_spec`` see torch but not import it. Only the thread that made it is guarded."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self.loader = _RefusingLoader()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != "torch" or threading.get_ident() != self._thread:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                spec.loader = self.loader
-                return spec
-        return None
-
-
-@contextmanager
-def torch_free() -> Iterator[None]:
-    """Within the block this thread cannot import torch, unless it is imported already.
-
-    Raises:
-        TorchImportRefused: the block tried to, even if it caught the refusal.
-    """
-    guard = _Guard()
-    sys.meta_path.insert(0, guard)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(guard)
-    if guard.loader.tripped:
-        raise TorchImportRefused()

@@ -26,7 +26,7 @@ from evener.cache_folder import cache_folder
 from evener.contracts.probe import Marks, ProbeResult
 from evener.errors import ConfigError, DescriptorError, PluginError, ProbeError
 from evener.plugins.catalog import Package
-from evener.plugins.discover import torch_free
+from evener.plugins.guard import guarded
 from evener.plugins.probe_child import decode, encode
 from evener.run_folder import RunFolder
 
@@ -76,15 +76,9 @@ class ProbeRun:
 
     @classmethod
     def start(
-        cls,
-        backends: Iterable[Package],
-        *,
-        only: str | None = None,
-        fresh: bool = False,
-        timeout: float | None = None,
-        environ: Mapping[str, str] | None = None,
-        cache: ProbeCache | None = None,
-    ) -> ProbeRun:
+        cls, backends: Iterable[Package], *, only: str | None = None, fresh: bool = False,
+        timeout: float | None = None, environ: Mapping[str, str] | None = None, cache: ProbeCache | None = None,
+    ) -> ProbeRun:  # fmt: skip
         """Read every backend's marks and start the probes of those that fit.
 
         Args:
@@ -166,7 +160,7 @@ def _read_marks(package: Package) -> tuple[ModuleType, Marks]:
     """
     path = package.descriptor.probe or ""
     try:
-        with torch_free():
+        with guarded(f"{package}: its probe {path}"):
             module = importlib.import_module(path)
     except (Exception, SystemExit) as cause:  # a package may raise anything; the cause is kept
         raise DescriptorError(
@@ -177,7 +171,7 @@ def _read_marks(package: Package) -> tuple[ModuleType, Marks]:
     if hasattr(module, "probe") == hasattr(module, "result_from_marks"):
         raise DescriptorError(f"{package}: its probe {path} must have either probe() or result_from_marks(marks)")
     try:
-        with torch_free():
+        with guarded(f"{package}: its marks()"):
             marks = module.marks()
     except (Exception, SystemExit) as cause:
         raise ProbeError(f"{package}: its marks() raised {type(cause).__name__}: {cause}") from cause
@@ -304,13 +298,9 @@ class ProbeProcess:
         with self._output.open("wb") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "evener.plugins.probe_child", probe, str(self._result), str(self.seconds)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=self._scratch.path,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,
-            )
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, cwd=self._scratch.path,
+                env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
+            )  # fmt: skip
 
     def ended(self) -> bool:
         """Whether the child ended by itself. It is not reaped, so that its process group can still be killed."""

@@ -6,10 +6,11 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from evener.plugins.catalog import Catalog, Disabled, Origin, Package, Problem
+from evener.plugins.guard import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,16 +79,15 @@ class Report:
 def package_record(
     origin: Origin, verdict: str, reason: str, steps: tuple[Step, ...], devices: tuple[str, ...] = ()
 ) -> PackageRecord:
-    """The record of ``origin``; its summary comes from the descriptor where one was read."""
+    """The record of ``origin``, whose texts are made printable; its summary comes from the descriptor where one was
+    read."""
+    about = origin.descriptor if isinstance(origin, Package) else None
     return PackageRecord(
-        **{each.name: getattr(origin, each.name) for each in fields(Origin)},
-        summary=origin.descriptor.summary if isinstance(origin, Package) else "",
-        verdict=verdict,
-        reason=reason,
-        steps=steps,
-        devices=devices,
-        evidence=origin.descriptor.evidence if isinstance(origin, Package) else "",
-    )
+        **{each.name: printable(getattr(origin, each.name)) for each in fields(Origin)},
+        summary=printable(about.summary) if about else "", verdict=verdict, reason=printable(reason),
+        steps=tuple(replace(step, detail=printable(step.detail)) for step in steps),
+        devices=tuple(map(printable, devices)), evidence=printable(about.evidence) if about else "",
+    )  # fmt: skip
 
 
 def read_steps(package: Package) -> tuple[Step, ...]:

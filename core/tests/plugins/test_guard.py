@@ -1,0 +1,107 @@
+"""What packages do in this process before anything is chosen: it ends, it names them, and it cannot end the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from evener.cli.main import main
+from evener.plugins.guard import guarded, printable
+from evener_conformance.distributions import write_distribution
+
+DESCRIPTOR = """
+from evener.contracts.descriptor import Descriptor
+{before}
+descriptor = Descriptor(
+    name="odd", summary={summary!r}, contracts={{"probe": 2, "device": 2}}, module="odd_backend.plugin",
+    probe="odd_backend.probe",
+)
+"""
+PROBE = """
+from evener.contracts.probe import Marks, ProbeResult
+def marks():
+    {body}
+    return Marks(False, ({reason!r},))
+def result_from_marks(found):
+    return ProbeResult(0)
+"""
+
+
+def install(folder: Path, before: str = "", summary: str = "Odd.", body: str = "pass", reason: str = "no chip") -> None:
+    write_distribution(folder, "evener-backend-odd", {"evener.backends": {"odd": "odd_backend:descriptor"}})
+    (folder / "odd_backend").mkdir()
+    (folder / "odd_backend/__init__.py").write_text(DESCRIPTOR.format(before=before, summary=summary))
+    (folder / "odd_backend/probe.py").write_text(PROBE.format(body=body, reason=reason))
+
+
+def doctor(folder: Path, limit: float = 20.0) -> subprocess.CompletedProcess[str]:
+    program = (
+        f"import sys; from evener.plugins import guard; guard.SECONDS = {limit}; "
+        "from evener.cli.main import main; sys.exit(main(['doctor']))"
+    )
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [("before", "its descriptor 'odd_backend:descriptor'"), ("body", "its marks()")]
+)
+def test_a_package_that_hangs_is_named_and_the_command_fails(where: str, what: str, tmp_path: Path) -> None:
+    install(tmp_path, **{where: "import time; time.sleep(600)"})
+    done = doctor(tmp_path, limit=0.5)
+    assert done.returncode == 1
+    assert f"backend 'odd' (evener-backend-odd 1.0): {what} did not end within 0.5 seconds; uninstall" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["before", "body"])
+def test_a_package_that_ends_the_process_is_a_broken_package(where: str, tmp_path: Path) -> None:
+    install(tmp_path, **{where: "import os; os._exit(0)"})
+    done = doctor(tmp_path)
+    assert "os._exit(0), which would end the process" in " ".join(done.stdout.split())
+    assert "evener-backend-cpu" in done.stdout and done.returncode == 0
+
+
+def test_escapes_in_a_packages_texts_reach_no_terminal(tmp_path: Path) -> None:
+    install(tmp_path, summary="Nice\x1b[2J\x07.", reason="\x1b]0;title\x07 no\x9bchip")
+    done = doctor(tmp_path)
+    assert "\\x1b[2J" in done.stdout
+    assert not set(done.stdout + done.stderr) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_escapes_in_an_error_reach_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no\x1b[31msuch"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_other_threads_and_their_children_end_as_usual() -> None:
+    codes: list[int] = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    with guarded("a test"):
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="would end the process"):
+            os._exit(0)
+    assert codes == [7]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("plain é 漢字\nline", "plain é 漢字\nline"), ("a\tb\r\x00", r"a\tb\r\x00"), ("\u202e", r"\u202e")],
+)
+def test_control_characters_are_shown_as_escapes(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert json.dumps(shown)
