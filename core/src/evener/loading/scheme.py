@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,13 +54,6 @@ class Unquantized(QuantScheme):
         tensors = {role: t.narrow(int(axis == "in"), start, count) for role, t in part.tensors.items()}
         rows, columns = (count, part.columns) if axis == "out" else (part.rows, count)
         return replace(part, rows=rows, columns=columns, tensors=tensors)
-
-    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
-        import torch
-
-        for dtype in ("float32", "float16", "bfloat16"):
-            numbers = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
-            yield {}, {name: (dtype, (6, 10))}, {name: numbers}
 
 
 def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant: str = "auto") -> QuantScheme:
