@@ -58,8 +58,7 @@ def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
         if name in checkpoint.headers and not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
             raise CheckpointError(
                 f"{checkpoint.path} stores both {name} and {twin}, and they differ, "
-                "but its config.json says that they are one; "
-                'set "tie_word_embeddings": false in it'
+                'but its config.json says that they are one; set "tie_word_embeddings": false in it'
             )
 
 
@@ -107,12 +106,11 @@ class _Loader:
         self._shared, self._uploader = shared, uploader
         self._converted: dict[tuple[str, str, Slice | None], torch.Tensor] = {}
         self._ledger = Ledger()
-        self._extremes: list[tuple[str, torch.Tensor]] = []
+        self._ends: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def load(self, declared: Sequence[Declared]) -> WeightBytes:
         counted = fill(declared, self._tensor, self._matrices, self._packings, self._device, self._ledger)
-        finite = torch.stack([each for _, each in self._extremes] or [torch.zeros(2)]).isfinite().all(1).tolist()
-        wrong = dict.fromkeys(name for (name, _), whole in zip(self._extremes, finite, strict=False) if not whole)
+        wrong = dict.fromkeys(name for name, *ends in self._ends if not all(map(torch.isfinite, ends)))
         if problem := finding("NaN or infinite somewhere, as stored or in the dtype of this run", list(wrong)):
             raise CheckpointError(f"in {self._checkpoint.path}, {problem}; fetch or convert the model again")
         return counted
@@ -121,8 +119,8 @@ class _Loader:
         """``tensor``, of which the least and the largest number are remembered: they are NaN or infinite if any number
         is. ``load`` looks at them in the end: here, a device's queue would have to be waited for."""
         if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
-            ends = torch.aminmax(tensor) if tensor.is_cpu else (tensor.amin(), tensor.amax())  # the first reads once
-            self._extremes.append((name, torch.stack(tuple(ends)).to(self._device, torch.float32)))
+            # On the host, one pass; not every device has that op.
+            self._ends.append((name, *(torch.aminmax(tensor) if tensor.is_cpu else (tensor.amin(), tensor.amax()))))
         return tensor
 
     def _read(self, name: str) -> torch.Tensor:

@@ -63,8 +63,7 @@ def check_match(
     ]  # fmt: skip
     if any(findings):
         raise CheckpointError(
-            f"the weights in {where} are not those of the model in its config.json: "
-            f"{'; '.join(f for f in findings if f)}. "
+            f"the weights in {where} are not those of its config.json's model: {'; '.join(filter(None, findings))}. "
             "Check that config.json belongs to these weights; if the architecture is yours, check the names it declares"
         )
 

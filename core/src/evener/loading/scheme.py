@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,6 +55,13 @@ class Unquantized(QuantScheme):
         rows, columns = (count, part.columns) if axis == "out" else (part.rows, count)
         return replace(part, rows=rows, columns=columns, tensors=tensors)
 
+    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        import torch
+
+        for dtype in ("float32", "float16", "bfloat16"):
+            numbers = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
+            yield {}, {name: (dtype, (6, 10))}, {name: numbers}
+
 
 def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant: str = "auto") -> QuantScheme:
     """The scheme that reads a checkpoint.
@@ -68,7 +75,7 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
         UnknownNameError: no installed package has the scheme ``quant``.
         CheckpointError: no scheme fits the checkpoint, or more than one does, or ``quant`` does not.
     """
-    known = {"none": Unquantized(), **{scheme.name: scheme for scheme in schemes}}
+    known = {"none": Unquantized(), **{each.name: each for each in schemes if each.name != Unquantized.name}}
     stored = _method(config)
     if quant != "auto":
         if quant not in known:
