@@ -12,7 +12,6 @@ It is a program of its own, because a process that forks must not have threads.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import resource
@@ -29,7 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model_folders import Folders
+from model_folders import Folders, weight_files
+
+from evener_models import descriptor
 
 #: Seconds that one folder may take.
 LIMIT_S: float = 20
@@ -40,7 +41,7 @@ BATCH = 50
 #: Weights of more bytes are planned, not loaded: 300 folders are to be run in a minute.
 LOADED_BYTES = 64 << 20
 KEYS = {
-    "backend": "cpu", "infer.threads": 1, "infer.kv_memory": "2MiB", "infer.max_reqs": 4, "infer.step_tokens": 64,
+    "backend": "cpu", "infer.threads": 1, "infer.kv_memory": "2MiB", "infer.max_reqs": 4, "infer.step_tokens": 16,
 }  # fmt: skip
 
 
@@ -194,15 +195,18 @@ def _data_bytes() -> int:
     raise OSError("/proc/self/status has no VmData")
 
 
-def warm_up(scratch: Path, mode: str) -> None:
+def warm_up(folders: Folders, scratch: Path, mode: str) -> None:
     """Import and compile what every child needs; afterwards the process has no thread but its first."""
     import torch
 
     torch.set_num_threads(1)
     where = scratch / "warm"
     where.mkdir()
-    Folders(scratch).sound().write(where)
+    folders.sound().write(where)
     attempt(mode, where)
+    for architecture in descriptor.architectures:
+        for sharded in (False, True):
+            weight_files(architecture, sharded)
 
 
 def main() -> int:
@@ -213,7 +217,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--keep", type=Path, help="write the first folder there instead of trying it")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack():
+    with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         folders = Folders(scratch, given.seed)
         numbers = range(given.first, given.first + given.count)
@@ -223,7 +227,7 @@ def main() -> int:
             made.write(given.keep)
             print("\n".join(made.changes))
             return 0
-        warm_up(scratch, given.mode)
+        warm_up(folders, scratch, given.mode)
         began = time.monotonic()
         report = fuzz(folders, numbers, given.mode, scratch)
     for failure in report.failures:

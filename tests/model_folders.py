@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from evener.contracts.architecture import Architecture
 from evener.contracts.declared import LinearWeight, StackedWeight, Weight
 from evener.layers import Builder
 from evener_conformance.naive.model import find_architecture
@@ -95,20 +96,18 @@ class Folders:
     def sound(self) -> Folder:
         """A folder without a change."""
         name = "LlamaForCausalLM"
-        config = dump(find_architecture(name).tiny_config())
-        return Folder({**self._texts, "config.json": config, **_weight_files(name, sharded=False)}, ())
+        config = dump(_family(name).tiny_config())
+        return Folder({**self._texts, "config.json": config, **weight_files(name, sharded=False)}, ())
 
-    def make(self, number: int, weights: bool = True) -> Folder:
-        """Folder ``number``: that of a family, with one to three changes. Without ``weights`` only texts change."""
+    def make(self, number: int) -> Folder:
+        """Folder ``number``: that of a family, with one to three changes."""
         rng = random.Random(f"{self._seed} {number}")
         name = rng.choice(sorted(descriptor.architectures))
-        config = find_architecture(name).tiny_config()
-        files = {**self._texts, "config.json": dump(config)}
-        if weights:
-            files.update(_weight_files(name, sharded=rng.random() < 0.5))
+        files = {**self._texts, "config.json": dump(_family(name).tiny_config())}
+        files.update(weight_files(name, sharded=rng.random() < 0.5))
         changes = [name]
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
-            change = rng.choice(_CONFIG_CHANGES if not weights or rng.random() < 0.6 else _FILE_CHANGES)
+            change = rng.choice(_CONFIG_CHANGES if rng.random() < 0.6 else _FILE_CHANGES)
             changes.append(change(rng, files))
         return Folder(files, tuple(changes))
 
@@ -118,9 +117,14 @@ def dump(value: Any) -> bytes:
 
 
 @cache
-def _weight_files(name: str, sharded: bool) -> Mapping[str, bytes]:
-    """Weights of the tiny model of this architecture: one file, or two with an index."""
-    tensors = dict(_tensors(find_architecture(name).tiny_config(), name))
+def _family(name: str) -> type[Architecture]:
+    return find_architecture(name)
+
+
+@cache
+def weight_files(name: str, sharded: bool) -> Mapping[str, bytes]:
+    """The weights of the tiny model of this architecture: one file, or two with an index."""
+    tensors = dict(_tensors(name))
     if not sharded:
         return {"model.safetensors": save(tensors)}
     names = sorted(tensors)
@@ -130,10 +134,10 @@ def _weight_files(name: str, sharded: bool) -> Mapping[str, bytes]:
     return {**files, "model.safetensors.index.json": dump(index)}
 
 
-def _tensors(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(name: str) -> Iterator[tuple[str, np.ndarray]]:
     """Random float32 tensors with the names and shapes that the model declares."""
     build, draw = Builder("float32", 64), np.random.default_rng(0)
-    find_architecture(name)(config, build)
+    _family(name)(_family(name).tiny_config(), build)
     rows = {p.name: p.rows for w in build.weights if isinstance(w, LinearWeight) for p in w.parts}
     for item in build.weights:
         if isinstance(item, StackedWeight):

@@ -249,7 +249,8 @@ class Breaker:
             name = self._rng.choice(names)
             own = getattr(value, name)
             changed = self._tensor(own) if isinstance(own, torch.Tensor) else own + self._rng.choice((-1, 1, 1000))
-            return replace(value, **{name: changed})
+            changes: dict[str, Any] = {name: changed}
+            return replace(value, **changes)
         names = [name for name in value._fields if self._tensors(getattr(value, name))]
         name = self._rng.choice(names)
         return value._replace(**{name: self._replaced(getattr(value, name))})

@@ -194,6 +194,7 @@ class Model:
         storages: Sequence[str] = (),
     ) -> None:
         self.values: dict[str, torch.Tensor] = {}
+        self.change: Mapping[str, torch.Tensor] = {}  # of the steps that are run
         self.builder = Builder(dtype, 1024)
         self.layers = [DecoderLayer(self.builder, f"layers.{i}", 96, attention, mlp, 1e-5, offset) for i in range(2)]
         offered = ops | {"linear"} if storages else ops  # packings are those of kernels for "linear"
@@ -262,6 +263,7 @@ class Model:
             host_query_lens=now,
             host_kv_lens=lengths,
         )
+        step = replace(step, **self.change)
         slot = self.builder.slots[0]
         meta = self.state.prepare(step, slot.spec, slot.attention, 16)
         residual: torch.Tensor | None = None
@@ -269,7 +271,7 @@ class Model:
         for layer in self.layers:
             table_entry = layer.sites[0].table[0]
             x, residual = table_entry(
-                x, residual, positions, layer.attention.values, layer.mlp.values, layer.slot.views, meta
+                x, residual, step.positions, layer.attention.values, layer.mlp.values, layer.slot.views, meta
             )
         assert residual is not None
         return x + residual
@@ -381,3 +383,46 @@ def test_workspace_grows_with_the_bucket(device: CpuDevice) -> None:
     static = model.layers[0].sites[0].static
     few, many = (kernel.workspace(OpCall("decoder_layer", static, Bucket(1, n), device.capabilities)) for n in (8, 512))
     assert 0 < few < many
+
+
+def test_wrong_arguments_are_refused_and_name_what_is_wrong(device: CpuDevice) -> None:
+    x = noise(3, 64, dtype="float32")
+    norm = built(device, "rms_norm", {"hidden": 64, "dtype": "float32", "eps": 1e-5, "offset": 0.0})
+    with pytest.raises(ValueError, match=r"the weight is torch.float32 \[63\]; .* torch.float32 \[64\], contiguous"):
+        norm(x, torch.ones(63))
+    static = {"head_dim": 32, "rotary_dim": 16, "interleaved": False, "dtype": "float32"}
+    rotary, heads = built(device, "rotary", static), x.view(3, 2, 32)
+    angles = torch.zeros(8, 16)
+    for positions, why in (([0, 1, 8], "positions has 8, outside 0 to 7"), ([0, -1, 2], "positions has -1")):
+        with pytest.raises(ValueError, match=f"evener_rotary_f32 was called with wrong arguments: {why}"):
+            rotary(torch.tensor(positions), heads.clone(), heads.clone(), angles)
+    with pytest.raises(ValueError, match=r"the table of angles is torch.float32 \[8, 14\]"):
+        rotary(torch.tensor([0, 1, 2]), heads.clone(), heads.clone(), angles[:, :14].contiguous())
+
+
+def test_a_rotation_wider_than_its_heads_is_left_to_the_reference(device: CpuDevice) -> None:
+    kernel = next(kind(device) for kind in PRIMITIVES if kind.op == "rotary")
+    static = {"head_dim": 16, "rotary_dim": 32, "interleaved": False, "dtype": "float32"}
+    refusal = kernel.supports(OpCall("rotary", static, Bucket(1, 8), device.capabilities))
+    assert refusal == "rotary_dim 32 is odd, or more than head_dim 16"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"block_table": torch.full((3, 8), 30, dtype=torch.int32)}, "the block table has 30, outside 0 to 29"),
+        ({"slot_mapping": torch.full((60,), 480)}, "slot_mapping has 480, outside 0 to 479"),
+        ({"kv_lens": torch.tensor([40, 3, 129], dtype=torch.int32)}, "the block table has room for 128"),
+        ({"query_start": torch.tensor([0, 40, 30, 60], dtype=torch.int32)}, "request 1 has tokens 40 to 30"),
+        ({"positions": torch.full((60,), 1024)}, "positions has 1024, outside 0 to 1023"),
+    ],
+    ids=["block", "slot", "length", "order", "position"],
+)
+def test_a_step_that_points_outside_of_the_pool_is_refused(
+    device: CpuDevice, change: Mapping[str, torch.Tensor], why: str
+) -> None:
+    attention, mlp = AttentionConfig(**ATTENTIONS["plain"]), MLPConfig(**MLPS["plain"])
+    model = Model(device, "float32", attention, mlp, {"decoder_layer"}, True)
+    model.change = change
+    with pytest.raises(ValueError, match=why):
+        model.run(noise(60, 96, dtype="float32"), [0, 0, 0], [40, 3, 17])

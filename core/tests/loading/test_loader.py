@@ -285,3 +285,24 @@ def test_a_file_that_ends_in_the_middle_is_an_error_that_names_it_and_the_tensor
             build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, pinned_device=PinnedBufferDevice()
         )
     checkpoint.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+)
+def test_a_tensor_that_is_not_finite_is_refused_by_name(
+    write_folder: Write, config: Any, name: str, value: float
+) -> None:
+    stored = tensors_of(config)
+    stored[name].view(-1)[-1] = value
+    with pytest.raises(CheckpointError, match=rf"1 tensor is NaN or infinite somewhere.*: {name}; fetch"):
+        load(write_folder(stored))
+
+
+def test_a_number_that_the_dtype_of_the_run_cannot_hold_is_refused(write_folder: Write, config: Any) -> None:
+    stored = tensors_of(config, torch.float32)
+    stored["model.layers.1.input_layernorm.weight"][0] = 1e6
+    load(write_folder(stored), "bfloat16")
+    with pytest.raises(CheckpointError, match=r"in the dtype of this run: model\.layers\.1\.input_layernorm\.weight;"):
+        load(write_folder(stored), "float16")

@@ -89,3 +89,8 @@ def test_none_reads_unquantized_weights_and_names_what_a_quantized_checkpoint_is
 def test_an_unknown_scheme_lists_the_installed_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"fp9.*did you mean 'fp8'"):
         pick_scheme({}, [Fp8()], "fp9")
+
+
+def test_a_builtin_scheme_of_the_same_name_does_not_count_twice() -> None:
+    assert pick_scheme({}, [Unquantized()]).name == "unquantized"
+    assert pick_scheme({}, [Unquantized()], "none").name == "unquantized"

@@ -14,11 +14,10 @@ from evener.contracts.ops import OpCase, OpSchema
 from evener.contracts.quant import WeightPart
 from evener.errors import DescriptorError
 from evener.ops.norms import any_norm, head_norm
-from evener.ops.reference.norm import layer_norm as reference_layer_norm
 from evener.ops.reference.sampling import filtered, gumbel, hash32
 from evener.ops.schemas import PRIMITIVES
 from evener_conformance.kit.cases import load_cases
-from evener_conformance.kit.ops import difference, expected, forbid_nested_ops, outputs_of
+from evener_conformance.kit.ops import difference, expansion, expected, outputs_of
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SCHEMAS = {schema.name: schema for schema in PRIMITIVES}
@@ -345,7 +344,7 @@ def test_sampling_filters_match_the_naive_definition() -> None:
 def test_the_offset_is_added_to_the_weight_of_a_layer_norm_and_not_to_its_bias(kind: str, biased: bool) -> None:
     x, gain, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
     static = {"hidden": 8, "dtype": "float32", "eps": 1e-5, "offset": 1.0, "norm": kind}
-    norm = any_norm(static, lambda _, **own: reference_layer_norm(own, forbid_nested_ops))
+    norm = any_norm(static, expansion(SCHEMAS))
     weight = torch.cat([gain, bias]) if biased else gain
     torch.testing.assert_close(norm(x, weight), F.layer_norm(x, (8,), gain + 1.0, bias if biased else None, 1e-5))
 
@@ -354,5 +353,5 @@ def test_the_offset_is_added_to_the_weights_of_layer_norms_of_each_head() -> Non
     x, gains = torch.randn(3, 2, 8), torch.randn(2, 8)
     static = {"hidden": 16, "dtype": "float32", "eps": 1e-5, "offset": 1.0, "norm": "rms", "head_dim": 8,
               "qk_norm_over": "each"}  # fmt: skip
-    norm = head_norm(static, lambda _, **own: reference_layer_norm(own, forbid_nested_ops), 2)
+    norm = head_norm(static, expansion(SCHEMAS), 2)
     torch.testing.assert_close(norm(x, gains.flatten()), F.layer_norm(x, (8,), eps=1e-5) * (gains + 1.0))

@@ -16,7 +16,7 @@ from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
-from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
+from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel, rotation_refusal
 from evener_kernels_triton.linear import few_tokens_linear, gemv, library_linear, partial_sums, persistent_gemv
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
@@ -104,6 +104,10 @@ class TritonNormQkvRotaryWrite(_Composite):
     op = "norm_qkv_rotary_write"
     state_layout = LAYOUT
 
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        s = cast(QKVStatic, call.static)
+        return rotation_refusal(s["rotary_dim"], s["head_dim"])
+
     def workspace(self, call: OpCall) -> int:
         s = cast(QKVStatic, call.static)
         wide, query = s["qkv"].rows, s["heads"] * s["head_dim"]
@@ -159,6 +163,10 @@ class TritonAttentionBlock(_Composite):
     op = "attention_block"
     state_layout = LAYOUT
     non_default = frozenset({"query_scale"})
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        s = cast(AttentionStatic, call.static)
+        return rotation_refusal(s["rotary_dim"], s["head_dim"])
 
     def workspace(self, call: OpCall) -> int:
         s = cast(AttentionStatic, call.static)

@@ -33,3 +33,10 @@ class TritonKernel(Kernel):
         """(optional) A reason against ``call`` other than its dtype."""
         del call
         return None
+
+
+def rotation_refusal(dim: int, size: int) -> str | None:
+    """Why no launch may rotate ``dim`` dimensions of heads that are ``size`` wide; None if one may."""
+    if dim % 2 or not 0 <= dim <= size:
+        return f"rotates pairs within heads; {dim} of {size} dimensions are none"
+    return None

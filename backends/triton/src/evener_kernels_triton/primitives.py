@@ -10,7 +10,7 @@ from evener.contracts.ops import OpCall, OpFunction
 from evener_kernels_triton.jit.heads import rotary_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.rows import act_and_mul_kernel, rms_norm_kernel, softcap_kernel, take_rows_kernel
-from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel
+from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel, rotation_refusal
 from evener_kernels_triton.tuning import Tuning, memoized, power_of_two
 
 _CHUNK = 1024
@@ -95,6 +95,9 @@ class TritonRotary(TritonKernel):
 
     op = "rotary"
     batch_invariant = True
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        return rotation_refusal(call.static["rotary_dim"], call.static["head_dim"])
 
     def build(self, call: OpCall) -> OpFunction:
         s = call.static

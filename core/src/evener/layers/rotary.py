@@ -138,7 +138,7 @@ class RotaryConfig:
 
         Args:
             config: the parsed ``config.json``.
-            dim: size of a head.
+            dim: size of a whole head. ``partial_rotary_factor`` is applied here, so it must not be applied before.
             layer_type: which entry to read if ``rope_parameters`` has one per layer type.
             default_base: theta if the config has none; None: the config must have one.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Checkpoint, Extent, Headers, ModelFiles
 from evener.errors import CheckpointError, did_you_mean
@@ -50,19 +50,8 @@ def _open_file(path: Path) -> Checkpoint:
 MAX_TEXT = 100_000_000
 
 
-class WeightFile(Protocol):
-    """One weight file; ``headers`` and ``copied`` as a checkpoint's."""
-
-    path: Path
-
-    @property
-    def headers(self) -> Headers: ...
-    @property
-    def copied(self) -> frozenset[str]: ...
-    def tensor(self, name: str) -> torch.Tensor: ...
-    def close(self) -> None: ...
-
-
+#: One weight file; ``headers`` and ``copied`` as a checkpoint's.
+WeightFile = SafetensorsFile | TorchFile
 #: Kinds of weight files: the name of a single file, the ending of others, and the reader. The first kind that is there
 #: is taken, as in transformers, so that a folder with both loads the same weights.
 WEIGHT_FILE_KINDS = (("model.safetensors", ".safetensors", SafetensorsFile), ("pytorch_model.bin", ".bin", TorchFile))

@@ -14,7 +14,7 @@ from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeig
 from evener.contracts.device import Device
 from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
 from evener.errors import CheckpointError
-from evener.loading.match import check_match, shared_names
+from evener.loading.match import check_match, finding, shared_names
 from evener.loading.uploader import BUFFER_BYTES, BUFFER_COUNT, Uploader
 
 
@@ -58,8 +58,7 @@ def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
         if name in checkpoint.headers and not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
             raise CheckpointError(
                 f"{checkpoint.path} stores both {name} and {twin}, and they differ, "
-                "but its config.json says that they are one; "
-                'set "tie_word_embeddings": false in it'
+                'but its config.json says that they are one; set "tie_word_embeddings": false in it'
             )
 
 
@@ -107,9 +106,22 @@ class _Loader:
         self._shared, self._uploader = shared, uploader
         self._converted: dict[tuple[str, str, Slice | None], torch.Tensor] = {}
         self._ledger = Ledger()
+        self._ends: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def load(self, declared: Sequence[Declared]) -> WeightBytes:
-        return fill(declared, self._tensor, self._matrices, self._packings, self._device, self._ledger)
+        counted = fill(declared, self._tensor, self._matrices, self._packings, self._device, self._ledger)
+        wrong = dict.fromkeys(name for name, *ends in self._ends if not all(map(torch.isfinite, ends)))
+        if problem := finding("NaN or infinite somewhere, as stored or in the dtype of this run", list(wrong)):
+            raise CheckpointError(f"in {self._checkpoint.path}, {problem}; fetch or convert the model again")
+        return counted
+
+    def _note(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, of which the least and the largest number are remembered: they are NaN or infinite if any number
+        is. ``load`` looks at them in the end: here, a device's queue would have to be waited for."""
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
+            # On the host, one pass; not every device has that op.
+            self._ends.append((name, *(torch.aminmax(tensor) if tensor.is_cpu else (tensor.amin(), tensor.amax()))))
+        return tensor
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name)
@@ -127,7 +139,7 @@ class _Loader:
             tensor = self._moved(name, whole, part)
         else:
             tensor = self._scheme.dequantize(self._cut(self._filled(stored), cut), dtype)
-        tensor = tensor.to(device=self._device, dtype=getattr(torch, dtype))
+        tensor = self._note(name, tensor.to(device=self._device, dtype=getattr(torch, dtype)))
         if name in self._shared:
             self._converted[key] = tensor
         return tensor
@@ -189,7 +201,7 @@ class _Loader:
             found = replace(found, tensors={"weight": self._moved(name, filled["weight"], found.tensors["weight"])})
         if part.format.plain and not stored.format.plain:
             found = replace(found, tensors={"weight": self._scheme.dequantize(found, item.dtype)})
-        return replace(part, name=name, tensors=found.tensors)
+        return replace(part, name=name, tensors={r: self._note(name, t) for r, t in found.tensors.items()})
 
 
 def _normalize_rows(part: WeightPart) -> WeightPart:

@@ -58,13 +58,12 @@ def check_match(
     extra = [n for n in headers if n not in wanted and n not in others and not pattern.fullmatch(n)]
     misshapen = [line for item in declared for line in _misshapen(item, headers, scheme)]
     findings = [
-        _finding("missing", missing), _finding("not part of the model", sorted(extra)),
-        _finding("of another shape than config.json implies", list(dict.fromkeys(misshapen))),
+        finding("missing", missing), finding("not part of the model", sorted(extra)),
+        finding("of another shape than config.json implies", list(dict.fromkeys(misshapen))),
     ]  # fmt: skip
     if any(findings):
         raise CheckpointError(
-            f"the weights in {where} are not those of the model in its config.json: "
-            f"{'; '.join(f for f in findings if f)}. "
+            f"the weights in {where} are not those of its config.json's model: {'; '.join(filter(None, findings))}. "
             "Check that config.json belongs to these weights; if the architecture is yours, check the names it declares"
         )
 
@@ -79,7 +78,8 @@ def match_context(build: Builder, others: Sequence[Builder] = ()) -> dict[str, A
     }
 
 
-def _finding(what: str, names: Sequence[str], limit: int = 10) -> str:
+def finding(what: str, names: Sequence[str], limit: int = 10) -> str:
+    """How many tensors are what, and the first of their names; empty if there are none."""
     if not names:
         return ""
     noun = "tensor is" if len(names) == 1 else "tensors are"

@@ -75,7 +75,7 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
         UnknownNameError: no installed package has the scheme ``quant``.
         CheckpointError: no scheme fits the checkpoint, or more than one does, or ``quant`` does not.
     """
-    known = {"none": Unquantized(), **{scheme.name: scheme for scheme in schemes}}
+    known = {"none": Unquantized(), **{each.name: each for each in schemes if each.name != Unquantized.name}}
     stored = _method(config)
     if quant != "auto":
         if quant not in known:
