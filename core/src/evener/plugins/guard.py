@@ -73,7 +73,7 @@ def guarded(who: str) -> Iterator[None]:
     limit.daemon = True
     limit.start()
     sys.meta_path.insert(0, guard)
-    os._exit = _refuse_exit(end_process)
+    os._exit = _refuse_exit(end_process)  # type: ignore[assignment]
     try:
         yield
     finally:
