@@ -13,6 +13,7 @@ from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest
 from evener.engine.worker.memory import MemoryDemand, plan_memory
 from evener.errors import MemoryPlanError
+from evener.frontend.settings import FrontendSettings
 from evener.loading.estimate import WeightEstimate
 from evener_conformance.reference.device import HostDevice
 from evener_conformance.reference.engine import play
@@ -97,3 +98,29 @@ def test_on_a_device_with_its_own_memory_state_gets_what_warm_up_leaves(
     assert memory["blocks"] == int(0.95 * (1 << 20)) // memory["block_bytes"] == controller.scheduler.state.pool.count
     played = play(controller, [NewRequest(id="a", prompt=list(range(40)), max_tokens=8)])
     assert played.reasons() == {"a": "length"}
+
+
+def test_a_context_cut_by_the_memory_for_state_says_so_in_the_log_and_to_the_front_end(
+    make_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"infer.max_seq_len": "auto", "infer.kv_memory": 2**20, "infer.max_reqs": 1}
+    with caplog.at_level("WARNING", "evener.worker"):
+        _, ready = build_controller(make_config("Llama", {"max_position_embeddings": 8_000}, **keys))
+    assert ready.info.max_model_len < 8_000
+    reason = "the memory for state holds no more; a larger infer.kv_memory allows up to 8000"
+    assert ready.info.config["infer.max_seq_len"]["reason"] == reason
+    assert f"a request has at most {ready.info.max_model_len} tokens: {reason}" in caplog.text
+    frontend, _ = FrontendSettings().build(ready.info)
+    assert frontend.context.endswith(f"({reason})")
+
+
+@pytest.mark.parametrize(("asked", "level"), [(500 << 30, "WARNING"), (1 << 30, "INFO")])
+def test_a_kv_memory_that_no_request_can_use_is_named_with_what_state_gets(
+    asked: int, level: str, make_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "evener.worker"):
+        _, ready = build_controller(make_config(**{"infer.kv_memory": asked}))
+    (record,) = [each for each in caplog.records if "infer.kv_memory is" in each.getMessage()]
+    assert record.levelname == level
+    size = f"{asked >> 30}.00 GiB, but state gets {ready.info.memory['state'] / 2**20:.1f} MiB: "
+    assert size in record.getMessage() and "(infer.max_reqs)" in record.getMessage()

@@ -108,10 +108,17 @@ def test_requests_without_a_seed_get_different_ones(frontend: Frontend) -> None:
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers(frontend: Frontend) -> None:
-    with pytest.raises(ContextLengthError, match="32 tokens, but the model's context is 32") as caught:
+    with pytest.raises(ContextLengthError, match=r"32 tokens .* do not fit the context of 32 tokens") as caught:
         submit(frontend, "a" * 32, SamplingParams(), "r", "chat")
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
     assert submit(frontend, "a" * 31, SamplingParams(), "r")[0].max_tokens == 1
+
+
+@pytest.mark.parametrize(("prompt", "most"), [("a" * 5_000, None), ("a" * 32, None), ("a" * 30, 3)])
+def test_a_context_that_is_too_short_says_why_it_is(prompt: str, most: int | None, tiny_dir: Path) -> None:
+    frontend = make(tiny_dir, context_reason="little memory")
+    with pytest.raises(ContextLengthError, match=r"do(es)? not fit the context of 32 tokens \(little memory\)"):
+        frontend.prepare(prompt, SamplingParams(max_tokens=most), "chat")
 
 
 def test_a_prompt_with_too_many_new_tokens_is_refused_with_what_is_left(frontend: Frontend) -> None:

@@ -56,7 +56,7 @@ class ChatJob(Job):
         size = sum(len(part.text) for part in parts if isinstance(part, TextPart))
         if tokenizer is not None and size > limit and size > limit * tokenizer.longest_token:
             raise ContextLengthError(
-                f"the messages have {size} characters of text, which do not fit the model's context of {limit} tokens: "
+                f"the messages have {size} characters of text, which do not fit the context of {limit} tokens: "
                 "shorten them"
             )
 

@@ -79,7 +79,7 @@ class Frontend:
     """The front end of one engine.
 
     Args:
-        max_model_len: maximum tokens of prompt and output together.
+        max_model_len: maximum tokens of prompt and output together; context_reason: why, for error messages.
         vocab_size: token ids must be below it.
         tokenizer: None: token ids only.
         defaults: the model's sampling defaults and EOS ids.
@@ -94,9 +94,10 @@ class Frontend:
         self, *, max_model_len: int, vocab_size: int, tokenizer: Tokenizer | None = None,
         defaults: GenerationDefaults | None = None, default_max_tokens: int | None = None, stop_with_eos: bool = True,
         plugins: RequestPlugins | None = None, rng: random.Random | None = None, hidden_size: int = 0,
-        media_rows: int = 1,
+        media_rows: int = 1, context_reason: str = "",
     ) -> None:  # fmt: skip
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.context = f"the context of {max_model_len} tokens" + (context_reason and f" ({context_reason})")
         self._hidden_size, self._media_rows = hidden_size, media_rows
         self.tokenizer, self.defaults = tokenizer, defaults or GenerationDefaults()
         self._default_max_tokens, self._stop_with_eos = default_max_tokens, stop_with_eos
@@ -192,10 +193,8 @@ class Frontend:
                 message = "the prompt has a lone surrogate, which is not a character: remove it"
                 raise RequestError(message, param) from error
             if too_long:
-                raise ContextLengthError(
-                    f"the prompt of {len(prompt)} characters is longer than the model's context of "
-                    f"{self.max_model_len} tokens: shorten the prompt", param,
-                )  # fmt: skip
+                message = f"the prompt of {len(prompt)} characters does not fit {self.context}: shorten the prompt"
+                raise ContextLengthError(message, param)
             ids = self.tokenizer.encode(prompt, add_special_tokens=kind != "chat")
         else:
             ids = list(prompt)
@@ -320,11 +319,8 @@ class Frontend:
     def _max_tokens(self, prompt_len: int, params: SamplingParams, kind: Kind) -> int:
         rest, param = self.max_model_len - prompt_len, _PROMPT_PARAM[kind]
         if rest < 1:
-            raise ContextLengthError(
-                f"the prompt has {prompt_len} tokens, but the model's context is {self.max_model_len} tokens, of which "
-                "at least one is for the answer: shorten the prompt",
-                param,
-            )
+            message = f"the prompt has {prompt_len} tokens and the answer at least one, which do not fit {self.context}"
+            raise ContextLengthError(f"{message}: shorten the prompt", param)
         if params.min_tokens > rest:
             message = f"min_tokens is {params.min_tokens}, but the prompt of {prompt_len} tokens leaves {rest}"
             raise ContextLengthError(message, "min_tokens")
@@ -334,8 +330,8 @@ class Frontend:
         if params.max_tokens > rest:
             raise ContextLengthError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}: together "
-                f"{prompt_len + params.max_tokens}, but the model's context is {self.max_model_len} tokens: shorten "
-                f"the prompt or ask for at most {rest} tokens",
+                f"{prompt_len + params.max_tokens}, which do not fit {self.context}: shorten the prompt or ask for at "
+                f"most {rest} tokens",
                 param,
             )
         return params.max_tokens

@@ -36,7 +36,8 @@ _MEASURED_SHARE = 0.95
 
 
 def require_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
-    """The memory plan, before a weight is read; the configuration with the longest request that it allows.
+    """The memory plan, before a weight is read; the configuration with the longest request that it allows. The log says
+    where that is not what was asked for.
 
     Raises:
         MemoryPlanError: it does not fit; with the numbers and what to change.
@@ -44,6 +45,13 @@ def require_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
     config, plan = estimate_memory_plan(a)
     if plan.problem is not None:
         raise MemoryPlanError("\n".join([plan.problem, *plan.lines()]))
+    if (length := config.max_seq_len) < a.config.max_seq_len:
+        log.warning("a request has at most %d tokens: %s", length, config.reasons["infer.max_seq_len"])
+    asked = config.config.infer.kv_memory
+    if isinstance(asked, int) and asked >= plan.state + plan.block_bytes:
+        level, use = logging.WARNING if asked > plan.free else logging.INFO, (config.max_reqs, length)
+        text = "infer.kv_memory is %s, but state gets %s: %d requests (infer.max_reqs) of %d tokens use no more"
+        log.log(level, text, _size(asked), _size(plan.state), *use)
     return config, plan
 
 
@@ -57,7 +65,9 @@ def estimate_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
     held = budget // demand.block_bytes - 1
     length = _longest_request(a, config, held) if demand.min_blocks > held > 0 else 0
     if config.config.infer.max_seq_len == "auto" and length:
-        config = config.with_value("infer.max_seq_len", length, "what the memory for state holds")
+        more = "a larger infer.kv_memory" if budget < left else "a device with more free memory"
+        reason = f"the memory for state holds no more; {more} allows up to {config.max_seq_len}"
+        config = config.with_value("infer.max_seq_len", length, reason)
         demand = _demand(a, config)
     return config, plan_memory(demand, memory, config.kv_memory, length)
 
@@ -116,15 +126,10 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """A table for a person."""
         rows = {
-            "weights": self.weights,
-            "  second copies in it": self.copies,
-            "tables": self.tables,
-            "workspace": self.workspace,
-            f"state ({self.blocks} blocks)": self.state,
-            "total": self.total,
-            "free": self.free,
-            "mapped from files": self.mapped,
-        }
+            "weights": self.weights, "  second copies in it": self.copies, "tables": self.tables,
+            "workspace": self.workspace, f"state ({self.blocks} blocks)": self.state, "total": self.total,
+            "free": self.free, "mapped from files": self.mapped,
+        }  # fmt: skip
         return [f"{name:<24}{_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")]
 
     def to_json(self) -> dict[str, Any]:
@@ -188,16 +193,12 @@ def _demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
         mappable=a.device.capabilities.host_memory, copied=a.checkpoint.copied if a.headers else frozenset(),
     )  # fmt: skip
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
+    rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 36 + 4 * columns * len(groups)) + media
     return MemoryDemand(
-        weights=weights,
-        rows=(config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 36 + 4 * columns * len(groups)) + media,
-        workspace=scratch + a.resolver.footprint.activations,
-        block_bytes=max(1, a.geometry.block_bytes),
-        max_useful_blocks=config.max_reqs * min_blocks,
-        min_blocks=min_blocks,
-        max_seq_len=config.max_seq_len,
-        dtype=config.dtype,
-    )
+        weights=weights, rows=rows, workspace=scratch + a.resolver.footprint.activations,
+        block_bytes=max(1, a.geometry.block_bytes), max_useful_blocks=config.max_reqs * min_blocks,
+        min_blocks=min_blocks, max_seq_len=config.max_seq_len, dtype=config.dtype,
+    )  # fmt: skip
 
 
 def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
