@@ -89,3 +89,8 @@ def test_none_reads_unquantized_weights_and_names_what_a_quantized_checkpoint_is
 def test_an_unknown_scheme_lists_the_installed_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"fp9.*did you mean 'fp8'"):
         pick_scheme({}, [Fp8()], "fp9")
+
+
+def test_the_unquantized_scheme_that_a_package_registers_is_not_a_second_one() -> None:
+    assert pick_scheme({}, [Unquantized(), Fp8()]).name == "unquantized"
+    assert pick_scheme({}, [Unquantized(), Fp8()], "none").name == "unquantized"

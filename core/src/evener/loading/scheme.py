@@ -75,7 +75,9 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
         UnknownNameError: no installed package has the scheme ``quant``.
         CheckpointError: no scheme fits the checkpoint, or more than one does, or ``quant`` does not.
     """
-    known = {"none": Unquantized(), **{scheme.name: scheme for scheme in schemes}}
+    # By name: the unquantized scheme is among those of the packages too.
+    by_name = {scheme.name: scheme for scheme in (Unquantized(), *schemes)}
+    known = {"none": by_name[Unquantized.name], **by_name}
     stored = _method(config)
     if quant != "auto":
         if quant not in known:
@@ -83,15 +85,14 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
         if not known[quant].detect(config):
             raise CheckpointError(f"quant={quant}, but the checkpoint is stored as {stored!r}; leave quant=auto")
         return known[quant]
-    fits = [scheme for scheme in known.values() if scheme.detect(config)]
+    fits = [scheme for scheme in by_name.values() if scheme.detect(config)]
     if len(fits) > 1:
         names = " and ".join(repr(scheme.name) for scheme in fits)
         raise CheckpointError(f"the schemes {names} both fit this checkpoint; choose one with quant=<name>")
     if not fits:
         raise CheckpointError(
-            f"the checkpoint is quantized with {stored!r}, which no installed package reads "
-            f"(installed: {', '.join(sorted(each.name for each in known.values()))}); "
-            "install a package that registers it, or use an unquantized checkpoint"
+            f"the checkpoint is quantized with {stored!r}, which no installed package reads (installed: "
+            f"{', '.join(sorted(by_name))}); install a package that registers it, or use an unquantized checkpoint"
         )
     return fits[0]
 
