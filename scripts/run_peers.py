@@ -107,7 +107,8 @@ def run_vllm(places: Places, model: Path, report: Path, only: str | None) -> Non
 def judge_vllm(report: Path, model: Path, complete: bool) -> int:
     """Judge what ``report`` says, and write the records of a complete run without problems; the number of problems:
     failures that nobody has judged, and judgements that are out of date."""
-    records, problems = judge(read_records(report), read_reviewed(REVIEWED))
+    seen = [each | {"message": _without_folders(each["message"], report, model)} for each in read_records(report)]
+    records, problems = judge(seen, read_reviewed(REVIEWED))
     if not complete:
         problems = [each for each in problems if each.startswith("not judged")]
         for record in records:
@@ -143,6 +144,13 @@ def client_records(report: Path) -> list[Record]:
         outcome = "passed" if expected is None else str(expected.get("message"))
         records.append({"client": words["client"], "what": words["what"], "outcome": outcome})
     return records
+
+
+def _without_folders(message: str, report: Path, model: Path) -> str:
+    """An error as it would be on any machine."""
+    for folder, name in (model.parent, "MODELS"), (report.parent, "PEERS"), (Path.home(), "~"):
+        message = message.replace(str(folder), name)
+    return message
 
 
 def _where() -> Record:
