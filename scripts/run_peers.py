@@ -115,7 +115,8 @@ def judge_vllm(report: Path, model: Path, complete: bool) -> int:
             print(f"{record['outcome']:16} {record['test']}  {record.get('what', '')}")
     counts = Counter(record["outcome"] for record in records)
     print(f"vLLM {VLLM}: {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}")
-    print("\n".join(problems))
+    for each in problems:
+        print(each)
     if complete and not problems:
         common = {"peer": f"vLLM {VLLM}", "model": model.name, **_where(), "command": "make test-peers"}
         write_records(TEST_RECORDS, shortened(records), common)
