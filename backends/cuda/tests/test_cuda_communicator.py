@@ -10,7 +10,8 @@ import torch
 
 from evener.distributed.thread_communicator import MirrorCommunicator, ThreadCommunicator, run_on_threads
 from evener_backend_cuda import communicator as module
-from evener_backend_cuda.communicator import PEER_SUM_MAX_BYTES, connect_pairs, open_communicator
+from evener_backend_cuda.communicator import PEER_SUM_MAX_BYTES, open_communicator
+from evener_backend_parts.gpu import connect_pairs
 
 
 @pytest.fixture

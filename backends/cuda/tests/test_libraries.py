@@ -21,7 +21,7 @@ from evener_backend_cuda.deep_gemm import DeepGemmGroupedLinear, DeepGemmLinear
 from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
-from evener_backend_cuda.library import Library
+from evener_backend_cuda.library import CudaLibrary as Library
 from evener_conformance.kit.ops import forbid_nested_ops
 from evener_conformance.kit.state import SHAPES, Shape, check_provider
 from evener_conformance.reference.device import HostDevice

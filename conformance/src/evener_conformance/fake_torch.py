@@ -33,7 +33,7 @@ class _Namespace:
 
     def get_device_properties(self, index=0):
         name, memory = self.devices[index]
-        return SimpleNamespace(name=name, total_memory=memory, major=9, minor=0)
+        return SimpleNamespace(**{{"name": name, "total_memory": memory, "major": 9, "minor": 0, **{properties!r}}})
 
 
 {namespace} = _Namespace()
@@ -79,12 +79,14 @@ class FakeTorch:
         version: ``torch.__version__``.
         marks: further assignments in ``torch/version.py`` that identify the build.
         devices: (name, bytes of memory) of each.
+        properties: what every device's properties report besides these.
     """
 
     namespace: str
     version: str
     marks: Mapping[str, str | None] = field(default_factory=dict)
     devices: tuple[tuple[str, int], ...] = (("a forked chip", 64 << 30),)
+    properties: Mapping[str, str | int] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
         """Write the fake package as ``folder/torch``. With ``folder`` first in PYTHONPATH, a new process and its
@@ -93,7 +95,8 @@ class FakeTorch:
         package.mkdir(parents=True)
         lines = [f"{name} = {value!r}" for name, value in {"__version__": self.version, **self.marks}.items()]
         (package / "version.py").write_text("\n".join(lines) + "\n")
-        (package / "__init__.py").write_text(_TORCH.format(namespace=self.namespace, devices=self.devices))
+        values = {"namespace": self.namespace, "devices": self.devices, "properties": dict(self.properties)}
+        (package / "__init__.py").write_text(_TORCH.format(**values))
         return package
 
 

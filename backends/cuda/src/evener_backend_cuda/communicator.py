@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import zlib
 from collections.abc import Sequence
@@ -11,13 +10,11 @@ from pathlib import Path
 import torch
 
 from evener.backend.torch_communicator import TorchCommunicator, open_torch_communicator
-from evener.contracts.communicator import Communicator, CommunicatorCapabilities
+from evener.contracts.communicator import Communicator
 from evener_backend_cuda.peer_kernel import peer_sum_kernel
+from evener_backend_parts.gpu import NCCL_CAPABILITIES, connect_pairs
 
 log = logging.getLogger("evener.cuda")
-_NCCL_CAPABILITIES = CommunicatorCapabilities(
-    dtypes=frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"}), capturable=True
-)
 #: Number of ranks → bytes up to which one launch is faster than NCCL; other numbers of ranks use NCCL alone. Measured
 #: for 2 ranks; the limit of 4 ranks is lower, so that a rank does not read more.
 PEER_SUM_MAX_BYTES = {2: 1 << 22, 4: 1 << 18}
@@ -71,7 +68,7 @@ def open_communicator(
     name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str
 ) -> Communicator:  # fmt: skip
     """This rank's communicator of a group. Tensor parallel ranks ("tp") read each other's memory if they can."""
-    base = open_torch_communicator("nccl", name, ranks, rank, world_size, init_method, _NCCL_CAPABILITIES)
+    base = open_torch_communicator("nccl", name, ranks, rank, world_size, init_method, NCCL_CAPABILITIES)
     if name != "tp":
         connect_pairs(base, torch.device("cuda"))
     if name != "tp" or base.size not in PEER_SUM_MAX_BYTES or not _can_access_peers(base):
@@ -80,19 +77,6 @@ def open_communicator(
         "ranks %s all-reduce up to %d KiB over NVLink without NCCL", list(ranks), PEER_SUM_MAX_BYTES[base.size] >> 10
     )
     return PeerCommunicator(base, PEER_SUM_MAX_BYTES[base.size])
-
-
-def connect_pairs(base: Communicator, where: torch.device) -> None:
-    """Exchange a message in both directions of every pair now. NCCL connects each direction at its first message and
-    blocks the sending host until the other side receives: a stage that sends token ids would wait for a step that
-    cannot start before it is ready."""
-    word = torch.zeros(1, device=where)
-    for pair in itertools.combinations(range(base.size), 2):
-        for sender, receiver in (pair, pair[::-1]):
-            if base.rank == sender:
-                base.send(word, receiver)
-            elif base.rank == receiver:
-                base.receive(word, sender)
 
 
 def _can_access_peers(base: TorchCommunicator) -> bool:

@@ -11,7 +11,7 @@ from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.library import DEEP_GEMM
-from evener_backend_cuda.paged_library import PRIORITY
+from evener_backend_parts.paged_library import PRIORITY
 
 #: Elements of a row must be a multiple of this: its loads need rows of a multiple of 16 bytes.
 _ALIGNED = 8

@@ -17,7 +17,7 @@ import torch
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionSpec, LatentProvider, Piece, StateSpec, StateStep
 from evener_backend_cuda.library import FLASH_MLA
-from evener_backend_cuda.paged_library import HALF_DTYPES, PRIORITY, TokenSlots
+from evener_backend_parts.paged_library import HALF_DTYPES, PRIORITY, TokenSlots
 
 PAGE, RANK, ROPE = 64, 512, 64
 

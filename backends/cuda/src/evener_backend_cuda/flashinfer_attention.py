@@ -16,7 +16,7 @@ import torch
 
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep
 from evener_backend_cuda.library import FLASHINFER
-from evener_backend_cuda.paged_library import PagedLibrary, TokenSlots, window_left_of
+from evener_backend_parts.paged_library import PagedLibrary, TokenSlots, window_left_of
 
 _Ints: TypeAlias = "np.ndarray[Any, Any]"
 #: Workspace that FlashInfer recommends for partial results, and that each of its wrappers needs for a plan.

@@ -1,95 +1,33 @@
-"""Optional kernel libraries: whether they are installed, and what to type if not. Torch-free.
-
-A library is imported only when a model's state or weights could go to it. That only happens if the user asked for it:
-our own kernels come first.
-"""
+"""The optional kernel libraries of this backend. Torch-free."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 
-_DISTRIBUTION = "evener-backend-cuda"
+from evener_backend_parts.library import Library
 
 
 @dataclass(frozen=True)
-class Library:
-    """One library.
+class CudaLibrary(Library):
+    """A library with kernels for its ``architectures``; without any, for ``sm_80`` and later."""
 
-    Attributes:
-        module: the module to import.
-        distributions: names under which it is installed; the first is the one to install.
-        min_version: the oldest version whose interface we call.
-        extra: our extra that installs it; "" if no package index has a build that works.
-        source: the argument for pip if there is no extra.
-        architectures: compute capabilities that it has kernels for, as variants ("sm_90"); empty: ``sm_80`` and later.
-    """
+    owner: str = "evener-backend-cuda"
 
-    module: str
-    distributions: tuple[str, ...]
-    min_version: str
-    extra: str
-    source: str = ""
-    architectures: tuple[str, ...] = ()
-
-    @property
-    def install_hint(self) -> str:
-        """What to type."""
-        return f"pip install '{_DISTRIBUTION}[{self.extra}]'" if self.extra else f"pip install {self.source}"
-
-    def refusal(self, variant: str) -> str | None:
-        """Why it cannot run on a device of this variant; None once it is imported.
-
-        A library that is installed but fails to import is also a reason, with its error: it was built for another torch
-        or toolkit.
-        """
-        name, found = self.distributions[0], self.installed()
-        if found is None:
-            return f"{name} {self.min_version} or later is not installed; {self.install_hint}"
-        if not self._has_kernels(variant):
-            wanted = ", ".join(self.architectures) or "sm_80 and later"
-            return f"{name} has kernels for {wanted}, not for {variant or 'this device'}"
-        if _numbers(found) < _numbers(self.min_version):
-            return f"{name} {found} is too old, {self.min_version} or later is needed; {self.install_hint} --upgrade"
-        try:
-            self.load()
-        except (ImportError, OSError) as error:
-            return f"{name} {found} is installed but does not import ({error}); reinstall it for this torch"
-        return None
-
-    def installed(self) -> str | None:
-        """Its version."""
-        for name in self.distributions:
-            try:
-                return version(name)
-            except PackageNotFoundError:
-                continue
-        return None
-
-    def load(self) -> ModuleType:
-        """The module."""
-        return import_module(self.module)
-
-    def _has_kernels(self, variant: str) -> bool:
+    def has_kernels(self, variant: str) -> bool:
         if self.architectures:
             return variant in self.architectures
         found = re.fullmatch(r"sm_(\d+)", variant)
         return found is not None and int(found[1]) >= 80
 
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 8, 3) of "2.8.3.post2"."""
-    found = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    def has_kernels_for(self) -> str:
+        return ", ".join(self.architectures) or "sm_80 and later"
 
 
-FLASH_ATTENTION = Library("flash_attn", ("flash-attn",), "2.6", "flash-attn")
-FLASHINFER = Library("flashinfer", ("flashinfer-python",), "0.6", "flashinfer")
-FLASH_MLA = Library(
+FLASH_ATTENTION = CudaLibrary("flash_attn", ("flash-attn",), "2.6", "flash-attn")
+FLASHINFER = CudaLibrary("flashinfer", ("flashinfer-python",), "0.6", "flashinfer")
+FLASH_MLA = CudaLibrary(
     "flash_mla", ("flash-mla",), "1.0", "", "git+https://github.com/deepseek-ai/FlashMLA.git", ("sm_90",)
 )
 #: SGLang's build, the only one with wheels.
-DEEP_GEMM = Library("deep_gemm", ("sgl-deep-gemm",), "0.2.5", "deep-gemm", architectures=("sm_90",))
+DEEP_GEMM = CudaLibrary("deep_gemm", ("sgl-deep-gemm",), "0.2.5", "deep-gemm", architectures=("sm_90",))

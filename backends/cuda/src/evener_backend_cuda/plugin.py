@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from evener.backend.torch_device import TorchDevice, TorchGraphs
 from evener.contracts.communicator import CommunicatorFactory
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture
@@ -22,17 +21,11 @@ from evener_backend_cuda.deep_gemm import DeepGemmGroupedLinear, DeepGemmLinear
 from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
+from evener_backend_parts.gpu import GpuDevice, gpu_graphs
 
 
-class CudaDevice(TorchDevice):
+class CudaDevice(GpuDevice):
     """A GPU of this vendor."""
-
-    def peak_memory(self, work: Callable[[], object]) -> int | None:
-        # Requested bytes: torch counts a whole block if it did not split it, up to a megabyte more for each tensor.
-        self.module.reset_peak_memory_stats(self.index)
-        before = self.module.memory_stats(self.index)["requested_bytes.all.current"]
-        work()
-        return int(self.module.memory_stats(self.index)["requested_bytes.all.peak"]) - int(before)
 
     def conditions(self) -> Mapping[str, str]:
         """Versions of the driver, the kernel compiler and the matrix library."""
@@ -62,8 +55,7 @@ def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequen
 @hookimpl
 def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture:
     """CUDA graphs in one memory pool."""
-    assert isinstance(device, TorchDevice), "it is this backend's device"
-    return TorchGraphs(device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle)
+    return gpu_graphs(device)
 
 
 @hookimpl

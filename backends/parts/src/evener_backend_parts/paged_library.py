@@ -1,4 +1,4 @@
-"""State in canonical pages, with attention by a kernel library: the common part of flash-attn and flashinfer."""
+"""State in canonical pages, with attention by a kernel library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.ops.reference.state import PlainPages
-from evener_backend_cuda.library import Library
+from evener_backend_parts.library import Library
 
 #: Below our own kernels: a library is used only if the user names it.
 PRIORITY = 50

@@ -1,0 +1,144 @@
+"""The state provider "gcu.paged": keys and values in the vendor's layout.
+
+A block of keys is [kv_heads, head_dim / x, block_size, x] with x elements in 16 bytes, a block of values [kv_heads,
+head_dim, block_size]. Steps with one new token for each request use the vendor's paged attention; other steps copy a
+request's blocks to the canonical layout and compute in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from evener.contracts.device import DeviceCapabilities
+from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
+from evener.ops.reference.state import ReferenceState
+from evener_backend_parts.vendor_ops import VendorOps
+
+ATTENTION, WRITE = "_C::paged_attention_v1", "_C_cache_ops::reshape_and_cache"
+BLOCK = 64
+#: Head lengths of the vendor's kernels.
+HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+#: The vendor's stack takes another op for longer sequences.
+LONGEST = 8192
+_DTYPES = ("float32", "float16", "bfloat16")
+_REFERENCE = ReferenceState()
+
+
+@dataclass(frozen=True)
+class PagedMeta:
+    """Metadata of one step. ``decode``: the vendor's attention serves it."""
+
+    step: StateStep
+    spec: StateSpec
+    attention: AttentionSpec
+    decode: bool
+
+
+class GcuPaged(AttentionProvider):
+    """Blocks of 64 tokens. The vendor's ops want each cache in one piece, so it allocates them itself."""
+
+    name = layout = "gcu.paged"
+    kinds = frozenset({"full", "window"})
+    priority = 100
+    graph = "uniform_decode"
+    owns_memory = True
+
+    def __init__(self, ops: VendorOps) -> None:
+        self._ops = ops
+
+    def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
+        if spec.per != "token" or len(spec.tensors) != 2 or spec.tensors[0].shape != spec.tensors[1].shape:
+            return "stores one key and one value of equal shape per token, nothing else"
+        key = spec.tensors[0]
+        dtypes = {tensor.dtype for tensor in spec.tensors}
+        if any(dtype.startswith("float8") for dtype in dtypes):
+            return "has no 8-bit state: the vendor's stack stores it as int8 with scales; leave infer.cache_type alone"
+        if dtypes != {attention.dtype} or attention.dtype not in _DTYPES:
+            return f"stores and computes in {', '.join(_DTYPES)}, not in {attention.dtype} over {key.dtype}"
+        if key.shape[1] not in HEAD_DIMS:
+            return f"has kernels for heads of {', '.join(map(str, HEAD_DIMS))} elements, not {key.shape[1]}"
+        return self._ops.refusal(WRITE, device.variant) or self._ops.refusal(ATTENTION, device.variant)
+
+    def block_sizes(self, spec: StateSpec) -> Sequence[int]:
+        return (BLOCK,)
+
+    def bytes_per_block(self, spec: StateSpec, block_size: int) -> int:
+        return spec.nbytes * block_size
+
+    def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> Any:
+        heads, dim = spec.tensors[0].shape
+        kind, group = getattr(torch, spec.tensors[0].dtype), 16 // int(DTYPE_BYTES[spec.tensors[0].dtype])
+        blocks = storage.shape[0]
+        keys = torch.zeros(blocks, heads, dim // group, block_size, group, dtype=kind, device=storage.device)
+        return keys, torch.zeros(blocks, heads, dim, block_size, dtype=kind, device=storage.device)
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
+        plain = spec.kind == "full" and not attention.sinks
+        plain = plain and attention.softcap is None and attention.slopes is None
+        one = step.max_query == 1 and step.tokens == step.requests
+        return PagedMeta(step, spec, attention, plain and one and step.max_kv <= LONGEST)
+
+    def write(self, views: Any, meta: PagedMeta, *values: torch.Tensor) -> None:
+        if not values[0].shape[0]:
+            return
+        key, value = (given.to(view.dtype).contiguous() for given, view in zip(values, views, strict=True))
+        self._ops.function(WRITE)(
+            key=key, value=value, key_cache=views[0], value_cache=views[1], slot_mapping=meta.step.slot_mapping,
+            kv_cache_dtype="auto", k_scale=1.0, v_scale=1.0, k_zero=0.0, v_zero=0.0,
+        )  # fmt: skip
+
+    def attend(
+        self, views: Any, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not query.shape[0]:
+            return torch.empty_like(query)
+        return self._decode(views, meta, query) if meta.decode else self._mixed(views, meta, query, sinks)
+
+    def _decode(self, views: Any, meta: PagedMeta, query: torch.Tensor) -> torch.Tensor:
+        query, step = query.contiguous(), meta.step
+        out = torch.empty_like(query)
+        self._ops.function(ATTENTION)(
+            out=out, query=query, key_cache=views[0], value_cache=views[1], num_kv_heads=views[0].shape[1],
+            scale=meta.attention.scale, block_tables=step.block_table, seq_lens=step.kv_lens, block_size=BLOCK,
+            max_seq_len=step.max_kv, alibi_slopes=None, kv_cache_dtype="auto", k_scale=1.0, v_scale=1.0, tp_rank=0,
+            blocksparse_local_blocks=0, blocksparse_vert_stride=0, blocksparse_block_size=64,
+            blocksparse_head_sliding_step=0, k_zero=0.0, v_zero=0.0, out_scales=None, query_scales=None,
+        )  # fmt: skip
+        return out
+
+    def _mixed(self, views: Any, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        out, start = torch.empty_like(query), 0
+        for row, (count, length) in enumerate(zip(meta.step.host_query_lens, meta.step.host_kv_lens, strict=True)):
+            if count:
+                blocks = meta.step.block_table[row, : -(-length // BLOCK)]
+                table = torch.arange(blocks.shape[0], dtype=torch.int32, device=query.device)[None]
+                alone = replace(meta.step.rows(row, row + 1), block_table=table)
+                inner = _REFERENCE.prepare(alone, meta.spec, meta.attention, BLOCK)
+                pages = self.export_blocks(views, blocks)
+                out[start : start + count] = _REFERENCE.attend(pages, inner, query[start : start + count], sinks)
+            start += count
+        return out
+
+    def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        for view in views:
+            view.index_copy_(0, target.to(torch.int64), view.index_select(0, source))
+
+    def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        keys, values = (view.index_select(0, blocks) for view in views)
+        return keys.permute(0, 3, 1, 2, 4).flatten(3), values.permute(0, 3, 1, 2).contiguous()
+
+    def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        group = views[0].shape[-1]
+        keys = values[0].unflatten(3, (-1, group)).permute(0, 2, 3, 1, 4)
+        for view, given in zip(views, (keys, values[1].permute(0, 2, 3, 1)), strict=True):
+            view.index_copy_(0, blocks.to(torch.int64), given.to(view.dtype).contiguous())
+
+    def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
+        # One request's keys and values in float32 for all heads, as copied and as computed with, and its scores.
+        heads, dim = spec.tensors[0].shape
+        return 4 * max_kv * (4 * dim * (heads + attention.heads) + 3 * max_tokens * attention.heads)

@@ -1,0 +1,60 @@
+"""The engine on the simulated device with a GCU's switches, and stand-ins for the vendor's ops: no real chip."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gcu_stand_ins import LAUNCHED, install_on_simulator, launches, stand_in_ops
+from stand_ins import installed
+
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener_conformance.reference.engine import RunResult, play, small_config
+
+#: Heads of 32, the shortest that the vendor's attention has.
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "Gemma3": {"head_dim": 32},
+    "Qwen3Moe": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "DeepseekV2": {},
+}
+
+
+def answers(folder: Path, family: str, **options: Any) -> RunResult:
+    limits = {"infer.max_seq_len": 256, "infer.kv_memory": 2**24, "infer.block_size": 64}
+    controller, _ = build_controller(small_config(folder, family, SHAPES[family], **{**limits, **options}))
+    ids = [5 + 7 * i % 90 for i in range(70)]
+    asked = {
+        "long": (ids, Sampling(temperature=0.0)),
+        "short": (ids[3:9], Sampling(temperature=0.0)),
+        "warm": (ids[:40], Sampling(temperature=0.8, top_k=8, seed=3)),
+        "again": (ids, Sampling(temperature=0.0)),
+    }
+    messages = [NewRequest(id=k, prompt=prompt, max_tokens=8, sampling=s) for k, (prompt, s) in asked.items()]
+    try:
+        return play(controller, messages, arrivals={"again": 30})
+    finally:
+        controller.executor.close()
+
+
+@pytest.mark.parametrize("family", ["Llama", *(pytest.param(f, marks=pytest.mark.slow) for f in list(SHAPES)[1:])])
+def test_tokens_are_the_cpus_L3(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_on_simulator(tmp_path / "site", monkeypatch)
+    want = answers(tmp_path / "a", family, backend="cpu")
+    with (
+        caplog.at_level(logging.WARNING, "evener.gcu"),
+        installed(tmp_path / "vendor", stand_in_ops(), functions=LAUNCHED),
+    ):
+        got = answers(tmp_path / "b", family, backend="gcu")
+    assert not got.dead and got.tokens == want.tokens
+    ran = launches()
+    assert ran["_C::rms_norm"] and ran["_C::silu_and_mul" if family != "Gemma3" else "_C::gelu_tanh_and_mul"]
+    if family != "DeepseekV2":
+        assert ran["_C_cache_ops::reshape_and_cache"] and ran["_C::paged_attention_v1"] and ran["_C::rotary_embedding"]
+        assert got.cached["again"] == 64, "a block of 64 tokens was found again"
+    assert caplog.text.count("sort on the host") == 1

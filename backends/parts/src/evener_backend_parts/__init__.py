@@ -1,0 +1,13 @@
+"""Parts that several backends share. Not a backend: it registers nothing.
+
+=================== ==========================================================================
+module              holds
+=================== ==========================================================================
+``forks``           the probe of a vendor whose build of torch uses the namespace ``cuda``
+``gpu``             a device of that namespace, its graphs and its communicator
+``library``         optional kernel libraries
+``paged_library``   attention by such a library, over canonical pages
+``flash_attention`` the same with the interface of flash-attn
+``vendor_ops``      a vendor's custom ops, checked against their published schemas
+=================== ==========================================================================
+"""
