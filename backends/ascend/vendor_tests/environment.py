@@ -71,10 +71,10 @@ def _make_runtime(package: Path, lib: Path) -> None:
     names = sorted(_wanted_names(own) - written - _ABSENT)
     stubs = [f"int {name}(void) {{ return {500000 if _COMPUTE.match(name) else 0}; }}\n" for name in names]
     (lib / "runtime.c").write_text(source + "".join(stubs))
-    (lib / "empty.c").write_text("")
-    for name in _NEEDED:
-        code = "runtime.c" if name == "libascendcl" else "empty.c"
-        _run("gcc", "-shared", "-fPIC", "-w", "-o", str(lib / f"{name}.so"), str(lib / code))
+    first, *others = (lib / f"{name}.so" for name in _NEEDED)
+    _run("gcc", "-shared", "-fPIC", "-w", "-o", str(first), str(lib / "runtime.c"))
+    for other in others:  # one file, so that its memory and its streams exist once
+        other.symlink_to(first.name)
 
 
 def _wanted_names(libraries: list[Path]) -> set[str]:
