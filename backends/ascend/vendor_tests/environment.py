@@ -1,7 +1,7 @@
 """The environment of these tests: torch_npu's wheel from the package index, and a fake Ascend runtime that it loads.
 
-``python environment.py`` makes it if it is not there, and prints what to export. Its folder's name is a hash of everything
-it depends on.
+``python environment.py`` makes it if it is not there, and prints what to export. Its folder's name is a hash of
+everything it depends on.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch_npu
 from simulator import SimulatedNpu
 
 from evener.engine.wire.messages import NewRequest, Sampling
+from evener_backend_ascend.chip import chip_of
 from evener_conformance.reference.engine import play
 
 GREEDY = Sampling(temperature=0.0)
@@ -46,7 +47,11 @@ def test_tokens_are_those_of_the_reference(npu: SimulatedNpu, start: Any, model:
     assert not got.dead, got.dead
     assert got.tokens == want.tokens
     assert got.reasons() == want.reasons()
-    assert {name for name in used if not npu.calls[name]} == set()
+    chip = chip_of(torch_npu.npu.get_soc_version())
+    assert chip is not None
+    # Where the vendor does not document its kernels, none of them may run.
+    ran = {name for name in npu.calls if name.startswith("npu::")}
+    assert ran >= set(used) if chip.paged else not ran
 
 
 def test_an_op_that_is_not_simulated_fails_loudly(npu: SimulatedNpu) -> None:

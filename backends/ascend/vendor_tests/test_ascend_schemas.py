@@ -1,5 +1,6 @@
-"""The schemas that the quick tests use are those of torch_npu's binaries; calls pass the vendor's shape inference. Levels
-L1 and L2."""
+"""The schemas that the quick tests use are those of torch_npu's binaries; calls pass the vendor's shape inference.
+
+Levels L1 and L2."""
 
 from __future__ import annotations
 
@@ -56,8 +57,10 @@ def test_L2_calls_pass_the_vendors_shape_inference() -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_L2_attention_passes_the_vendors_shape_inference(window: int | None) -> None:
     pages, mask = _empty(10, 128, 128), _empty(2048, 2048, dtype=torch.int8)
-    common = {"scale": 0.1, "table": _empty(3, 4, dtype=torch.int32), "query_ends": [2, 4, 6], "kv_lens": [100, 200, 300],
-              "mask": mask}  # fmt: skip
+    common = {
+        "scale": 0.1, "table": _empty(3, 4, dtype=torch.int32), "query_ends": [2, 4, 6], "kv_lens": [100, 200, 300],
+        "mask": mask,
+    }  # fmt: skip
     found = calls.attention(_empty(6, 8, 64), pages, pages, kv_heads=2, window=window, **common)  # type: ignore[arg-type]
     assert found.shape == (6, 8, 64)
     latents, ropes = _empty(10, 128, 512), _empty(10, 128, 64)

@@ -12,7 +12,7 @@ descriptor = Descriptor(
     probe="evener_backend_ascend.probe",
     probe_timeout=120.0,
     serves=frozenset({"namespace:npu"}),
-    evidence="L2: calls match torch_npu 2.13's schemas and shape inference; no hardware has run it",
+    evidence="L3: the engine on torch_npu 2.13 over a fake runtime, 2026-11; no hardware has run it",
     ops=("rms_norm", "add_rms_norm", "act_and_mul", "rotary", "route", "grouped_linear"),
     states=("ascend.paged", "ascend.latent"),
     aliases={"infer.attn_type=npu": "ops.attention=ascend.paged"},
