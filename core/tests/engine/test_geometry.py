@@ -136,6 +136,14 @@ def test_memory_that_a_provider_owns_is_counted_and_takes_no_page() -> None:
     assert (geometry.layer_slots, geometry.block_bytes) == (0, 2 * FULL.nbytes * 16)
 
 
+def test_memory_that_a_provider_owns_is_counted_for_every_group() -> None:
+    owner = Sized("a", (16,), owns_memory=True)
+    geometry = plan_geometry([*slots(FULL, FULL, provider=owner), *slots(WINDOW, provider=owner)], 64)
+    layers = sum(len(group.slots) * group.spec.nbytes for group in geometry.groups)
+    assert len(geometry.groups) > 1
+    assert geometry.block_bytes == layers * 16
+
+
 GREEDY = Sampling(temperature=0.0)
 
 

@@ -56,8 +56,8 @@ class Geometry:
     @property
     def block_bytes(self) -> int:
         """Bytes of one slab over all layer slots, including memory that providers allocate themselves for it."""
-        owned = max((len(g.slots) * g.provider.bytes_per_block(g.spec, self.block_size)
-                     for g in self.groups if g.provider.owns_memory), default=0)  # fmt: skip
+        owned = sum(len(g.slots) * g.provider.bytes_per_block(g.spec, self.block_size)
+                    for g in self.groups if g.provider.owns_memory)  # fmt: skip
         return self.layer_slots * self.slab_bytes + owned
 
     def bind(self, blocks: int, device: Device) -> torch.Tensor:

@@ -1,0 +1,157 @@
+"""Calls of torch_npu's kernels. Each one is checked first, for what the vendor's own shape inference lets pass.
+
+The kernels are ``torch.ops.npu``, which ``import torch_npu`` registers. Parameters are passed by keyword where the
+schema has keywords, because their order changes between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from evener.errors import EngineError
+
+#: Tokens of a page. The vendor's attention takes multiples of 128 only.
+PAGE = 128
+#: The vendor's compressed causal mask has this many rows and columns, whatever the lengths are.
+MASK = 2048
+_HALVES = (torch.float16, torch.bfloat16)
+_CAUSAL, _BAND = 3, 4
+
+
+def _require(fact: bool, kernel: str, message: str) -> None:
+    if not fact:
+        raise EngineError(f"{kernel}: {message}; report it to the authors of evener-backend-ascend")
+
+
+def causal_mask(device: torch.device) -> torch.Tensor:
+    """int8 [2048, 2048], 1 where a key is after the query."""
+    return torch.ones(MASK, MASK, dtype=torch.int8, device=device).triu_(1)
+
+
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
+    """x […, H] and gamma [H] of one dtype."""
+    _require(gamma.shape == x.shape[-1:], "npu_rms_norm", f"gamma {list(gamma.shape)} for rows of {x.shape[-1]}")
+    _require(gamma.dtype == x.dtype, "npu_rms_norm", f"gamma is {gamma.dtype}, x is {x.dtype}")
+    y: torch.Tensor = torch.ops.npu.npu_rms_norm(x.contiguous(), gamma, eps)[0]
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of the sum, sum), all of one dtype."""
+    same = x.dtype == residual.dtype == gamma.dtype and x.shape == residual.shape
+    _require(same, "npu_add_rms_norm", f"{x.dtype} {list(x.shape)} and {residual.dtype} {list(residual.shape)}")
+    _require(gamma.shape == x.shape[-1:], "npu_add_rms_norm", f"gamma {list(gamma.shape)} for rows of {x.shape[-1]}")
+    y, _, total = torch.ops.npu.npu_add_rms_norm(x.contiguous(), residual.contiguous(), gamma, eps)
+    return y, total
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu of the first half of each row, times the second half."""
+    _require(x.shape[-1] % 2 == 0, "npu_swiglu", f"rows of {x.shape[-1]} elements have no halves")
+    y: torch.Tensor = torch.ops.npu.npu_swiglu(x.contiguous(), -1)
+    return y
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [T, heads, D] turned by cos and sin [T, D], all of one dtype."""
+    tokens, heads, size = x.shape
+    _require(cos.shape == sin.shape == (tokens, size), "npu_rotary_mul", f"angles {list(cos.shape)}, x {list(x.shape)}")
+    _require(cos.dtype == sin.dtype == x.dtype, "npu_rotary_mul", f"angles are {cos.dtype}, x is {x.dtype}")
+    _require(size % 2 == 0 and size < 896 and heads < 1000, "npu_rotary_mul", f"{heads} heads of {size} elements")
+    y: torch.Tensor = torch.ops.npu.npu_rotary_mul(
+        x.contiguous()[None], cos[None, :, None], sin[None, :, None], "interleave" if interleaved else "half"
+    )
+    return y[0]
+
+
+def gate_experts(
+    logits: torch.Tensor, bias: torch.Tensor | None, *, top: int, groups: int, top_groups: int, group_best: int,
+    sigmoid: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(weights [T, top], ids int32 [T, top]). Weights of sigmoid scores sum to ``scale``."""
+    name = "npu_moe_gating_top_k"
+    _require(bias is None or (bias.dtype == logits.dtype and bias.shape == logits.shape[1:]), name, "bias and logits")
+    _require(group_best in (1, 2), name, f"the best {group_best} of a group")
+    weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
+        logits, top, bias=bias, k_group=top_groups, group_count=groups, group_select_mode=group_best - 1, renorm=0,
+        norm_type=int(sigmoid), out_flag=False, routed_scaling_factor=scale, eps=1e-20,
+    )  # fmt: skip
+    return weights, ids
+
+
+def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows of x [P, K], of which ``counts[e]`` belong to matrix e, times weight [E, K, N]. Rows after the last group
+    are not computed."""
+    name = "npu_grouped_matmul"
+    _require(x.dtype == weight.dtype, name, f"x is {x.dtype}, the weight is {weight.dtype}")
+    _require(x.shape[1] == weight.shape[1], name, f"x {list(x.shape)}, weight {list(weight.shape)}")
+    _require(counts.dtype == torch.int64 and counts.shape == weight.shape[:1], name, f"counts {counts.dtype}")
+    _require(counts.shape[0] > 1, name, "one group")
+    found = torch.ops.npu.npu_grouped_matmul(
+        [x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1
+    )
+    y: torch.Tensor = found[0]
+    return y
+
+
+def write_pages(
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:  # fmt: skip
+    """Write key [T, heads, D] and value [T, heads, E] to keys [pages, 128, heads, D] and values [pages, 128, heads, E].
+    Mutates the pages."""
+    name = "npu_scatter_pa_kv_cache"
+    dtypes = {key.dtype, value.dtype, keys.dtype, values.dtype}
+    _require(len(dtypes) == 1, name, f"several dtypes: {sorted(map(str, dtypes))}")
+    _require(key.shape[:2] == value.shape[:2] == (slots.shape[0], keys.shape[2]), name, f"keys {list(key.shape)}")
+    _require(keys.shape[1] == values.shape[1] == PAGE, name, f"pages of {keys.shape[1]} tokens, not {PAGE}")
+    _require(key.shape[2] == keys.shape[3] and value.shape[2] == values.shape[3], name, f"key {list(key.shape)}")
+    _require(keys.is_contiguous() and values.is_contiguous(), name, "pages with gaps")
+    torch.ops.npu.npu_scatter_pa_kv_cache(
+        key.contiguous(), value.contiguous(), keys, values, slots.contiguous(), cache_mode="Norm"
+    )
+
+
+def attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, kv_heads: int, scale: float,
+    table: torch.Tensor, query_ends: Sequence[int], kv_lens: Sequence[int], mask: torch.Tensor,
+    window: int | None = None, query_rope: torch.Tensor | None = None, key_rope: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention of query [T, heads, D] over pages [pages, 128, kv_heads * D]; returns [T, heads, D].
+
+    Args:
+        table: int32 [R, C], pages of each request.
+        query_ends: for each request the number of its last token in the step, plus one.
+        kv_lens: tokens of each request.
+        mask: ``causal_mask``.
+        window: tokens that a query sees, with itself; None: all.
+        query_rope, key_rope: of latent attention, [T, heads, rope] and [pages, 128, rope].
+    """
+    name = "npu_fused_infer_attention_score"
+    tokens, heads, size = query.shape
+    _require(query.dtype in _HALVES and keys.dtype == values.dtype == query.dtype, name, f"{query.dtype}, {keys.dtype}")
+    _require(keys.shape == values.shape, name, f"keys {list(keys.shape)}, values {list(values.shape)}")
+    _require(keys.shape[1:] == (PAGE, kv_heads * size), name, f"pages {list(keys.shape)} for {kv_heads} x {size}")
+    _require(heads % kv_heads == 0 and (kv_heads == 1 or heads // kv_heads <= 64), name, f"{heads} on {kv_heads} heads")
+    _require(table.dtype == torch.int32 and table.dim() == 2, name, f"the block table is {table.dtype}")
+    _require(mask.shape == (MASK, MASK) and mask.dtype in (torch.int8, torch.uint8, torch.bool), name, "the mask")
+    _require(len(query_ends) == len(kv_lens) == table.shape[0], name, f"{len(kv_lens)} lengths")
+    _require(not query_ends or query_ends[-1] == tokens, name, f"{tokens} tokens, but queries end at {query_ends[-1:]}")
+    longest = max(kv_lens, default=0)
+    _require(-(-longest // PAGE) <= table.shape[1], name, f"{longest} tokens in {table.shape[1]} columns")
+    _require(keys.is_contiguous() and values.is_contiguous(), name, "pages with gaps")
+    if query_rope is not None:
+        same = key_rope is not None and query_rope.dtype == key_rope.dtype == query.dtype
+        _require(same and query_rope.shape[:2] == query.shape[:2], name, "the rotated parts")
+        query_rope = query_rope.contiguous()
+    found: torch.Tensor = torch.ops.npu.npu_fused_infer_attention_score(
+        query.contiguous(), keys, values, query_rope=query_rope, key_rope=key_rope, atten_mask=mask,
+        actual_seq_lengths=list(query_ends), actual_seq_lengths_kv=list(kv_lens), block_table=table.contiguous(),
+        num_heads=heads, num_key_value_heads=kv_heads, scale=scale, input_layout="TND", block_size=PAGE,
+        sparse_mode=_CAUSAL if window is None else _BAND,
+        pre_tokens=2147483647 if window is None else window - 1, next_tokens=2147483647 if window is None else 0,
+    )[0]  # fmt: skip
+    return found

@@ -1,0 +1,199 @@
+"""Kernels of torch_npu as evener's ops. Norms and rotation compute in float32 where the op's meaning does."""
+
+from __future__ import annotations
+
+import torch
+
+from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
+from evener.ops.reference.linear import PLAIN
+from evener_backend_ascend import calls
+from evener_backend_ascend.chip import refusal
+
+
+class _NpuKernel(Kernel):
+    priority = 100
+    capturable = True
+
+    def supports(self, call: OpCall) -> str | None:
+        dtype = call.static.get("dtype")
+        if dtype is not None and dtype not in call.device.dtypes:
+            return f"{call.device.variant} has no {dtype}"
+        return refusal(call.device.variant) or self._unsupported(call)
+
+    def _unsupported(self, call: OpCall) -> str | None:
+        del call
+        return None
+
+
+def _gamma(weight: torch.Tensor, offset: float) -> torch.Tensor:
+    wide = weight.float()
+    return wide + offset if offset else wide
+
+
+class NpuRmsNorm(_NpuKernel):
+    """In the row's dtype; in float32 where the weight has an offset, which half precision would round."""
+
+    op, name = "rms_norm", "ascend.rms_norm"
+
+    def workspace(self, call: OpCall) -> int:
+        return int(call.bucket.high * call.static["hidden"] * 12)
+
+    def build(self, call: OpCall) -> OpFunction:
+        eps, offset = call.static["eps"], call.static["offset"]
+
+        def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if offset or weight.dtype != x.dtype:
+                return calls.rms_norm(x.float(), _gamma(weight, offset), eps).to(x.dtype)
+            return calls.rms_norm(x, weight, eps)
+
+        return run
+
+
+class NpuAddRmsNorm(_NpuKernel):
+    """The stream is float32, and the vendor's kernel takes one dtype: x is widened."""
+
+    op, name = "add_rms_norm", "ascend.add_rms_norm"
+    # Reported for the fused form by its users.
+    deterministic = False
+
+    def workspace(self, call: OpCall) -> int:
+        return int(call.bucket.high * call.static["hidden"] * 12)
+
+    def build(self, call: OpCall) -> OpFunction:
+        eps, offset = call.static["eps"], call.static["offset"]
+
+        def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y, total = calls.add_rms_norm(x.float(), residual.float(), _gamma(weight, offset), eps)
+            return y.to(x.dtype), total
+
+        return run
+
+
+class NpuSwiGlu(_NpuKernel):
+    """silu and product."""
+
+    op, name = "act_and_mul", "ascend.swiglu"
+
+    def _unsupported(self, call: OpCall) -> str | None:
+        kind = call.static["activation"]
+        return None if kind == "silu" else f"computes silu, not {kind}"
+
+    def build(self, call: OpCall) -> OpFunction:
+        return calls.swiglu
+
+
+class NpuRotary(_NpuKernel):
+    """In float32, like the op's meaning: angles in half precision would move keys by their rounding."""
+
+    op, name = "rotary", "ascend.rotary"
+
+    def _unsupported(self, call: OpCall) -> str | None:
+        size = call.static["rotary_dim"]
+        return None if size % 2 == 0 and size < 896 else f"rotates an even number of elements below 896, not {size}"
+
+    def build(self, call: OpCall) -> OpFunction:
+        size, head, interleaved = (call.static[k] for k in ("rotary_dim", "head_dim", "interleaved"))
+
+        def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            if not x.numel():
+                return x
+            turned = calls.rotate(x[..., :size].float(), cos, sin, interleaved).to(x.dtype)
+            return turned if size == head else torch.cat((turned, x[..., size:]), dim=-1)
+
+        def run(
+            positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            half = cos_sin.index_select(0, positions).float().chunk(2, dim=-1)
+            if interleaved:
+                cos, sin = (part.repeat_interleave(2, dim=-1) for part in half)
+            else:
+                cos, sin = (torch.cat((part, part), dim=-1) for part in half)
+            return turn(query, cos, sin), turn(key, cos, sin)
+
+        return run
+
+
+class NpuRoute(_NpuKernel):
+    """Scores, groups and the best experts in one kernel. Sigmoid scores are made to sum to 1 by the kernel itself,
+    softmax scores by us."""
+
+    op, name = "route", "ascend.route"
+
+    def _unsupported(self, call: OpCall) -> str | None:
+        s = call.static
+        experts, groups = s["experts"], s["groups"]
+        if s["scoring"] not in ("softmax", "sigmoid"):
+            return f"scores by softmax or sigmoid, not by {s['scoring']}"
+        if s["scoring"] == "sigmoid" and not s["renormalize"]:
+            return "sigmoid scores always sum to 1 there"
+        if s["top_groups"] < groups and s["group_best"] not in (1, 2):
+            return f"ranks a group by its best score or its best two, not by {s['group_best']}"
+        if experts > 2048 or experts // groups <= 2 or -(-experts // groups // 32) * 32 * groups > 2048:
+            return f"has no room for {experts} experts in {groups} groups"
+        if s["top"] > experts // groups * s["top_groups"]:
+            return f"cannot choose {s['top']} experts from {s['top_groups']} groups"
+        return None
+
+    def build(self, call: OpCall) -> OpFunction:
+        s = call.static
+        sigmoid, scale, renormalize = s["scoring"] == "sigmoid", s["scale"], s["renormalize"]
+        limited = s["top_groups"] < s["groups"]
+
+        def run(logits: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, ids = calls.gate_experts(
+                logits.float(), None if bias is None else bias.float(), top=s["top"],
+                groups=s["groups"] if limited else 1, top_groups=s["top_groups"] if limited else 1,
+                group_best=s["group_best"] if limited else 1, sigmoid=sigmoid, scale=scale if sigmoid else 1.0,
+            )  # fmt: skip
+            if not sigmoid:
+                weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
+                weights = weights * scale
+            return ids, weights
+
+        return run
+
+
+class NpuGroupedLinear(_NpuKernel):
+    """Pairs of token and expert, sorted by expert, in one product. No value is read on the host."""
+
+    op, name = "grouped_linear", "ascend.grouped_linear"
+    packings = (PLAIN,)
+
+    def _unsupported(self, call: OpCall) -> str | None:
+        experts = call.static["experts"]
+        return None if 1 < experts <= 1024 else f"multiplies by 2 to 1024 matrices, not by {experts}"
+
+    def workspace(self, call: OpCall) -> int:
+        # The number of experts for each token is not a static parameter; 16 is more than any known model has.
+        s = call.static
+        width: int = getattr(torch, s["dtype"]).itemsize
+        return int(call.bucket.high * 16 * (s["columns"] * width + 2 * s["rows"] * width + 64))
+
+    def build(self, call: OpCall) -> OpFunction:
+        experts, rows = call.static["experts"], call.static["rows"]
+
+        def run(
+            x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            if not slots.numel():
+                return x.new_zeros(*slots.shape, rows)
+            named = torch.where(slots < 0, experts, slots).flatten().long()
+            order = named.argsort(stable=True)
+            counts = torch.zeros(experts + 1, dtype=torch.int64, device=x.device)
+            counts.scatter_add_(0, named, torch.ones_like(named))
+            rows_of_x = torch.div(order, slots.shape[1], rounding_mode="floor")
+            matrices = weight.data.transpose(1, 2)
+            y = calls.grouped_matmul(x.index_select(0, rows_of_x), matrices, counts[:experts].contiguous())
+            sorted_slots = named.index_select(0, order)
+            if bias is not None:
+                y = y + bias.index_select(0, sorted_slots.clamp_max(experts - 1))
+            # Pairs without an expert come last, and the product leaves their rows as they were.
+            y = y.masked_fill((sorted_slots == experts)[:, None], 0)
+            out = torch.empty_like(y).index_copy_(0, order, y)
+            return out.view(*slots.shape, rows)
+
+        return run
+
+
+KERNELS = (NpuRmsNorm, NpuAddRmsNorm, NpuSwiGlu, NpuRotary, NpuRoute, NpuGroupedLinear)

@@ -1,0 +1,148 @@
+"""torch_npu's kernels as plain torch, on the CPU key of its ops: our reading of the vendor's documentation.
+
+For tests only. ``schemas_*.txt`` are the schemas of torch_npu's releases, read from its binaries; where torch_npu
+itself is not imported, the ops are defined from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_HERE = Path(__file__).parent
+RELEASES = ("2.11", "2.13")
+
+
+def recorded_schemas(release: str) -> dict[str, str]:
+    """The schema of each op that the package calls, by the op's name."""
+    lines = (_HERE / f"schemas_{release}.txt").read_text().splitlines()
+    return {line.partition("(")[0]: line for line in lines}
+
+
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+    inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    return (x.float() * inverse * gamma.float()).to(x.dtype), inverse
+
+
+def add_rms_norm(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    total = x1 + x2
+    return (*rms_norm(total, gamma, epsilon), total)
+
+
+def swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    gate, up = x.chunk(2, dim)
+    return F.silu(gate) * up
+
+
+def rotary_mul(
+    x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str = "half", rotate: torch.Tensor | None = None
+) -> torch.Tensor:
+    if rotary_mode == "half":
+        a, b = x.chunk(2, -1)
+        crossed = torch.cat((-b, a), -1)
+    else:
+        crossed = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return x * r1 + crossed * r2
+
+
+def moe_gating_top_k(
+    x: torch.Tensor, k: int, *, bias: torch.Tensor | None = None, k_group: int = 1, group_count: int = 1,
+    group_select_mode: int = 0, renorm: int = 0, norm_type: int = 0, out_flag: bool = False,
+    routed_scaling_factor: float = 1.0, eps: float = 1e-20, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    norm = x.float().sigmoid() if norm_type else x.float().softmax(-1)
+    wanted = norm if bias is None else norm + bias
+    if group_count > 1:
+        grouped = wanted.unflatten(-1, (group_count, -1))
+        rank = grouped.topk(2, -1).values.sum(-1) if group_select_mode else grouped.amax(-1)
+        kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(k_group, -1).indices, True)
+        wanted = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    ids = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = norm.gather(1, ids)
+    if norm_type:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    return (weights * routed_scaling_factor).to(x.dtype), ids.int(), norm
+
+
+def grouped_matmul(
+    x: list[torch.Tensor], weight: list[torch.Tensor], *, group_list: torch.Tensor, split_item: int = 0,
+    group_type: int | None = None, group_list_type: int = 0, **_: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    assert (split_item, group_type, group_list_type) == (2, 0, 1), "other forms are not simulated"
+    (rows,), (matrices,) = x, weight
+    # NaN where the kernel computes nothing, so that a reader of these rows is found.
+    out = rows.new_full((rows.shape[0], matrices.shape[2]), float("nan"))
+    start = 0
+    for matrix, count in zip(matrices, group_list.tolist(), strict=True):
+        out[start : start + count] = rows[start : start + count] @ matrix
+        start += count
+    return [out]
+
+
+def scatter_pa_kv_cache(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, *, cache_mode: str | None = "PA_NZ", **_: Any,
+) -> None:  # fmt: skip
+    assert cache_mode == "Norm", "other layouts are not simulated"
+    for cache, rows in ((key_cache, key), (value_cache, value)):
+        cache.view(-1, *cache.shape[2:])[slot_mapping.long()] = rows
+
+
+def fused_infer_attention_score(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, atten_mask: torch.Tensor | None = None,
+    actual_seq_lengths: list[int], actual_seq_lengths_kv: list[int], block_table: torch.Tensor,
+    query_rope: torch.Tensor | None = None, key_rope: torch.Tensor | None = None, num_heads: int = 1,
+    scale: float = 1.0, pre_tokens: int = 2147483647, next_tokens: int = 2147483647, input_layout: str = "BSH",
+    num_key_value_heads: int = 0, sparse_mode: int = 0, block_size: int = 0, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    assert input_layout == "TND" and sparse_mode in (3, 4), "other forms are not simulated"
+    assert atten_mask is not None and bool(atten_mask[0, 1]) and not bool(atten_mask[1, 0]), "a causal mask"
+    out, start = torch.empty_like(query), 0
+    ends = zip(actual_seq_lengths, actual_seq_lengths_kv, strict=True)
+    for row, (end, length) in enumerate(ends):
+        pages = block_table[row, : -(-length // block_size)].long()
+
+        def read(cache: torch.Tensor, pages: torch.Tensor = pages, length: int = length) -> torch.Tensor:
+            return cache[pages].flatten(0, 1)[:length].unflatten(-1, (num_key_value_heads, -1)).float()
+
+        q, k, v = query[start:end].float(), read(key), read(value)
+        if query_rope is not None and key_rope is not None:
+            q, k = torch.cat((q, query_rope[start:end].float()), -1), torch.cat((k, read(key_rope)), -1)
+        # Position of the query minus that of the key.
+        behind = torch.arange(length - (end - start), length)[:, None] - torch.arange(length)[None]
+        hidden = behind < 0
+        if sparse_mode == 4:
+            hidden = (behind < -next_tokens) | (behind > pre_tokens)
+        spread = num_heads // num_key_value_heads
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(spread, 1)) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(spread, 1)).to(query.dtype)
+        start = end
+    return out, torch.empty(0)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "npu_rms_norm": rms_norm, "npu_add_rms_norm": add_rms_norm, "npu_swiglu": swiglu, "npu_rotary_mul": rotary_mul,
+    "npu_moe_gating_top_k": moe_gating_top_k, "npu_grouped_matmul": grouped_matmul,
+    "npu_scatter_pa_kv_cache": scatter_pa_kv_cache, "npu_fused_infer_attention_score": fused_infer_attention_score,
+}  # fmt: skip
+
+
+def register(release: str | None) -> torch.library.Library:
+    """Put the functions on the CPU key; the result must be kept alive.
+
+    Args:
+        release: define the ops by this release's schemas; None: torch_npu has defined them.
+    """
+    library = torch.library.Library("npu", "FRAGMENT" if release else "IMPL")
+    for name, function in FUNCTIONS.items():
+        if release:
+            library.define(recorded_schemas(release)[name])
+        library.impl(name, function, "CPU")
+    return library

@@ -1,0 +1,249 @@
+"""The package's calls against the recorded schemas of torch_npu's releases, with its documentation as plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import npu_reference
+import pytest
+import torch
+
+from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.quant import PackedWeight
+from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
+from evener.errors import EngineError
+from evener.ops.reference import basic, experts, linear, norm, rotary
+from evener.ops.reference.state import ReferenceState
+from evener_backend_ascend import calls
+from evener_backend_ascend.chip import CHIPS, capabilities
+from evener_backend_ascend.kernels import (
+    KERNELS,
+    NpuAddRmsNorm,
+    NpuGroupedLinear,
+    NpuRmsNorm,
+    NpuRotary,
+    NpuRoute,
+    NpuSwiGlu,
+)
+from evener_backend_ascend.state import LatentState, PagedState
+
+A2 = next(capabilities(chip) for chip in CHIPS if chip.name == "910b")
+OLD = next(capabilities(chip) for chip in CHIPS if chip.name == "310p")
+
+
+@pytest.fixture(params=npu_reference.RELEASES, ids=[f"L1-torch_npu-{r}" for r in npu_reference.RELEASES])
+def npu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """``torch.ops.npu`` with a release's schemas."""
+    library = npu_reference.register(request.param)
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def rows() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def check(kernel: Any, reference: Any, static: dict[str, Any], *inputs: Any, atol: float = 1e-5) -> None:
+    """A kernel gives what the reference gives."""
+    call = OpCall(kernel.op, static, Bucket(1, 64), A2)
+    assert kernel.supports(call) is None
+    expected = reference(static, None)(*inputs)
+    found = kernel.build(call)(*inputs)
+    torch.testing.assert_close(found, expected, rtol=2e-2 if atol > 1e-4 else 1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_equal_the_reference(npu: None, rows: torch.Generator, dtype: str, offset: float) -> None:
+    kind = getattr(torch, dtype)
+    static = {"hidden": 32, "eps": 1e-6, "offset": offset, "dtype": dtype}
+    x, weight = torch.randn(5, 32, generator=rows).to(kind), torch.randn(32, generator=rows).to(kind)
+    atol = 1e-5 if dtype == "float32" else 1e-2
+    check(NpuRmsNorm(), norm.rms_norm, static, x, weight, atol=atol)
+    check(NpuRmsNorm(), norm.rms_norm, static, x.view(5, 4, 8)[..., :8].reshape(5, 32), weight, atol=atol)
+    check(NpuAddRmsNorm(), norm.add_rms_norm, static, x, torch.randn(5, 32, generator=rows), weight, atol=atol)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("size", [16, 8])
+def test_rotation_equals_the_reference(npu: None, rows: torch.Generator, interleaved: bool, size: int) -> None:
+    static = {"head_dim": 16, "rotary_dim": size, "interleaved": interleaved, "dtype": "float32"}
+    query, key = torch.randn(6, 4, 16, generator=rows), torch.randn(6, 2, 16, generator=rows)
+    positions, table = torch.arange(6, dtype=torch.int32) + 3, torch.randn(20, size, generator=rows)
+    check(NpuRotary(), rotary.rotary, static, positions, query, key, table)
+
+
+def test_swiglu_equals_the_reference(npu: None, rows: torch.Generator) -> None:
+    static = {"inner": 24, "activation": "silu", "dtype": "float32"}
+    check(NpuSwiGlu(), basic.act_and_mul, static, torch.randn(5, 48, generator=rows))
+
+
+@pytest.mark.parametrize(
+    ("scoring", "renormalize", "groups", "top_groups", "group_best", "biased"),
+    [
+        ("softmax", True, 1, 1, 1, False), ("softmax", False, 1, 1, 1, False), ("softmax", False, 4, 2, 1, False),
+        ("sigmoid", True, 4, 2, 2, True), ("sigmoid", True, 1, 1, 2, True),
+    ],
+)  # fmt: skip
+def test_routing_equals_the_reference(
+    npu: None, rows: torch.Generator, scoring: str, renormalize: bool, groups: int, top_groups: int, group_best: int,
+    biased: bool,
+) -> None:  # fmt: skip
+    static = {
+        "experts": 16, "top": 4, "scoring": scoring, "groups": groups, "top_groups": top_groups,
+        "group_best": group_best, "renormalize": renormalize, "scale": 2.5,
+    }  # fmt: skip
+    bias = torch.randn(16, generator=rows) if biased else None
+    check(NpuRoute(), experts.route, static, torch.randn(7, 16, generator=rows), bias)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_experts_equal_the_reference_and_pairs_without_an_expert_are_zero(
+    npu: None, rows: torch.Generator, biased: bool
+) -> None:
+    stack = torch.randn(4, 24, 16, generator=rows)
+    weight = PackedWeight("plain", (4, 24, 16), stack, stack.nbytes)
+    slots = torch.tensor([[0, 3], [-1, 2], [3, 3], [-1, -1]], dtype=torch.int32)
+    static = {"experts": 4, "columns": 16, "rows": 24, "dtype": "float32"}
+    bias = torch.randn(4, 24, generator=rows) if biased else None
+    x = torch.randn(4, 16, generator=rows)
+    check(NpuGroupedLinear(), linear.grouped_linear, static, x, weight, slots, bias, atol=1e-4)
+
+
+def step_of(counts: list[int], lengths: list[int]) -> StateStep:
+    """A step whose requests have pages of their own, from block 1 on and in no order."""
+    columns = max(-(-n // calls.PAGE) for n in lengths)
+    table = torch.zeros(len(counts), columns, dtype=torch.int32)
+    free = iter(torch.randperm(40, generator=torch.Generator().manual_seed(1)).add(1).tolist())
+    slots, positions = [], []
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        for column in range(-(-length // calls.PAGE)):
+            table[row, column] = next(free)
+        for at in range(length - count, length):
+            slots.append(int(table[row, at // calls.PAGE]) * calls.PAGE + at % calls.PAGE)
+            positions.append(at)
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    return StateStep(
+        tokens=sum(counts), requests=len(counts), max_query=max(counts), max_kv=max(lengths), query_start=starts,
+        kv_lens=torch.tensor(lengths, dtype=torch.int32), positions=torch.tensor(positions, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int32), block_table=table, host_query_lens=counts,
+        host_kv_lens=lengths,
+    )  # fmt: skip
+
+
+def compare_state(provider: StateProvider, spec: StateSpec, attention: AttentionSpec, rows: torch.Generator) -> None:
+    """Prompts of several lengths, then a step that adds one token to each and a piece to one."""
+    assert provider.supports(spec, attention, A2) is None
+    (size,) = provider.block_sizes(spec)
+    reference, dtype = ReferenceState(), getattr(torch, attention.dtype)
+    ours = provider.bind(torch.empty(42, 0, dtype=torch.uint8), spec, size)
+    pool = torch.zeros(42, reference.bytes_per_block(spec, size), dtype=torch.uint8)
+    theirs = reference.bind(pool, spec, size)
+    for counts, lengths in (([3, 130, 300], [3, 130, 300]), ([1, 1, 1], [4, 131, 301]), ([1, 7, 2], [5, 138, 303])):
+        step = step_of(counts, lengths)
+        fresh = [torch.randn(step.tokens, *t.shape, generator=rows).to(dtype) for t in spec.tensors]
+        query = torch.randn(step.tokens, attention.heads, attention.head_dim, generator=rows).to(dtype)
+        found = []
+        for each, views in ((provider, ours), (reference, theirs)):
+            meta = each.prepare(step, spec, attention, size)
+            each.write(views, meta, *fresh)
+            found.append(each.attend(views, meta, query))
+        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+    blocks = torch.arange(1, 42, dtype=torch.int32)
+    for mine, other in zip(
+        provider.export_blocks(ours, blocks), reference.export_blocks(theirs, blocks), strict=True
+    ):  # fmt: skip
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("kind", "window"), [("full", None), ("window", 9), ("window", 200)])
+def test_paged_attention_equals_the_reference(
+    npu: None, rows: torch.Generator, dtype: str, kind: str, window: int | None
+) -> None:
+    tensors = (StateTensor("key", (2, 32), dtype), StateTensor("value", (2, 32), dtype))
+    provider = PagedState(calls.causal_mask(torch.device("cpu")))
+    spec = StateSpec(kind, tensors, window=window)
+    compare_state(provider, spec, AttentionSpec(8, 32, 0.2, dtype=dtype), rows)
+
+
+def test_latent_attention_equals_the_reference(npu: None, rows: torch.Generator) -> None:
+    tensors = (StateTensor("latent", (512,), "bfloat16"), StateTensor("rope", (64,), "bfloat16"))
+    provider = LatentState(calls.causal_mask(torch.device("cpu")))
+    compare_state(provider, StateSpec("latent", tensors), AttentionSpec(32, 576, 0.05, dtype="bfloat16"), rows)
+
+
+def attention_arguments() -> dict[str, Any]:
+    pages = torch.zeros(3, 128, 2 * 32, dtype=torch.float16)
+    return {
+        "query": torch.zeros(2, 4, 32, dtype=torch.float16), "keys": pages, "values": pages, "kv_heads": 2,
+        "scale": 1.0, "table": torch.ones(2, 1, dtype=torch.int32), "query_ends": [1, 2], "kv_lens": [1, 1],
+        "mask": calls.causal_mask(torch.device("cpu")),
+    }  # fmt: skip
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "mask-dtype": ({"mask": torch.ones(2048, 2048)}, "the mask"),
+    "mask-size": ({"mask": torch.ones(8, 8, dtype=torch.int8)}, "the mask"),
+    "table-dtype": ({"table": torch.ones(2, 1, dtype=torch.int64)}, "block table is torch.int64"),
+    "page-size": ({"keys": torch.zeros(3, 7, 64, dtype=torch.float16)}, "keys"),
+    "pages-of-seven": (
+        {k: torch.zeros(3, 7, 64, dtype=torch.float16) for k in ("keys", "values")}, r"pages \[3, 7, 64\]",
+    ),
+    "kv-heads": ({"kv_heads": 3}, "for 3 x 32"),
+    "dtypes": ({k: torch.zeros(3, 128, 64) for k in ("keys", "values")}, "torch.float32"),
+    "lengths": ({"kv_lens": [1]}, "1 lengths"),
+    "query-ends": ({"query_ends": [1, 3]}, "2 tokens, but queries end at"),
+    "columns": ({"kv_lens": [1, 200]}, "200 tokens in 1 columns"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_vendors_silent_mistakes_are_errors(npu: None, wrong: str) -> None:
+    calls.attention(**attention_arguments())
+    change, message = WRONG[wrong]
+    with pytest.raises(EngineError, match=message):
+        calls.attention(**{**attention_arguments(), **change})
+
+
+def test_a_gamma_of_another_size_or_dtype_is_an_error(npu: None) -> None:
+    x = torch.zeros(2, 8)
+    with pytest.raises(EngineError, match=r"gamma \[9\] for rows of 8"):
+        calls.rms_norm(x, torch.zeros(9), 1e-6)
+    with pytest.raises(EngineError, match=r"gamma is torch\.float16"):
+        calls.rms_norm(x, torch.zeros(8, dtype=torch.float16), 1e-6)
+
+
+def test_pages_of_another_size_are_not_written(npu: None) -> None:
+    rows, pages = torch.zeros(1, 2, 8), torch.zeros(3, 16, 2, 8)
+    with pytest.raises(EngineError, match="pages of 16 tokens, not 128"):
+        calls.write_pages(rows, rows, pages, pages, torch.zeros(1, dtype=torch.int32))
+
+
+def test_a_planted_wrong_argument_is_refused_by_the_schema(npu: None) -> None:
+    with pytest.raises(RuntimeError, match=r"(?i)unknown keyword"):
+        torch.ops.npu.npu_rms_norm(torch.zeros(2, 8), torch.zeros(8), eps=1e-6)
+
+
+@pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: f"L0-{kind.op}")
+def test_a_chip_that_the_vendor_does_not_document_gets_the_reference(kind: type[Any]) -> None:
+    reason = kind().supports(OpCall(kind.op, {"dtype": "float16"}, Bucket(1, 1), OLD))
+    assert reason == "the vendor documents the kernel for 910_93 and 910b, not for 310p"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "computes in float16 or bfloat16, not in float32"),
+        ({"softcap": 30.0}, "soft cap"),
+        ({"sinks": True}, "neither sinks"),
+        ({"heads": 6}, "no kernel for 6 query heads"),
+    ],
+)
+def test_state_that_the_kernel_cannot_read_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+    tensors = (StateTensor("key", (4, 32), "float16"), StateTensor("value", (4, 32), "float16"))
+    wanted = {"heads": 8, "head_dim": 32, "scale": 1.0, "dtype": "float16", **change}
+    provider = PagedState(torch.zeros(0))
+    assert reason in (provider.supports(StateSpec("full", tensors), AttentionSpec(**wanted), A2) or "")

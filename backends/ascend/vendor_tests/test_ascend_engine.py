@@ -1,0 +1,66 @@
+"""The whole engine on the real torch_npu over a fake runtime gives the reference backend's tokens. Level L3."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from simulator import SimulatedNpu
+
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener_backend_ascend.chip import chip_of
+from evener_conformance.reference.engine import play
+
+GREEDY = Sampling(temperature=0.0)
+LATENT = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 32,
+}  # fmt: skip
+PAGED = ("npu::npu_fused_infer_attention_score", "npu::npu_scatter_pa_kv_cache")
+NORMS = ("npu::npu_rms_norm", "npu::npu_add_rms_norm")
+EXPERTS = ("npu::npu_moe_gating_top_k", "npu::npu_grouped_matmul")
+
+
+def requests(count: int = 4, tokens: int = 8) -> list[NewRequest]:
+    """Prompts of 20 to 200 token ids; every second one begins with the same 140."""
+    shared = [7 * i % 89 + 1 for i in range(140)]
+    prompts = [[*(shared if i % 2 else []), *(i + 3 * n % 71 for n in range(20 + 60 * i % 150))] for i in range(count)]
+    return [NewRequest(id=f"r{i}", prompt=p, max_tokens=tokens + i, sampling=GREEDY) for i, p in enumerate(prompts)]
+
+
+MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("Llama", {"head_dim": 16}, (*PAGED, *NORMS, "npu::npu_swiglu", "npu::npu_rotary_mul")),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16}, (*PAGED, *NORMS, *EXPERTS)),
+    "deepseek-v3": ("DeepseekV3", LATENT, (*PAGED, *NORMS, *EXPERTS)),
+    "windows": ("Gemma3", {"head_dim": 16}, PAGED),
+}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"L3-{model}")
+def test_tokens_are_those_of_the_reference(npu: SimulatedNpu, start: Any, model: str) -> None:
+    family, changes, used = MODELS[model]
+    want = play(start(family, changes, backend="reference"), requests())
+    controller = start(family, changes, **{"backend": "ascend", "infer.use_cuda_graph": False})
+    got = play(controller, requests())
+    assert not got.dead, got.dead
+    assert got.tokens == want.tokens
+    assert got.reasons() == want.reasons()
+    chip = chip_of(torch_npu.npu.get_soc_version())
+    assert chip is not None
+    # Where the vendor does not document its kernels, none of them may run.
+    ran = {name for name in npu.calls if name.startswith("npu::")}
+    assert ran >= set(used) if chip.paged else not ran
+
+
+def test_an_op_that_is_not_simulated_fails_loudly(npu: SimulatedNpu) -> None:
+    with pytest.raises(NotImplementedError, match="npu_gelu"):
+        torch.ops.npu.npu_gelu(torch.zeros(4, device="npu"))
+
+
+def test_the_chip_is_the_one_that_was_asked_for() -> None:
+    assert (
+        torch_npu.npu.get_soc_version()
+        == {"Ascend910B2": 221, "Ascend910_9391": 250, "Ascend310P3": 202}[os.environ["FAKE_ACL_CHIP"]]
+    )
