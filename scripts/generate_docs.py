@@ -226,7 +226,7 @@ def _descriptors() -> dict[str, Descriptor]:
     """Descriptors of the server and of the backends in this repository; whatever else is installed is left out."""
     ours = {path.parent.name: path.parent for path in ROOT.glob("backends/*/pyproject.toml")}
     found = {entry.name: entry.load() for entry in entry_points(group="evener.backends") if entry.name in ours}
-    return {server.name: server, **found}
+    return {server.name: server, **dict(sorted(found.items()))}
 
 
 def _supported(values: tuple[Any, ...]) -> str:
