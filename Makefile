@@ -28,7 +28,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow test-peers test-vendors test-vendors-ascend search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow test-peers test-vendors test-vendors-ascend test-forks-gpu search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -80,8 +80,6 @@ test-all: models llamacpp  ## every test, the slow ones too; the record of slow 
 test-peers: model  ## vLLM's tests of the HTTP API and other clients against the server (ARGS="clients", "vllm --only TEXT")
 	@$(PY) scripts/run_peers.py $(ARGS)
 
-test-vendors: test-vendors-ascend  ## the vendors' backends against their own packages, without hardware
-
 # torch_npu's wheel over a fake runtime, in a folder of the cache whose name is a hash of both; once for each chip.
 ASCEND_TESTS := backends/ascend/vendor_tests
 ASCEND_CHIPS := Ascend910B2 Ascend910_9391 Ascend310P3
@@ -94,6 +92,14 @@ test-vendors-ascend: install
 	    echo "$$chip"; FAKE_ACL_CHIP=$$chip EVENER_VENDOR=torch_npu TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
 	        OMP_WAIT_POLICY=passive $(PY) -m pytest -q -W default $(ASCEND_TESTS) $(ARGS); \
 	done
+
+test-vendors: test-vendors-ascend  ## vendors' backends without their hardware, slow tests too: calls, the engine on simulated devices, compiled kernels
+	@$(PYTEST) backends/parts/tests backends/hygon/tests backends/muxi/tests backends/gcu/tests tests/test_probe_matrix.py $(ARGS)
+
+# Shows that nothing in the packages for builds of torch that share a namespace needs their vendor's card.
+test-forks-gpu: install  ## the kit over the hygon and muxi backends on any GPU of torch's namespace cuda
+	@$(VENV)/bin/evener conformance --backend hygon --pretend hygon.arch=gfx936 $(ARGS)
+	@$(VENV)/bin/evener conformance --backend muxi --pretend muxi.chip=C550 $(ARGS)
 
 search: model  ## the tests of properties, with examples that no run had before (ARGS="--hypothesis-seed=1": those of a seed)
 	@$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=search $(ARGS)

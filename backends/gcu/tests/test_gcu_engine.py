@@ -53,7 +53,9 @@ def test_tokens_are_the_cpus_L3(
         got = answers(tmp_path / "b", family, backend="gcu")
     assert not got.dead and got.tokens == want.tokens
     ran = launches()
-    assert ran["_C::rms_norm"] and ran["_C::silu_and_mul" if family != "Gemma3" else "_C::gelu_tanh_and_mul"]
+    # Gemma multiplies by weight + 1, which the vendor's norm does not.
+    assert ("_C::rms_norm" in ran) == (family != "Gemma3")
+    assert ran["_C::silu_and_mul" if family != "Gemma3" else "_C::gelu_tanh_and_mul"]
     if family != "DeepseekV2":
         assert ran["_C_cache_ops::reshape_and_cache"] and ran["_C::paged_attention_v1"] and ran["_C::rotary_embedding"]
         assert got.cached["again"] == 64, "a block of 64 tokens was found again"

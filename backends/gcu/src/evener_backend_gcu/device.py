@@ -11,6 +11,8 @@ from evener_backend_gcu.probe import EXTENSION
 
 #: torch_gcu adds 10 to the major number; from 14 on it is the generation after S60.
 _NEXT_GENERATION = 14
+#: Alignment of what the vendor's ops take, in bytes; sources are silent, so it is that of torch's allocators.
+ALIGNMENT = 512
 
 
 def capabilities(major: int, graphs: bool) -> DeviceCapabilities:
@@ -23,7 +25,7 @@ def capabilities(major: int, graphs: bool) -> DeviceCapabilities:
     newer = major >= _NEXT_GENERATION
     return DeviceCapabilities(
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        alignment=512,
+        alignment=ALIGNMENT,
         # Kernels have neither int64 nor float64.
         int64=False,
         host_lengths=True,

@@ -8,7 +8,7 @@ import torch
 
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.ops.reference.sampling import sample
-from evener_backend_parts.vllm_ops import VendorKernel
+from evener_backend_parts.vllm_ops import VendorKernel, aligned
 
 log = logging.getLogger("evener.gcu")
 ROTARY = "_C::rotary_embedding"
@@ -32,7 +32,7 @@ class GcuRotary(VendorKernel):
             positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
             # Rows of all heads: the vendor's source takes the last dimension as a row.
-            q, k = (t.reshape(t.shape[0], -1).contiguous() for t in (query, key))
+            q, k = (aligned(t.reshape(t.shape[0], -1), call.device.alignment) for t in (query, key))
             if q.numel():
                 # The table in the compute dtype: only this step's rows of it are converted.
                 rows = cos_sin.index_select(0, positions).to(q.dtype)

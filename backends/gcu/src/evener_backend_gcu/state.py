@@ -17,7 +17,9 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.ops.reference.state import ReferenceState
+from evener_backend_gcu.device import ALIGNMENT
 from evener_backend_parts.vendor_ops import VendorOps
+from evener_backend_parts.vllm_ops import aligned
 
 ATTENTION, WRITE = "_C::paged_attention_v1", "_C_cache_ops::reshape_and_cache"
 BLOCK = 64
@@ -86,7 +88,7 @@ class GcuPaged(AttentionProvider):
     def write(self, views: Any, meta: PagedMeta, *values: torch.Tensor) -> None:
         if not values[0].shape[0]:
             return
-        key, value = (given.to(view.dtype).contiguous() for given, view in zip(values, views, strict=True))
+        key, value = (aligned(given.to(view.dtype), ALIGNMENT) for given, view in zip(values, views, strict=True))
         self._ops.function(WRITE)(
             key=key, value=value, key_cache=views[0], value_cache=views[1], slot_mapping=meta.step.slot_mapping,
             kv_cache_dtype="auto", k_scale=1.0, v_scale=1.0, k_zero=0.0, v_zero=0.0,
@@ -100,7 +102,7 @@ class GcuPaged(AttentionProvider):
         return self._decode(views, meta, query) if meta.decode else self._mixed(views, meta, query, sinks)
 
     def _decode(self, views: Any, meta: PagedMeta, query: torch.Tensor) -> torch.Tensor:
-        query, step = query.contiguous(), meta.step
+        query, step = aligned(query, ALIGNMENT), meta.step
         out = torch.empty_like(query)
         self._ops.function(ATTENTION)(
             out=out, query=query, key_cache=views[0], value_cache=views[1], num_kv_heads=views[0].shape[1],

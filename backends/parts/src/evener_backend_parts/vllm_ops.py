@@ -17,6 +17,13 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
+def aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    """The tensor in one piece that starts at a multiple of ``alignment`` bytes: itself, or a copy. A view of a layer's
+    activations starts anywhere."""
+    whole = tensor.contiguous()
+    return whole.clone() if whole.numel() and whole.data_ptr() % alignment else whole
+
+
 class VendorKernel(Kernel):
     """One op of a vendor's package, in half precision.
 
@@ -58,12 +65,13 @@ class VendorNorm(VendorKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         norm, eps = self.ops.function("_C::rms_norm"), float(call.static["eps"])
+        alignment = call.device.alignment
 
         def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            x = x.contiguous()
+            x = aligned(x, alignment)
             y = torch.empty_like(x)
             if y.numel():
-                norm(result=y, input=x, weight=weight.to(x.dtype).contiguous(), epsilon=eps)
+                norm(result=y, input=x, weight=aligned(weight.to(x.dtype), alignment), epsilon=eps)
             return y
 
         return run
@@ -92,7 +100,7 @@ class VendorActAndMul(VendorKernel):
         def run(x: torch.Tensor) -> torch.Tensor:
             y = x.new_empty(x.shape[0], inner)
             if y.numel():
-                function(y, x.contiguous())
+                function(y, aligned(x, call.device.alignment))
             return y
 
         return run
