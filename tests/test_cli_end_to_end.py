@@ -133,7 +133,7 @@ def test_a_whole_file_is_read_from_config_name_and_the_command_line_wins(tiny: P
         (("run", "{model}", "--prompt", "x", "infer.max_req=3"), "did you mean 'infer.max_reqs'"),
         (("serve", "{model}", "serve.prot=80"), "did you mean 'serve.port'"),
         (("config", "{model}", "dtype=flaot32"), "did you mean 'float32'"),
-        (("config", "{model}", "infer.attn_type=npu"), "attn_type"),
+        (("config", "{model}", "infer.attn_type=lpu"), "attn_type"),
         (("run", "{model}"), "--prompt"),
         (("serve",), "no model is given"),
         (("srve", "{model}"), "did you mean 'serve'"),
