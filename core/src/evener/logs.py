@@ -74,7 +74,7 @@ def file_handler(path: str, level: int = logging.INFO) -> logging.Handler:
     return handler
 
 
-class _StderrHandler(logging.StreamHandler[Any]):
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 cannot subscript it
     pass
 
 

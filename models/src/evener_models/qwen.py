@@ -17,7 +17,7 @@ from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
 from evener.layers import Builder, LogNConfig
-from evener.layers.config_json import read_flag, read_float, read_int
+from evener.layers.config_json import read_flag, read_float, read_int, read_object
 from evener_formats.tokenizers.qwen_tokenizer import FILE, QwenFiles
 from evener_models.llama import LlamaForCausalLM
 from evener_models.qwen_vision import QwenImages, QwenVision
@@ -46,7 +46,7 @@ class QWenLMHeadModel(LlamaForCausalLM):
         }  # fmt: skip
         super().__init__({"max_position_embeddings": trained, **config, **shared}, build)
         if config.get("visual") and build.first_stage:
-            self.encoders = {QwenImages.encoder: QwenVision(build, config["visual"], self.hidden_size)}
+            self.encoders = {QwenImages.encoder: QwenVision(build, read_object(config, "visual"), self.hidden_size)}
 
     @classmethod
     def images(cls, config: Mapping[str, Any]) -> QwenImages | None:
@@ -82,4 +82,4 @@ class QWenLMHeadModel(LlamaForCausalLM):
 def ntk_alpha(length: int, trained: int) -> int:
     """NTK scaling's alpha for a context of ``length`` tokens: 1 up to ``trained`` tokens, 3 up to twice as many, 7 up
     to four times as many, and so on."""
-    return (2 << max(0, math.ceil(math.log2(length / trained)))) - 1
+    return (2 << max(0, math.ceil(math.log2(max(length, 1) / trained)))) - 1

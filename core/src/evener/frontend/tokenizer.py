@@ -90,7 +90,8 @@ class FastVocabulary(Vocabulary):
         return self._library.id_to_token(token_id)
 
     def id(self, token: str) -> int | None:
-        return self._library.token_to_id(token)
+        # A lone surrogate cannot be encoded, so no token has one.
+        return self._library.token_to_id(token) if token == token.encode("utf-8", "ignore").decode() else None
 
     def special_ids(self) -> frozenset[int]:
         return frozenset(i for i, token in self._library.get_added_tokens_decoder().items() if token.special)
