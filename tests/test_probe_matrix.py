@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import evener_backend_ascend.probe
 import evener_backend_cuda.probe
 import evener_backend_gcu.probe
 import evener_backend_hygon.probe
@@ -40,6 +41,9 @@ MARKS: Mapping[str, Callable[[Path, TorchMarks, frozenset[str]], Marks]] = {
     "cuda": lambda root, torch, _: evener_backend_cuda.probe.marks(root / "dev", root / "proc/version", torch),
     "hygon": lambda root, torch, _: evener_backend_hygon.probe.marks(root, torch),
     "muxi": lambda root, torch, _: evener_backend_muxi.probe.marks(root, torch),
+    "ascend": lambda root, torch, modules: evener_backend_ascend.probe.marks(
+        root / "dev", torch, "2.13.0" if "torch_npu" in modules else ""
+    ),
     "gcu": lambda root, torch, modules: evener_backend_gcu.probe.marks(root, torch, "torch_gcu" in modules),
 }
 
@@ -54,12 +58,12 @@ class Machine:
     chosen: str
     said: tuple[str, str] = ("cpu", "")
     modules: frozenset[str] = frozenset()
-    installed: tuple[str, ...] = ("cuda", "hygon", "muxi", "gcu")
+    installed: tuple[str, ...] = ("ascend", "cuda", "hygon", "muxi", "gcu")
     pci: str = ""
     warned: str = ""
 
 
-GCU = frozenset({"torch_gcu"})
+GCU, NPU = frozenset({"torch_gcu"}), frozenset({"torch_npu"})
 MACHINES = {
     "nothing": Machine(STOCK, "", "cpu", ("gcu", "no /dev/gcu0")),
     "no torch": Machine(NONE, "dev/mxcd", "cpu", ("muxi", "torch is not installed")),
@@ -82,6 +86,20 @@ MACHINES = {
     "gcu under another vendor's torch": Machine(
         MACA, "dev/gcu0", "cpu", ("gcu", "another vendor's build"), modules=GCU
     ),
+    "ascend": Machine(STOCK, "dev/davinci0 dev/davinci_manager", "ascend", modules=NPU),
+    "ascend without its manager": Machine(
+        STOCK, "dev/davinci0", "cpu", ("ascend", "no /dev/davinci_manager"), modules=NPU
+    ),
+    "ascend without torch_npu": Machine(
+        STOCK, "dev/davinci0 dev/davinci_manager", "cpu", ("ascend", "torch_npu is not installed")
+    ),
+    "ascend under another vendor's torch": Machine(
+        MACA, "dev/davinci0 dev/davinci_manager", "cpu", ("ascend", "does not fit torch"), modules=NPU
+    ),
+    "torch_npu without an npu": Machine(STOCK, "", "cpu", ("ascend", "no /dev/davinci0"), modules=NPU),
+    "ascend and gcu at once": Machine(
+        STOCK, "dev/davinci0 dev/davinci_manager dev/gcu0", "both fit this machine", modules=GCU | NPU
+    ),
     "nvidia and gcu at once": Machine(CUDA, "dev/nvidia0 dev/gcu0", "both fit this machine", modules=GCU),
     "metax and gcu cards, metax's torch": Machine(MACA, "dev/mxcd dev/gcu0", "muxi", modules=GCU),
     "a card whose package is not installed": Machine(
@@ -96,7 +114,7 @@ MACHINES = {
 
 @pytest.fixture
 def no_visibility(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA", "HIP", "MACA", "TOPS", "ENFLAME"):
+    for name in ("CUDA", "HIP", "MACA", "TOPS", "ENFLAME", "ASCEND_RT"):
         monkeypatch.delenv(f"{name}_VISIBLE_DEVICES", raising=False)
 
 

@@ -13,7 +13,8 @@ descriptor = Descriptor(
     probe="evener_backend_hygon.probe",
     probe_timeout=120.0,
     serves=frozenset({"triton", "namespace:cuda", "wave:64"}),
-    evidence="L3: probe, engine and kernels on host memory with a DCU's properties, 2026-11; never run on one",
+    evidence="L4: kernels compiled for gfx906, gfx90a and gfx942; L3: engine on host memory with a DCU's properties, "
+    "2026-11; never run on one",
     states=("hygon.flash_attn",),
     options={
         "arch": Option(
