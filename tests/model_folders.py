@@ -268,7 +268,7 @@ def _change_header(rng: random.Random, files: Files) -> str:
         tensor = rng.choice(sorted(header))
         entry = header[tensor]
         key = rng.choice(sorted(entry))
-    except (ValueError, TypeError, AttributeError, IndexError):
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError):
         return f"{name} is broken already"
     data, how = files[name][8 + length :], rng.randrange(6)
     if how == 0:
