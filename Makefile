@@ -13,7 +13,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check $(QUIET) --constraint co
 STAMP := $(VENV)/.installed
 
 # Every folder with a distribution in it; a new backend is found without an edit here.
-PROJECTS := $(wildcard core/pyproject.toml formats/pyproject.toml models/pyproject.toml server/pyproject.toml \
+PROJECTS := $(wildcard core/pyproject.toml formats/pyproject.toml generation/pyproject.toml models/pyproject.toml server/pyproject.toml \
 	conformance/pyproject.toml backends/*/pyproject.toml)
 DISTRIBUTIONS := $(PROJECTS:/pyproject.toml=)
 

@@ -16,11 +16,12 @@ from source_tree import ROOT, Module, code_lines, cycle, functions, imports, mod
 
 CORE = modules(ROOT / "core/src")
 FORMATS = modules(ROOT / "formats/src")
+GENERATION = modules(ROOT / "generation/src")
 MODELS = modules(ROOT / "models/src")
 CONFORMANCE = modules(ROOT / "conformance/src")
 SERVER = modules(ROOT / "server/src")
 BACKENDS = modules(*sorted(ROOT.glob("backends/*/src")))
-ALL = {**CORE, **FORMATS, **MODELS, **CONFORMANCE, **SERVER, **BACKENDS}
+ALL = {**CORE, **FORMATS, **GENERATION, **MODELS, **CONFORMANCE, **SERVER, **BACKENDS}
 
 VENDOR_WORDS = {
     *("ascend", "npu", "cann", "hccl", "huawei"),
@@ -39,7 +40,7 @@ ALLOWED = {
 Judge = Callable[[str], bool]
 
 #: Distributions that know no vendor.
-SHARED_FOLDERS = ("core", "formats", "models", "conformance", "server")
+SHARED_FOLDERS = ("core", "formats", "generation", "models", "conformance", "server")
 SHARED_TEXT = {".py", ".pyi", ".toml", ".md", ".json", ".yaml", ".yml", ".html", ".js", ".css", ".jinja", ".txt"}
 
 
@@ -114,6 +115,11 @@ def test_formats_import_only_contracts_and_errors() -> None:
     assert violations(FORMATS, allowed, typing=True) == []
 
 
+def test_grammars_and_parsers_import_only_contracts_and_errors() -> None:
+    allowed = allow_of_evener("evener_generation", "evener.contracts", "evener.errors")
+    assert violations(GENERATION, allowed, typing=True) == []
+
+
 def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_files() -> None:
     own = ("evener_models", "evener_formats.tokenizers")
     allowed = allow_of_evener(*own, "evener.layers", "evener.contracts", "evener.errors")
@@ -184,7 +190,7 @@ CAPS: Mapping[str, int] = {
     "evener.engine.worker": 1_123, "evener.engine.processes": 891, "evener.ops": 1_328, "evener.plugins": 1_485,
     "evener.frontend": 1_254, "evener.layers": 1_105, "evener.config": 980, "evener.cli": 881,
     "evener.contracts": 1_127, "evener.loading": 835, "evener.resolution": 646, "evener.distributed": 352,
-    "evener.tuning": 318, "evener.backend": 274, "evener.builtin": 65,
+    "evener.tuning": 318, "evener.backend": 274, "evener.builtin": 65, "evener.contracts.generation": 39,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 981
@@ -281,9 +287,9 @@ def belongs(name: str, *parts: str) -> bool:
 
 
 def area(name: str) -> str:
-    """A folder of the core, a room of the engine, or a module at the top: what has a cap and a place in the order."""
-    parts = name.split(".")
-    return ".".join(parts[: 3 if parts[:2] == ["evener", "engine"] else 2])
+    """A folder of the core, a room of the engine or the contracts, or a module at the top: each has a cap."""
+    rooms = belongs(name, "evener.engine", "evener.contracts.generation")
+    return ".".join(name.split(".")[: 3 if rooms else 2])
 
 
 def area_graph() -> dict[str, set[str]]:

@@ -23,7 +23,7 @@ CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "descriptor": (1, 1), "probe": (2, 2), "device": (2, 2), "ops": (2, 2), "state": (2, 2), "communicator": (2, 2),
         "graph": (1, 1), "quant": (2, 2), "experts": (1, 1), "architecture": (2, 2), "checkpoint": (1, 1),
-        "layers": (2, 2), "request_plugin": (1, 1),
+        "layers": (2, 2), "request_plugin": (1, 1), "generation": (1, 1),
     }
 )  # fmt: skip
 
@@ -60,7 +60,8 @@ class Descriptor:
             Required: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states`` and ``state_kinds``, ``quant`` for
             ``formats``, ``architecture`` for ``architectures``, ``request_plugin`` for ``request_plugins``,
-            ``checkpoint`` for ``checkpoints`` and ``model_sources``.
+            ``checkpoint`` for ``checkpoints`` and ``model_sources``, ``generation`` for ``tool_parsers``,
+            ``reasoning_parsers`` and ``grammars``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -83,6 +84,9 @@ class Descriptor:
         architectures: (optional) ``{"ArchitectureName": "module:Class"}``; imported when a checkpoint names one.
         commands: (optional) ``{"name": "module:function"}``: CLI commands.
         request_plugins: (optional) ``{"name": "module:Class"}``.
+        tool_parsers: (optional) readers of a model's tool calls, ``{"name": "module:Class"}``.
+        reasoning_parsers: (optional) readers of a model's reasoning, ``{"name": "module:Class"}``.
+        grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
         tuning: (optional) dotted path of a folder in the package with files that ``evener tune`` wrote (``*.json``);
             they are read if the package is chosen.
@@ -110,6 +114,9 @@ class Descriptor:
     architectures: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     request_plugins: Mapping[str, str] = field(default_factory=dict)
+    tool_parsers: Mapping[str, str] = field(default_factory=dict)
+    reasoning_parsers: Mapping[str, str] = field(default_factory=dict)
+    grammars: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

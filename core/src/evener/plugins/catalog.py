@@ -21,6 +21,7 @@ NOUNS: Mapping[str, str] = {
 #: Descriptor fields that list lazy imports, and the word for one of them in messages.
 LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "architectures": "architecture", "commands": "command", "request_plugins": "request plugin",
+    "tool_parsers": "tool parser", "reasoning_parsers": "reasoning parser", "grammars": "grammar engine",
     "checkpoints": "checkpoint reader", "model_sources": "model source",
 }  # fmt: skip
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class LazyImport:
     """One lazily imported name.
 
     Attributes:
-        kind: ``architecture``, ``command``, ``request plugin``, ``checkpoint reader`` or ``model source``.
+        kind: what it is, a value of ``LAZY_IMPORT_FIELDS``.
         name: the name that users type or checkpoints carry.
         path: ``module:attribute``.
         package: name of the package that announced it.
