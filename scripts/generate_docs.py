@@ -39,6 +39,7 @@ CONTRACTS = ROOT / "core/src/evener/contracts"
 MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
     "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared", "statics", "weights",
+    "generation.parsers", "generation.parsed",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {
@@ -106,7 +107,8 @@ def supported_models() -> str:
 
 def contracts() -> str:
     """The reference of the contracts."""
-    found = {path.stem for path in CONTRACTS.glob("*.py")} - {"__init__"}
+    files = {path.relative_to(CONTRACTS).with_suffix("") for path in CONTRACTS.rglob("*.py") if path.stem != "__init__"}
+    found = {".".join(file.parts) for file in files}
     if found != set(MODULES):
         raise SystemExit(f"MODULES in {__file__} and the files in {CONTRACTS} differ: {sorted(found ^ set(MODULES))}")
     parts = [
@@ -118,11 +120,12 @@ def contracts() -> str:
         '`Option(type=str, default="blaze", help="The chip.")`.\n'
         "How they fit together: [architecture.md](architecture.md). By example: "
         "[backend-author.md](backend-author.md), [model-author.md](model-author.md).",
-        "\n".join(f"- [{name}](#{name})" for name in MODULES)
+        "\n".join(f"- [{name}](#{name.replace('.', '')})" for name in MODULES)
         + "\n- [layers](#layers)\n- [built-in ops](#built-in-ops)",
     ]  # fmt: skip
     for name in MODULES:
-        parts.append(f"## {name}\n\n{module_text(CONTRACTS / f'{name}.py')}")
+        file = CONTRACTS / f"{name.replace('.', '/')}.py"
+        parts.append(f"## {name}\n\n{module_text(file)}")
     parts.append(
         "## layers\n\nWhat families are made of, imported from `evener.layers`; by example: "
         "[model-author.md](model-author.md)."
