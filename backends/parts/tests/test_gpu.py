@@ -11,7 +11,12 @@ from evener_backend_parts.gpu import GpuDevice
 
 
 def test_float16_products_keep_their_sums_in_float32_L0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", True)
+    products = torch.backends.cuda.matmul
+    before = products.allow_fp16_reduced_precision_reduction
     monkeypatch.setattr(TorchDevice, "__init__", lambda self, *arguments: None)
-    GpuDevice("cuda", 0, DeviceCapabilities())
-    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    try:
+        products.allow_fp16_reduced_precision_reduction = True
+        GpuDevice("cuda", 0, DeviceCapabilities())
+        assert not products.allow_fp16_reduced_precision_reduction
+    finally:
+        products.allow_fp16_reduced_precision_reduction = before

@@ -22,7 +22,7 @@ NCCL_CAPABILITIES = CommunicatorCapabilities(
 
 class GpuDevice(TorchDevice):
     """A device whose allocator counts as torch's own for this namespace does. Float16 products keep their sums in
-    float32: torch allows parts of a sum to be added in float16 otherwise, an error of 1e-4 that grows with its length."""
+    float32: torch allows parts of a sum to be added in float16 otherwise, which the kit finds at odd sizes."""
 
     def __init__(self, namespace: str, index: int, capabilities: DeviceCapabilities) -> None:
         super().__init__(namespace, index, capabilities)
