@@ -23,7 +23,7 @@ from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Packing, WeightPart
 from evener.contracts.state import AttentionSpec, StateSpec
 from evener.distributed.thread_communicator import ThreadCommunicator, run_on_threads
-from evener.errors import ConfigError
+from evener.errors import BackendError, ConfigError
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import PRIMITIVES
@@ -32,7 +32,7 @@ from evener_conformance.distributions import install_reference_backend, write_di
 from evener_conformance.graph.record import RecordingCapture
 from evener_conformance.kit import graphs
 from evener_conformance.kit.checklist import Checklist, CheckRequest, ReferenceKernel
-from evener_conformance.kit.collectives import check_collectives
+from evener_conformance.kit.collectives import check_collectives, collective_results, device_count
 from evener_conformance.kit.fallback_monitor import FallbackMonitor
 from evener_conformance.kit.graphs import _replayed
 from evener_conformance.kit.model import describe_divergence
@@ -151,6 +151,40 @@ def test_a_kernel_that_refuses_every_case_fails(subject: Subject) -> None:
     assert [r.detail for r in last] == ["it refused every case, so it could not be checked: not today"]
 
 
+def test_a_kernel_of_an_absent_library_is_not_judged_though_some_cases_are_refused_for_their_sizes(
+    subject: Subject,
+) -> None:
+    kernel, asked = Changed("softcap", lambda run: run), iter(range(1000))
+    kernel.supports = lambda call: "libx is not installed" if next(asked) else "too wide"  # type: ignore[method-assign]
+    found = [r for r in results(subject, kernel) if r.case == "all"]
+    assert [(r.outcome, r.detail) for r in found] == [("not applicable", "libx is not installed")]
+    assert not any(r.outcome == "failed" for r in results(subject, kernel))
+
+
+class OnDevice(HostDevice):
+    """Stands for a device whose memory is its own, and which no simulator answers for."""
+
+    def __init__(self, index: int, count: int) -> None:
+        if index >= count:
+            raise BackendError(f"there are {count} devices")
+        super().__init__(index)
+        self.simulated, self.capabilities = False, replace(self.capabilities, host_memory=False)
+
+
+@pytest.mark.parametrize(("count", "found"), [(1, 1), (2, 2)])
+def test_a_pretended_backend_with_one_real_device_has_no_second_rank(subject: Subject, count: int, found: int) -> None:
+    class Loaded:
+        def open_device(self, index: int) -> OnDevice:
+            return OnDevice(index, count)
+
+    pretended: Any = replace(subject, pretended=True, device=OnDevice(0, count), loaded=Loaded())
+    assert device_count(pretended) == found
+    if found == 1:
+        check = Check("collectives", "x", "", lambda: ())
+        (result,) = collective_results(check, pretended, 5)
+        assert result.outcome == "unknown" and "two devices are needed" in result.detail
+
+
 class Blocks(Packing):
     """Supports no plain weights."""
 
@@ -195,7 +229,7 @@ class Blind(HostDevice):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.capabilities = replace(self.capabilities, host_memory=False)
+        self.simulated, self.capabilities = False, replace(self.capabilities, host_memory=False)
 
 
 class Counting(Blind):
