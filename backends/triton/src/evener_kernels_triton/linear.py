@@ -157,6 +157,9 @@ def library_linear(
     out: torch.dtype, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The library's product, for any number of tokens; sums in ``out`` are not rounded before."""
+    if x.dtype == out == torch.float16 and bias is not None and x.device.type != "cpu":
+        # torch's fused product and bias adds parts of a sum in float16, whatever its setting for sums says.
+        return torch.mm(x, weight.t(), out_dtype=torch.float32).add_(bias).to(out)
     if x.dtype == out:
         return F.linear(x, weight, bias)
     y = torch.mm(x, weight.t(), out_dtype=out)

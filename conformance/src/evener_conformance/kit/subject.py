@@ -123,7 +123,8 @@ def _load_pretended(backend: str, options: Mapping[str, Mapping[str, Any]]) -> L
     if backend not in {package.name for package in catalog.backends}:
         choose(catalog, backend)  # raises, with what is installed
         raise NoBackendError(f"no backend {backend!r} is installed")
-    answer = ProbeResult(1, (ProbedDevice(0, "no device"),), ("pretended",))
+    # Two, because collectives are checked on two ranks; each is opened before it is used.
+    answer = ProbeResult(1, tuple(ProbedDevice(index, "no device") for index in range(2)), ("pretended",))
     probes = {
         package.name: ProbeOutcome(package, Marks(package.name == backend, ("pretended",)),
                              answer if package.name == backend else None)
