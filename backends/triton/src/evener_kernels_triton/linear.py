@@ -210,6 +210,11 @@ class LibraryLinear(TritonKernel):
             return f"torch has no product in {call.static['dtype']} with sums in {out} on the host"
         return None
 
+    def workspace(self, call: OpCall) -> int:
+        # Sums of float16 products with a bias are kept in float32 until the bias is added.
+        wide = "float16" == call.static["dtype"] == call.static.get("out", "float16")
+        return 4 * call.bucket.high * call.static["rows"] if wide and not call.device.host_memory else 0
+
     def build(self, call: OpCall) -> OpFunction:
         out = getattr(torch, call.static.get("out", call.static["dtype"]))
 
