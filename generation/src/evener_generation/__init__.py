@@ -1,6 +1,16 @@
 """Structured output, and parsers of tool calls and reasoning, registered through the same hooks as anybody else's.
 
 Torch-free.
+
+===============  ===============================================================
+module           holds
+===============  ===============================================================
+``tools``        parsers of tool calls, a module for each kind of format
+``reasoning``    parsers of what a model writes before its answer
+``harmony``      both, for the format of gpt-oss
+``json_call``    a call as a JSON object, read while it is written
+``text_stream``  text in pieces, in which marks may be cut at any character
+===============  ===============================================================
 """
 
 from __future__ import annotations
@@ -9,6 +19,23 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="generation",
-    summary="Structured output, and parsers of tool calls and reasoning.",
+    summary="Parsers of tool calls and reasoning.",
     contracts={"descriptor": 1, "generation": 1},
+    tool_parsers={
+        "hermes": "evener_generation.tools.json_calls:Hermes",
+        "llama3": "evener_generation.tools.json_calls:Llama3",
+        "mistral": "evener_generation.tools.json_calls:Mistral",
+        "qwen3_coder": "evener_generation.tools.parameters:Qwen3Coder",
+        "glm4": "evener_generation.tools.parameters:Glm4",
+        "deepseek_v3": "evener_generation.tools.sections:DeepSeekV3",
+        "deepseek_v31": "evener_generation.tools.sections:DeepSeekV31",
+        "kimi_k2": "evener_generation.tools.sections:KimiK2",
+        "pythonic": "evener_generation.tools.pythonic:Pythonic",
+        "harmony": "evener_generation.harmony:HarmonyTools",
+    },
+    reasoning_parsers={
+        "think": "evener_generation.reasoning.tags:Think",
+        "bracket_think": "evener_generation.reasoning.tags:BracketThink",
+        "harmony": "evener_generation.harmony:HarmonyReasoning",
+    },
 )

@@ -28,7 +28,7 @@ class Parser(ABC):
     @abstractmethod
     def recognizes(cls, chat_template: str) -> bool:
         """Whether a model with this chat template writes this format. Of the installed parsers that say yes, the one
-        whose name sorts first is used; ``serve.tool_parser`` and ``serve.reasoning_parser`` choose by name."""
+        whose name sorts first is used; ``server.tool_parser`` and ``server.reasoning_parser`` choose by name."""
 
     @abstractmethod
     def feed(self, text: str) -> Sequence[Parsed]:

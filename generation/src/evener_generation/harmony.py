@@ -1,0 +1,113 @@
+"""The harmony format of gpt-oss: messages on channels, as OpenAI's description of it has them.
+
+``<|channel|>analysis<|message|>…<|end|>`` is reasoning, the channel ``final`` is the answer, and a message on
+``commentary`` to ``functions.NAME`` is a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from evener.contracts.generation.parsed import Content, Parsed, Reasoning
+from evener.contracts.generation.parsers import ReasoningParser
+from evener_generation.text_stream import TextStream
+from evener_generation.tools.base import StepParser
+
+MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+#: Stands before a call that the reasoning parser leaves to the tool parser.
+_CALL = "<|start|>assistant"
+
+
+class HarmonyReasoning(ReasoningParser):
+    """Gives out the channel ``analysis`` as reasoning, and calls unchanged as content, for ``HarmonyTools``."""
+
+    special_tokens = MARKS
+
+    def __init__(self, prompt_end: str = "") -> None:
+        super().__init__(prompt_end)
+        self._stream, self._head, self._kind = TextStream(), "", ""
+
+    @classmethod
+    def recognizes(cls, chat_template: str) -> bool:
+        return "<|channel|>" in chat_template
+
+    def feed(self, text: str) -> Sequence[Parsed]:
+        self._stream.text += text
+        return self._read()
+
+    def finish(self) -> Sequence[Parsed]:
+        self._stream.ended = True
+        found = self._read()
+        if self._head.strip() and not self._kind:
+            found.append(Content(self._head))
+        return found
+
+    def _read(self) -> list[Parsed]:
+        found: list[Parsed] = []
+        while True:
+            marks = _ENDS if self._kind else ("<|message|>",)
+            text, mark = self._stream.until(marks)
+            if not self._kind:
+                self._head += text
+                if not mark:
+                    return found
+                self._begin(found)
+                continue
+            if text:
+                found.append(Reasoning(text) if self._kind == "analysis" else Content(text))
+            if not mark:
+                return found
+            if self._kind == "call":
+                found.append(Content("<|call|>"))
+            self._kind, self._head = "", "<|start|>" if mark == "<|start|>" else ""
+
+    def _begin(self, found: list[Parsed]) -> None:
+        """A message's head is complete."""
+        if _RECIPIENT.search(self._head):
+            self._kind = "call"
+            head = self._head.removeprefix("<|start|>").removeprefix("assistant")
+            found.append(Content(f"{_CALL}{head}<|message|>"))
+        else:
+            self._kind = "analysis" if "analysis" in self._head else "final"
+        self._head = ""
+
+
+class HarmonyTools(StepParser):
+    """Calls on the channel ``commentary``."""
+
+    special_tokens = MARKS
+
+    @classmethod
+    def recognizes(cls, chat_template: str) -> bool:
+        return "<|channel|>" in chat_template
+
+    def content(self) -> bool:
+        text, mark = self.stream.until((_CALL,))
+        self.say(text, before_call=bool(mark))
+        if mark:
+            self._raw, self.step = mark, self._head
+        return bool(mark)
+
+    def _head(self) -> bool:
+        text, mark = self.stream.until(("<|message|>", "<|end|>"))
+        self._raw += text
+        found = _RECIPIENT.search(self._raw)
+        if mark == "<|message|>" and found:
+            self.start(found[1])
+            self.step = self._arguments
+        elif mark or self.stream.ended:
+            self.say(self._raw + mark)
+            self.step = self.content
+            return True
+        return bool(mark)
+
+    def _arguments(self) -> bool:
+        text, mark = self.stream.until(("<|call|>", "<|end|>"))
+        self.argue(text)
+        if mark or self.stream.ended:
+            self.end_call()
+            self.step = self.content
+        return bool(mark)

@@ -1,0 +1,1 @@
+"""Parsers of tool calls, a module for each kind of format."""

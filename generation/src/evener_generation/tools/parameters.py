@@ -1,0 +1,195 @@
+"""Calls whose parameters stand one by one between tags: Qwen3-Coder, GLM-4.5."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evener_generation.tools.base import StepParser
+
+
+class ParameterParser(StepParser):
+    """Each parameter is given out when it is complete, as the next piece of a JSON object."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._raw, self._name, self._key, self._value, self._first = "", "", "", "", True
+
+    def begin(self, name: str) -> None:
+        """A call begins."""
+        self._name, self._first = name, True
+        self.start(name)
+
+    def parameter(self, key: str, value: str) -> None:
+        """A parameter is complete."""
+        text = f"{json.dumps(key)}: {json.dumps(self._typed(key, value), ensure_ascii=False)}"
+        self.argue(("{" if self._first else ", ") + text)
+        self._first = False
+
+    def close(self) -> None:
+        """The call is complete."""
+        if not self._first:
+            self.argue("}")
+        self.end_call()
+
+    def no_call(self, more: str = "") -> bool:
+        """What looked like a call is content."""
+        self.say(self._raw + more)
+        self._raw, self.step = "", self.content
+        return True
+
+    def _typed(self, key: str, value: str) -> Any:
+        """The value by the type that the tool's schema gives; text if it does not fit."""
+        kind = self._schema(key).get("type")
+        if kind == "string":
+            return value
+        try:
+            found = json.loads(value, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return {"true": True, "false": False, "none": None}.get(value.strip().lower(), value) if kind else value
+        return found
+
+    def _schema(self, key: str) -> Mapping[str, Any]:
+        for tool in self.tools:
+            function = tool.get("function", tool)
+            if function.get("name") == self._name:
+                found = ((function.get("parameters") or {}).get("properties") or {}).get(key)
+                return found if isinstance(found, Mapping) else {}
+        return {}
+
+
+def _refuse(word: str) -> float:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _unlined(value: str) -> str:
+    """Without the one newline at each end that the format adds."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+class Qwen3Coder(ParameterParser):
+    """``<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>``. Models may leave out the
+    outer tag."""
+
+    @classmethod
+    def recognizes(cls, chat_template: str) -> bool:
+        return "<function=" in chat_template and "<parameter=" in chat_template
+
+    def content(self) -> bool:
+        text, mark = self.stream.until(("<tool_call>", "<function="))
+        self.say(text, before_call=bool(mark))
+        if mark:
+            self._raw, self.step = mark, self._function if mark == "<tool_call>" else self._named
+        return bool(mark)
+
+    def _function(self) -> bool:
+        text, mark = self.stream.until(("<function=", "</tool_call>"))
+        if text.strip():
+            self.stream.text = text + mark + self.stream.text  # a call may begin there
+            return self.no_call()
+        self._raw += text
+        if mark == "</tool_call>" or (self.stream.ended and not mark):
+            return self.no_call(mark)
+        if mark:
+            self._raw, self.step = self._raw + mark, self._named
+        return bool(mark)
+
+    def _named(self) -> bool:
+        text, mark = self.stream.until((">", "\n"))
+        self._raw += text
+        name = self._raw[self._raw.rfind("<function=") + len("<function=") :].strip()
+        if mark == ">" and name:
+            self.begin(name)
+            self.step = self._body
+        elif mark or self.stream.ended:
+            return self.no_call(mark)
+        return bool(mark)
+
+    def _body(self) -> bool:
+        _, mark = self.stream.until(("<parameter=", "</function>", "</tool_call>"))
+        if mark == "<parameter=":
+            self._key, self.step = "", self._parameter_name
+        elif mark:
+            self.close()
+            self.step = self._closed if mark == "</function>" else self.content
+        return bool(mark)
+
+    def _parameter_name(self) -> bool:
+        text, mark = self.stream.until((">",))
+        self._key += text
+        if mark:
+            self._value, self.step = "", self._parameter_value
+        return bool(mark)
+
+    def _parameter_value(self) -> bool:
+        text, mark = self.stream.until(("</parameter>", "<parameter=", "</function>"))
+        self._value += text
+        if mark or self.stream.ended:
+            self.parameter(self._key.strip(), _unlined(self._value))
+            # A closing tag that the model forgot.
+            self.stream.text = ("" if mark == "</parameter>" else mark) + self.stream.text
+            self.step = self._body
+        return bool(mark)
+
+    def _closed(self) -> bool:
+        if not self.skip_blank():
+            return False
+        closes = self.stream.starts_with("</tool_call>")
+        if closes is None:
+            return False
+        if closes:
+            self.stream.take(len("</tool_call>"))
+        self.step = self.content
+        return True
+
+
+class Glm4(ParameterParser):
+    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value>…</tool_call>``, of GLM-4.5 and later."""
+
+    @classmethod
+    def recognizes(cls, chat_template: str) -> bool:
+        return "<arg_key>" in chat_template
+
+    def content(self) -> bool:
+        text, mark = self.stream.until(("<tool_call>",))
+        self.say(text, before_call=bool(mark))
+        if mark:
+            self._raw, self.step = mark, self._named
+        return bool(mark)
+
+    def _named(self) -> bool:
+        text, mark = self.stream.until(("<arg_key>", "</tool_call>"))
+        self._raw += text
+        name = self._raw.removeprefix("<tool_call>").strip()
+        if mark and name and not any(character.isspace() for character in name):
+            self.begin(name)
+            self.stream.text = mark + self.stream.text
+            self.step = self._body
+        elif mark or self.stream.ended:
+            return self.no_call(mark)
+        return bool(mark)
+
+    def _body(self) -> bool:
+        _, mark = self.stream.until(("<arg_key>", "</tool_call>"))
+        if mark == "<arg_key>":
+            self._key, self.step = "", self._argument_key
+        elif mark:
+            self.close()
+            self.step = self.content
+        return bool(mark)
+
+    def _argument_key(self) -> bool:
+        text, mark = self.stream.until(("<arg_value>",))
+        self._key += text
+        if mark:
+            self._value, self.step = "", self._argument_value
+        return bool(mark)
+
+    def _argument_value(self) -> bool:
+        text, mark = self.stream.until(("</arg_value>",))
+        self._value += text
+        if mark or self.stream.ended:
+            self.parameter(self._key.replace("</arg_key>", "").strip(), self._value)
+            self._value, self.step = "", self._body
+        return bool(mark)

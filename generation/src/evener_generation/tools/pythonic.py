@@ -1,0 +1,66 @@
+"""Calls as a Python list of function calls, ``[get_weather(city="Paris"), get_time()]``: Llama 3.2, Llama 4, others."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+from evener_generation.tools.base import StepParser
+
+#: A longer list is content: parsing takes a hundred times its size.
+_MOST_CHARS = 1 << 17
+
+
+class Pythonic(StepParser):
+    """The whole answer is the list. Its calls are certain only when it is complete."""
+
+    special_tokens = ("<|python_start|>", "<|python_end|>")
+
+    @classmethod
+    def recognizes(cls, chat_template: str) -> bool:
+        return "[func_name1(params_name1=" in chat_template
+
+    def content(self) -> bool:
+        begin = self.stream.text.lstrip().removeprefix(self.special_tokens[0]).lstrip()
+        opening = self.special_tokens[0].startswith(self.stream.text.lstrip())
+        if not self.stream.ended and (opening or begin[:1] in ("", "[")) and len(self.stream.text) <= _MOST_CHARS:
+            return False  # wait for the end
+        calls = _read(begin) if self.stream.ended and begin[:1] == "[" else None
+        if calls is None:
+            self.step = self._plain
+            return True
+        self.stream.text = ""
+        for name, arguments in calls:
+            self.start(name)
+            self.argue(arguments)
+            self.end_call()
+        return False
+
+    def _plain(self) -> bool:
+        self.say(self.stream.take(len(self.stream.text)))
+        return False
+
+
+def _read(text: str) -> list[tuple[str, str]] | None:
+    """Names and arguments as JSON text; None if this is no list of calls with literal arguments."""
+    if len(text) > _MOST_CHARS:
+        return None
+    try:
+        tree = ast.parse(text.strip().removesuffix("<|python_end|>").strip(), mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            return None
+        return [_call(each) for each in tree.elts]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _call(node: ast.expr) -> tuple[str, str]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call with names for its arguments")
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("** is not a literal")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)

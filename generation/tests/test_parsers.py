@@ -1,0 +1,285 @@
+"""Parsers of tool calls and reasoning, over each format's examples and mutations of them, cut at every character."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from evener.contracts.generation.parsed import CallArguments, CallStart, Content, Parsed, Reasoning
+from evener.contracts.generation.parsers import Parser, ToolParser
+from evener_generation import descriptor
+from evener_generation.harmony import HarmonyReasoning, HarmonyTools
+from evener_generation.reasoning.tags import BracketThink, Think
+from evener_generation.tools.json_calls import Hermes, Llama3, Mistral
+from evener_generation.tools.parameters import Glm4, Qwen3Coder
+from evener_generation.tools.pythonic import Pythonic
+from evener_generation.tools.sections import DeepSeekV3, DeepSeekV31, KimiK2
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "units": {"type": "array"},
+                    "exact": {"type": "boolean"},
+                },
+            },
+        },
+    }
+]
+PARIS = {"city": "Paris"}
+
+
+@dataclass
+class Answer:
+    """What all events of a stream make together."""
+
+    content: str = ""
+    reasoning: str = ""
+    names: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[tuple[str, Any]]:
+        return [(name, json.loads(text)) for name, text in zip(self.names, self.arguments, strict=True)]
+
+
+def joined(found: Iterable[Parsed]) -> Answer:
+    answer = Answer()
+    for each in found:
+        if isinstance(each, Content):
+            answer.content += each.text
+        elif isinstance(each, Reasoning):
+            answer.reasoning += each.text
+        elif isinstance(each, CallStart):
+            assert each.index == len(answer.names), "calls come in order"
+            answer.names.append(each.name)
+            answer.ids.append(each.id)
+            answer.arguments.append("")
+        else:
+            assert isinstance(each, CallArguments) and each.index == len(answer.names) - 1
+            answer.arguments[-1] += each.text
+    return answer
+
+
+def parsed(parser: Parser, pieces: Sequence[str]) -> Answer:
+    found = [each for piece in pieces for each in parser.feed(piece)]
+    assert all(not isinstance(each, (Content, Reasoning, CallArguments)) or each.text for each in found)
+    return joined([*found, *parser.finish()])
+
+
+def tool_parser(kind: type[ToolParser]) -> ToolParser:
+    return kind(TOOLS)
+
+
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_B, _C, _S, _E, _F = DEEPSEEK
+#: Parser, text, content, calls. The texts are what the models' chat templates write for an earlier answer.
+EXAMPLES: list[tuple[type[ToolParser], str, str, list[tuple[str, Any]]]] = [
+    (Hermes, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "",
+     [("get_weather", PARIS)]),
+    (Hermes, 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+     '<tool_call>\n{"arguments": {"city": "a } \\" </b> {"}, "name": "get_weather"}\n</tool_call>', "Let me look.",
+     [("get_weather", PARIS), ("get_weather", {"city": 'a } " </b> {'})]),
+    (Hermes, '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+    (Hermes, '<tool_call>{"id": 7, "name": "f", "arguments": {}} </tool_call> bye', "bye", [("f", {})]),
+    (Llama3, '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [("get_weather", PARIS)]),
+    (Llama3, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"x": [1, {"y": 2}]}}', "",
+     [("a", {}), ("b", {"x": [1, {"y": 2}]})]),
+    (Mistral, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abc"}, '
+     '{"name": "f", "arguments": {}}]', "", [("get_weather", PARIS), ("f", {})]),
+    (Mistral, 'Yes. [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]f[ARGS]{}', "Yes.",
+     [("get_weather", PARIS), ("f", {})]),
+    (Qwen3Coder, "I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+     "<parameter=days>\n3\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>", "I look.",
+     [("get_weather", {"city": "Paris", "days": 3, "exact": True})]),
+    (Qwen3Coder, "<function=get_weather>\n<parameter=city>\nline <b>\nline\n</parameter>\n</function>\n<tool_call>\n"
+     "<function=now>\n</function>\n</tool_call>", "", [("get_weather", {"city": "line <b>\nline"}), ("now", {})]),
+    (Glm4, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>units</arg_key>\n"
+     '<arg_value>["C"]</arg_value>\n</tool_call>', "", [("get_weather", {"city": "Paris", "units": ["C"]})]),
+    (Glm4, "<tool_call>now</tool_call>\n<tool_call>get_weather<arg_key>city</arg_key><arg_value>5</arg_value>"
+     "</tool_call>", "", [("now", {}), ("get_weather", {"city": "5"})]),
+    (DeepSeekV3, f'{_B}{_C}function{_S}get_weather\n```json\n{{"city": "Paris"}}\n```{_E}\n{_C}function{_S}now\n'
+     f"```json\n{{}}\n```{_E}{_F}", "", [("get_weather", PARIS), ("now", {})]),
+    (DeepSeekV31, f'Let me see.{_B}{_C}get_weather{_S}{{"city": "Paris"}}{_E}{_C}now{_S}{{}}{_E}{_F}', "Let me see.",
+     [("get_weather", PARIS), ("now", {})]),
+    (KimiK2, "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+     '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+     "<|tool_call_end|><|tool_calls_section_end|>", "", [("get_weather", PARIS), ("now", {})]),
+    (Pythonic, '[get_weather(city="Paris", days=-3), time.now(), f(a=[1, None, {"b": True}])]', "",
+     [("get_weather", {"city": "Paris", "days": -3}), ("time.now", {}), ("f", {"a": [1, None, {"b": True}]})]),
+    (HarmonyTools, "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+     '{"city": "Paris"}<|call|>', "", [("get_weather", PARIS)]),
+]  # fmt: skip
+#: Text of each kind that is no call, though it looks like one at first.
+PLAIN: list[tuple[type[ToolParser], str]] = [
+    *(
+        (kind, text)
+        for kind in dict.fromkeys(example[0] for example in EXAMPLES)
+        for text in ("Hello.", "a < b {}", "")
+    ),
+    (Hermes, 'Write <tool_call>{"nome": 1}</tool_call> for a call.'),
+    (Hermes, "Write <tool_call> for a call, <tool_call>{ for another"),
+    (Llama3, '{"answer": 42}'),
+    (Llama3, '{"name": 5, "parameters": {}} is wrong'),
+    (Mistral, "[TOOL_CALLS] what?"),
+    (Qwen3Coder, "<tool_call> of duty"),
+    (Qwen3Coder, "<function=\nf>"),
+    (Glm4, "a <tool_call> of duty</tool_call>"),
+    (DeepSeekV3, f"{_B} no"),
+    (DeepSeekV31, f"{_B}{_C}name{_E}"),
+    (KimiK2, "<|tool_calls_section_begin|><|tool_call_begin|>x<|tool_call_end|>"),
+    (Pythonic, "[1, 2, 3]"),
+    (Pythonic, "[f(x)]"),
+    (Pythonic, "[f(**x)] and more"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "calls"), EXAMPLES, ids=lambda each: getattr(each, "__name__", None)
+)
+def test_each_formats_examples_are_read_however_they_are_cut(
+    kind: type[ToolParser], text: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    for pieces in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+        answer = parsed(tool_parser(kind), pieces)
+        assert (answer.content, answer.calls) == (content, calls), pieces
+
+
+@pytest.mark.parametrize(("kind", "text"), PLAIN, ids=lambda each: getattr(each, "__name__", None))
+def test_text_without_a_call_is_content_unchanged(kind: type[ToolParser], text: str) -> None:
+    for pieces in ([text], list(text)):
+        answer = parsed(tool_parser(kind), pieces)
+        assert (answer.content, answer.names) == (text, [])
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = Hermes()
+    assert parser.feed('<tool_call>{"name": "f", "argu') == []
+    assert parser.feed('ments": {"te') == [CallStart(0, "f"), CallArguments(0, '{"te')]
+    assert parser.feed('xt": "long') == [CallArguments(0, 'xt": "long')]
+
+
+def test_kimi_gives_its_own_ids() -> None:
+    example = next(text for kind, text, *_ in EXAMPLES if kind is KimiK2)
+    assert parsed(KimiK2(), [example]).ids == ["functions.get_weather:0", "functions.now:1"]
+
+
+def test_an_answer_that_ends_within_a_call_keeps_what_was_written() -> None:
+    answer = parsed(Hermes(), ['Yes. <tool_call>{"name": "f", "arguments": {"city": "Par'])
+    assert (answer.content, answer.names, answer.arguments) == ("Yes.", ["f"], ['{"city": "Par'])
+    assert parsed(Hermes(), ['Yes. <tool_call>{"nam']).content == 'Yes. <tool_call>{"nam'
+
+
+THINKING: list[tuple[type[Think] | type[BracketThink] | type[HarmonyReasoning], str, str, str, str]] = [
+    (Think, "", "<think>\nI add.\n</think>\n\nIt is 4.", "I add.\n", "It is 4."),
+    (Think, "<think>\n", "I add.</think>It is 4.", "I add.", "It is 4."),
+    (Think, "<think>\n\n</think>\n\n", "It is <think> 4.", "", "It is <think> 4."),
+    (Think, "", "It is </think> 4.", "", "It is </think> 4."),
+    (Think, "<think>", "I never end", "I never end", ""),
+    (BracketThink, "", "[THINK]a[/THINK]b", "a", "b"),
+    (HarmonyReasoning, "<|start|>assistant", "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>"
+     "final<|message|>It is 4.", "I add.", "It is 4."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "prompt", "text", "reasoning", "content"), THINKING)
+def test_reasoning_is_separated_however_it_is_cut(
+    kind: type[Think], prompt: str, text: str, reasoning: str, content: str
+) -> None:
+    for pieces in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+        answer = parsed(kind(prompt), pieces)
+        assert (answer.reasoning, answer.content) == (reasoning, content), pieces
+
+
+def test_harmony_gives_its_calls_to_the_tool_parser() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Weather.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Paris"}'
+    )
+    for pieces in ([text], list(text)):
+        first, second = HarmonyReasoning("<|start|>assistant"), HarmonyTools(TOOLS)
+        found: list[Parsed] = []
+        events = [*(each for piece in pieces for each in first.feed(piece)), *first.finish()]
+        for each in events:
+            found += second.feed(each.text) if isinstance(each, Content) else [each]
+        answer = joined([*found, *second.finish()])
+        assert (answer.reasoning, answer.content, answer.calls) == ("Weather.", "", [("get_weather", PARIS)])
+
+
+def bare(text: str, kind: type[ToolParser]) -> str:
+    """Without blank characters and the format's special tokens, which an empty list of calls consists of."""
+    for mark in kind.special_tokens:
+        text = text.replace(mark, "")
+    return "".join(text.split())
+
+
+def mutated(text: str, rng: random.Random) -> str:
+    """The text with some pieces removed, repeated, moved or replaced."""
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randrange(len(text) + 1)
+        stop = min(len(text), start + rng.choice((1, 2, 5, 20)))
+        piece = rng.choice(("", text[start:stop] * 2, rng.choice('{}[]",:<>\\ \n=x1é｜'), text[-start:][:30]))
+        text = text[:start] + piece + text[stop:]
+    return text
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(700, marks=pytest.mark.slow)])
+def test_mutated_streams_raise_nothing_and_give_the_same_however_they_are_cut(count: int) -> None:
+    rng = random.Random(count)
+    for kind, example, *_ in EXAMPLES:
+        for _ in range(count):
+            text = mutated(example, rng)
+            whole = parsed(tool_parser(kind), [text])
+            assert parsed(tool_parser(kind), list(text)) == whole, text
+            if not whole.names:
+                assert bare(whole.content, kind) == bare(text, kind), "nothing is lost"
+    for reasoning, prompt, example, *_ in THINKING:
+        for _ in range(count):
+            text = mutated(example, rng)
+            assert parsed(reasoning(prompt), list(text)) == parsed(reasoning(prompt), [text]), text
+
+
+#: What stands in the chat templates of the models.
+TEMPLATES = {
+    "hermes": 'For each function call, return a json object within <tool_call></tool_call> tags: "arguments"',
+    "qwen3_coder": "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
+    "glm4": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",
+    "llama3": '{"name": function name, "parameters": dictionary of argument name and its value}',
+    "mistral": '{{- "[TOOL_CALLS][" }}',
+    "deepseek_v3": f"{_C}' + tool['type'] + '{_S}' + name + '\\n' + '```json'",
+    "deepseek_v31": f"{_C}' + name + '{_S}",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+    "harmony": "<|start|>assistant<|channel|>final<|message|>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_one_parser_recognizes_each_template(name: str) -> None:
+    import importlib
+
+    kinds = {}
+    for each, path in descriptor.tool_parsers.items():
+        module, _, attribute = path.partition(":")
+        kinds[each] = getattr(importlib.import_module(module), attribute)
+    assert [each for each, kind in kinds.items() if kind.recognizes(TEMPLATES[name])] == [name]
+    assert TEMPLATES.keys() == kinds.keys()
