@@ -198,8 +198,10 @@ def make_api(folder: Path) -> Iterator[Callable[..., Api]]:
 def make_server(folder: Path) -> Iterator[Callable[..., LiveServer]]:
     made: list[LiveServer] = []
 
-    def make(engine: FakeEngine | None = None, limits: BodyLimits | None = None) -> LiveServer:
-        made.append(LiveServer(folder, engine or FakeEngine(), limits or BodyLimits()))
+    def make(
+        engine: FakeEngine | None = None, limits: BodyLimits | None = None, model: Path = folder
+    ) -> LiveServer:  # fmt: skip
+        made.append(LiveServer(model, engine or FakeEngine(), limits or BodyLimits()))
         return made[-1]
 
     yield make

@@ -164,7 +164,7 @@ def test_hostile_arguments_of_a_tool_call_are_a_400(make_api: Any, error: Any, a
 
 def test_a_stopped_renderer_costs_one_request_its_own_deadline(make_api: Any, error: Any) -> None:
     api = make_api()
-    renderer = api.llm._chat._renderer
+    renderer = api.llm.chat._renderer
     renderer.start()
     renderer._process.send_signal(signal.SIGSTOP)
     response = api.chat(max_time=0.05)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
 
 from evener_conformance.fake_engine import FakeEngine
+from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
@@ -90,3 +92,22 @@ def test_a_stream_that_it_closes_is_aborted(make_server: Any, eventually: Any) -
         next(iter(stream))
         stream.close()
         eventually(server.idle, "an idle server")
+
+
+def test_it_calls_tools(make_server: Any, tmp_path: Any) -> None:
+    folder = write_tiny_tokenizer(
+        tmp_path, "{{ tools }} <tool_call> {% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    text = b'<tool_call>{"name": "add", "arguments": {"a": 2, "b": [3]}}</tool_call>'
+    engine = FakeEngine(lambda request: [*text, 258], info_overrides={"max_model_len": 1024})
+    server = make_server(engine, model=folder)
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(model="fake", messages=MESSAGES, tools=tools).choices[0]
+        with client.chat.completions.stream(model="fake", messages=MESSAGES, tools=tools) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    for choice in (answer, streamed):
+        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        assert call.type == "function" and call.function.name == "add"
+        assert json.loads(call.function.arguments) == {"a": 2, "b": [3]}

@@ -61,7 +61,7 @@ class AsyncLLM:
         # Not asyncio's own threads: a burst of long texts must not delay other work. Renderings take turns anyway.
         self._texts, self._renderings = ThreadPoolExecutor(2, "evener-text"), ThreadPoolExecutor(1, "evener-render")
         self._frontend: Frontend | None = None
-        self._chat: Chat | None = None
+        self.chat: Chat | None = None
         self._prepared: tuple[Frontend, Chat] | None = None
         self._capacity: Capacity | None = None
         #: What the engine reported when it became ready; None before.
@@ -219,10 +219,10 @@ class AsyncLLM:
             RequestError, OverloadedError, EngineDeadError: as ``submit``.
         """
         self._ready_frontend()
-        assert self._chat is not None, "made together with the front end"
+        assert self.chat is not None, "made together with the front end"
         with reservation or self.reserve(1 if params is None else params.n) as room:
             rendering = self._renderings.submit(
-                self._chat.prompt, messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                self.chat.prompt, messages, tools=tools, add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message, template_kwargs=template_kwargs,
             )  # fmt: skip
             began, limit = self._loop.time(), None if params is None else params.max_time
@@ -230,7 +230,7 @@ class AsyncLLM:
                 text = await asyncio.wait_for(asyncio.wrap_future(rendering), limit)
             except asyncio.TimeoutError as error:
                 if not rendering.cancel():
-                    self._chat.interrupt()
+                    self.chat.interrupt()
                 message = "max_time passed before the messages were rendered; send a larger max_time"
                 raise RenderTimeoutError(message, "max_time", "deadline_exceeded") from error
             if params is not None and limit is not None:
@@ -303,8 +303,8 @@ class AsyncLLM:
             EngineDeadError: the engine has stopped or is not ready.
         """
         self._ready_frontend()
-        assert self._chat is not None, "made together with the front end"
-        await asyncio.to_thread(self._chat.warm_up)
+        assert self.chat is not None, "made together with the front end"
+        await asyncio.to_thread(self.chat.warm_up)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait for the open ones; False if they do not end within ``timeout`` seconds."""
@@ -326,8 +326,8 @@ class AsyncLLM:
         self._mark_dead("it was closed")
         for pool in (self._texts, self._renderings):
             pool.shutdown(wait=False, cancel_futures=True)
-        if self._chat is not None:
-            await asyncio.to_thread(self._chat.close)
+        if self.chat is not None:
+            await asyncio.to_thread(self.chat.close)
 
     def _ready_frontend(self) -> Frontend:
         frontend = self._alive_frontend()
@@ -401,7 +401,7 @@ class AsyncLLM:
 
     def _become_ready(self, event: Ready) -> None:
         assert self._prepared is not None, "the reader thread built it before it handed Ready over"
-        self.info, (self._frontend, self._chat) = event.info, self._prepared
+        self.info, (self._frontend, self.chat) = event.info, self._prepared
         limit = None if self.max_queue is None else event.info.max_reqs + self.max_queue
         self._capacity = Capacity(limit, lambda: self.num_open)
         self._ready_or_dead.set()

@@ -23,6 +23,9 @@ module                  content
 ``messages``            the messages of a chat
 ``images``              images in messages, decoded
 ``chat`` ``completions``  the two endpoints
+``tools``               the tools of a chat
+``parsers``             which parsers read tool calls and reasoning
+``message_parts``       content, reasoning and tool calls of a generated message
 ``echo``                completions that begin with their prompt
 ``generation``          the samples of one API request, and the set of running ones
 ``streaming``           a generation as an HTTP response, whole or as server-sent events
@@ -42,7 +45,17 @@ descriptor = Descriptor(
     options={
         "vllm_metrics": Option(
             type=bool, default=True, help="Serve /metrics under vLLM's names too, for dashboards made for it."
-        )
+        ),
+        "tool_parser": Option(
+            type=str,
+            default="auto",
+            help="Which parser reads tool calls: its name, none, or auto: by the chat template.",
+        ),
+        "reasoning_parser": Option(
+            type=str,
+            default="auto",
+            help="Which parser reads reasoning: its name, none, or auto: by the chat template.",
+        ),
     },
     commands={
         "serve": "evener_server.command:main",

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
+from evener.contracts.generation.parsers import ReasoningParser, ToolParser
 from evener.errors import ContextLengthError, RequestError
 from evener_server.generation import Generation
 from evener_server.images import decode_images
 from evener_server.logprobs import TokenNames, chat_logprobs
+from evener_server.message_parts import MessageParts
 from evener_server.messages import TextPart
 from evener_server.protocol import ChatBody
 from evener_server.service import Service
 from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
+
+#: So many characters at a prompt's end are enough to see whether a template opened the reasoning there.
+PROMPT_END = 256
 
 
 class ChatJob(Job):
@@ -24,8 +30,19 @@ class ChatJob(Job):
         self.stream = bool(body.stream)
         self._service, self._body = service, body
         self._params, self._top = service.sampling(body), body.num_logprobs()
+        self._reasoning, self._tools = self._parsers()
+        if any(each and each.special_tokens for each in (self._reasoning, self._tools)):
+            # Marks of the format are among them.
+            self._params = replace(self._params, skip_special_tokens=False)
         self._names = TokenNames(service.llm.tokenizer)
         self._head = service.head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion")
+
+    def _parsers(self) -> tuple[type[ReasoningParser] | None, type[ToolParser] | None]:
+        chat, called = self._service.llm.chat, self._body.calls_tools
+        if chat is None or not self._params.detokenize:
+            return None, None  # the request fails for it
+        tools = self._service.parsers.tool(chat) if called else None
+        return self._service.parsers.reasoning(chat, called), tools
 
     async def start(self) -> Generation:
         service, body = self._service, self._body
@@ -60,19 +77,33 @@ class ChatJob(Job):
                 "shorten them"
             )
 
+    def _messages(self, generation: Generation) -> list[MessageParts]:
+        """One for each choice."""
+        body, prompt = self._body, generation.streams[0].prompt or ""
+        tools = [tool.plain() for tool in body.tools or ()]
+        return [
+            MessageParts(
+                None if self._reasoning is None else self._reasoning(prompt[-PROMPT_END:]),
+                None if self._tools is None else self._tools(tools),
+                show_reasoning=body.include_reasoning is not False,
+                several_calls=body.parallel_tool_calls is not False,
+            )
+            for _ in range(generation.choices)
+        ]  # fmt: skip
+
     async def full_response(self, generation: Generation) -> bytes:
-        texts: list[list[str]] = [[] for _ in range(generation.choices)]
-        logprobs: list[list[dict[str, Any]]] = [[] for _ in texts]
+        messages = self._messages(generation)
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in messages]
         async for choice, delta in generation:
-            texts[choice].append(delta.text)
+            messages[choice].feed(delta.text, last=delta.finish_reason is not None)
             if self._top is not None:
                 logprobs[choice] += chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": "".join(texts[i]), "refusal": None},
+                "message": messages[i].message,
                 "logprobs": None if self._top is None else {"content": logprobs[i], "refusal": None},
-                "finish_reason": generation.finish_reasons[i],
+                "finish_reason": _finish_reason(generation.finish_reasons[i], messages[i]),
             }
             for i in range(generation.choices)
         ]
@@ -83,23 +114,30 @@ class ChatJob(Job):
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
         end = ChunkEnd(generation, self._body.include_usage, self._body.continuous_usage)
         chunk = head + b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b'
-        head_sent = False
+        messages, head_sent = self._messages(generation), False
         async for choice, delta in generation:
             pieces = []
             if not head_sent:
                 head_sent = True
                 role = b'{"role":"assistant","content":"","refusal":null}'
                 pieces = [chunk % (i, role, b"null", b"null", end()) for i in range(generation.choices)]
-            logprobs = b"null"
+            logprobs, message = b"null", messages[choice]
             if self._top is not None and delta.token_ids:
                 content = chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
                 logprobs = to_json({"content": content, "refusal": None})
-            if delta.text or logprobs != b"null":
-                pieces.append(chunk % (choice, b'{"content":' + to_json(delta.text) + b"}", logprobs, b"null", end()))
+            parts = message.feed(delta.text, last=delta.finish_reason is not None)
+            for part in parts or ([{"content": ""}] if logprobs != b"null" else []):
+                pieces.append(chunk % (choice, to_json(part), logprobs, b"null", end()))
+                logprobs = b"null"
             if delta.finish_reason is not None:
-                pieces.append(chunk % (choice, b"{}", b"null", to_json(delta.finish_reason), end()))
+                reason = to_json(_finish_reason(delta.finish_reason, message))
+                pieces.append(chunk % (choice, b"{}", b"null", reason, end()))
             if pieces:
                 yield b"".join(pieces)
         if self._body.include_usage:
             yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
         yield DONE
+
+
+def _finish_reason(reason: str, message: MessageParts) -> str:
+    return "tool_calls" if reason == "stop" and message.called else reason

@@ -8,6 +8,9 @@ from typing import Any
 
 from evener_server import descriptor
 
+#: Values of the options that name a parser: by the model's chat template, or none.
+AUTO, NONE = "auto", "none"
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -15,9 +18,12 @@ class ServerOptions:
 
     Attributes:
         vllm_metrics: serve metrics under vLLM's names too.
+        tool_parser, reasoning_parser: names of parsers.
     """
 
     vllm_metrics: bool = True
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
 
     @classmethod
     def of(cls, options: Mapping[str, Mapping[str, Any]]) -> ServerOptions:

@@ -24,6 +24,7 @@ from evener.sampling_params import (
     SamplingParams,
 )
 from evener_server.messages import Body, ImagePart, Message, Messages, TextPart, allowed_values
+from evener_server.tools import Tools
 from evener_server.unknown_fields import drop_unknown
 
 MAX_STOPS = 16
@@ -263,12 +264,17 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    #: Without tools there are no calls, parallel or not: both values are accepted.
+    tools: Tools | None = None
+    #: What would force a call needs structured output.
+    tool_choice: Annotated[str | dict[str, Any] | None, allowed_values("none", "auto")] = None
+    #: False: only the first call of an answer is given out.
     parallel_tool_calls: bool | None = None
+    #: False: the answer is given without what the model wrote before it.
+    include_reasoning: bool | None = None
+    #: A variable for the chat template.
+    reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
 
     response_format: Annotated[Any, allowed_values({"type": "text"})] = None
-    tools: Annotated[Any, allowed_values([])] = None
-    tool_choice: Annotated[Any, allowed_values("none", "auto")] = None
     functions: Annotated[Any, allowed_values([])] = None
     function_call: Annotated[Any, allowed_values("none", "auto")] = None
     modalities: Annotated[Any, allowed_values(["text"])] = None
@@ -296,10 +302,19 @@ class ChatBody(GenerationBody):
             message = "continue_final_message and add_generation_prompt contradict each other; send one of them"
             raise RequestError(message, "continue_final_message")
 
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
     def template(self) -> dict[str, Any]:
         """The chat template's arguments besides the messages."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
         return {
-            "template_kwargs": self.chat_template_kwargs,
+            "template_kwargs": variables or None,
+            "tools": [tool.plain() for tool in self.tools or ()] if self.calls_tools else None,
             "add_generation_prompt": self.add_generation_prompt is not False,
             "continue_final_message": bool(self.continue_final_message),
         }
@@ -363,6 +378,8 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
     except ValidationError as error:
         raise _request_error(kind, error.errors(include_url=False, include_context=False)[0]) from error
     body.check()
+    if isinstance(body, ChatBody) and any(tool.function.strict for tool in body.tools or ()):
+        ignored.append("tools[].function.strict")
     return body, ignored
 
 

@@ -16,6 +16,7 @@ from evener_server.errors import ApiError, unavailable
 from evener_server.generation import RunningGenerations
 from evener_server.metrics import Metrics
 from evener_server.options import ServerOptions
+from evener_server.parsers import Parsers
 from evener_server.protocol import GenerationBody
 
 
@@ -26,6 +27,7 @@ class Service:
         llm: the engine.
         limits: limits of request bodies.
         options: keys of the server itself.
+        parsers: readers of tool calls and reasoning.
         metrics: counters and histograms.
         running: the running generations.
         version: version of this package.
@@ -35,6 +37,7 @@ class Service:
     def __init__(self, llm: AsyncLLM, limits: BodyLimits, options: ServerOptions | None = None) -> None:
         self.llm, self.limits = llm, limits
         self.options = options or ServerOptions()
+        self.parsers = Parsers(self.options)
         self.metrics = Metrics()
         self.running = RunningGenerations(llm, self.metrics)
         self.version = version("evener-server")

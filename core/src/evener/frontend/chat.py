@@ -91,7 +91,7 @@ class Chat:
             RequestError: a message is invalid; ``param`` is its path.
             TemplateError: there is no template, or it refused the messages or took too long.
         """
-        if len(template := self._choose(bool(tools))) > _MOST_CHARS:  # compiling it takes a hundred times its size
+        if len(template := self.template(bool(tools))) > _MOST_CHARS:  # compiling it takes a hundred times its size
             raise TemplateError(f"the model's chat template has {len(template):,} characters, too many", "messages")
         plain = normalize(messages, supports_developer_role="developer" in template, images=images)
         if continue_final_message:
@@ -125,7 +125,12 @@ class Chat:
         """End the render process, if one was started."""
         self._renderer.close()
 
-    def _choose(self, with_tools: bool) -> str:
+    def template(self, with_tools: bool) -> str:
+        """The source of the template for a conversation with or without tools.
+
+        Raises:
+            TemplateError: there is none.
+        """
         if not self._templates:
             raise TemplateError("this model has no chat template: send a prompt to completions instead", "messages")
         if with_tools and _TOOLS in self._templates:
