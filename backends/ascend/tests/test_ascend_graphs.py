@@ -52,7 +52,7 @@ def device() -> Any:
     return SimpleNamespace(module=npu, name="npu 0", synchronize=lambda: None)
 
 
-def test_the_lengths_of_each_step_are_updated_before_its_replay(device: Any) -> None:
+def test_the_lengths_of_each_step_are_updated_before_its_replay_L0(device: Any) -> None:
     replay = NpuGraphs(device).capture(lambda: None)
     for lengths in ([5, 9], [6, 10]):
         replay.update([1, 1], lengths)
@@ -61,7 +61,7 @@ def test_the_lengths_of_each_step_are_updated_before_its_replay(device: Any) -> 
     assert device.module.made[0].log == [first, "replay", second, "replay"]
 
 
-def test_captures_share_a_pool_until_one_fails(device: Any) -> None:
+def test_captures_share_a_pool_until_one_fails_L0(device: Any) -> None:
     graphs = NpuGraphs(device)
 
     def fail() -> None:

@@ -38,8 +38,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"L3-{model}")
-def test_tokens_are_those_of_the_reference(npu: SimulatedNpu, start: Any, model: str) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_are_those_of_the_reference_L3(npu: SimulatedNpu, start: Any, model: str) -> None:
     family, changes, used = MODELS[model]
     want = play(start(family, changes, backend="reference"), requests())
     controller = start(family, changes, **{"backend": "ascend", "infer.use_cuda_graph": False})
@@ -54,12 +54,12 @@ def test_tokens_are_those_of_the_reference(npu: SimulatedNpu, start: Any, model:
     assert ran >= set(used) if chip.paged else not ran
 
 
-def test_an_op_that_is_not_simulated_fails_loudly(npu: SimulatedNpu) -> None:
+def test_an_op_that_is_not_simulated_fails_loudly_L3(npu: SimulatedNpu) -> None:
     with pytest.raises(NotImplementedError, match="npu_gelu"):
         torch.ops.npu.npu_gelu(torch.zeros(4, device="npu"))
 
 
-def test_the_chip_is_the_one_that_was_asked_for() -> None:
+def test_the_chip_is_the_one_that_was_asked_for_L3() -> None:
     assert (
         torch_npu.npu.get_soc_version()
         == {"Ascend910B2": 221, "Ascend910_9391": 250, "Ascend310P3": 202}[os.environ["FAKE_ACL_CHIP"]]

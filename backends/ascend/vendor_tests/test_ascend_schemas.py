@@ -20,13 +20,13 @@ def _without_spaces(schema: str) -> str:
     return re.sub(r"\s+", "", schema)
 
 
-def test_L1_recorded_schemas_are_those_that_torch_npu_registers() -> None:
+def test_recorded_schemas_are_those_that_torch_npu_registers_L1() -> None:
     for name, recorded in npu_reference.recorded_schemas("2.13").items():
         registered = getattr(torch.ops.npu, name).default._schema
         assert str(torch._C.parse_schema(f"npu::{recorded}")) == str(registered)
 
 
-def test_L1_recorded_schemas_of_the_older_release_are_in_its_binary() -> None:
+def test_recorded_schemas_of_the_older_release_are_in_its_binary_L1() -> None:
     binary = Path(os.environ["ASCEND_OLDER_LIBRARY"]).read_bytes()
     texts = {_without_spaces(t.decode()) for t in re.findall(rb"npu_\w+\([\x20-\x7e]+->[\x20-\x7e]+", binary)}
     missing = [n for n, s in npu_reference.recorded_schemas("2.11").items() if _without_spaces(s) not in texts]
@@ -37,7 +37,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def test_L2_calls_pass_the_vendors_shape_inference() -> None:
+def test_calls_pass_the_vendors_shape_inference_L2() -> None:
     assert calls.rms_norm(_empty(6, 512), _empty(512), 1e-5).shape == (6, 512)
     wide = _empty(6, 512, dtype=torch.float32)
     assert [t.shape for t in calls.add_rms_norm(wide, wide, wide[0], 1e-5)] == [(6, 512)] * 2
@@ -55,7 +55,7 @@ def test_L2_calls_pass_the_vendors_shape_inference() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_L2_attention_passes_the_vendors_shape_inference(window: int | None) -> None:
+def test_attention_passes_the_vendors_shape_inference_L2(window: int | None) -> None:
     pages, mask = _empty(10, 128, 128), _empty(2048, 2048, dtype=torch.int8)
     common = {
         "scale": 0.1, "table": _empty(3, 4, dtype=torch.int32), "query_ends": [2, 4, 6], "kv_lens": [100, 200, 300],
