@@ -127,6 +127,20 @@ def fused_infer_attention_score(
     return out, torch.empty(0)
 
 
+def fused_infer_attention_score_out(*args: Any, workspace: Any, out: list[torch.Tensor], **kwargs: Any) -> Any:
+    del workspace
+    out[0].copy_(fused_infer_attention_score(*args, **kwargs)[0])
+    return tuple(out)
+
+
+#: Forms of an op that torch_npu's graphs put in its place. No schema of theirs is recorded.
+IN_GRAPHS: dict[str, Callable[..., Any]] = {
+    "npu_fused_infer_attention_score.out": fused_infer_attention_score_out,
+    "_npu_fused_infer_attention_score_infer_output": lambda query, value, **_: (
+        torch.empty_like(query), torch.empty(0),
+    ),
+    "_npu_fused_infer_attention_score_get_max_workspace": lambda *_, **__: torch.empty(64, dtype=torch.uint8),
+}  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "npu_rms_norm": rms_norm, "npu_add_rms_norm": add_rms_norm, "npu_swiglu": swiglu, "npu_rotary_mul": rotary_mul,
     "npu_moe_gating_top_k": moe_gating_top_k, "npu_grouped_matmul": grouped_matmul,
@@ -141,6 +155,8 @@ def register(release: str | None) -> torch.library.Library:
         release: define the ops by this release's schemas; None: torch_npu has defined them.
     """
     library = torch.library.Library("npu", "FRAGMENT" if release else "IMPL")
+    for name, function in ({} if release else IN_GRAPHS).items():
+        library.impl(name, function, "CPU")
     for name, function in FUNCTIONS.items():
         if release:
             library.define(recorded_schemas(release)[name])

@@ -52,7 +52,9 @@ def test_marks_do_not_fit_without_the_nodes_and_still_claim_the_bus_L0(tmp_path:
     assert "no /dev/davinci_manager; pass it" in marks(tmp_path, TORCH, "2.13.0").reasons[0]
 
 
-def test_the_probes_result_depends_on_visible_devices_and_settings_L0(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probes_result_depends_on_visible_devices_and_settings_L0(
+    dev: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = marks(dev, TORCH, "2.13.0").cache_key
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
     assert marks(dev, TORCH, "2.13.0").cache_key != before

@@ -54,7 +54,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def npu() -> Iterator[SimulatedNpu]:
     """Ops on npu tensors are computed while a test runs."""
     torch.set_num_threads(1)
-    with SimulatedNpu() as mode:
+    with SimulatedNpu() as mode, mode.graphs.patched():
         yield mode
 
 

@@ -98,6 +98,8 @@ int aclGetCompileoptSize(int name) { return 16; }
 int aclrtDeviceGetBareTgid(int32_t *to) { *to = 1; return 0; }
 int aclrtPeekAtLastError(int level) { return 0; }
 int aclrtGetLastError(int level) { return 0; }
+static uintptr_t next_group = 1;
+int aclmdlRICaptureTaskGrpEnd(void *stream, void **group) { *group = (void *)next_group++; return 0; }
 int aclmdlRICaptureBegin(void *stream, int mode) { capturing = 1; return 0; }
 int aclmdlRICaptureEnd(void *stream, void **model) { capturing = 0; *model = (void *)0x77; return 0; }
 int aclmdlRICaptureGetInfo(void *stream, int *status, void **model) { *status = capturing; *model = (void *)0x77; return 0; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch_npu
 from simulator import SimulatedNpu
 
 from evener.engine.wire.messages import NewRequest, Sampling
+from evener.errors import EngineError
 from evener_backend_ascend.chip import chip_of
-from evener_conformance.reference.engine import play
+from evener_backend_ascend.graph import NpuGraphs, NpuReplay
+from evener_conformance.reference.engine import RunResult, play
 
 GREEDY = Sampling(temperature=0.0)
 LATENT = {
@@ -54,9 +57,71 @@ def test_tokens_are_those_of_the_reference_L3(npu: SimulatedNpu, start: Any, mod
     assert ran >= set(used) if chip.paged else not ran
 
 
+def replayed(start: Any, model: str) -> RunResult:
+    """Requests of which one comes later, with captured decode steps."""
+    family, changes, _ = MODELS[model]
+    return play(start(family, changes, backend="ascend"), requests(), arrivals={"r3": 6})
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_captured_steps_give_the_tokens_of_the_reference_L3(npu: SimulatedNpu, start: Any, model: str) -> None:
+    family, changes, _ = MODELS[model]
+    want = play(start(family, changes, backend="reference"), requests(), arrivals={"r3": 6})
+    got = replayed(start, model)
+    assert not got.dead, got.dead
+    assert got.tokens == want.tokens
+    assert got.reasons() == want.reasons()
+    chip = chip_of(torch_npu.npu.get_soc_version())
+    assert chip is not None
+    # Two segments a step; the first steps of a number of requests compute prompts.
+    assert npu.graphs.replays > 20 if chip.paged else not npu.graphs.replays
+
+
+def test_without_the_update_of_lengths_captured_steps_give_other_tokens_L3(
+    npu: SimulatedNpu, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, changes, _ = MODELS["llama"]
+    want = play(start(family, changes, backend="reference"), requests(), arrivals={"r3": 6})
+    monkeypatch.setattr(NpuReplay, "update", lambda self, query_lens, kv_lens: None)
+    got = replayed(start, "llama")
+    assert (got.tokens != want.tokens) == bool(npu.graphs.replays)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe", "deepseek-v3"])
+def test_two_ranks_over_npu_tensors_give_the_tokens_of_the_reference_L3(start: Any, model: str) -> None:
+    family, changes, _ = MODELS[model]
+    want = play(start(family, changes, backend="reference"), requests())
+    ranks = {"backend": "ascend", "infer.use_cuda_graph": False, "infer.tp_size": 2}
+    controller = start(family, changes, **ranks)
+    try:
+        got = play(controller, requests())
+    finally:
+        controller.executor.close()
+    assert not got.dead, got.dead
+    assert got.tokens == want.tokens
+    assert got.reasons() == want.reasons()
+
+
 def test_an_op_that_is_not_simulated_fails_loudly_L3(npu: SimulatedNpu) -> None:
     with pytest.raises(NotImplementedError, match="npu_gelu"):
         torch.ops.npu.npu_gelu(torch.zeros(4, device="npu"))
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: x.copy_(torch.ones(4)), lambda x: x.nonzero()],
+    ids=["a value", "a copy to the host", "a copy from the host", "a shape"],
+)
+def test_what_waits_for_the_host_cannot_be_captured_L3(npu: SimulatedNpu, segment: Any) -> None:
+    x = torch.zeros(4, device="npu")
+    graphs = NpuGraphs(SimpleNamespace(module=torch.npu, name="npu 0", synchronize=torch.npu.synchronize))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="npu 0 cannot capture it"):
+        graphs.capture(lambda: segment(x))
+    replay = graphs.capture(lambda: x.add_(1))
+    assert x.cpu().tolist() == [0] * 4, "a capture computes nothing"
+    replay()
+    replay()
+    assert x.cpu().tolist() == [2] * 4
 
 
 def test_the_chip_is_the_one_that_was_asked_for_L3() -> None:
