@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import npu_reference
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
 from evener.errors import EngineError
 from evener.ops.reference import basic, experts, linear, norm, rotary
@@ -26,6 +28,7 @@ from evener_backend_ascend.kernels import (
     NpuRoute,
     NpuSwiGlu,
 )
+from evener_backend_ascend.quantized import NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
 A2 = next(capabilities(chip) for chip in CHIPS if chip.name == "910b")
@@ -110,6 +113,84 @@ def test_products_of_experts_equal_the_reference_and_pairs_without_an_expert_are
     bias = torch.randn(4, 24, generator=rows) if biased else None
     x = torch.randn(4, 16, generator=rows)
     check(NpuGroupedLinear(), linear.grouped_linear, static, x, weight, slots, bias, atol=1e-4)
+
+
+def int8_part(rows: int, columns: int, activation: str | None, noise: torch.Generator, name: str = "w") -> WeightPart:
+    codes = torch.randint(-127, 128, (rows, columns), generator=noise, dtype=torch.int8)
+    tensors = {"weight": codes, "scale": torch.rand(rows, 1, generator=noise) / 500 + 1e-4}
+    form = QuantFormat("int8", group=0, scale="float32", activation=activation, bits=8 + 32 / columns)
+    return WeightPart(name, rows, columns, form, tensors)
+
+
+@pytest.mark.parametrize("activation", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_with_int8_weights_equal_dequantized_ones_L1(
+    npu: None, rows: torch.Generator, activation: str | None, dtype: str, biased: bool
+) -> None:
+    kernel, kind = NpuInt8Linear(), getattr(torch, dtype)
+    (packing,) = kernel.packings
+    parts = [int8_part(24, 64, activation, rows, "q"), int8_part(8, 64, activation, rows, "k")]
+    assert packing.supports(parts, dtype) is None
+    packed = packing.pack(parts, dtype, torch.device("cpu"))
+    assert packed.nbytes == packing.nbytes(parts, dtype) == sum(each.nbytes for each in packed.data)
+    weight = SimpleNamespace(parts=parts)
+    call = OpCall(
+        "linear", {"weight": weight, "rows": 32, "columns": 64, "dtype": dtype, "out": dtype}, Bucket(1, 9), A2
+    )
+    assert kernel.supports(call) is None
+    x = torch.randn(7, 64, generator=rows).to(kind)
+    x[3] = 0
+    bias = torch.randn(32, generator=rows).to(kind) if biased else None
+    found = kernel.build(call)(x, packed, bias)
+    assert found.dtype == kind and kernel.build(call)(x[:0], packed, bias).shape == (0, 32)
+    wide = torch.cat([part.tensors["weight"].double() * part.tensors["scale"].double() for part in parts])
+    want = x.double() @ wide.T + (0 if bias is None else bias.double())
+    # Half a step of each activation's code; a half's rounding of the result, and of the scale where x has the scale's.
+    step = x.double().abs().amax(-1, keepdim=True) / 127 / 2 if activation else torch.zeros(7, 1).double()
+    allowed = step * wide.abs().sum(1) + (want.abs() + x.double().abs() @ wide.abs().T) * torch.finfo(kind).eps
+    assert bool(((found.double() - want).abs() <= allowed + 1e-6).all())
+    if activation:
+        error = (found.double() - want).abs().max()
+        assert error > 1e-4, "activations were not quantized"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"zero": "int8"}, "no zero points"), ({"group": 32}, "32 columns x 1 rows share one"),
+        ({"activation": "float8_e4m3fn"}, "not to float8_e4m3fn"), ({"storage": "int4"}, "stored as int4"),
+        ({"order": "act"}, "stored as int8"), ({"group_out": 128}, "128 rows share one"),
+    ],
+)  # fmt: skip
+def test_int8_weights_of_another_form_are_refused_with_the_reason_L1(change: dict[str, Any], reason: str) -> None:
+    (packing,) = NpuInt8Linear.packings
+    part = int8_part(8, 64, None, torch.Generator())
+    assert reason in (packing.supports([replace(part, format=replace(part.format, **change))], "float16") or "")
+    mixed = [part, replace(part, format=replace(part.format, activation="int8"))]
+    assert packing.supports(mixed, "float16") == "its parts are stored in different formats"
+    assert packing.supports([part], "float32") == "computes in float16 or bfloat16, not in float32"
+    assert "at most 65535 each" in (packing.supports([replace(part, rows=70000)], "float16") or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 8)}, r"x is torch\.float32"),
+        ({"codes": torch.zeros(9, 4, dtype=torch.int8)}, r"codes \[9, 4\]"),
+        ({"scales": torch.zeros(4, dtype=torch.float16)}, "scales"),
+        ({"bias": torch.zeros(5)}, "the bias"),
+    ],
+)
+def test_wrong_operands_of_int8_products_are_errors_L1(npu: None, change: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {
+        "x": torch.ones(2, 8, dtype=torch.float16), "codes": torch.ones(8, 4, dtype=torch.int8),
+        "scales": torch.ones(4), "bias": None,
+    }  # fmt: skip
+    for product in (calls.int8_matmul, calls.int8_weight_matmul):
+        torch.testing.assert_close(product(**right), torch.full((2, 4), 8.0, dtype=torch.float16), rtol=1e-3, atol=0)
+        with pytest.raises(EngineError, match=message):
+            product(**{**right, **change})
 
 
 def step_of(counts: list[int], lengths: list[int]) -> StateStep:

@@ -21,6 +21,7 @@ GREEDY = Sampling(temperature=0.0)
 LATENT = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 32,
 }  # fmt: skip
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 PAGED = ("npu::npu_fused_infer_attention_score", "npu::npu_scatter_pa_kv_cache")
 NORMS = ("npu::npu_rms_norm", "npu::npu_add_rms_norm")
 EXPERTS = ("npu::npu_moe_gating_top_k", "npu::npu_grouped_matmul")
@@ -35,7 +36,7 @@ def requests(count: int = 4, tokens: int = 8) -> list[NewRequest]:
 
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("Llama", {"head_dim": 16}, (*PAGED, *NORMS, "npu::npu_swiglu", "npu::npu_rotary_mul")),
-    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16}, (*PAGED, *NORMS, *EXPERTS)),
+    "qwen3-moe": ("Qwen3Moe", GROUPED, (*PAGED, *NORMS, *EXPERTS)),
     "deepseek-v3": ("DeepseekV3", LATENT, (*PAGED, *NORMS, *EXPERTS)),
     "windows": ("Gemma3", {"head_dim": 16}, PAGED),
 }
@@ -105,6 +106,25 @@ def test_two_ranks_over_npu_tensors_give_the_tokens_of_the_reference_L3(start: A
 def test_an_op_that_is_not_simulated_fails_loudly_L3(npu: SimulatedNpu) -> None:
     with pytest.raises(NotImplementedError, match="npu_gelu"):
         torch.ops.npu.npu_gelu(torch.zeros(4, device="npu"))
+
+
+def test_a_capture_that_fails_at_its_end_leaves_eager_steps_as_they_were_L3(
+    npu: SimulatedNpu, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch_npu itself would go on recording calls of attention, on the stream of the capture."""
+    family, changes, _ = MODELS["llama"]
+    want = play(start(family, changes, backend="reference"), requests())
+    end = torch.npu.NPUGraph.capture_end
+
+    def fail(graph: Any) -> None:
+        end(graph)
+        raise RuntimeError("a task cannot be captured")
+
+    monkeypatch.setattr(torch.npu.NPUGraph, "capture_end", fail)
+    before = torch.npu.current_stream()
+    got = play(start(family, changes, backend="ascend"), requests())
+    assert got.tokens == want.tokens
+    assert not npu.graphs.replays and torch.npu.current_stream() == before
 
 
 @pytest.mark.parametrize(

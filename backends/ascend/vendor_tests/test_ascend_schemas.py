@@ -50,6 +50,11 @@ def test_calls_pass_the_vendors_shape_inference_L2() -> None:
     assert (weights.shape, ids.shape, ids.dtype) == ((6, 8), (6, 8), torch.int32)
     counts = _empty(4, dtype=torch.int64)
     assert calls.grouped_matmul(_empty(6, 64), _empty(4, 32, 64).transpose(1, 2), counts).shape == (6, 32)
+    codes, scales = _empty(64, 32, dtype=torch.int8), _empty(32, dtype=torch.float32)
+    for product in (calls.int8_matmul, calls.int8_weight_matmul):
+        for dtype in (torch.float16, torch.bfloat16):
+            found = product(_empty(6, 64, dtype=dtype), codes, scales, scales)
+            assert (found.shape, found.dtype) == ((6, 32), dtype)
     key, pages = _empty(6, 2, 64), _empty(10, 128, 2, 64)
     calls.write_pages(key, key, pages, pages, _empty(6, dtype=torch.int32))
 
