@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from evener.backend.torch_marks import TorchMarks
+from evener.config.build import from_overrides
+from evener.config.packages import Packages
 from evener_backend_ascend import descriptor
 from evener_backend_ascend.chip import CHIPS, PAGED, capabilities, chip_of
 from evener_backend_ascend.probe import advice, marks
@@ -100,3 +102,8 @@ def test_a_torch_npu_without_cann_fails_the_probe_with_what_to_type_L0(tmp_path:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "BackendError: torch_npu cannot be imported: libhccl.so" in done.stderr
     assert "type: source /usr/local/Ascend/ascend-toolkit/set_env.sh" in done.stderr
+
+
+def test_chitus_name_for_this_attention_asks_for_whichever_state_of_this_package_fits_L0() -> None:
+    built = from_overrides("m", {"infer.attn_type": "npu"}, Packages(lambda: [descriptor]))
+    assert built.config.ops == {"attention": "ascend"}

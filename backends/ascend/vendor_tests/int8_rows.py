@@ -80,7 +80,7 @@ def write_llama(folder: Path) -> None:
     noise = torch.Generator().manual_seed(3)
 
     def drawn(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=noise) * 2 / columns**0.5
+        return torch.randn(rows, columns, generator=noise) / columns**0.5
 
     tensors = {"model.embed_tokens.weight": drawn(vocab, hidden), "lm_head.weight": drawn(vocab, hidden) * 4,
                "model.norm.weight": torch.ones(hidden)}  # fmt: skip

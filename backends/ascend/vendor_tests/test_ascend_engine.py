@@ -12,7 +12,7 @@ import torch_npu
 from simulator import SimulatedNpu
 
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener.errors import EngineError
+from evener.errors import EngineError, ResolveError
 from evener_backend_ascend.chip import chip_of
 from evener_backend_ascend.graph import NpuGraphs, NpuReplay
 from evener_conformance.reference.engine import RunResult, play
@@ -137,6 +137,19 @@ def test_two_ranks_over_npu_tensors_give_the_tokens_of_the_reference_L3(start: A
     assert not got.dead, got.dead
     assert got.tokens == want.tokens
     assert got.reasons() == want.reasons()
+
+
+@pytest.mark.filterwarnings("ignore:infer.attn_type=npu is read as")
+@pytest.mark.parametrize("model", ["llama", "deepseek-v3"])
+def test_chitus_name_for_this_attention_is_understood_L3(npu: SimulatedNpu, start: Any, model: str) -> None:
+    family, changes, _ = MODELS[model]
+    asked = {"backend": "ascend", "infer.attn_type": "npu"}
+    if not _has_kernels():
+        with pytest.raises(ResolveError, match="the vendor documents the kernel for"):
+            start(family, changes, **asked)
+        return
+    got = play(start(family, changes, **asked), requests(1))
+    assert got.tokens and npu.calls["npu::npu_fused_infer_attention_score"]
 
 
 def test_an_op_that_is_not_simulated_fails_loudly_L3(npu: SimulatedNpu) -> None:

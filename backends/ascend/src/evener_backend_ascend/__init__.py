@@ -15,5 +15,5 @@ descriptor = Descriptor(
     evidence="L3: the engine on torch_npu 2.13 over a fake runtime, 2026-11; no hardware has run it",
     ops=("rms_norm", "add_rms_norm", "act_and_mul", "rotary", "route", "grouped_linear", "linear"),
     states=("ascend.paged", "ascend.latent"),
-    aliases={"infer.attn_type=npu": "ops.attention=ascend.paged"},
+    aliases={"infer.attn_type=npu": "ops.attention=ascend"},
 )
