@@ -102,8 +102,9 @@ int aclrtPeekAtLastError(int level) { return 0; }
 int aclrtGetLastError(int level) { return 0; }
 static uintptr_t next_group = 1;
 int aclmdlRICaptureTaskGrpEnd(void *stream, void **group) { *group = (void *)next_group++; return 0; }
-/* Each capture has a handle of its own: torch_npu finds a capture by it. */
+/* Each capture has a handle and a number of its own: torch_npu finds a capture by them. */
 static uintptr_t model = 0x77;
 int aclmdlRICaptureBegin(void *stream, int mode) { capturing = 1; model++; return 0; }
 int aclmdlRICaptureEnd(void *stream, void **to) { capturing = 0; *to = (void *)model; return 0; }
 int aclmdlRICaptureGetInfo(void *stream, int *status, void **to) { *status = capturing; *to = (void *)model; return 0; }
+int aclmdlRIGetId(void *of, uint32_t *to) { *to = (uint32_t)(uintptr_t)of; return 0; }

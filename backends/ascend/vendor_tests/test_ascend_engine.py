@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,20 @@ def test_a_capture_that_fails_at_its_end_leaves_eager_steps_as_they_were_L3(
     got = play(start(family, changes, backend="ascend"), requests())
     assert got.tokens == want.tokens
     assert not npu.graphs.replays and torch.npu.current_stream() == before
+
+
+def test_an_older_capture_that_is_freed_during_a_capture_does_not_end_it_L3(npu: SimulatedNpu) -> None:
+    x = torch.zeros(4, device="npu")
+    older = [torch.npu.NPUGraph()]
+    with torch.npu.graph(older[0]):
+        x.add_(1)
+    newer = torch.npu.NPUGraph()
+    with torch.npu.graph(newer):
+        x.add_(2)
+        older.clear()
+        gc.collect()
+    newer.replay()
+    assert x.cpu().tolist() == [2] * 4
 
 
 @pytest.mark.parametrize(
