@@ -94,7 +94,7 @@ test-vendors-ascend: install
 	done
 
 test-vendors: test-vendors-ascend  ## vendors' backends without their hardware, slow tests too: calls, the engine on simulated devices, compiled kernels
-	@$(PYTEST) backends/parts/tests backends/hygon/tests backends/muxi/tests backends/gcu/tests tests/test_probe_matrix.py $(ARGS)
+	@$(PYTEST) backends/parts/tests backends/hygon/tests backends/muxi/tests backends/gcu/tests tests/test_probe_matrix.py tests/test_containers.py $(ARGS)
 
 # Shows that nothing in the packages for builds of torch that share a namespace needs their vendor's card.
 test-forks-gpu: install  ## the kit over the hygon and muxi backends on any GPU of torch's namespace cuda

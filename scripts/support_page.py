@@ -32,7 +32,13 @@ ROWS = (
     Row("evener-backend-cpu", "CPUs that torch runs on", "x86-64 with AVX-512 BF16; others were not run", "cpu"),
     Row("evener-backend-cuda", "NVIDIA, compute capability 7.0 and later", "H200 (9.0) alone", "cuda"),
     Row("evener-kernels-triton", "whatever has Triton", "run on 9.0; compiled for seven targets", "triton"),
-    Row("evener-backend-ascend", "Huawei Ascend", "nobody here has touched the hardware", "ascend"),
+    Row(
+        "evener-backend-ascend",
+        "Huawei Ascend",
+        "nobody here has touched the hardware; no Triton kernels, so no L4; "
+        "[doubtful](install-ascend.md#what-is-doubtful): equal routing scores, packed prompts over pages",
+        "ascend",
+    ),
     Row("evener-backend-hygon", "Hygon DCU", "nobody here has touched the hardware", "hygon"),
     Row("evener-backend-muxi", "MetaX", "nobody here has touched the hardware", "muxi"),
     Row("evener-backend-gcu", "Enflame", "nobody here has touched the hardware", "gcu"),

@@ -25,6 +25,10 @@ FROZEN = ROOT / "tests/packages/evener-backend-frozen"
 #: that core no longer has (`evener.layers.settings`), so they must be refused before anything of theirs is imported.
 OLD = ROOT / "tests/packages/wheels-of-contracts-1"
 
+#: The packages of docs/examples as they were when the first vendors' backends were written (commit 994cb73): a device
+#: with kernels, packing, state and graphs; a model; a quantization scheme; a kind of state.
+NEWER = ROOT / "tests/packages/wheels-of-contracts-2"
+
 #: Digest of all files of the frozen package. If core cannot load the package any more, change core; or, if the change
 #: is meant to break a contract, raise the contract's version and update the package with it.
 DIGEST = "3c601908ff73bd8dbd310955d76a216c3963716893e2d86e2468c162cddd5d19"
@@ -66,6 +70,30 @@ for run, options in (("backend", {"backend": "worked"}), ("model", {"backend": "
         said[run] = f"{type(error).__name__}: {error}"
 said["imported"] = sorted(name for name in sys.modules if name.startswith(("evener_backend_w", "evener_model_")))
 print(json.dumps(said))
+"""
+
+#: Runs the example model of the wheels in a folder on their backend and on the CPU's; prints what each run and each
+#: wheel says, and the contract versions that each wheel implements.
+RUN_NEWER = """
+import json, sys
+from importlib.metadata import distributions
+from evener import LLM, SamplingParams
+from evener.errors import EvenerError
+from evener.plugins.discover import discover
+
+wheels, model = sys.argv[1:]
+said = {p.distribution: f"{type(p.error).__name__}: {p.error}" for p in discover(path=[wheels], environ={}).problems}
+runs = {}
+for backend in ("worked", "cpu"):
+    try:
+        with LLM(model, load="dummy", dtype="float32", backend=backend, **{"infer.kv_memory": "4MiB"}) as llm:
+            greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+            runs[backend] = llm.generate([5, 7, 5], greedy)[0].outputs[0].token_ids
+    except EvenerError as error:
+        runs[backend] = f"{type(error).__name__}: {error}"
+points = {d.name: p for d in distributions(path=[wheels]) for p in d.entry_points if p.group.startswith("evener.")}
+contracts = {name: dict(point.load().contracts) for name, point in points.items()}
+print(json.dumps({"said": said, "runs": runs, "contracts": contracts}))
 """
 
 TINY = {
@@ -143,6 +171,51 @@ def test_wheels_of_the_examples_built_for_version_1_are_refused_with_both_number
     assert "core speaks probe 2, this backend speaks 1" in said["backend"]
     assert "'ExampleForCausalLM'" in said["model"]
     assert "core speaks architecture 2, this plugin speaks 1" in said["model"]
+
+
+def test_wheels_of_the_examples_built_for_version_2_run_or_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    """Which of the two follows from the numbers alone: an ImportError or another surprise is neither."""
+    installed, model = tmp_path / "installed", tmp_path / "model"
+    install({p.relative_to(NEWER).as_posix(): p.read_text() for p in _files(NEWER)}, tmp_path / "source", installed)
+    model.mkdir()
+    own = {"architectures": ["ExampleForCausalLM"], "head_dim": 8, "rope_theta": 10000.0}
+    (model / "config.json").write_text(json.dumps({**TINY, **own}))
+    words = [sys.executable, "-c", RUN_NEWER, str(installed), str(model)]
+    environ = {**_environ(installed, tmp_path), "WORKED_PRETEND": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["contracts"]) == len(list(NEWER.iterdir())) == 4
+    refused = {
+        package: [contract for contract, version in versions.items() if not _spoken(contract, version)]
+        for package, versions in found["contracts"].items()
+    }
+    for package, wrong in refused.items():
+        assert (package in found["said"]) == bool(wrong)
+        for contract in wrong:
+            assert found["said"][package].startswith("ContractVersionError: core speaks ")
+            assert f"speaks {found['contracts'][package][contract]}" in found["said"][package]
+    if not any(refused.values()):
+        assert found["runs"]["worked"] == found["runs"]["cpu"] and len(found["runs"]["cpu"]) == 4
+
+
+@pytest.mark.parametrize("package", sorted(path.name for path in NEWER.iterdir()))
+def test_a_later_core_refuses_each_of_these_wheels_with_both_numbers(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {p.relative_to(NEWER).as_posix(): p.read_text() for p in _files(NEWER / package)}
+    install(files, tmp_path / "source", tmp_path / "installed")
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    later = {contract: (newest + 1, newest + 1) for contract, (_, newest) in CORE_CONTRACTS.items()}
+    found = discover(path=[str(tmp_path / "installed")], environ={}, core_contracts={**later, "descriptor": (1, 1)})
+    [problem] = found.problems
+    assert isinstance(problem.error, ContractVersionError)
+    assert f"pip install -U {package}" in str(problem.error)
+
+
+def _spoken(contract: str, version: int) -> bool:
+    oldest, newest = CORE_CONTRACTS[contract]
+    return oldest <= version <= newest
 
 
 def test_every_package_of_this_repository_implements_the_versions_that_core_speaks() -> None:

@@ -21,7 +21,7 @@ import evener_backend_muxi.probe
 from evener.backend.torch_marks import TorchMarks
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
 from evener.errors import EvenerError
-from evener.plugins.choose import assess
+from evener.plugins.choose import accelerators, assess, unclaimed
 from evener.plugins.discover import discover
 from evener.plugins.probe import ProbeOutcome
 from evener_conformance.distributions import write_distribution
@@ -112,6 +112,17 @@ MACHINES = {
 }
 
 
+#: PCI devices of public lists, and the backend of each. Hygon's, MetaX's and Enflame's are in pci.ids of 2026-08-22
+#: (K100_AI; C500; S60, L300, L600), where Huawei's NPUs are not: theirs are in its driver's script that collects logs.
+BUS = {
+    "1d94:6211": "hygon", "9999:0a01": "muxi", "1e36:c035": "gcu", "1e36:c041": "gcu", "1e36:c042": "gcu",
+    "19e5:d100": "ascend", "19e5:d500": "ascend", "19e5:d801": "ascend", "19e5:d802": "ascend", "19e5:d803": "ascend",
+    "10de:2335": "cuda",
+}  # fmt: skip
+#: Accelerators that none of these backends serves: Huawei's for video, AMD's Instinct MI210.
+NOT_SERVED = ("19e5:a127", "1002:740f")
+
+
 @pytest.fixture
 def no_visibility(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA", "HIP", "MACA", "TOPS", "ENFLAME", "ASCEND_RT"):
@@ -157,6 +168,16 @@ def pci_bus(folder: Path, ident: str) -> Path:
         for file, text in zip(("class", "vendor", "device"), ("0x120000", *ident.split(":")), strict=True):
             (slot / file).write_text(text + "\n")
     return folder
+
+
+@pytest.mark.parametrize("ident", [*BUS, *NOT_SERVED])
+def test_a_device_of_public_lists_is_claimed_by_its_vendors_backend_alone_L0(ident: str, tmp_path: Path) -> None:
+    claims = {vendor: marks(tmp_path, STOCK, frozenset()).pci_ids for vendor, marks in MARKS.items()}
+    on_bus = accelerators(pci_bus(tmp_path / "pci", ":".join(f"0x{part}" for part in ident.split(":"))))
+    assert [device.ident for device in on_bus] == [ident]
+    assert [vendor for vendor, claim in claims.items() if not unclaimed(on_bus, claim)] == [
+        *filter(None, [BUS.get(ident)])
+    ]
 
 
 @pytest.mark.parametrize("vendor", sorted(MARKS))

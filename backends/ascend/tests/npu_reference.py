@@ -85,6 +85,34 @@ def grouped_matmul(
     return [out]
 
 
+def dynamic_quant(input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    assert input.dtype in (torch.float16, torch.bfloat16)
+    scales = input.float().abs().amax(-1) / 127
+    # A row of zeros has a scale of 0.
+    codes = torch.round(input.float() / scales.clamp_min(1e-30)[:, None])
+    return codes.to(torch.int8), scales
+
+
+def quant_matmul(
+    x1: torch.Tensor, x2: torch.Tensor, scale: torch.Tensor, *, pertoken_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, output_dtype: int | None = None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    assert pertoken_scale is not None and x1.dtype == x2.dtype == torch.int8, "other forms are not simulated"
+    # Exact, as int32 sums are.
+    y = (x1.double() @ x2.double()).float() * scale * pertoken_scale[:, None]
+    return (y if bias is None else y + bias).to({5: torch.float16, 15: torch.bfloat16}[int(output_dtype or 0)])
+
+
+def weight_quant_batchmatmul(
+    x: torch.Tensor, weight: torch.Tensor, antiquant_scale: torch.Tensor, antiquant_offset: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None, quant_offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, antiquant_group_size: int = 0, inner_precise: int = 0, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    assert weight.dtype == torch.int8 and antiquant_scale.dtype == x.dtype and not antiquant_group_size
+    y = x.float() @ (weight.float() * antiquant_scale.float())
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
 def scatter_pa_kv_cache(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
     slot_mapping: torch.Tensor, *, cache_mode: str | None = "PA_NZ", **_: Any,
@@ -127,10 +155,26 @@ def fused_infer_attention_score(
     return out, torch.empty(0)
 
 
+def fused_infer_attention_score_out(*args: Any, workspace: Any, out: list[torch.Tensor], **kwargs: Any) -> Any:
+    del workspace
+    out[0].copy_(fused_infer_attention_score(*args, **kwargs)[0])
+    return tuple(out)
+
+
+#: Forms of an op that torch_npu's graphs put in its place. No schema of theirs is recorded.
+IN_GRAPHS: dict[str, Callable[..., Any]] = {
+    "npu_fused_infer_attention_score.out": fused_infer_attention_score_out,
+    "_npu_fused_infer_attention_score_infer_output": lambda query, value, **_: (
+        torch.empty_like(query), torch.empty(0),
+    ),
+    "_npu_fused_infer_attention_score_get_max_workspace": lambda *_, **__: torch.empty(64, dtype=torch.uint8),
+}  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "npu_rms_norm": rms_norm, "npu_add_rms_norm": add_rms_norm, "npu_swiglu": swiglu, "npu_rotary_mul": rotary_mul,
     "npu_moe_gating_top_k": moe_gating_top_k, "npu_grouped_matmul": grouped_matmul,
-    "npu_scatter_pa_kv_cache": scatter_pa_kv_cache, "npu_fused_infer_attention_score": fused_infer_attention_score,
+    "npu_dynamic_quant": dynamic_quant, "npu_quant_matmul": quant_matmul,
+    "npu_weight_quant_batchmatmul": weight_quant_batchmatmul, "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
+    "npu_fused_infer_attention_score": fused_infer_attention_score,
 }  # fmt: skip
 
 
@@ -141,6 +185,8 @@ def register(release: str | None) -> torch.library.Library:
         release: define the ops by this release's schemas; None: torch_npu has defined them.
     """
     library = torch.library.Library("npu", "FRAGMENT" if release else "IMPL")
+    for name, function in ({} if release else IN_GRAPHS).items():
+        library.impl(name, function, "CPU")
     for name, function in FUNCTIONS.items():
         if release:
             library.define(recorded_schemas(release)[name])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import npu_reference
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
 from evener.errors import EngineError
 from evener.ops.reference import basic, experts, linear, norm, rotary
@@ -26,13 +28,14 @@ from evener_backend_ascend.kernels import (
     NpuRoute,
     NpuSwiGlu,
 )
+from evener_backend_ascend.quantized import NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
 A2 = next(capabilities(chip) for chip in CHIPS if chip.name == "910b")
 OLD = next(capabilities(chip) for chip in CHIPS if chip.name == "310p")
 
 
-@pytest.fixture(params=npu_reference.RELEASES, ids=[f"L1-torch_npu-{r}" for r in npu_reference.RELEASES])
+@pytest.fixture(params=npu_reference.RELEASES, ids=[f"torch_npu-{r}" for r in npu_reference.RELEASES])
 def npu(request: pytest.FixtureRequest) -> Iterator[None]:
     """``torch.ops.npu`` with a release's schemas."""
     library = npu_reference.register(request.param)
@@ -56,7 +59,7 @@ def check(kernel: Any, reference: Any, static: dict[str, Any], *inputs: Any, ato
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_norms_equal_the_reference(npu: None, rows: torch.Generator, dtype: str, offset: float) -> None:
+def test_norms_equal_the_reference_L1(npu: None, rows: torch.Generator, dtype: str, offset: float) -> None:
     kind = getattr(torch, dtype)
     static = {"hidden": 32, "eps": 1e-6, "offset": offset, "dtype": dtype}
     x, weight = torch.randn(5, 32, generator=rows).to(kind), torch.randn(32, generator=rows).to(kind)
@@ -68,14 +71,14 @@ def test_norms_equal_the_reference(npu: None, rows: torch.Generator, dtype: str,
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("size", [16, 8])
-def test_rotation_equals_the_reference(npu: None, rows: torch.Generator, interleaved: bool, size: int) -> None:
+def test_rotation_equals_the_reference_L1(npu: None, rows: torch.Generator, interleaved: bool, size: int) -> None:
     static = {"head_dim": 16, "rotary_dim": size, "interleaved": interleaved, "dtype": "float32"}
     query, key = torch.randn(6, 4, 16, generator=rows), torch.randn(6, 2, 16, generator=rows)
     positions, table = torch.arange(6, dtype=torch.int32) + 3, torch.randn(20, size, generator=rows)
     check(NpuRotary(), rotary.rotary, static, positions, query, key, table)
 
 
-def test_swiglu_equals_the_reference(npu: None, rows: torch.Generator) -> None:
+def test_swiglu_equals_the_reference_L1(npu: None, rows: torch.Generator) -> None:
     static = {"inner": 24, "activation": "silu", "dtype": "float32"}
     check(NpuSwiGlu(), basic.act_and_mul, static, torch.randn(5, 48, generator=rows))
 
@@ -87,7 +90,7 @@ def test_swiglu_equals_the_reference(npu: None, rows: torch.Generator) -> None:
         ("sigmoid", True, 4, 2, 2, True), ("sigmoid", True, 1, 1, 2, True),
     ],
 )  # fmt: skip
-def test_routing_equals_the_reference(
+def test_routing_equals_the_reference_L1(
     npu: None, rows: torch.Generator, scoring: str, renormalize: bool, groups: int, top_groups: int, group_best: int,
     biased: bool,
 ) -> None:  # fmt: skip
@@ -100,7 +103,7 @@ def test_routing_equals_the_reference(
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_of_experts_equal_the_reference_and_pairs_without_an_expert_are_zero(
+def test_products_of_experts_equal_the_reference_and_pairs_without_an_expert_are_zero_L1(
     npu: None, rows: torch.Generator, biased: bool
 ) -> None:
     stack = torch.randn(4, 24, 16, generator=rows)
@@ -110,6 +113,84 @@ def test_products_of_experts_equal_the_reference_and_pairs_without_an_expert_are
     bias = torch.randn(4, 24, generator=rows) if biased else None
     x = torch.randn(4, 16, generator=rows)
     check(NpuGroupedLinear(), linear.grouped_linear, static, x, weight, slots, bias, atol=1e-4)
+
+
+def int8_part(rows: int, columns: int, activation: str | None, noise: torch.Generator, name: str = "w") -> WeightPart:
+    codes = torch.randint(-127, 128, (rows, columns), generator=noise, dtype=torch.int8)
+    tensors = {"weight": codes, "scale": torch.rand(rows, 1, generator=noise) / 500 + 1e-4}
+    form = QuantFormat("int8", group=0, scale="float32", activation=activation, bits=8 + 32 / columns)
+    return WeightPart(name, rows, columns, form, tensors)
+
+
+@pytest.mark.parametrize("activation", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_with_int8_weights_equal_dequantized_ones_L1(
+    npu: None, rows: torch.Generator, activation: str | None, dtype: str, biased: bool
+) -> None:
+    kernel, kind = NpuInt8Linear(), getattr(torch, dtype)
+    (packing,) = kernel.packings
+    parts = [int8_part(24, 64, activation, rows, "q"), int8_part(8, 64, activation, rows, "k")]
+    assert packing.supports(parts, dtype) is None
+    packed = packing.pack(parts, dtype, torch.device("cpu"))
+    assert packed.nbytes == packing.nbytes(parts, dtype) == sum(each.nbytes for each in packed.data)
+    weight = SimpleNamespace(parts=parts)
+    call = OpCall(
+        "linear", {"weight": weight, "rows": 32, "columns": 64, "dtype": dtype, "out": dtype}, Bucket(1, 9), A2
+    )
+    assert kernel.supports(call) is None
+    x = torch.randn(7, 64, generator=rows).to(kind)
+    x[3] = 0
+    bias = torch.randn(32, generator=rows).to(kind) if biased else None
+    found = kernel.build(call)(x, packed, bias)
+    assert found.dtype == kind and kernel.build(call)(x[:0], packed, bias).shape == (0, 32)
+    wide = torch.cat([part.tensors["weight"].double() * part.tensors["scale"].double() for part in parts])
+    want = x.double() @ wide.T + (0 if bias is None else bias.double())
+    # Half a step of each activation's code; a half's rounding of the result, and of the scale where x has the scale's.
+    step = x.double().abs().amax(-1, keepdim=True) / 127 / 2 if activation else torch.zeros(7, 1).double()
+    allowed = step * wide.abs().sum(1) + (want.abs() + x.double().abs() @ wide.abs().T) * torch.finfo(kind).eps
+    assert bool(((found.double() - want).abs() <= allowed + 1e-6).all())
+    if activation:
+        error = (found.double() - want).abs().max()
+        assert error > 1e-4, "activations were not quantized"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"zero": "int8"}, "no zero points"), ({"group": 32}, "32 columns x 1 rows share one"),
+        ({"activation": "float8_e4m3fn"}, "not to float8_e4m3fn"), ({"storage": "int4"}, "stored as int4"),
+        ({"order": "act"}, "stored as int8"), ({"group_out": 128}, "128 rows share one"),
+    ],
+)  # fmt: skip
+def test_int8_weights_of_another_form_are_refused_with_the_reason_L1(change: dict[str, Any], reason: str) -> None:
+    (packing,) = NpuInt8Linear.packings
+    part = int8_part(8, 64, None, torch.Generator())
+    assert reason in (packing.supports([replace(part, format=replace(part.format, **change))], "float16") or "")
+    mixed = [part, replace(part, format=replace(part.format, activation="int8"))]
+    assert packing.supports(mixed, "float16") == "its parts are stored in different formats"
+    assert packing.supports([part], "float32") == "computes in float16 or bfloat16, not in float32"
+    assert "at most 65535 each" in (packing.supports([replace(part, rows=70000)], "float16") or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 8)}, r"x is torch\.float32"),
+        ({"codes": torch.zeros(9, 4, dtype=torch.int8)}, r"codes \[9, 4\]"),
+        ({"scales": torch.zeros(4, dtype=torch.float16)}, "scales"),
+        ({"bias": torch.zeros(5)}, "the bias"),
+    ],
+)
+def test_wrong_operands_of_int8_products_are_errors_L1(npu: None, change: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {
+        "x": torch.ones(2, 8, dtype=torch.float16), "codes": torch.ones(8, 4, dtype=torch.int8),
+        "scales": torch.ones(4), "bias": None,
+    }  # fmt: skip
+    for product in (calls.int8_matmul, calls.int8_weight_matmul):
+        torch.testing.assert_close(product(**right), torch.full((2, 4), 8.0, dtype=torch.float16), rtol=1e-3, atol=0)
+        with pytest.raises(EngineError, match=message):
+            product(**{**right, **change})
 
 
 def step_of(counts: list[int], lengths: list[int]) -> StateStep:
@@ -160,7 +241,7 @@ def compare_state(provider: StateProvider, spec: StateSpec, attention: Attention
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("kind", "window"), [("full", None), ("window", 9), ("window", 200)])
-def test_paged_attention_equals_the_reference(
+def test_paged_attention_equals_the_reference_L1(
     npu: None, rows: torch.Generator, dtype: str, kind: str, window: int | None
 ) -> None:
     tensors = (StateTensor("key", (2, 32), dtype), StateTensor("value", (2, 32), dtype))
@@ -169,7 +250,7 @@ def test_paged_attention_equals_the_reference(
     compare_state(provider, spec, AttentionSpec(8, 32, 0.2, dtype=dtype), rows)
 
 
-def test_latent_attention_equals_the_reference(npu: None, rows: torch.Generator) -> None:
+def test_latent_attention_equals_the_reference_L1(npu: None, rows: torch.Generator) -> None:
     tensors = (StateTensor("latent", (512,), "bfloat16"), StateTensor("rope", (64,), "bfloat16"))
     provider = LatentState(calls.causal_mask(torch.device("cpu")))
     compare_state(provider, StateSpec("latent", tensors), AttentionSpec(32, 576, 0.05, dtype="bfloat16"), rows)
@@ -201,14 +282,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_vendors_silent_mistakes_are_errors(npu: None, wrong: str) -> None:
+def test_the_vendors_silent_mistakes_are_errors_L1(npu: None, wrong: str) -> None:
     calls.attention(**attention_arguments())
     change, message = WRONG[wrong]
     with pytest.raises(EngineError, match=message):
         calls.attention(**{**attention_arguments(), **change})
 
 
-def test_a_gamma_of_another_size_or_dtype_is_an_error(npu: None) -> None:
+def test_a_gamma_of_another_size_or_dtype_is_an_error_L1(npu: None) -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(EngineError, match=r"gamma \[9\] for rows of 8"):
         calls.rms_norm(x, torch.zeros(9), 1e-6)
@@ -216,19 +297,19 @@ def test_a_gamma_of_another_size_or_dtype_is_an_error(npu: None) -> None:
         calls.rms_norm(x, torch.zeros(8, dtype=torch.float16), 1e-6)
 
 
-def test_pages_of_another_size_are_not_written(npu: None) -> None:
+def test_pages_of_another_size_are_not_written_L1(npu: None) -> None:
     rows, pages = torch.zeros(1, 2, 8), torch.zeros(3, 16, 2, 8)
     with pytest.raises(EngineError, match="pages of 16 tokens, not 128"):
         calls.write_pages(rows, rows, pages, pages, torch.zeros(1, dtype=torch.int32))
 
 
-def test_a_planted_wrong_argument_is_refused_by_the_schema(npu: None) -> None:
+def test_a_planted_wrong_argument_is_refused_by_the_schema_L1(npu: None) -> None:
     with pytest.raises(RuntimeError, match=r"(?i)unknown keyword"):
         torch.ops.npu.npu_rms_norm(torch.zeros(2, 8), torch.zeros(8), eps=1e-6)
 
 
-@pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: f"L0-{kind.op}")
-def test_a_chip_that_the_vendor_does_not_document_gets_the_reference(kind: type[Any]) -> None:
+@pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.op)
+def test_a_chip_that_the_vendor_does_not_document_gets_the_reference_L1(kind: type[Any]) -> None:
     reason = kind().supports(OpCall(kind.op, {"dtype": "float16"}, Bucket(1, 1), OLD))
     assert reason == "the vendor documents the kernel for 910_93 and 910b, not for 310p"
 
@@ -242,7 +323,7 @@ def test_a_chip_that_the_vendor_does_not_document_gets_the_reference(kind: type[
         ({"heads": 6}, "no kernel for 6 query heads"),
     ],
 )
-def test_state_that_the_kernel_cannot_read_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+def test_state_that_the_kernel_cannot_read_is_refused_with_the_reason_L1(change: dict[str, Any], reason: str) -> None:
     tensors = (StateTensor("key", (4, 32), "float16"), StateTensor("value", (4, 32), "float16"))
     wanted = {"heads": 8, "head_dim": 32, "scale": 1.0, "dtype": "float16", **change}
     provider = PagedState(torch.zeros(0))

@@ -35,7 +35,7 @@ class Graph:
 @pytest.fixture
 def device() -> Any:
     pools = iter(range(10))
-    npu = SimpleNamespace(made=[], pools=[])
+    npu = SimpleNamespace(made=[], pools=[], streams=[])
 
     def make() -> Graph:
         npu.made.append(Graph())
@@ -49,10 +49,11 @@ def device() -> Any:
         yield
 
     npu.NPUGraph, npu.graph, npu.graph_pool_handle = make, capturing, lambda: f"pool {next(pools)}"
+    npu.current_stream, npu.set_stream = lambda: "main", npu.streams.append
     return SimpleNamespace(module=npu, name="npu 0", synchronize=lambda: None)
 
 
-def test_the_lengths_of_each_step_are_updated_before_its_replay(device: Any) -> None:
+def test_the_lengths_of_each_step_are_updated_before_its_replay_L0(device: Any) -> None:
     replay = NpuGraphs(device).capture(lambda: None)
     for lengths in ([5, 9], [6, 10]):
         replay.update([1, 1], lengths)
@@ -61,7 +62,7 @@ def test_the_lengths_of_each_step_are_updated_before_its_replay(device: Any) -> 
     assert device.module.made[0].log == [first, "replay", second, "replay"]
 
 
-def test_captures_share_a_pool_until_one_fails(device: Any) -> None:
+def test_captures_share_a_pool_until_one_fails_L0(device: Any) -> None:
     graphs = NpuGraphs(device)
 
     def fail() -> None:
@@ -72,6 +73,7 @@ def test_captures_share_a_pool_until_one_fails(device: Any) -> None:
     with pytest.raises(EngineError, match="npu 0 cannot capture it: stream resources are used up"):
         graphs.capture(fail)
     graphs.capture(lambda: None)
+    assert device.module.streams == ["main"], "a failed capture gives the stream back"
     assert device.module.pools == ["pool 0", "pool 0", "pool 0", "pool 1"]
     graphs.release()
     assert [graph.log for graph in device.module.made] == [["reset"], ["reset"], [], ["reset"]]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import int8_rows
 import npu_reference
 import pytest
 import torch
@@ -40,6 +41,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name in ("davinci0", "davinci1", "davinci_manager"):
         (dev / name).touch()
     write_distribution(folder, "evener-backend-ascend", {"evener.backends": {"ascend": "fake_probe:descriptor"}})
+    write_distribution(folder, "evener-int8-rows", {"evener.plugins": {"int8-rows": "int8_rows:descriptor"}})
     install_reference_backend(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
@@ -54,20 +56,24 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def npu() -> Iterator[SimulatedNpu]:
     """Ops on npu tensors are computed while a test runs."""
     torch.set_num_threads(1)
-    with SimulatedNpu() as mode:
+    with SimulatedNpu() as mode, mode.graphs.patched():
         yield mode
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """``start("Llama", {"num_hidden_layers": 1}, backend="ascend")``: an engine over a tiny model in this process."""
+    """``start("Llama", {"num_hidden_layers": 1}, backend="ascend")``: an engine over a tiny model in this process. Its
+    weights are random, or, with ``load="auto"``, a checkpoint in int8."""
     numbers = itertools.count()
 
     def make(family: str, changes: Mapping[str, Any] | None = None, **overrides: Any) -> Controller:
         common = {"infer.max_seq_len": 400, "infer.kv_memory": 2**24, "dtype": "float16", "infer.block_size": 128,
                   "seed": 7}  # fmt: skip
         shape = {"max_position_embeddings": 512, **(changes or {})}
-        config = small_config(tmp_path / f"model{next(numbers)}", family, shape, **{**common, **overrides})
+        folder = tmp_path / f"model{next(numbers)}"
+        config = small_config(folder, family, shape, **{**common, **overrides})
+        if config.load != "dummy":
+            int8_rows.write_llama(folder)
         # Weights are random: the reference seeds torch's generator of the CPU, which here also fills npu tensors.
         torch.manual_seed(7)
         return build_controller(config)[0]

@@ -32,6 +32,8 @@ static int take(void **to, size_t bytes) {
     head[0] = bytes;
     used += bytes;
     *to = (char *)head + 512;
+    /* Not a number in every float type, so that a reader of memory that nobody wrote is found. */
+    memset(*to, 0xff, bytes);
     return 0;
 }
 
@@ -98,6 +100,11 @@ int aclGetCompileoptSize(int name) { return 16; }
 int aclrtDeviceGetBareTgid(int32_t *to) { *to = 1; return 0; }
 int aclrtPeekAtLastError(int level) { return 0; }
 int aclrtGetLastError(int level) { return 0; }
-int aclmdlRICaptureBegin(void *stream, int mode) { capturing = 1; return 0; }
-int aclmdlRICaptureEnd(void *stream, void **model) { capturing = 0; *model = (void *)0x77; return 0; }
-int aclmdlRICaptureGetInfo(void *stream, int *status, void **model) { *status = capturing; *model = (void *)0x77; return 0; }
+static uintptr_t next_group = 1;
+int aclmdlRICaptureTaskGrpEnd(void *stream, void **group) { *group = (void *)next_group++; return 0; }
+/* Each capture has a handle and a number of its own: torch_npu finds a capture by them. */
+static uintptr_t model = 0x77;
+int aclmdlRICaptureBegin(void *stream, int mode) { capturing = 1; model++; return 0; }
+int aclmdlRICaptureEnd(void *stream, void **to) { capturing = 0; *to = (void *)model; return 0; }
+int aclmdlRICaptureGetInfo(void *stream, int *status, void **to) { *status = capturing; *to = (void *)model; return 0; }
+int aclmdlRIGetId(void *of, uint32_t *to) { *to = (uint32_t)(uintptr_t)of; return 0; }

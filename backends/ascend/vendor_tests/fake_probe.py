@@ -11,7 +11,7 @@ from evener_backend_ascend import descriptor as real
 from evener_backend_ascend.probe import marks as real_marks
 from evener_backend_ascend.probe import probe
 
-descriptor = replace(real, probe="fake_probe")
+descriptor = replace(real, probe="fake_probe", module="simulated_plugin")
 __all__ = ["descriptor", "marks", "probe"]
 
 

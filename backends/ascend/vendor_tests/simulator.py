@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from tape import Call, GraphTapes, inferred
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -21,6 +22,10 @@ _OWN = frozenset({
     "aten::lift_fresh", "aten::detach",
 })  # fmt: skip
 _VENDOR = ("npu", "atb")
+#: What torch_npu's graphs ask for before a capture of the attention kernel: memory, of which nothing is computed.
+_ALLOCATE = frozenset({
+    "npu::_npu_fused_infer_attention_score_get_max_workspace", "npu::_npu_fused_infer_attention_score_infer_output",
+})  # fmt: skip
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,12 +43,14 @@ class SimulatedNpu(TorchDispatchMode):
     """While active, this thread's ops on npu tensors are computed on the host.
 
     Attributes:
-        calls: how often each op ran.
+        calls: how often each op ran, or was captured.
+        graphs: captures of this thread.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.graphs = GraphTapes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,8 +95,29 @@ class SimulatedNpu(TorchDispatchMode):
             return made
 
         low_args, low_kwargs = tree_map(lower, (args, kwargs))
+        if self.graphs.updated is not None:
+            updated = self.graphs.updated
+            assert func is updated.function, f"{name} in the place of {updated.function}"
+            updated.args, updated.kwargs = low_args, low_kwargs
+            return kwargs["out"]
+        if self.graphs.tape is not None and name not in _ALLOCATE:
+            found = inferred(func, args, kwargs)
+            outputs: list[torch.Tensor | None] = []
+
+            def allocate(value: Any) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return value
+                fresh = value.device.type == "meta"
+                if fresh:
+                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=target)
+                outputs.append(on_host(value) if fresh else None)
+                return value
+
+            made = tree_map(allocate, found)
+            self.graphs.record(Call(func, low_args, low_kwargs, outputs))
+            return made
         result = func(*low_args, **low_kwargs)
-        if func.namespace in _VENDOR:
+        if func.namespace in _VENDOR and name not in _ALLOCATE:
             _compare_shapes(name, func, args, kwargs, result)
         return tree_map(lift, result)
 

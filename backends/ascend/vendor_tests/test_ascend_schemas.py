@@ -20,13 +20,13 @@ def _without_spaces(schema: str) -> str:
     return re.sub(r"\s+", "", schema)
 
 
-def test_L1_recorded_schemas_are_those_that_torch_npu_registers() -> None:
+def test_recorded_schemas_are_those_that_torch_npu_registers_L1() -> None:
     for name, recorded in npu_reference.recorded_schemas("2.13").items():
         registered = getattr(torch.ops.npu, name).default._schema
         assert str(torch._C.parse_schema(f"npu::{recorded}")) == str(registered)
 
 
-def test_L1_recorded_schemas_of_the_older_release_are_in_its_binary() -> None:
+def test_recorded_schemas_of_the_older_release_are_in_its_binary_L1() -> None:
     binary = Path(os.environ["ASCEND_OLDER_LIBRARY"]).read_bytes()
     texts = {_without_spaces(t.decode()) for t in re.findall(rb"npu_\w+\([\x20-\x7e]+->[\x20-\x7e]+", binary)}
     missing = [n for n, s in npu_reference.recorded_schemas("2.11").items() if _without_spaces(s) not in texts]
@@ -37,7 +37,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def test_L2_calls_pass_the_vendors_shape_inference() -> None:
+def test_calls_pass_the_vendors_shape_inference_L2() -> None:
     assert calls.rms_norm(_empty(6, 512), _empty(512), 1e-5).shape == (6, 512)
     wide = _empty(6, 512, dtype=torch.float32)
     assert [t.shape for t in calls.add_rms_norm(wide, wide, wide[0], 1e-5)] == [(6, 512)] * 2
@@ -50,12 +50,17 @@ def test_L2_calls_pass_the_vendors_shape_inference() -> None:
     assert (weights.shape, ids.shape, ids.dtype) == ((6, 8), (6, 8), torch.int32)
     counts = _empty(4, dtype=torch.int64)
     assert calls.grouped_matmul(_empty(6, 64), _empty(4, 32, 64).transpose(1, 2), counts).shape == (6, 32)
+    codes, scales = _empty(64, 32, dtype=torch.int8), _empty(32, dtype=torch.float32)
+    for product in (calls.int8_matmul, calls.int8_weight_matmul):
+        for dtype in (torch.float16, torch.bfloat16):
+            found = product(_empty(6, 64, dtype=dtype), codes, scales, scales)
+            assert (found.shape, found.dtype) == ((6, 32), dtype)
     key, pages = _empty(6, 2, 64), _empty(10, 128, 2, 64)
     calls.write_pages(key, key, pages, pages, _empty(6, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_L2_attention_passes_the_vendors_shape_inference(window: int | None) -> None:
+def test_attention_passes_the_vendors_shape_inference_L2(window: int | None) -> None:
     pages, mask = _empty(10, 128, 128), _empty(2048, 2048, dtype=torch.int8)
     common = {
         "scale": 0.1, "table": _empty(3, 4, dtype=torch.int32), "query_ends": [2, 4, 6], "kv_lens": [100, 200, 300],

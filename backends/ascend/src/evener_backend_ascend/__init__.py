@@ -7,13 +7,13 @@ from evener.contracts.descriptor import Descriptor
 descriptor = Descriptor(
     name="ascend",
     summary="Huawei Ascend NPUs: torch_npu's kernels, decode steps as NPU graphs, HCCL.",
-    contracts={"probe": 2, "device": 2, "graph": 1, "communicator": 2, "state": 2, "ops": 2},
+    contracts={"probe": 2, "device": 2, "graph": 1, "communicator": 2, "state": 2, "ops": 2, "quant": 2},
     module="evener_backend_ascend.plugin",
     probe="evener_backend_ascend.probe",
     probe_timeout=120.0,
     serves=frozenset({"namespace:npu"}),
     evidence="L3: the engine on torch_npu 2.13 over a fake runtime, 2026-11; no hardware has run it",
-    ops=("rms_norm", "add_rms_norm", "act_and_mul", "rotary", "route", "grouped_linear"),
+    ops=("rms_norm", "add_rms_norm", "act_and_mul", "rotary", "route", "grouped_linear", "linear"),
     states=("ascend.paged", "ascend.latent"),
-    aliases={"infer.attn_type=npu": "ops.attention=ascend.paged"},
+    aliases={"infer.attn_type=npu": "ops.attention=ascend"},
 )

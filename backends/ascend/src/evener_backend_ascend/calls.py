@@ -98,6 +98,39 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     return y
 
 
+def int8_matmul(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] as int8 with one scale a token, times int8 codes [K, N] with float32 scales [N]; in the dtype of x."""
+    _require_int8(x, codes, scales, bias, "npu_quant_matmul")
+    quantized, tokens = torch.ops.npu.npu_dynamic_quant(x.contiguous())
+    y: torch.Tensor = torch.ops.npu.npu_quant_matmul(
+        quantized, codes, scales, pertoken_scale=tokens, bias=None if bias is None else bias.float(),
+        output_dtype=x.dtype,
+    )  # fmt: skip
+    return y
+
+
+def int8_weight_matmul(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, K] times int8 codes [K, N] with float32 scales [N], which are rounded to the dtype of x."""
+    _require_int8(x, codes, scales, bias, "npu_weight_quant_batchmatmul")
+    # The vendor takes a bias of float16 for float16, and of float32 for bfloat16.
+    wide = None if bias is None else bias.to(torch.float16 if x.dtype == torch.float16 else torch.float32)
+    y: torch.Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(x.contiguous(), codes, scales.to(x.dtype), bias=wide)
+    return y
+
+
+def _require_int8(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, name: str
+) -> None:
+    _require(x.dtype in _HALVES and x.dim() == 2, name, f"x is {x.dtype} {list(x.shape)}")
+    _require(codes.dtype == torch.int8 and x.shape[1] == codes.shape[0], name, f"x {list(x.shape)}, {codes.dtype} "
+             f"codes {list(codes.shape)}")  # fmt: skip
+    _require(scales.dtype == torch.float32 and scales.shape == codes.shape[1:], name, f"scales {list(scales.shape)}")
+    _require(bias is None or bias.shape == scales.shape, name, "the bias")
+    _require(max(codes.shape) < 65536, name, f"codes {list(codes.shape)}")
+
+
 def write_pages(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
 from evener.backend.torch_device import TorchDevice
 from evener.contracts.graph import GraphCapture, Replay
 from evener.errors import EngineError
@@ -39,10 +41,13 @@ class NpuGraphs(GraphCapture):
         # After a capture has failed, its pool is not used again.
         pool, self._pool = self._pool or npu.graph_pool_handle(), None
         self._device.synchronize()
+        stream = npu.current_stream()
         try:
             with npu.graph(graph, pool=pool, auto_dispatch_capture=True):
                 segment()
         except RuntimeError as error:
+            npu.set_stream(stream)
+            _stop_recording(graph)
             raise EngineError(f"{self._device.name} cannot capture it: {error}") from error
         self._pool, self._held = pool, [*self._held, graph]
         return NpuReplay(graph)
@@ -51,3 +56,10 @@ class NpuGraphs(GraphCapture):
         for graph in self._held:
             graph.reset()
         self._held, self._pool = [], None
+
+
+def _stop_recording(graph: Any) -> None:
+    """Leave what torch_npu leaves only after a capture that ended well: the mode that records calls of attention."""
+    stack = _get_current_dispatch_mode_stack()
+    if stack and stack[-1] is graph.graph_dispatch_mode:
+        graph.graph_dispatch_mode.__exit__(None, None, None)

@@ -11,7 +11,9 @@ from evener_backend_ascend import calls
 from evener_backend_ascend.chip import refusal
 
 
-class _NpuKernel(Kernel):
+class NpuKernel(Kernel):
+    """A kernel for the chips that the vendor documents it for."""
+
     priority = 100
     capturable = True
 
@@ -31,7 +33,7 @@ def _gamma(weight: torch.Tensor, offset: float) -> torch.Tensor:
     return wide + offset if offset else wide
 
 
-class NpuRmsNorm(_NpuKernel):
+class NpuRmsNorm(NpuKernel):
     """In the row's dtype; in float32 where the weight has an offset, which half precision would round."""
 
     op, name = "rms_norm", "ascend.rms_norm"
@@ -50,7 +52,7 @@ class NpuRmsNorm(_NpuKernel):
         return run
 
 
-class NpuAddRmsNorm(_NpuKernel):
+class NpuAddRmsNorm(NpuKernel):
     """The stream is float32, and the vendor's kernel takes one dtype: x is widened."""
 
     op, name = "add_rms_norm", "ascend.add_rms_norm"
@@ -70,7 +72,7 @@ class NpuAddRmsNorm(_NpuKernel):
         return run
 
 
-class NpuSwiGlu(_NpuKernel):
+class NpuSwiGlu(NpuKernel):
     """silu and product."""
 
     op, name = "act_and_mul", "ascend.swiglu"
@@ -83,7 +85,7 @@ class NpuSwiGlu(_NpuKernel):
         return calls.swiglu
 
 
-class NpuRotary(_NpuKernel):
+class NpuRotary(NpuKernel):
     """In float32, like the op's meaning: angles in half precision would move keys by their rounding."""
 
     op, name = "rotary", "ascend.rotary"
@@ -114,7 +116,7 @@ class NpuRotary(_NpuKernel):
         return run
 
 
-class NpuRoute(_NpuKernel):
+class NpuRoute(NpuKernel):
     """Scores, groups and the best experts in one kernel. Sigmoid scores are made to sum to 1 by the kernel itself,
     softmax scores by us."""
 
@@ -154,7 +156,7 @@ class NpuRoute(_NpuKernel):
         return run
 
 
-class NpuGroupedLinear(_NpuKernel):
+class NpuGroupedLinear(NpuKernel):
     """Pairs of token and expert, sorted by expert, in one product. No value is read on the host."""
 
     op, name = "grouped_linear", "ascend.grouped_linear"

@@ -22,6 +22,7 @@ from evener_backend_ascend.calls import causal_mask
 from evener_backend_ascend.chip import capabilities, chip_of
 from evener_backend_ascend.graph import NpuGraphs
 from evener_backend_ascend.kernels import KERNELS
+from evener_backend_ascend.quantized import NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
 _HCCL = CommunicatorCapabilities(
@@ -51,7 +52,7 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """One kernel for each op of the descriptor."""
-    return [kind() for kind in KERNELS]
+    return [kind() for kind in (*KERNELS, NpuInt8Linear)]
 
 
 @hookimpl

@@ -1,0 +1,75 @@
+"""Linear layers over int8 weights: ``npu_quant_matmul`` where the format quantizes activations too, otherwise
+``npu_weight_quant_batchmatmul``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.quant import PackedWeight, Packing, WeightPart
+from evener_backend_ascend import calls
+from evener_backend_ascend.kernels import NpuKernel
+
+_SCALES = ("float32", "float16", "bfloat16")
+_HALVES = ("float16", "bfloat16")
+#: The vendor's products take neither more rows nor more columns of a weight.
+_LONGEST = 65535
+
+
+class Int8Rows(Packing):
+    """Weights of int8 codes with one scale a row. ``data``: codes int8 [columns, rows], which is the order that the
+    vendor recommends, and scales float32 [rows], of all parts."""
+
+    layout = "ascend.int8"
+
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        form = parts[0].format
+        if any(part.format != form for part in parts):
+            return "its parts are stored in different formats"
+        if form.storage != "int8" or form.scale not in _SCALES or form.zero or form.order != "row":
+            return f"holds int8 codes with float scales and no zero points, and this is stored as {form.storage}"
+        if (form.group, form.group_out) != (0, 1):
+            return f"has one scale a row, and {form.group} columns x {form.group_out} rows share one here"
+        if form.activation not in (None, "int8"):
+            return f"quantizes activations to int8, not to {form.activation}"
+        rows, columns = sum(part.rows for part in parts), parts[0].columns
+        if max(rows, columns) > _LONGEST:
+            return f"has no kernel for {rows} x {columns}: at most {_LONGEST} each"
+        return None if dtype in _HALVES else f"computes in {' or '.join(_HALVES)}, not in {dtype}"
+
+    def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
+        return sum(part.rows for part in parts) * (parts[0].columns + 4)
+
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        codes = torch.cat([part.tensors["weight"].to(device) for part in parts])
+        scales = torch.cat([part.tensors["scale"].to(device, torch.float32).reshape(-1) for part in parts])
+        rows, columns = codes.shape
+        data = codes.T.contiguous(), scales
+        return PackedWeight(self.layout, (rows, columns), data, rows * (columns + 4), tuple(p.format for p in parts))
+
+
+class NpuInt8Linear(NpuKernel):
+    """Activations as int8 with one scale a token, where the format says so; then sums are of int8 products."""
+
+    op, name = "linear", "ascend.int8_linear"
+    packings = (Int8Rows(),)
+
+    def _unsupported(self, call: OpCall) -> str | None:
+        given, wanted = call.static["dtype"], call.static["out"]
+        return None if given == wanted else f"gives {given}, not {wanted}"
+
+    def workspace(self, call: OpCall) -> int:
+        # The activations in one piece and as codes, their scales, and the weight's scales in the activations' dtype.
+        tokens, s = call.bucket.high, call.static
+        return int(tokens * (3 * s["columns"] + 4) + 6 * s["rows"])
+
+    def build(self, call: OpCall) -> OpFunction:
+        product = calls.int8_matmul if call.static["weight"].parts[0].format.activation else calls.int8_weight_matmul
+
+        def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            codes, scales = weight.data
+            return product(x, codes, scales, bias) if x.shape[0] else x.new_empty(0, codes.shape[1])
+
+        return run
