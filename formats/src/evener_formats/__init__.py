@@ -5,6 +5,7 @@ package         holds
 ==============  ============================================================================
 ``gguf``        GGUF files: header, families' tensor names, and the scheme of block formats
 ``mxfp4``       the scheme of MXFP4 checkpoints (gpt-oss)
+``scaled``      FP8 and int8 with scales: the schemes fp8 and compressed-tensors
 ``tokenizers``  SentencePiece, tiktoken and GGUF tokenizers as ``tokenizer.json``
 ==============  ============================================================================
 """
@@ -15,9 +16,9 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="formats",
-    summary="Checkpoint formats and quantization schemes: GGUF, MXFP4.",
+    summary="Checkpoint formats and quantization schemes: GGUF, MXFP4, FP8, int8.",
     contracts={"descriptor": 1, "checkpoint": 1, "quant": 2},
     module="evener_formats.plugin",
-    formats=("gguf", "mxfp4"),
+    formats=("gguf", "mxfp4", "fp8", "compressed-tensors"),
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
 )

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def evener_quant_schemes() -> Sequence[QuantScheme]:
-    """The schemes of GGUF's block formats and of MXFP4."""
+    """The schemes of GGUF's block formats, of MXFP4, and of eight bits with scales."""
     from evener_formats.gguf.scheme import GgufScheme
     from evener_formats.mxfp4 import Mxfp4Scheme
+    from evener_formats.scaled import CompressedTensors, Fp8Scheme
 
-    return (GgufScheme(), Mxfp4Scheme())
+    return (GgufScheme(), Mxfp4Scheme(), Fp8Scheme(), CompressedTensors())

@@ -1,0 +1,197 @@
+"""Weights of eight bits with scales beside them: the schemes "fp8" and "compressed-tensors".
+
+They store a float8 or int8 matrix ``<name>``, and the scales as ``<name>_scale_inv`` (DeepSeek V3, Qwen 3 FP8, Kimi K2:
+one for each block of 128 × 128) or ``<name>_scale`` (one for the whole matrix, for each row, or for each block). Scales
+multiply. Where a checkpoint also says how activations were rounded when it was made (static scales, int8), they are not
+rounded here: the results are those of the weights as stored, with exact activations. Imports torch only to dequantize.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from evener.contracts.checkpoint import Headers
+from evener.contracts.quant import DTYPE_BYTES, QuantFormat, QuantScheme, WeightPart, plain
+from evener.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_PLAIN = ("float32", "float16", "bfloat16")
+_STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
+#: Bytes of a scale. ``float8_e8m0fnu`` is a power of two (UE8M0).
+_SCALES: Mapping[str, float] = {**{dtype: DTYPE_BYTES[dtype] for dtype in _PLAIN}, "float8_e8m0fnu": 1}
+#: Rows or columns of a block, the usual one first. All are powers of two, so that a shape fits one of them only.
+_BLOCKS = (128, 64, 32, 16, 256)
+_SUFFIXES = ("_scale_inv", "_scale")
+#: Elements that are dequantized at a time, so that the float32 copy stays small.
+_SLICE = 1 << 22
+
+
+class ScaledScheme(QuantScheme):
+    """Matrices of eight bits, and their scales. A weight without scales is not quantized."""
+
+    methods: tuple[str, ...]
+
+    def detect(self, config: Mapping[str, Any]) -> bool:
+        settings = config.get("quantization_config")
+        return isinstance(settings, Mapping) and settings.get("quant_method") in self.methods
+
+    def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
+        scale = next((name + suffix for suffix in _SUFFIXES if name + suffix in headers), None)
+        return {"weight": name} if scale is None else {"weight": name, "scale": scale}
+
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        if name not in headers:
+            self.refuse_packed(name, headers)
+            return None
+        dtype, shape = headers[name]
+        roles = self.tensors(name, headers)
+        if dtype in _PLAIN and "scale" not in roles:
+            rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
+            return WeightPart(name, rows, columns, plain(dtype))
+        if "scale" not in roles:
+            raise CheckpointError(
+                f"{name} is stored as {dtype}, but its scales, {name}_scale_inv or {name}_scale, are missing; fetch "
+                "the files again"
+            )
+        scale, scales = headers[roles["scale"]]
+        form = _format(dtype, shape, scale, scales) if dtype in _STORED and scale in _SCALES else None
+        if form is None:
+            raise CheckpointError(
+                f"{name} is stored as {dtype} {list(shape)} with scales as {scale} {list(scales)}; read are matrices "
+                f"in {', '.join(_STORED)} with one scale in all, one for each row, or one for each block of "
+                f"{', '.join(map(str, sorted(_BLOCKS)))} rows or columns, in {', '.join(_SCALES)}; fetch the files "
+                "again"
+            )
+        if f"{name}_zero_point" in headers:
+            raise CheckpointError(
+                f"{name} has zero points, {name}_zero_point, which {self.name} reads in no format; use a checkpoint "
+                "with symmetric quantization"
+            )
+        return WeightPart(name, shape[0], shape[1], form)
+
+    def refuse_packed(self, name: str, headers: Headers) -> None:
+        """Called for a name that is not there.
+
+        Raises:
+            CheckpointError: the weight is there in a format that this scheme does not read.
+        """
+
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        import torch
+
+        weight, wanted = part.tensors["weight"], getattr(torch, dtype)
+        if part.format.plain:
+            return weight.to(wanted)
+        high, wide = _block(part)
+        scale = part.tensors["scale"].float().reshape(-(-part.rows // high), -(-part.columns // wide))
+        out = torch.empty(part.rows, part.columns, dtype=wanted, device=weight.device)
+        step = max(1, _SLICE // max(1, part.columns) // high) * high
+        for at in range(0, part.rows, step):
+            rows = weight[at : at + step].float()
+            factors = scale[at // high : -(-(at + rows.shape[0]) // high)]
+            factors = factors.repeat_interleave(high, 0)[: rows.shape[0]] if high > 1 else factors
+            factors = factors.repeat_interleave(wide, 1)[:, : part.columns]
+            out[at : at + step] = rows.mul_(factors)
+        return out
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        out = axis == "out"
+        extent = part.rows if out else part.columns
+        if not 0 <= start < stop <= extent:
+            raise CheckpointError(f"cannot cut {start}..{stop} out of the {extent} {axis}-features of {part.name}")
+        unit = 1 if part.format.plain else _block(part)[0 if out else 1]
+        # One scale for all of an axis fits any piece of it.
+        unit = 1 if unit >= extent else unit
+        if start % unit or (stop % unit and stop != extent):
+            first, last = start // unit * unit, min(extent, -(-stop // unit) * unit)
+            raise CheckpointError(
+                f"cannot cut {start}..{stop} out of the {axis}-features of {part.name}: they are stored in blocks of "
+                f"{unit}, so both ends must be multiples of {unit}, such as {first} and {last}"
+            )
+        dim = 0 if out else 1
+        tensors = {}
+        for role, tensor in part.tensors.items():
+            if role == "weight":
+                tensors[role] = tensor.narrow(dim, start, stop - start)
+            elif tensor.dim() > dim and tensor.shape[dim] > 1:
+                first = start // unit
+                tensors[role] = tensor.narrow(dim, first, -(-stop // unit) - first)
+            else:
+                tensors[role] = tensor
+        size = {"rows": stop - start} if out else {"columns": stop - start}
+        return replace(part, **size, tensors=tensors)  # type: ignore[arg-type]
+
+    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        import torch
+
+        random = torch.Generator().manual_seed(seed)
+        config = {"quantization_config": {"quant_method": self.methods[0]}}
+        cases: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...], str], ...] = (
+            ("float8_e4m3fn", "float32", (6, 10), (), "_scale"),
+            ("float8_e4m3fn", "float32", (6, 10), (6, 1), "_scale"),
+            ("float8_e4m3fn", "float32", (160, 272), (2, 3), "_scale_inv"),
+            ("float8_e4m3fn", "bfloat16", (96, 64), (3, 2), "_scale_inv"),
+            ("float8_e4m3fn", "float8_e8m0fnu", (256, 256), (2, 2), "_scale_inv"),
+            ("float8_e5m2", "float32", (6, 10), (1,), "_scale"), ("int8", "bfloat16", (6, 10), (6, 1), "_scale"),
+        )  # fmt: skip
+        for stored, kind, shape, scales, suffix in cases:
+            numbers = torch.randint(-100, 100, shape, generator=random) if stored == "int8" else torch.randn(
+                shape, generator=random) * 50  # fmt: skip
+            factors = torch.rand(scales, generator=random) / 64 + 1 / 256
+            tensors = {name: numbers.to(getattr(torch, stored)), name + suffix: factors.to(getattr(torch, kind))}
+            yield config, {name: (stored, shape), name + suffix: (kind, scales)}, tensors
+        yield config, {name: ("bfloat16", (6, 10))}, {name: torch.randn(6, 10, generator=random).bfloat16()}
+
+
+class Fp8Scheme(ScaledScheme):
+    """``"quant_method": "fp8"``, and Meta's ``"fbgemm_fp8"``."""
+
+    name, methods = "fp8", ("fp8", "fbgemm_fp8")
+
+
+class CompressedTensors(ScaledScheme):
+    """``"quant_method": "compressed-tensors"``, the formats float-quantized, int-quantized and naive-quantized of
+    llm-compressor."""
+
+    name, methods = "compressed-tensors", ("compressed-tensors",)
+
+    def refuse_packed(self, name: str, headers: Headers) -> None:
+        if f"{name}_packed" in headers:
+            raise CheckpointError(
+                f"{name} is stored as {name}_packed, the format pack-quantized (INT4), which is not read yet; use a "
+                "checkpoint in float-quantized or int-quantized"
+            )
+
+
+def _format(dtype: str, shape: tuple[int, ...], scale: str, scales: tuple[int, ...]) -> QuantFormat | None:
+    """The format of a matrix with such scales; None if they do not fit."""
+    if len(shape) != 2 or not min(shape):
+        return None
+    rows, columns = shape
+    count = math.prod(scales)
+    # Bits of all scales, spread over the elements.
+    bits = 8 + count * _SCALES[scale] * 8 / (rows * columns)
+    if count == 1:
+        return QuantFormat(dtype, group=-1, scale=scale, bits=bits)
+    if scales in ((rows,), (rows, 1)):
+        return QuantFormat(dtype, group=0, scale=scale, bits=bits)
+    if len(scales) != 2:
+        return None
+    for high in _BLOCKS:
+        for wide in _BLOCKS:
+            if (-(-rows // high), -(-columns // wide)) == scales:
+                return QuantFormat(dtype, group=wide, group_out=high, scale=scale, bits=bits)
+    return None
+
+
+def _block(part: WeightPart) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    form = part.format
+    if form.group == -1:
+        return part.rows, part.columns
+    return form.group_out, form.group or part.columns

@@ -1,0 +1,131 @@
+"""The schemes "fp8" and "compressed-tensors": formats from headers, numbers, cuts, and files that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from evener.contracts.quant import QuantFormat, WeightPart, plain
+from evener.errors import CheckpointError
+from evener_formats.scaled import CompressedTensors, Fp8Scheme
+
+SCHEME = Fp8Scheme()
+E4M3 = "float8_e4m3fn"
+
+
+def part_of(rows: int, columns: int, scale: torch.Tensor) -> WeightPart:
+    """A part as it comes from a file, with random numbers."""
+    noise = torch.Generator().manual_seed(rows)
+    weight = (torch.randn(rows, columns, generator=noise) * 20).to(torch.float8_e4m3fn)
+    dtype = str(scale.dtype).removeprefix("torch.")
+    headers = {"w": (E4M3, (rows, columns)), "w_scale_inv": (dtype, tuple(scale.shape))}
+    part = SCHEME.part("w", headers)
+    assert part is not None and SCHEME.tensors("w", headers) == {"weight": "w", "scale": "w_scale_inv"}
+    return replace(part, tensors={"weight": weight, "scale": scale})
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "group", "group_out"),
+    [
+        ((256, 384), (2, 3), 128, 128), ((200, 300), (2, 3), 128, 128), ((64, 64), (1, 4), 16, 128),
+        ((96, 64), (3, 2), 32, 32), ((6, 10), (), -1, 1), ((6, 10), (1,), -1, 1), ((6, 10), (6,), 0, 1),
+        ((6, 10), (6, 1), 0, 1), ((512, 512), (2, 2), 256, 256),
+    ],
+)  # fmt: skip
+def test_scales_say_what_shares_them(
+    shape: tuple[int, int], scales: tuple[int, ...], group: int, group_out: int
+) -> None:
+    part = SCHEME.part("w", {"w": (E4M3, shape), "w_scale": ("float32", scales)})
+    assert part is not None
+    form = part.format
+    assert (part.rows, part.columns) == shape and (form.group, form.group_out) == (group, group_out)
+    assert form.storage == E4M3 and form.scale == "float32" and not form.plain
+    count = torch.zeros(scales).numel()
+    assert abs(form.nbytes(*shape) - (shape[0] * shape[1] + 4 * count)) <= 1
+
+
+def test_each_number_is_multiplied_with_its_blocks_scale() -> None:
+    part = part_of(200, 300, torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]))
+    stored, numbers = part.tensors["weight"].float(), SCHEME.dequantize(part, "float32")
+    assert torch.equal(numbers[127, 127:129], stored[127, 127:129] * torch.tensor([1.0, 2.0]))
+    assert torch.equal(numbers[128, 255:257], stored[128, 255:257] * torch.tensor([16.0, 32.0]))
+    assert SCHEME.dequantize(part, "bfloat16").dtype == torch.bfloat16
+
+
+def test_scales_that_are_powers_of_two_are_read() -> None:
+    powers = torch.tensor([[0.5, 1.0], [2.0, 4.0]])
+    part = part_of(256, 256, powers.to(torch.float8_e8m0fnu))
+    expected = part.tensors["weight"].float() * powers.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(SCHEME.dequantize(part, "float32"), expected)
+
+
+def test_a_large_matrix_is_dequantized_in_slices_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = part_of(300, 200, torch.rand(3, 2))
+    whole = SCHEME.dequantize(part, "float32")
+    monkeypatch.setattr("evener_formats.scaled._SLICE", 1)
+    assert torch.equal(SCHEME.dequantize(part, "float32"), whole)
+
+
+@pytest.mark.parametrize(
+    ("axis", "start", "stop"), [("out", 128, 300), ("in", 0, 128), ("in", 128, 200), ("out", 0, 256)]
+)
+def test_a_cut_has_the_numbers_of_that_piece(axis: str, start: int, stop: int) -> None:
+    part = part_of(300, 200, torch.rand(3, 2))
+    whole, cut = SCHEME.dequantize(part, "float32"), SCHEME.cut(part, axis, start, stop)  # type: ignore[arg-type]
+    assert torch.equal(SCHEME.dequantize(cut, "float32"), whole[start:stop] if axis == "out" else whole[:, start:stop])
+
+
+def test_a_cut_inside_of_a_block_says_which_sizes_are_possible() -> None:
+    with pytest.raises(CheckpointError, match=r"multiples of 128, such as 0 and 128"):
+        SCHEME.cut(part_of(300, 200, torch.rand(3, 2)), "out", 10, 100)
+    with pytest.raises(CheckpointError, match=r"cannot cut 0..301"):
+        SCHEME.cut(part_of(300, 200, torch.rand(3, 2)), "out", 0, 301)
+
+
+def test_what_shares_no_scale_along_an_axis_is_cut_anywhere() -> None:
+    part = part_of(6, 10, torch.rand(6, 1))
+    whole = SCHEME.dequantize(part, "float32")
+    assert torch.equal(SCHEME.dequantize(SCHEME.cut(part, "in", 3, 7), "float32"), whole[:, 3:7])
+    assert torch.equal(SCHEME.dequantize(SCHEME.cut(part, "out", 2, 5), "float32"), whole[2:5])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"w": (E4M3, (6, 10))},
+        {"w": (E4M3, (6, 10)), "w_scale": ("float32", (5,))},
+        {"w": (E4M3, (600, 10)), "w_scale": ("float32", (7, 1))},
+        {"w": (E4M3, (6,)), "w_scale": ("float32", ())},
+        {"w": (E4M3, (0, 10)), "w_scale": ("float32", ())},
+        {"w": ("int64", (6, 10)), "w_scale": ("float32", ())},
+        {"w": (E4M3, (6, 10)), "w_scale": ("int8", ())},
+    ],
+)
+def test_files_that_do_not_fit_are_refused_with_the_tensors_name(
+    headers: dict[str, tuple[str, tuple[int, ...]]],
+) -> None:
+    with pytest.raises(CheckpointError, match=r"w is stored as .*fetch the files again"):
+        SCHEME.part("w", headers)
+
+
+def test_zero_points_are_refused() -> None:
+    headers = {"w": ("int8", (6, 10)), "w_scale": ("float32", (6, 1)), "w_zero_point": ("int8", (6, 1))}
+    with pytest.raises(CheckpointError, match="zero points"):
+        CompressedTensors().part("w", headers)
+
+
+def test_weights_without_scales_are_unquantized_and_others_are_not_there() -> None:
+    assert SCHEME.part("w", {"w": ("bfloat16", (5, 7))}) == WeightPart("w", 5, 7, plain("bfloat16"))
+    assert SCHEME.part("w", {}) is None
+    assert isinstance(plain("float32"), QuantFormat)
+
+
+def test_each_scheme_takes_its_own_checkpoints() -> None:
+    def config(method: str) -> dict[str, object]:
+        return {"quantization_config": {"quant_method": method}}
+
+    assert SCHEME.detect(config("fp8")) and SCHEME.detect(config("fbgemm_fp8"))
+    assert CompressedTensors().detect(config("compressed-tensors")) and not SCHEME.detect(config("compressed-tensors"))
+    assert not SCHEME.detect({}) and not SCHEME.detect({"quantization_config": "fp8"})
