@@ -28,7 +28,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow test-peers test-vendors test-vendors-ascend test-forks-gpu search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow test-peers test-vendors test-vendors-ascend test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -100,6 +100,10 @@ test-vendors: test-vendors-ascend  ## vendors' backends without their hardware, 
 test-forks-gpu: install  ## the kit over the hygon and muxi backends on any GPU of torch's namespace cuda
 	@$(VENV)/bin/evener conformance --backend hygon --pretend hygon.arch=gfx936 $(ARGS)
 	@$(VENV)/bin/evener conformance --backend muxi --pretend muxi.chip=C550 $(ARGS)
+
+test-forks-ranks: install  ## two ranks over nccl with the hygon and muxi backends, on any two GPUs of torch's namespace cuda
+	@$(PY) benchmarks/rank_check.py tokens --layouts 2x1 --families Llama Qwen3Moe --pretend hygon hygon.arch=gfx936
+	@$(PY) benchmarks/rank_check.py tokens --layouts 2x1 --families Llama Qwen3Moe --pretend muxi muxi.chip=C550
 
 search: model  ## the tests of properties, with examples that no run had before (ARGS="--hypothesis-seed=1": those of a seed)
 	@$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=search $(ARGS)

@@ -1,13 +1,15 @@
 """Ranks on several accelerators of one machine: all-reduces, timed inside captures, and tokens compared with one rank.
 
     python benchmarks/rank_check.py [sums] [pipe] [tokens] [--ranks 2] [--stages 1]
+    python benchmarks/rank_check.py tokens --layouts 2x1 --pretend hygon hygon.arch=gfx936
 
 ``sums``: the backend's communicator and the library alone, for sizes from a decode step to a prefill: correct values,
 equal bits on all ranks, microseconds per all-reduce in a captured sequence of them. ``pipe``: what pipeline stages rely
 on, between two devices: isend does not wait, a pending irecv does not block a device, and the time of a round.
 ``tokens``: random small models of several families, one rank against all ranks, which share every layer and, with
 ``--stages``, are pipeline stages too: prompts in chunks, prefix hits, preempted and aborted requests; with graph
-capture if the device can (with --eager: both). A part that takes longer than ``--limit`` seconds is ended, after each
+capture if the device can (with --eager: both). ``--pretend`` runs them with a backend whose vendor's devices these are
+not, and with its options. A part that takes longer than ``--limit`` seconds is ended, after each
 of its processes has printed its stack.
 """
 
@@ -22,11 +24,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import after_stdlib  # noqa: F401
+from pretend import pretend
 
 KIB = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 SUMS_PER_CAPTURE = 40
@@ -55,11 +58,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--limit", type=float, default=120, help="seconds for each model and for each other part")
+    parser.add_argument("--pretend", nargs="+", default=(), metavar=("BACKEND", "KEY=VALUE"), help="for tokens alone")
     args = parser.parse_args(argv)
+    if args.pretend and args.parts != ["tokens"]:
+        parser.error(f"--pretend is for tokens alone, not for {' '.join(args.parts)}; type: tokens --pretend BACKEND")
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a process that gets SIGABRT prints its stacks
     wrong = 0
-    for part in args.parts:
-        wrong += {"sums": sums, "pipe": pipe, "tokens": tokens}[part](args)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.pretend:
+            pretend(args.pretend[0], Path(folder))
+        for part in args.parts:
+            wrong += {"sums": sums, "pipe": pipe, "tokens": tokens}[part](args)
     return 1 if wrong else 0
 
 
@@ -238,9 +247,12 @@ def _captured(end: Any, tensor: Any, device: Any, graphs: Any) -> float:
 def tokens(args: argparse.Namespace) -> int:
     """Random prompts on one rank and on all; returns the number of models whose answers differ or are missing."""
     wrong, layouts = 0, args.layouts or [(args.ranks, args.stages)]
+    keys = dict(option.split("=", 1) for option in args.pretend[1:])
+    if args.pretend:
+        keys["backend"] = args.pretend[0]
     for family in args.families:
         for captured in (False, True) if args.eager else (True,):
-            found = _within(args.limit * (1 + len(layouts)), family, layouts, captured)
+            found = _within(args.limit * (1 + len(layouts)), family, layouts, captured, keys)
             wrong += found is None or any(row["same"] < row["answers"] or row["lacks"] for row in found)
             for row in found or [{"answers": None}]:
                 print(json.dumps({"family": family, "captured": captured, **row}), flush=True)
@@ -265,12 +277,14 @@ def _within(limit: float, *words: Any) -> list[dict[str, Any]] | None:
         _terminate(process)
 
 
-def _compared(tell: Any, family: str, layouts: Sequence[tuple[int, int]], captured: bool) -> None:
+def _compared(
+    tell: Any, family: str, layouts: Sequence[tuple[int, int]], captured: bool, keys: Mapping[str, str]
+) -> None:
     alone, rows = None, []
     with tempfile.TemporaryDirectory() as folder:
         for tp, pp in ((1, 1), *layouts):
             began = time.perf_counter()
-            answers, lacks = _answers(Path(folder) / f"{tp}-{pp}", family, tp, pp, captured)
+            answers, lacks = _answers(Path(folder) / f"{tp}-{pp}", family, tp, pp, captured, keys)
             if alone is None:
                 alone = answers
                 continue
@@ -282,7 +296,7 @@ def _compared(tell: Any, family: str, layouts: Sequence[tuple[int, int]], captur
 
 
 def _answers(
-    folder: Path, family: str, ranks: int, stages: int, captured: bool
+    folder: Path, family: str, ranks: int, stages: int, captured: bool, more: Mapping[str, str]
 ) -> tuple[dict[str, list[int]], list[str]]:
     """Tokens by request, of an engine with a large pool and of one with preemptions and aborts; and which expected
     events did not happen."""
@@ -295,7 +309,8 @@ def _answers(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape))
     keys: dict[str, Any] = {"load": "dummy", "dtype": "float32", "infer.max_seq_len": 256, "infer.max_reqs": 8,
-                            "infer.step_tokens": 64, "infer.tp_size": ranks, "infer.pp_size": stages}  # fmt: skip
+                            "infer.step_tokens": 64, "infer.tp_size": ranks, "infer.pp_size": stages,
+                            **more}  # fmt: skip
     if not captured:
         keys["infer.use_cuda_graph"] = False
     answers: dict[str, list[int]] = {}

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -388,6 +389,36 @@ def test_ranks_that_hang_show_where_and_are_ended() -> None:
     )
     assert done.returncode == 1 and json.loads(done.stdout)["answers"] is None
     assert "Fatal Python error: Aborted" in done.stderr and "most recent call first" in done.stderr
+
+
+def test_a_pretended_backend_takes_every_gpu_there_is_and_is_the_installed_package_otherwise(tmp_path: Path) -> None:
+    code = """
+import importlib, sys
+from pathlib import Path
+import torch
+from pretend import pretend
+from evener.plugins.discover import discover
+
+pretend("hygon", Path(sys.argv[1]))
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
+torch.cuda.get_device_name = lambda index: f"a GPU of somebody, {index}"
+[found] = [package.descriptor for package in discover(environ={}).backends if package.name == "hygon"]
+probe = importlib.import_module(found.probe)
+print(found.module, probe.marks().fit, [device.name for device in probe.probe().devices])
+"""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(BENCHMARKS)]))
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split(" ", 2) == [
+        "evener_backend_hygon.plugin", "True", "['a GPU of somebody, 0', 'a GPU of somebody, 1']\n",
+    ]  # fmt: skip
+
+
+def test_ranks_of_a_pretended_backend_are_for_tokens_alone() -> None:
+    words = [sys.executable, str(BENCHMARKS / "rank_check.py"), "sums", "--pretend", "hygon"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and "type: tokens --pretend BACKEND" in done.stderr
 
 
 @pytest.mark.slow

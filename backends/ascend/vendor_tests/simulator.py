@@ -6,12 +6,12 @@ raises, and each result is compared with what the vendor's own shape inference s
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from typing import Any
 
 import torch
-from tape import Call, GraphTapes, inferred
+from host_memory import on_host
+from tape import GraphTapes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -26,17 +26,6 @@ _VENDOR = ("npu", "atb")
 _ALLOCATE = frozenset({
     "npu::_npu_fused_infer_attention_score_get_max_workspace", "npu::_npu_fused_infer_attention_score_infer_output",
 })  # fmt: skip
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the memory of an npu tensor, which the fake runtime keeps on the host."""
-    storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(whole, *place)
 
 
 class SimulatedNpu(TorchDispatchMode):
@@ -96,26 +85,9 @@ class SimulatedNpu(TorchDispatchMode):
 
         low_args, low_kwargs = tree_map(lower, (args, kwargs))
         if self.graphs.updated is not None:
-            updated = self.graphs.updated
-            assert func is updated.function, f"{name} in the place of {updated.function}"
-            updated.args, updated.kwargs = low_args, low_kwargs
-            return kwargs["out"]
+            return self.graphs.update(func, low_args, low_kwargs, kwargs)
         if self.graphs.tape is not None and name not in _ALLOCATE:
-            found = inferred(func, args, kwargs)
-            outputs: list[torch.Tensor | None] = []
-
-            def allocate(value: Any) -> Any:
-                if not isinstance(value, torch.Tensor):
-                    return value
-                fresh = value.device.type == "meta"
-                if fresh:
-                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=target)
-                outputs.append(on_host(value) if fresh else None)
-                return value
-
-            made = tree_map(allocate, found)
-            self.graphs.record(Call(func, low_args, low_kwargs, outputs))
-            return made
+            return self.graphs.capture(func, (args, kwargs), (low_args, low_kwargs), target)
         result = func(*low_args, **low_kwargs)
         if func.namespace in _VENDOR and name not in _ALLOCATE:
             _compare_shapes(name, func, args, kwargs, result)

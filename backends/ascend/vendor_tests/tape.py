@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
+from host_memory import on_host
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -92,10 +93,36 @@ class GraphTapes:
         self.updated: Call | None = None
         self._groups: list[tuple[Any, Call]] = []
 
-    def record(self, call: Call) -> None:
-        """Add an op to the capture that is under way."""
+    def capture(self, func: Any, given: tuple[Any, Any], lowered: tuple[Any, Any], target: torch.device) -> Any:
+        """Add an op to the capture that is under way; returns what it will write.
+
+        Args:
+            given: the op's arguments and keyword arguments.
+            lowered: the same with tensors of the host over the memory of npu tensors.
+            target: where new tensors are made.
+        """
         assert self.tape is not None
-        self.tape.calls.append(call)
+        outputs: list[torch.Tensor | None] = []
+
+        def allocate(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            fresh = value.device.type == "meta"
+            if fresh:
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=target)
+            outputs.append(on_host(value) if fresh else None)
+            return value
+
+        made = tree_map(allocate, inferred(func, *given))
+        self.tape.calls.append(Call(func, *lowered, outputs))
+        return made
+
+    def update(self, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
+        """Give the recorded op that torch_npu updates the arguments of this call. ``given``: the keyword arguments
+        before they were lowered."""
+        assert self.updated is not None and func is self.updated.function, f"{func} in the place of {self.updated}"
+        self.updated.args, self.updated.kwargs = args, kwargs
+        return given["out"]
 
     @contextmanager
     def patched(self) -> Iterator[None]:
