@@ -26,6 +26,7 @@ module                  content
 ``tools``               the tools of a chat
 ``parsers``             which parsers read tool calls and reasoning
 ``message_parts``       content, reasoning and tool calls of a generated message
+``tokens``              tokenize and detokenize
 ``echo``                completions that begin with their prompt
 ``generation``          the samples of one API request, and the set of running ones
 ``streaming``           a generation as an HTTP response, whole or as server-sent events

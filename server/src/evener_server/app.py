@@ -22,6 +22,7 @@ from evener_server.options import ServerOptions
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
+from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, TokenService, tokenize_body
 from evener_server.unknown_fields import header
 
 B = TypeVar("B", bound=GenerationBody)
@@ -104,7 +105,10 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     async def read(request: Request, kind: type[B]) -> B:
-        body, ignored = parse_body(kind, await read_object(request, service.limits))
+        return accept(request, kind, await read_object(request, service.limits))
+
+    def accept(request: Request, kind: type[B], value: dict[str, Any]) -> B:
+        body, ignored = parse_body(kind, value)
         log_fields(request.scope).update(model=body.model, user=body.user, ignored=header(ignored) or None)
         if body.model is not None:
             service.check_model(body.model)
@@ -119,14 +123,28 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         return GenerationResponse(CompletionJob(service, await read(request, CompletionBody)))
 
+    tokens = TokenService(service)
+
+    @app.post("/tokenize", openapi_extra=_schema(TokenizeText, TokenizeChat), responses=_ERRORS)
+    async def tokenize(request: Request) -> Response:
+        value = await read_object(request, service.limits)
+        body: TokenizeText | TokenizeChat = accept(request, tokenize_body(value), value)
+        return Response(await tokens.tokenize(body), media_type="application/json")
+
+    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody), responses=_ERRORS)
+    async def detokenize(request: Request) -> Response:
+        body = await read(request, DetokenizeBody)
+        return Response(await tokens.detokenize(body), media_type="application/json")
+
 
 def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
 
 
-def _schema(kind: type[GenerationBody]) -> dict[str, Any]:
-    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+def _schema(*kinds: type[GenerationBody]) -> dict[str, Any]:
+    references = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in kinds]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
@@ -134,7 +152,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatBody, CompletionBody):
+        for kind in (ChatBody, CompletionBody, TokenizeText, TokenizeChat, DetokenizeBody):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema
