@@ -12,6 +12,8 @@ from starlette.exceptions import HTTPException
 from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError
 from evener_server import status
+from evener_server.anthropic.body import ConversationBody, MessagesBody
+from evener_server.anthropic.job import MessageJob, TokenCounter, error_body
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
@@ -20,6 +22,9 @@ from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HostCheck, RequestLog
 from evener_server.options import ServerOptions
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
+from evener_server.responses.body import ResponsesBody
+from evener_server.responses.job import ResponseJob
+from evener_server.responses.store import ResponseStore
 from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
 from evener_server.unknown_fields import header
@@ -41,6 +46,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The engine is starting, stopping or gone; see Retry-After.",
         504: "max_time passed before the first token.",
     }.items()
+}
+
+_NOT_KEPT: dict[int | str, dict[str, Any]] = {
+    404: {"description": "The server does not keep this response.", **_ERROR_REFERENCE}
 }
 
 
@@ -119,6 +128,34 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         return GenerationResponse(CompletionJob(service, await read(request, CompletionBody)))
 
+    responses = ResponseStore()
+
+    @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody), responses=_ERRORS)
+    async def create_response(request: Request) -> Response:
+        return GenerationResponse(ResponseJob(service, responses, await read(request, ResponsesBody)))
+
+    @app.get("/v1/responses/{response_id}", responses=_NOT_KEPT)
+    async def get_response(response_id: str) -> Response:
+        return Response(responses.response(response_id), media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", responses=_NOT_KEPT)
+    async def delete_response(response_id: str) -> Response:
+        responses.remove(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    counter = TokenCounter(service)
+
+    @app.post("/v1/messages", openapi_extra=_schema(MessagesBody), responses=_ERRORS)
+    async def create_message(request: Request) -> Response:
+        request.state.error_format = error_body
+        return GenerationResponse(MessageJob(service, await read(request, MessagesBody)))
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=_schema(ConversationBody), responses=_ERRORS)
+    async def count_tokens(request: Request) -> Response:
+        request.state.error_format = error_body
+        body = await counter.count(await read(request, ConversationBody))
+        return Response(body, media_type="application/json")
+
 
 def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
@@ -134,7 +171,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatBody, CompletionBody):
+        for kind in (ChatBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -62,10 +62,13 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode("ascii")
 
-    def response(self) -> Response:
-        """The error as an HTTP response."""
-        return Response(self.body(), self.status, dict(self.headers), media_type="application/json")
+    def response(self, body: bytes | None = None) -> Response:
+        """The error as an HTTP response; ``body`` in another API's format, default: OpenAI's."""
+        return Response(body or self.body(), self.status, dict(self.headers), media_type="application/json")
 
+
+#: Writes an error's body. An endpoint of another API than OpenAI's sets its own as ``request.state.error_format``.
+ErrorFormat: TypeAlias = "Callable[[ApiError], bytes]"
 
 LogFields = dict[str, Any]
 
@@ -123,7 +126,8 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
     found = to_api_error(error)
     log_error(request.scope, found)
-    return found.response()
+    error_format: ErrorFormat = getattr(request.state, "error_format", ApiError.body)
+    return found.response(error_format(found))
 
 
 async def handle_unknown_url(request: Request, error: Exception) -> Response:
