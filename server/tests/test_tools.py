@@ -113,7 +113,7 @@ def test_the_template_gets_tools_and_earlier_calls(says: Callable[..., Any]) -> 
 @pytest.mark.parametrize("opened", [False, True])
 def test_reasoning_is_separated(says: Callable[..., Any], sse: Callable[..., Any], stream: bool, opened: bool) -> None:
     text = ("" if opened else "<think>\n") + f"I need the weather.</think>\n\n{CALL}"
-    fields = {"tools": [WEATHER], "chat_template_kwargs": {"open_think": opened}}
+    fields: dict[str, Any] = {"tools": [WEATHER], "chat_template_kwargs": {"open_think": opened}}
     if stream:
         message = joined(sse(ask(says(text), stream=True, **fields)))
         assert [call["name"] for call in message["tool_calls"]] == ["get_weather"]

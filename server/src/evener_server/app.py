@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -13,6 +13,7 @@ from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError
 from evener_server import status
 from evener_server.anthropic.body import ConversationBody, MessagesBody
+from evener_server.anthropic.job import ERROR_SCHEMA as ANTHROPIC_ERROR_SCHEMA
 from evener_server.anthropic.job import MessageJob, TokenCounter, error_body
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
@@ -31,26 +32,23 @@ from evener_server.unknown_fields import header
 
 B = TypeVar("B", bound=GenerationBody)
 
-_ERROR_REFERENCE = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-#: What the generating endpoints answer when they do not answer.
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, **_ERROR_REFERENCE}
-    for status, text in {
-        400: "The body, a field or the prompt is wrong; the message says which.",
-        404: "The server has another model.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        415: "The body is not JSON in UTF-8.",
-        429: "Too many requests are waiting; see Retry-After.",
-        500: "The server failed on this request.",
-        503: "The engine is starting, stopping or gone; see Retry-After.",
-        504: "max_time passed before the first token.",
-    }.items()
+_ERROR_TEXTS = {
+    400: "The body, a field or the prompt is wrong; the message says which.",
+    404: "The server has another model.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON in UTF-8.",
+    429: "Too many requests are waiting; see Retry-After.",
+    500: "The server failed on this request.",
+    503: "The engine is starting, stopping or gone; see Retry-After.",
+    504: "max_time passed before the first token.",
 }
 
-_NOT_KEPT: dict[int | str, dict[str, Any]] = {
-    404: {"description": "The server does not keep this response.", **_ERROR_REFERENCE}
-}
+
+def _errors(texts: Mapping[int, str] = _ERROR_TEXTS, schema: str = "Error") -> dict[int | str, dict[str, Any]]:
+    """What an endpoint answers when it does not answer."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {status: {"description": text, "content": content} for status, text in texts.items()}
 
 
 def create_app(
@@ -120,37 +118,39 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         status.check_ready(service.llm)
         return body
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody), responses=_ERRORS)
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody), responses=_errors())
     async def chat_completions(request: Request) -> Response:
         return GenerationResponse(ChatJob(service, await read(request, ChatBody)))
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_ERRORS)
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_errors())
     async def completions(request: Request) -> Response:
         return GenerationResponse(CompletionJob(service, await read(request, CompletionBody)))
 
     responses = ResponseStore()
 
-    @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody), responses=_ERRORS)
+    @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody), responses=_errors())
     async def create_response(request: Request) -> Response:
         return GenerationResponse(ResponseJob(service, responses, await read(request, ResponsesBody)))
 
-    @app.get("/v1/responses/{response_id}", responses=_NOT_KEPT)
+    @app.get("/v1/responses/{response_id}", responses=_errors({404: "The server does not keep this response."}))
     async def get_response(response_id: str) -> Response:
         return Response(responses.response(response_id), media_type="application/json")
 
-    @app.delete("/v1/responses/{response_id}", responses=_NOT_KEPT)
+    @app.delete("/v1/responses/{response_id}", responses=_errors({404: "The server does not keep this response."}))
     async def delete_response(response_id: str) -> Response:
         responses.remove(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     counter = TokenCounter(service)
 
-    @app.post("/v1/messages", openapi_extra=_schema(MessagesBody), responses=_ERRORS)
+    @app.post("/v1/messages", openapi_extra=_schema(MessagesBody), responses=_errors(schema="AnthropicError"))
     async def create_message(request: Request) -> Response:
         request.state.error_format = error_body
         return GenerationResponse(MessageJob(service, await read(request, MessagesBody)))
 
-    @app.post("/v1/messages/count_tokens", openapi_extra=_schema(ConversationBody), responses=_ERRORS)
+    @app.post(
+        "/v1/messages/count_tokens", openapi_extra=_schema(ConversationBody), responses=_errors(schema="AnthropicError")
+    )
     async def count_tokens(request: Request) -> Response:
         request.state.error_format = error_body
         body = await counter.count(await read(request, ConversationBody))
@@ -175,6 +175,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema
-        schemas["Error"] = ERROR_SCHEMA
+        schemas["Error"], schemas["AnthropicError"] = ERROR_SCHEMA, ANTHROPIC_ERROR_SCHEMA
         app.openapi_schema = document
     return app.openapi_schema

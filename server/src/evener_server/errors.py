@@ -122,12 +122,17 @@ def status_error(status: int, message: str) -> ApiError:
     return unavailable(message) if status == 503 else ApiError(status, message, code="engine_error")
 
 
+def error_response(scope: Scope, error: ApiError) -> Response:
+    """The error as an HTTP response, in the format of the API that was asked."""
+    error_format: ErrorFormat = scope.get("state", {}).get("error_format", ApiError.body)
+    return error.response(error_format(error))
+
+
 async def handle_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
     found = to_api_error(error)
     log_error(request.scope, found)
-    error_format: ErrorFormat = getattr(request.state, "error_format", ApiError.body)
-    return found.response(error_format(found))
+    return error_response(request.scope, found)
 
 
 async def handle_unknown_url(request: Request, error: Exception) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from evener.contracts.media import MediaPrompt
@@ -25,6 +25,18 @@ _STOP_REASONS = {"length": "max_tokens", "timeout": "max_tokens", "tool_calls": 
 _ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+#: The body of every error, for the API's description.
+ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object", "required": ["type", "error"],
+    "properties": {
+        "type": {"enum": ["error"]},
+        "error": {
+            "type": "object", "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
 }  # fmt: skip
 
 
