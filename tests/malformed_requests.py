@@ -10,6 +10,7 @@ from typing import Any
 from asgi_calls import JSON, Call
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 #: Values for any field, as JSON text: wrong types, sizes, and what JSON does not have.
 VALUES = (
     "null", "true", "false", "0", "-0", "-0.0", "1", "-1", "0.5", "2", "1e308", "1e309", "-1e400", "1e-400", "1e5",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
+import tokenizers
 import uvicorn
 
 from evener.async_llm import AsyncLLM
@@ -23,6 +24,16 @@ from evener_server.body import BodyLimits
 from evener_server.process import bind
 
 T = TypeVar("T")
+#: A template of the kind of Qwen 3: tools as JSON, calls between tags, reasoning between others.
+TOOLS_TEMPLATE = """{%- if tools %}<|im_start|>system
+Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
+Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% if open_think %}<think>
+{% endif %}{% endif %}{# </think> #}"""
 #: Seconds for whatever must happen some time; a machine with other work is slow.
 PATIENCE = 120.0
 
@@ -207,3 +218,19 @@ def make_server(folder: Path) -> Iterator[Callable[..., LiveServer]]:
     yield make
     for found in made:
         found.close()
+
+
+@pytest.fixture
+def says(make_api: Callable[..., Api], tmp_path: Path) -> Callable[..., Api]:
+    """A server whose model has tools and reasoning, and answers with the given text."""
+    folder = write_tiny_tokenizer(tmp_path / "tools", TOOLS_TEMPLATE)
+    encode = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode
+
+    def make(text: str, model: Path = folder, **settings: Any) -> Api:
+        engine = FakeEngine(
+            lambda request: [*encode(text, add_special_tokens=False).ids, 258],
+            info_overrides={"max_model_len": 4096}, **settings,
+        )  # fmt: skip
+        return make_api(engine, model=model)
+
+    return make

@@ -8,24 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from evener.errors import UnknownNameError
-from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 from evener_server.options import ServerOptions
 from evener_server.parsers import Parsers
 
-#: A template of the kind of Qwen 3: tools as JSON, calls between tags, reasoning between others.
-TEMPLATE = """{%- if tools %}<|im_start|>system
-Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
-Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
-{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% if open_think %}<think>
-{% endif %}{% endif %}{# </think> #}"""
 WEATHER = {
     "type": "function",
     "function": {
@@ -36,21 +24,6 @@ WEATHER = {
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TWO = f'Let me look.\n{CALL}\n<tool_call>{{"name": "now"}}</tool_call>'
-
-
-@pytest.fixture
-def says(make_api: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """A server whose model answers with the given text."""
-    folder = write_tiny_tokenizer(tmp_path / "tools", TEMPLATE)
-    encode = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode
-
-    def make(text: str, model: Path = folder) -> Any:
-        engine = FakeEngine(
-            lambda request: [*encode(text, add_special_tokens=False).ids, 258], info_overrides={"max_model_len": 4096}
-        )
-        return make_api(engine, model=model)
-
-    return make
 
 
 def ask(api: Any, **fields: Any) -> Any:
@@ -140,7 +113,7 @@ def test_the_template_gets_tools_and_earlier_calls(says: Callable[..., Any]) -> 
 @pytest.mark.parametrize("opened", [False, True])
 def test_reasoning_is_separated(says: Callable[..., Any], sse: Callable[..., Any], stream: bool, opened: bool) -> None:
     text = ("" if opened else "<think>\n") + f"I need the weather.</think>\n\n{CALL}"
-    fields = {"tools": [WEATHER], "chat_template_kwargs": {"open_think": opened}}
+    fields: dict[str, Any] = {"tools": [WEATHER], "chat_template_kwargs": {"open_think": opened}}
     if stream:
         message = joined(sse(ask(says(text), stream=True, **fields)))
         assert [call["name"] for call in message["tool_calls"]] == ["get_weather"]

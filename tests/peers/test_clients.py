@@ -98,6 +98,31 @@ def test_openais_node_client_gets_the_same_answer_streamed_and_whole(
     assert found["usage"] == 12 and found["refused"] == "model_not_found"
 
 
+def test_openais_python_client_goes_on_from_a_streamed_response(
+    server: Served, places: Places, environ: dict[str, str], tmp_path: Path, note: Note
+) -> None:
+    note("openai", "responses: streamed and whole, gone on from, read and deleted")
+    found = json.loads(
+        run(places.python, CLIENTS / "openai_responses.py", server.url, environ=environ, folder=tmp_path)
+    )
+    assert found["streamed"] and found["streamed"] == found["whole"] == found["kept"]
+    assert found["longer"] > found["shorter"], "the earlier answer is a part of the prompt"
+    assert found["deleted"] == "not_found" and found["refused"] == "model_not_found"
+
+
+def test_anthropics_python_client_gets_the_same_message_streamed_and_whole(
+    server: Served, places: Places, environ: dict[str, str], tmp_path: Path, note: Note
+) -> None:
+    note("anthropic", "messages: whole, streamed, a count of tokens; an error")
+    found = json.loads(
+        run(places.python, CLIENTS / "anthropic_python.py", server.url, environ=environ, folder=tmp_path)
+    )
+    assert found["whole"] and found["whole"] == found["streamed"]
+    assert found["reasons"] == ["max_tokens"] * 2 and found["output_tokens"] == [8, 8]
+    assert found["input_tokens"] == [found["counted"]] * 2 and found["counted"] > 5
+    assert found["refused"] == "not_found_error"
+
+
 def test_an_agent_of_pydantic_ai_answers_and_follows_up(
     server: Served, places: Places, environ: dict[str, str], tmp_path: Path, note: Note
 ) -> None:
@@ -173,9 +198,7 @@ def test_lm_eval_scores_choices_and_generates(
 _FEATURES = {
     "tools": ("openai", "a forced call of a function", "tool calls"),
     "structured_output": ("openai", "an answer of a JSON schema", "structured output"),
-    "responses": ("openai", "a streamed response", "the responses endpoint"),
     "embeddings": ("openai", "embeddings of two texts", "embeddings"),
-    "messages": ("anthropic", "a message", "Anthropic's messages endpoint"),
 }
 
 

@@ -23,6 +23,9 @@ module                  content
 ``messages``            the messages of a chat
 ``images``              images in messages, decoded
 ``chat`` ``completions``  the two endpoints
+``translated``          what APIs share that are translated into chat completions
+``responses``           OpenAI's Responses API
+``anthropic``           Anthropic's Messages API
 ``tools``               the tools of a chat
 ``parsers``             which parsers read tool calls and reasoning
 ``message_parts``       content, reasoning and tool calls of a generated message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -12,6 +12,9 @@ from starlette.exceptions import HTTPException
 from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError
 from evener_server import status
+from evener_server.anthropic.body import ConversationBody, MessagesBody
+from evener_server.anthropic.job import ERROR_SCHEMA as ANTHROPIC_ERROR_SCHEMA
+from evener_server.anthropic.job import MessageJob, TokenCounter, error_body
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
@@ -20,6 +23,9 @@ from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HostCheck, RequestLog
 from evener_server.options import ServerOptions
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
+from evener_server.responses.body import ResponsesBody
+from evener_server.responses.job import ResponseJob
+from evener_server.responses.store import ResponseStore
 from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
 from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, TokenService, tokenize_body
@@ -27,22 +33,23 @@ from evener_server.unknown_fields import header
 
 B = TypeVar("B", bound=GenerationBody)
 
-_ERROR_REFERENCE = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-#: What the generating endpoints answer when they do not answer.
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, **_ERROR_REFERENCE}
-    for status, text in {
-        400: "The body, a field or the prompt is wrong; the message says which.",
-        404: "The server has another model.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        415: "The body is not JSON in UTF-8.",
-        429: "Too many requests are waiting; see Retry-After.",
-        500: "The server failed on this request.",
-        503: "The engine is starting, stopping or gone; see Retry-After.",
-        504: "max_time passed before the first token.",
-    }.items()
+_ERROR_TEXTS = {
+    400: "The body, a field or the prompt is wrong; the message says which.",
+    404: "The server has another model.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON in UTF-8.",
+    429: "Too many requests are waiting; see Retry-After.",
+    500: "The server failed on this request.",
+    503: "The engine is starting, stopping or gone; see Retry-After.",
+    504: "max_time passed before the first token.",
 }
+
+
+def _errors(texts: Mapping[int, str] = _ERROR_TEXTS, schema: str = "Error") -> dict[int | str, dict[str, Any]]:
+    """What an endpoint answers when it does not answer."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {status: {"description": text, "content": content} for status, text in texts.items()}
 
 
 def create_app(
@@ -65,6 +72,8 @@ def create_app(
     app.add_exception_handler(EvenerError, handle_error)
     _add_status(app, service)
     _add_generation(app, service)
+    _add_translated(app, service)
+    _add_tokens(app, service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's way to add schemas
     return app
 
@@ -103,38 +112,74 @@ def _add_status(app: FastAPI, service: Service) -> None:
         return _json(status.version_info(service))
 
 
+async def _read(request: Request, service: Service, kind: type[B]) -> B:
+    return _accept(request, service, kind, await read_object(request, service.limits))
+
+
+def _accept(request: Request, service: Service, kind: type[B], value: dict[str, Any]) -> B:
+    body, ignored = parse_body(kind, value)
+    log_fields(request.scope).update(model=body.model, user=body.user, ignored=header(ignored) or None)
+    if body.model is not None:
+        service.check_model(body.model)
+    status.check_ready(service.llm)
+    return body
+
+
 def _add_generation(app: FastAPI, service: Service) -> None:
-    async def read(request: Request, kind: type[B]) -> B:
-        return accept(request, kind, await read_object(request, service.limits))
-
-    def accept(request: Request, kind: type[B], value: dict[str, Any]) -> B:
-        body, ignored = parse_body(kind, value)
-        log_fields(request.scope).update(model=body.model, user=body.user, ignored=header(ignored) or None)
-        if body.model is not None:
-            service.check_model(body.model)
-        status.check_ready(service.llm)
-        return body
-
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody), responses=_ERRORS)
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody), responses=_errors())
     async def chat_completions(request: Request) -> Response:
-        return GenerationResponse(ChatJob(service, await read(request, ChatBody)))
+        return GenerationResponse(ChatJob(service, await _read(request, service, ChatBody)))
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_ERRORS)
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_errors())
     async def completions(request: Request) -> Response:
-        return GenerationResponse(CompletionJob(service, await read(request, CompletionBody)))
+        return GenerationResponse(CompletionJob(service, await _read(request, service, CompletionBody)))
 
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
     tokens = TokenService(service)
 
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeText, TokenizeChat), responses=_ERRORS)
+    @app.post("/tokenize", openapi_extra=_schema(TokenizeText, TokenizeChat), responses=_errors())
     async def tokenize(request: Request) -> Response:
         value = await read_object(request, service.limits)
-        body: TokenizeText | TokenizeChat = accept(request, tokenize_body(value), value)
+        body: TokenizeText | TokenizeChat = _accept(request, service, tokenize_body(value), value)
         return Response(await tokens.tokenize(body), media_type="application/json")
 
-    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody), responses=_ERRORS)
+    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody), responses=_errors())
     async def detokenize(request: Request) -> Response:
-        body = await read(request, DetokenizeBody)
+        body = await _read(request, service, DetokenizeBody)
         return Response(await tokens.detokenize(body), media_type="application/json")
+
+
+def _add_translated(app: FastAPI, service: Service) -> None:
+    responses = ResponseStore()
+
+    @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody), responses=_errors())
+    async def create_response(request: Request) -> Response:
+        return GenerationResponse(ResponseJob(service, responses, await _read(request, service, ResponsesBody)))
+
+    @app.get("/v1/responses/{response_id}", responses=_errors({404: "The server does not keep this response."}))
+    async def get_response(response_id: str) -> Response:
+        return Response(responses.response(response_id), media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", responses=_errors({404: "The server does not keep this response."}))
+    async def delete_response(response_id: str) -> Response:
+        responses.remove(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    counter = TokenCounter(service)
+
+    @app.post("/v1/messages", openapi_extra=_schema(MessagesBody), responses=_errors(schema="AnthropicError"))
+    async def create_message(request: Request) -> Response:
+        request.state.error_format = error_body
+        return GenerationResponse(MessageJob(service, await _read(request, service, MessagesBody)))
+
+    @app.post(
+        "/v1/messages/count_tokens", openapi_extra=_schema(ConversationBody), responses=_errors(schema="AnthropicError")
+    )
+    async def count_tokens(request: Request) -> Response:
+        request.state.error_format = error_body
+        body = await counter.count(await _read(request, service, ConversationBody))
+        return Response(body, media_type="application/json")
 
 
 def _json(value: Any) -> Response:
@@ -152,10 +197,12 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatBody, CompletionBody, TokenizeText, TokenizeChat, DetokenizeBody):
+        kinds = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, TokenizeText, TokenizeChat,
+                 DetokenizeBody)  # fmt: skip
+        for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema
-        schemas["Error"] = ERROR_SCHEMA
+        schemas["Error"], schemas["AnthropicError"] = ERROR_SCHEMA, ANTHROPIC_ERROR_SCHEMA
         app.openapi_schema = document
     return app.openapi_schema

@@ -52,7 +52,7 @@ class ChatJob(Job):
             if service.info.encoders:
                 messages = await asyncio.to_thread(decode_images, messages)
             submit = functools.partial(
-                service.llm.submit_chat, messages, self._params, request_id=str(self._head["id"]), reservation=room,
+                service.llm.submit_chat, messages, self._params, request_id=self.request_id, reservation=room,
                 **body.template(),
             )  # fmt: skip
             try:
@@ -77,8 +77,13 @@ class ChatJob(Job):
                 "shorten them"
             )
 
-    def _messages(self, generation: Generation) -> list[MessageParts]:
-        """One for each choice."""
+    @property
+    def request_id(self) -> str:
+        """The request's id in the engine and in a response of chat completions."""
+        return str(self._head["id"])
+
+    def messages(self, generation: Generation) -> list[MessageParts]:
+        """Readers of the generated messages, one for each choice."""
         body, prompt = self._body, generation.streams[0].prompt or ""
         tools = [tool.plain() for tool in body.tools or ()]
         return [
@@ -92,7 +97,7 @@ class ChatJob(Job):
         ]  # fmt: skip
 
     async def full_response(self, generation: Generation) -> bytes:
-        messages = self._messages(generation)
+        messages = self.messages(generation)
         logprobs: list[list[dict[str, Any]]] = [[] for _ in messages]
         async for choice, delta in generation:
             messages[choice].feed(delta.text, last=delta.finish_reason is not None)
@@ -103,7 +108,7 @@ class ChatJob(Job):
                 "index": i,
                 "message": messages[i].message,
                 "logprobs": None if self._top is None else {"content": logprobs[i], "refusal": None},
-                "finish_reason": _finish_reason(generation.finish_reasons[i], messages[i]),
+                "finish_reason": finish_reason(generation.finish_reasons[i], messages[i]),
             }
             for i in range(generation.choices)
         ]
@@ -114,7 +119,7 @@ class ChatJob(Job):
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
         end = ChunkEnd(generation, self._body.include_usage, self._body.continuous_usage)
         chunk = head + b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b'
-        messages, head_sent = self._messages(generation), False
+        messages, head_sent = self.messages(generation), False
         async for choice, delta in generation:
             pieces = []
             if not head_sent:
@@ -130,7 +135,7 @@ class ChatJob(Job):
                 pieces.append(chunk % (choice, to_json(part), logprobs, b"null", end()))
                 logprobs = b"null"
             if delta.finish_reason is not None:
-                reason = to_json(_finish_reason(delta.finish_reason, message))
+                reason = to_json(finish_reason(delta.finish_reason, message))
                 pieces.append(chunk % (choice, b"{}", b"null", reason, end()))
             if pieces:
                 yield b"".join(pieces)
@@ -139,5 +144,6 @@ class ChatJob(Job):
         yield DONE
 
 
-def _finish_reason(reason: str, message: MessageParts) -> str:
+def finish_reason(reason: str, message: MessageParts) -> str:
+    """OpenAI's reason why a message ended, from the engine's."""
     return "tool_calls" if reason == "stop" and message.called else reason

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -62,10 +62,13 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode("ascii")
 
-    def response(self) -> Response:
-        """The error as an HTTP response."""
-        return Response(self.body(), self.status, dict(self.headers), media_type="application/json")
+    def response(self, body: bytes | None = None) -> Response:
+        """The error as an HTTP response; ``body`` in another API's format, default: OpenAI's."""
+        return Response(body or self.body(), self.status, dict(self.headers), media_type="application/json")
 
+
+#: Writes an error's body. An endpoint of another API than OpenAI's sets its own as ``request.state.error_format``.
+ErrorFormat: TypeAlias = "Callable[[ApiError], bytes]"
 
 LogFields = dict[str, Any]
 
@@ -119,11 +122,17 @@ def status_error(status: int, message: str) -> ApiError:
     return unavailable(message) if status == 503 else ApiError(status, message, code="engine_error")
 
 
+def error_response(scope: Scope, error: ApiError) -> Response:
+    """The error as an HTTP response, in the format of the API that was asked."""
+    error_format: ErrorFormat = scope.get("state", {}).get("error_format", ApiError.body)
+    return error.response(error_format(error))
+
+
 async def handle_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
     found = to_api_error(error)
     log_error(request.scope, found)
-    return found.response()
+    return error_response(request.scope, found)
 
 
 async def handle_unknown_url(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evener import logs
-from evener_server.errors import ApiError, internal_error, log_error, log_fields
+from evener_server.errors import ApiError, error_response, internal_error, log_error, log_fields
 
 logger = logging.getLogger("evener_server.access")
 
@@ -65,7 +65,7 @@ class RequestLog:
             logger.exception("request_id=%s failed", request_id)
             fields["end"] = repr(error)
             if status == 0:
-                await internal_error().response()(scope, receive, send_with_id)
+                await error_response(scope, internal_error())(scope, receive, send_with_id)
         finally:
             _write(scope, status or _CLIENT_GONE, time.perf_counter() - started)
 

@@ -126,7 +126,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """The fields of both endpoints."""
+    """The fields of every endpoint that generates."""
 
     #: Default: the model that is served.
     model: str | None = None
@@ -205,6 +205,10 @@ class GenerationBody(Body):
     def num_prompt_logprobs(self) -> int | None:
         """As ``num_logprobs``, for the prompt's tokens."""
         return None
+
+    def without_effect(self) -> list[str]:
+        """Paths of fields that were sent and that change nothing."""
+        return []
 
     @abstractmethod
     def num_logprobs(self) -> int | None:
@@ -302,6 +306,9 @@ class ChatBody(GenerationBody):
             message = "continue_final_message and add_generation_prompt contradict each other; send one of them"
             raise RequestError(message, "continue_final_message")
 
+    def without_effect(self) -> list[str]:
+        return ["tools[].function.strict"] if any(tool.function.strict for tool in self.tools or ()) else []
+
     @property
     def calls_tools(self) -> bool:
         """Whether the answer may call tools."""
@@ -372,15 +379,13 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
         RequestError: the first field that is wrong; ``param`` is its path, ``code`` one of OpenAI's error codes.
     """
     parts = {"message": _fields(Message), "part": _fields(TextPart) | _fields(ImagePart)}
-    known, ignored = drop_unknown(value, kind.model_fields, parts if "messages" in kind.model_fields else {})
+    known, ignored = drop_unknown(value, kind.model_fields, parts if issubclass(kind, ChatBody) else {})
     try:
         body = kind.model_validate(known)
     except ValidationError as error:
         raise _request_error(kind, error.errors(include_url=False, include_context=False)[0]) from error
     body.check()
-    if isinstance(body, ChatBody) and any(tool.function.strict for tool in body.tools or ()):
-        ignored.append("tools[].function.strict")
-    return body, ignored
+    return body, ignored + body.without_effect()
 
 
 def _fields(kind: type[Body]) -> set[str]:

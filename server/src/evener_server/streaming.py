@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -42,6 +42,11 @@ def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event that is named by its field ``type``."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + event(to_json(value))
+
+
 class ChunkEnd:
     """The end of each chunk of a stream, after its list of choices: with ``include_usage`` the usage, which is null, or
     with ``continuous_usage`` the usage so far."""
@@ -66,6 +71,10 @@ class Job(ABC):
 
     stream: bool
 
+    def error_event(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails after it began (optional; default: OpenAI's of chat completions)."""
+        return event(error.body())
+
     @abstractmethod
     async def start(self) -> Generation:
         """Submit the request.
@@ -76,7 +85,7 @@ class Job(ABC):
 
     @abstractmethod
     def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The body of a stream, ``[DONE]`` included; the first piece comes with the first token.
+        """The body of a stream, its last event included; the first piece comes with the first token.
 
         Raises:
             ApiError: the engine ended the request.
@@ -140,12 +149,24 @@ class GenerationResponse(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except (ApiError, EvenerError) as error:
                 fields["end"] = str(error)
-                await send({"type": "http.response.body", "body": event(to_api_error(error).body()), "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": self._job.error_event(to_api_error(error)),
+                        "more_body": True,
+                    }
+                )
             except Exception as error:
                 # The status was already sent: the client gets the error in the stream, the log the stack trace.
                 logger.exception("request_id=%s the stream failed", fields.get("request_id"))
                 fields["end"] = repr(error)
-                await send({"type": "http.response.body", "body": event(to_api_error(error).body()), "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": self._job.error_event(to_api_error(error)),
+                        "more_body": True,
+                    }
+                )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

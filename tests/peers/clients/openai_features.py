@@ -1,14 +1,11 @@
-"""A feature that agents use, with OpenAI's or Anthropic's Python client: prints "used", or "refused" and the error."""
+"""A feature that agents use, with OpenAI's Python client: prints "used", or "refused" and the error."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-import anthropic
 import openai
 
 _CITY = {
@@ -44,14 +41,6 @@ def structured_output(client: openai.OpenAI, model: str) -> None:
     assert isinstance(json.loads(answer.choices[0].message.content)["city"], str)
 
 
-def responses(client: openai.OpenAI, model: str) -> None:
-    """The responses endpoint, streamed."""
-    with client.responses.stream(model=model, input="Name a colour.", max_output_tokens=16) as events:
-        kinds = [event.type for event in events]
-        assert events.get_final_response().output_text
-    assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
-
-
 def embeddings(client: openai.OpenAI, model: str) -> None:
     """The embeddings of two texts."""
     found = client.embeddings.create(model=model, input=["one", "two"]).data
@@ -61,26 +50,17 @@ def embeddings(client: openai.OpenAI, model: str) -> None:
 FEATURES: dict[str, Callable[[openai.OpenAI, str], None]] = {
     "tools": tools,
     "structured_output": structured_output,
-    "responses": responses,
     "embeddings": embeddings,
 }
-
-
-def messages(url: str, model: str) -> None:
-    """Anthropic's messages endpoint, with Anthropic's client."""
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    body: list[Any] = [{"role": "user", "content": "Name a colour."}]
-    assert client.messages.create(model=model, max_tokens=8, messages=body).content[0].type == "text"
 
 
 def main(name: str, url: str) -> None:
     """Use the feature ``name`` of the server at ``url``."""
     client = openai.OpenAI(base_url=f"{url}/v1", max_retries=0)
     model = client.models.list().data[0].id
-    use = partial(messages, url, model) if name == "messages" else partial(FEATURES[name], client, model)
     try:
-        use()
-    except (openai.BadRequestError, openai.NotFoundError, anthropic.NotFoundError) as error:
+        FEATURES[name](client, model)
+    except (openai.BadRequestError, openai.NotFoundError) as error:
         print(f"refused: {error}")
     else:
         print("used")

@@ -1,0 +1,167 @@
+"""One request to ``/v1/messages``, and the count of its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from evener.errors import RequestError
+from evener_server.anthropic.blocks import Conversation
+from evener_server.anthropic.body import ConversationBody, MessagesBody
+from evener_server.anthropic.output import Event, MessageOutput
+from evener_server.chat import finish_reason
+from evener_server.errors import ApiError
+from evener_server.generation import Generation
+from evener_server.protocol import ChatBody
+from evener_server.service import Service
+from evener_server.streaming import named_event, to_json
+from evener_server.tokens import TokenService
+from evener_server.translated import Names, TranslatedJob, chat_body, sampling_fields
+
+_STOP_REASONS = {"length": "max_tokens", "timeout": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+#: The body of every error, for the API's description.
+ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object", "required": ["type", "error"],
+    "properties": {
+        "type": {"enum": ["error"]},
+        "error": {
+            "type": "object", "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}  # fmt: skip
+
+
+def error_body(error: ApiError) -> bytes:
+    """An error in Anthropic's format; ASCII, so that it can quote whatever a client sent."""
+    default = "api_error" if error.status >= 500 else "invalid_request_error"
+    found = {"type": _ERROR_TYPES.get(error.status, default), "message": error.message}
+    return json.dumps({"type": "error", "error": found}, separators=(",", ":")).encode("ascii")
+
+
+class MessageJob(TranslatedJob):
+    """One message.
+
+    Raises:
+        RequestError: a field or a block is wrong.
+    """
+
+    def __init__(self, service: Service, body: MessagesBody) -> None:
+        super().__init__(service, *_translated(body))
+        self._id = self.chat.request_id.replace("chatcmpl-", "msg_")
+        self._model, self._output = service.model_name, MessageOutput()
+        self._stop_reason = ""
+        self._stop_sequence: str | None = None
+
+    async def full_response(self, generation: Generation) -> bytes:
+        async for _ in self._events(generation):
+            continue
+        found = self._message(generation, self._output.blocks)
+        found["stop_reason"], found["stop_sequence"] = self._stop_reason, self._stop_sequence
+        return to_json(found)
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        begun = False
+        async for events in self._events(generation):
+            if not begun:
+                begun = True
+                message = self._message(generation, [])
+                message["usage"]["output_tokens"] = 0
+                yield named_event({"type": "message_start", "message": message})
+            if events:
+                yield b"".join(map(named_event, events))
+        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        yield named_event({"type": "message_delta", "delta": delta, "usage": _usage(generation)})
+        yield named_event({"type": "message_stop"})
+
+    def error_event(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+    async def _events(self, generation: Generation) -> AsyncIterator[list[Event]]:
+        """The events of each delta."""
+        (message,) = self.chat.messages(generation)
+        async for _, delta in generation:
+            last = delta.finish_reason is not None
+            events = [each for part in message.feed(delta.text, last=last) for each in self._output.add(part)]
+            if delta.finish_reason is not None:
+                events += self._output.finish()
+                reason = finish_reason(delta.finish_reason, message)
+                self._stop_reason = _STOP_REASONS.get(reason, "end_turn")
+                if reason == "stop" and isinstance(delta.stop_reason, str):
+                    self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_reason
+            yield events
+
+    def _message(self, generation: Generation, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": blocks,
+            "stop_reason": None, "stop_sequence": None, "usage": _usage(generation),
+        }  # fmt: skip
+
+
+class TokenCounter:
+    """Counts tokens of conversations."""
+
+    def __init__(self, service: Service) -> None:
+        self._tokens = TokenService(service)
+
+    async def count(self, body: ConversationBody) -> bytes:
+        """The answer of ``/v1/messages/count_tokens``.
+
+        Raises:
+            RequestError: a field is wrong, the template refuses the messages, they are far longer than the context, or
+                the model has no tokenizer.
+        """
+        chat, names = _translated(body)
+        try:
+            return to_json({"input_tokens": len(await self._tokens.chat_ids(chat))})
+        except RequestError as error:
+            names.translate(error)
+            raise
+
+
+def _translated(body: ConversationBody) -> tuple[ChatBody, Names]:
+    said = Conversation(body.system, body.messages)
+    places = body.places()
+    schemas = {f"tools[{i}].function.parameters": f"tools[{place}].input_schema" for i, place in enumerate(places)}
+    functions = {f"tools[{i}].function": f"tools[{place}]" for i, place in enumerate(places)}
+    names = Names(said.origins, {
+        **schemas, **functions, "stop": "stop_sequences", "response_format": "output_config.format",
+        "max_completion_tokens": "max_tokens",
+    })  # fmt: skip
+    choice, config = body.tool_choice, body.output_config
+    fields = {
+        **sampling_fields(body, "n", "stop", "stream_options"), "messages": said.messages,
+        "stop": body.stop_sequences, "tools": list(body.chat_tools()) or None,
+        "tool_choice": choice.of_chat() if choice and places else None,
+        "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+        "include_reasoning": body.thinks, "reasoning_effort": config and config.effort,
+        "response_format": _response_format(config.format) if config and config.format else None,
+        # The names of the switch in templates; those of Qwen and GLM have the first, of DeepSeek the second.
+        "chat_template_kwargs": {"enable_thinking": body.thinks, "thinking": body.thinks},
+        "user": body.metadata and body.metadata.user_id,
+    }  # fmt: skip
+    return chat_body(fields, names), names
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    """As chat completions have it."""
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        where = "output_config.format"
+        raise RequestError(f'{where} must be {{"type": "json_schema", "schema": …}}', where)
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"], "strict": True}}
+
+
+def _usage(generation: Generation) -> dict[str, int]:
+    """Tokens of the prompt that were in the cache are counted apart from the others."""
+    usage = generation.usage()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"],
+    }  # fmt: skip

@@ -1,0 +1,127 @@
+"""The fields of a request to ``/v1/responses``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from evener.errors import RequestError
+from evener.sampling_params import MAX_LOGPROBS
+from evener_server.messages import Body, allowed_values
+from evener_server.protocol import GenerationBody
+from evener_server.tools import MOST_TOOLS
+from evener_server.translated import TextOrList
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ReasoningOptions(Body):
+    """``effort`` is a variable for the chat template. Reasoning is given out whole, so a summary is never made."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    effort: Annotated[str | None, Field(max_length=32)] = None
+
+
+class TextFormat(Body):
+    """The form of the answer: any text, or JSON of a schema."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    def of_chat(self) -> dict[str, Any]:
+        """As ``response_format`` of a chat completion."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        schema = {
+            "name": self.name, "description": self.description, "schema": self.json_schema, "strict": self.strict,
+        }  # fmt: skip
+        return {"type": "json_schema", "json_schema": {name: each for name, each in schema.items() if each is not None}}
+
+
+class TextOptions(Body):
+    """Options of the answer's text."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(GenerationBody):
+    """POST /v1/responses. Sampling parameters besides OpenAI's are those of chat completions."""
+
+    #: A text, or items: messages, calls and their outputs, reasoning.
+    input: TextOrList
+    instructions: str | None = None
+    previous_response_id: Annotated[str | None, Field(max_length=64)] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    include: Annotated[list[str] | None, Field(max_length=32)] = None
+    #: Tools that are no functions run on OpenAI's servers; they are left out.
+    tools: Annotated[list[dict[str, Any]] | None, Field(max_length=MOST_TOOLS, fail_fast=True)] = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    #: False: no later request can go on from the answer.
+    store: bool | None = None
+    #: Returned as it came.
+    metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    truncation: Annotated[Any, allowed_values("disabled")] = None
+    background: Annotated[Any, allowed_values(False)] = None
+    conversation: Annotated[Any, allowed_values(hint="; send previous_response_id")] = None
+    prompt: Annotated[Any, allowed_values(hint="; send input")] = None
+    n: Annotated[Any, allowed_values(1)] = None
+    max_tokens: Annotated[Any, allowed_values(hint="; send max_output_tokens")] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.input is None:
+            raise RequestError("input is missing; send it", "input", "missing_required_parameter")
+
+    def requested_max_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    def num_logprobs(self) -> int | None:
+        asked = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if asked else None
+
+    def chat_tools(self) -> Iterator[dict[str, Any]]:
+        """The functions as tools of a chat completion."""
+        for tool in self.functions():
+            function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+            yield {"type": "function", "function": function}
+
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that are functions, as they came."""
+        return [tool for tool in self.tools or () if tool.get("type") == "function"]
+
+    def without_effect(self) -> list[str]:
+        left_out = [f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if tool.get("type") != "function"]
+        return left_out + ["tools[].strict"] * any(tool.get("strict") for tool in self.functions())
+
+    def chat_tool_choice(self) -> Any:
+        """``tool_choice`` of a chat completion.
+
+        Raises:
+            RequestError: it is none of the API's.
+        """
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            # Without functions there is nothing to choose from.
+            return choice if self.functions() else None
+        if choice.get("type") == "function" and isinstance(choice.get("name"), str):
+            return {"type": "function", "function": {"name": choice["name"]}}
+        raise RequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": …}', "tool_choice",
+            "unsupported_parameter",
+        )  # fmt: skip

@@ -1,0 +1,287 @@
+"""OpenAI's Responses API: items in, items and events out, and answers that a request goes on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tokenizers
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from evener_conformance.fake_engine import FakeEngine
+from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
+from evener_server.errors import ApiError
+from evener_server.responses.store import ResponseStore
+
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ALL = f"<think>\nI look.</think>\n\nLet me see.\n{CALL}\n{CALL}"
+
+
+def respond(api: Any, **fields: Any) -> httpx.Response:
+    response: httpx.Response = api.post("/v1/responses", {"input": "hi", **fields})
+    return response
+
+
+def answer(api: Any, **fields: Any) -> dict[str, Any]:
+    response = respond(api, **fields)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    Response.model_validate(body)
+    return body
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, each of which must be one of the API's."""
+    assert response.status_code == 200, response.text
+    found = []
+    for text in response.text.split("\n\n")[:-1]:
+        name, _, data = text.partition("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        TypeAdapter(ResponseStreamEvent).validate_python(found[-1])
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def prompt(api: Any, request: int = -1) -> str:
+    """What the model read."""
+    return str(api.llm.tokenizer.decode(api.engine.sent[request].prompt, skip_special_tokens=False))
+
+
+def test_a_text_is_answered_with_one_message(says: Callable[..., Any]) -> None:
+    body = answer(says("Hello.", cached=2), instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=50)
+    assert body["status"] == "completed" and body["incomplete_details"] is None and body["id"].startswith("resp_")
+    (item,) = body["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [{"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}]
+    assert body["metadata"] == {"a": "b"} and body["max_output_tokens"] == 50 and body["instructions"] == "Be brief."
+    assert body["usage"]["output_tokens"] == 7 and body["usage"]["input_tokens_details"]["cached_tokens"] == 2
+    assert body["usage"]["total_tokens"] == body["usage"]["input_tokens"] + 7
+
+
+def test_reasoning_text_and_calls_are_items_of_their_own(says: Callable[..., Any]) -> None:
+    body = answer(says(ALL), tools=[WEATHER])
+    reasoning, message, *calls = body["output"]
+    assert reasoning["type"] == "reasoning" and reasoning["content"] == [{"type": "reasoning_text", "text": "I look."}]
+    assert reasoning["summary"] == [] and message["content"][0]["text"] == "Let me see."
+    assert [(call["type"], call["name"], json.loads(call["arguments"])) for call in calls] == [
+        ("function_call", "get_weather", {"city": "Paris"})
+    ] * 2
+    assert len({call["call_id"] for call in calls}) == len({call["id"] for call in calls}) == 2
+    assert body["usage"]["output_tokens_details"]["reasoning_tokens"] == len("I look.")
+    assert body["tools"] == [{**WEATHER, "strict": None}]
+
+
+def test_the_events_of_a_stream_add_up_to_the_whole(says: Callable[..., Any]) -> None:
+    api = says(ALL)
+    found = events(respond(api, tools=[WEATHER], stream=True))
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    last = found[-1]["response"]
+    assert found[-1]["type"] == "response.completed" and last["status"] == "completed"
+    grown: dict[int, str] = {}
+    for event in found:
+        if event["type"] == "response.output_item.added":
+            assert event["output_index"] == len(grown) and event["item"]["status"] == "in_progress"
+            grown[event["output_index"]] = event["item"].get("arguments", "")
+        elif event["type"].endswith(".delta"):
+            assert event["item_id"] == last["output"][event["output_index"]]["id"]
+            grown[event["output_index"]] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            assert event["item"] == last["output"][event["output_index"]]
+    assert [item.get("arguments") or item["content"][0]["text"] for item in last["output"]] == list(grown.values())
+    kinds = [event["type"] for event in found]
+    for opened in ("output_item", "content_part"):
+        assert kinds.count(f"response.{opened}.added") == kinds.count(f"response.{opened}.done")
+    whole = answer(api, tools=[WEATHER])
+    assert [item["type"] for item in whole["output"]] == [item["type"] for item in last["output"]]
+    assert last["usage"] == whole["usage"]
+
+
+def test_items_of_every_kind_reach_the_template(says: Callable[..., Any]) -> None:
+    api = says("Sunny.")
+    answer(api, instructions="Help.", tools=[WEATHER], input=[
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed",
+         "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+        {"type": "function_call", "id": "fc", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call", "call_id": "c2", "name": "get_weather", "arguments": '{"city": "Bonn"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+    ])  # fmt: skip
+    read = prompt(api)
+    assert "<|im_start|>system\nHelp.<|im_end|>" in read and "The weather of a city." in read
+    assert read.count("<|im_start|>assistant") == 2, "one for the earlier turn, one for the answer"
+    turn = "<|im_start|>assistant\nI look." + "".join(
+        f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
+        for city in ("Rome", "Bonn")
+    )
+    assert turn in read and "<|im_start|>tool\nsunny" in read and "<|im_start|>tool\nrain" in read
+
+
+def test_a_request_goes_on_from_an_earlier_answer(says: Callable[..., Any]) -> None:
+    api = says("Hello, Ada.")
+    first = answer(api, input="I am Ada.", instructions="Be kind.")
+    second = answer(api, input="Who am I?", previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    read = prompt(api)
+    assert "I am Ada." in read and "<|im_start|>assistant\nHello, Ada.<|im_end|>" in read and "Who am I?" in read
+    assert "Be kind." not in read, "instructions do not go on"
+    third = answer(api, input="And now?", previous_response_id=second["id"])
+    assert prompt(api).count("Hello, Ada.") == 2
+    # A streamed answer is kept too, and an earlier one can be gone on from again.
+    streamed = events(respond(api, input="x", previous_response_id=first["id"], stream=True))[-1]["response"]
+    answer(api, previous_response_id=streamed["id"])
+    assert third["id"] not in prompt(api)
+
+
+def test_answers_are_read_and_deleted_by_their_id(says: Callable[..., Any], error: Callable[..., Any]) -> None:
+    api = says("Hello.")
+    body = answer(api)
+    assert api.get(f"/v1/responses/{body['id']}").json() == body
+    assert api.request("DELETE", f"/v1/responses/{body['id']}").json()["deleted"] is True
+    unkept = answer(api, store=False)
+    for name in (body["id"], unkept["id"], "resp_x"):
+        gone = api.get(f"/v1/responses/{name}")
+        assert gone.status_code == 404 and "not found" in error(gone)["message"]
+        refused = respond(api, previous_response_id=name)
+        assert refused.status_code == 400 and error(refused)["code"] == "previous_response_not_found"
+
+
+def test_the_store_keeps_so_many_answers_and_so_many_bytes() -> None:
+    store = ResponseStore(most=2, most_bytes=1000)
+    for name in "abc":
+        store.add(name, name.encode() * 10, [])
+    assert store.response("c") == b"c" * 10 and store.messages("b") == []
+    with pytest.raises(ApiError, match="keeps the last 2 responses"):
+        store.response("a")
+    store.add("d", b"d" * 980, [])
+    assert store.response("d"), "the others went"
+    store.add("e", b"e" * 2000, [])
+    for name in "bcde":
+        with pytest.raises(ApiError, match="not found"):
+            store.response(name)
+    store.add("f", b"f" * 990, [])
+    assert store.response("f"), "its bytes are free again"
+
+
+def test_an_answer_at_its_limit_is_incomplete(says: Callable[..., Any]) -> None:
+    api = says(CALL)
+    body = answer(api, tools=[WEATHER], max_output_tokens=58)
+    assert body["status"] == "incomplete" and body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["output"][0]["status"] == "incomplete"
+    found = events(respond(api, tools=[WEATHER], max_output_tokens=58, stream=True))
+    assert found[-1]["type"] == "response.incomplete"
+    # A call that was cut off is no part of the conversation.
+    answer(api, previous_response_id=body["id"])
+
+
+def test_log_probabilities_come_with_the_text(says: Callable[..., Any]) -> None:
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    api = says("<think>\nno</think>\n\nHello.")
+    part = answer(api, **fields)["output"][-1]["content"][0]
+    text = "".join(each["token"] for each in part["logprobs"])
+    assert text == "Hello." and len(part["logprobs"][0]["top_logprobs"]) == 2
+    found = events(respond(api, stream=True, **fields))
+    streamed = [each for event in found if event["type"] == "response.output_text.delta" for each in event["logprobs"]]
+    assert "".join(each["token"] for each in streamed) == "Hello."
+
+
+def test_what_runs_on_openais_servers_is_left_out_and_named(says: Callable[..., Any]) -> None:
+    response = respond(
+        says("Hi."), tools=[{"type": "web_search"}, WEATHER, {"type": "custom", "name": "x"}], service_tier="auto",
+        prompt_cache_key="k", include=["reasoning.encrypted_content"], reasoning={"effort": "low", "summary": "auto"},
+    )  # fmt: skip
+    assert response.status_code == 200, response.text
+    named = response.headers["x-ignored-fields"].split(", ")
+    assert {"tools[0]", "tools[2]", "service_tier", "prompt_cache_key"} <= set(named)
+    assert [tool["type"] for tool in response.json()["tools"]] == ["function"]
+    only = respond(says("Hi."), tools=[{"type": "web_search"}], tool_choice="required")
+    assert only.status_code == 200, "nothing is left to choose from"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"input": []}, "input", "not empty"),
+        ({"input": 5}, "input", "list"),
+        ({"input": None}, "input", "missing"),
+        ({"input": ["x"]}, "input[0]", "object"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "web_search_call"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "string or a list"),
+        ({"input": [{"role": "robot", "content": ""}]}, "input[0].role", "user"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "string"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "string"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0]", "JSON"),
+        ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary", "list"),
+        ({"input": [{"type": "reasoning", "summary": ["x"]}]}, "input[0].summary[0].text", "string"),
+        ({"input": "x" * 100_000}, "input", "context"),
+        ({"input": "x", "instructions": "x" * 5_000}, "input", "context"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name", "pattern"),
+        ({"tools": [{"type": "x"}, {"type": "function"}]}, "tools[1].name", "missing"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "x"}}, "tool_choice", "none"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
+        ({"background": True}, "background", "not supported"),
+        ({"conversation": "c"}, "conversation", "previous_response_id"),
+        ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "1"),
+        ({"temprature": 1}, "temprature", "temperature"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "messages"),
+    ],
+)
+def test_wrong_fields_are_named_as_the_client_sent_them(
+    says: Callable[..., Any], error: Callable[..., Any], fields: dict[str, Any], param: str, said: str
+) -> None:
+    response = respond(says("Hi."), **fields)
+    assert response.status_code == 400, response.text
+    assert error(response)["param"] == param and said in error(response)["message"]
+
+
+def test_a_stream_that_fails_ends_with_an_error_event(make_server: Any, http: httpx.Client, tmp_path: Path) -> None:
+    engine = FakeEngine(hold_after=3, info_overrides={"max_model_len": 1000})
+    server = make_server(engine)
+    with http.stream("POST", f"{server.url}/v1/responses", json={"input": "hi", "stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: response.created"
+        engine.die("a test ended it")
+        rest = list(lines)
+    event = json.loads(rest[-2].removeprefix("data: "))
+    assert "event: error" in rest and event["type"] == "error" and "a test ended it" in event["message"]
+    assert event["sequence_number"] > 0
+
+
+def test_openais_client_streams_calls_and_goes_on(make_server: Any, tmp_path: Path) -> None:
+    template = "{{ tools }} <tool_call> </think>{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = write_tiny_tokenizer(tmp_path, template)
+    text = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(ALL, add_special_tokens=False).ids
+    engine = FakeEngine(lambda request: [*text, 258], info_overrides={"max_model_len": 1024})
+    server = make_server(engine, model=folder)
+    tools: Any = [WEATHER]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with client.responses.stream(model="fake", input="Hi.", tools=tools) as stream:
+            kinds = [event.type for event in stream]
+            response = stream.get_final_response()
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert response.output_text == "Let me see."
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [json.loads(call.arguments) for call in calls] == [{"city": "Paris"}] * 2
+        outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"} for call in calls]
+        # Both ways to go on: by the id, and with all items sent back.
+        client.responses.create(model="fake", input=outputs, previous_response_id=response.id)
+        items: Any = [{"role": "user", "content": "Hi."}, *response.output, *outputs]
+        again = client.responses.create(model="fake", input=items, tools=tools)
+        assert client.responses.retrieve(again.id).output_text == "Let me see."
+        assert again.usage and response.usage and again.usage.input_tokens > response.usage.input_tokens
