@@ -28,7 +28,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow test-peers test-vendors test-vendors-ascend test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -107,6 +107,9 @@ test-forks-ranks: install  ## two ranks over nccl with the hygon and muxi backen
 
 search: model  ## the tests of properties, with examples that no run had before (ARGS="--hypothesis-seed=1": those of a seed)
 	@$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=search $(ARGS)
+
+mutants: install  ## faults in our kernels, judged by the conformance kit; an hour or two (ARGS="--target cpu-native")
+	@$(PY) scripts/mutants.py $(ARGS)
 
 check: install  ## ruff, mypy, the architecture tests, and whether generated pages are fresh
 	@$(PY) -m ruff check .

@@ -22,6 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tests/packages/evener-backend-planted"
 
 
+def known_defects() -> dict[str, str]:
+    """The faults by name, each in a sentence."""
+    found: dict[str, str] = runpy.run_path(str(PACKAGE / "evener_backend_planted/defects.py"))["DEFECTS"]
+    return found
+
+
 def install(target: Path) -> None:
     """Install the package into ``target`` with pip."""
     subprocess.run(
@@ -49,7 +55,7 @@ def run_kit(site: Path, defect: str, *words: str) -> tuple[bool, list[str]]:
 
 def main() -> int:
     """Run them."""
-    names = list(runpy.run_path(str(PACKAGE / "evener_backend_planted/defects.py"))["DEFECTS"])
+    names = list(known_defects())
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--jobs", type=int, default=1)

@@ -26,7 +26,8 @@ from evener.layers.experts import MoEConfig
 from evener.layers.latent import LatentConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
-from evener_conformance.kit.composites import Family, TinyModel, families
+from evener_conformance.kit.composites import TinyModel
+from evener_conformance.kit.families import Family, families
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import grouped, scores, sort
 from evener_kernels_triton.linear import few_tokens_linear, gemv

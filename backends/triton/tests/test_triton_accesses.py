@@ -17,8 +17,9 @@ from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
 from evener.layers.experts import MoEConfig
 from evener.ops.reference.state import ReferenceState
-from evener_conformance.kit.composites import GARBAGE, TinyModel, families
+from evener_conformance.kit.composites import GARBAGE, TinyModel
 from evener_conformance.kit.fallback_monitor import HostCopyMonitor
+from evener_conformance.kit.families import families
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import ExpertAssignment, grouped, sort
 from evener_kernels_triton.linear import gemv, skinny

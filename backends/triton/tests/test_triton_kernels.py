@@ -17,8 +17,9 @@ from evener.layers.experts import MoEConfig
 from evener.ops.parts import load_reference
 from evener.ops.reference.sampling import sample
 from evener.ops.reference.state import ReferenceState
-from evener_conformance.kit import composites
-from evener_conformance.kit.composites import Family, TinyModel, check_composite, families
+from evener_conformance.kit import families as family_list
+from evener_conformance.kit.composites import TinyModel, check_composite
+from evener_conformance.kit.families import Family, families
 from evener_conformance.kit.ops import check_kernel, forbid_nested_ops
 from evener_conformance.kit.state import SHAPES, check_provider
 from evener_conformance.reference.device import HostDevice
@@ -78,11 +79,11 @@ def test_a_composite_agrees_with_its_expansion(kernel: Any, monkeypatch: pytest.
     plain = next(family.name for family in families() if family.calls(kernel.op))
     # Each row takes the interpreter its time: more than the own products take, and the narrow type, in the plainest
     # layers only.
-    few, many = composites._STEPS[:-1], ((17, 5), (MAX_OWN_TOKENS_FEW_ROWS, 1))
+    few, many = family_list.STEPS[:-1], ((17, 5), (MAX_OWN_TOKENS_FEW_ROWS, 1))
     small = tuple(family.name for family in families() if family.hidden < 128)
     results = []
     for dtype, steps, kinds in (("bfloat16", many, (plain,)), ("float32", few, small)):
-        monkeypatch.setattr(composites, "_STEPS", steps)
+        monkeypatch.setattr(family_list, "STEPS", steps)
         results += check_composite(kernel, every, HostDevice(0), host_states(), linears, (dtype,), kinds=kinds)
     assert not [str(r) for r in results if r.outcome == "failed"]
     assert "float32" in {r.dtype for r in results if r.outcome == "passed"}

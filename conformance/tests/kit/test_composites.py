@@ -18,7 +18,8 @@ from evener.ops.schemas import BUILTIN, COMPOSITES
 from evener.plugins.catalog import Provided
 from evener_conformance.distributions import install_reference_backend
 from evener_conformance.kit.checklist import Checklist, CheckRequest
-from evener_conformance.kit.composites import TinyModel, check_composite, families
+from evener_conformance.kit.composites import TinyModel, check_composite
+from evener_conformance.kit.families import families
 from evener_conformance.kit.outcome import CaseResult
 from evener_conformance.kit.subject import open_subject
 from evener_conformance.reference.device import HostDevice
@@ -63,7 +64,7 @@ class Expansion(Kernel):
 @pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
 def test_the_expansion_of_every_composite_passes(op: str) -> None:
     results = check_composite(Expansion(op), BUILTIN, HostDevice(0), [ReferenceState()])
-    count = 10 if op == "moe_block" else 18
+    count = 12 if op == "moe_block" else 18
     assert len(results) == count and all(r.outcome == "passed" for r in results), "\n".join(map(str, results))
 
 
@@ -220,6 +221,23 @@ def test_a_kernel_for_multiples_of_64_can_pass(op: str) -> None:
     results = check_composite(Tiles(op), BUILTIN, HostDevice(0), [ReferenceState()], dtypes=["float32"], kinds=kinds)
     passed = {r.case.partition(" layers")[0] for r in results if r.outcome == "passed"}
     assert {name.rpartition(" ")[2] for name in passed if " of " in name} == {"128", "256"}
+
+
+@pytest.mark.parametrize("forgets", ["copies", "elsewhere"])
+def test_a_block_that_forgets_copies_of_experts_or_experts_on_other_ranks_is_found(forgets: str) -> None:
+    class Forgetful(Expansion):
+        def build(self, call: OpCall) -> OpFunction:
+            run = super().build(call)
+
+            def go(x: torch.Tensor, residual: torch.Tensor, w: Any) -> Any:
+                changed = {"slots": w.slots[:, :1]} if forgets == "copies" else {"slots": w.slots.clamp(min=0)}
+                return run(x, residual, w._replace(**changed))
+
+            return go
+
+    kinds = ("plain expert", "spread expert")
+    results = check_composite(Forgetful("moe_block"), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)
+    assert [r.outcome for r in results] == ["passed", "failed"], "\n".join(map(str, results))
 
 
 def test_state_that_a_composite_writes_wrongly_is_named() -> None:

@@ -162,6 +162,19 @@ def test_a_kernel_that_drops_the_end_of_a_large_quantized_matrix_is_found(
     assert found == [f"2 tokens, {storage}, {size}, in stored" for storage in ("q4_1", "q8_0")]
 
 
+def test_a_quantized_product_without_a_bias_that_rounds_its_float32_result_is_found() -> None:
+    class Rounded(Widening):
+        def build(self, call: OpCall) -> OpFunction:
+            run = super().build(call)
+            return lambda x, weight, bias: (
+                run(x, weight, bias) if bias is not None else run(x, weight).bfloat16().float()
+            )
+
+    kernel = Rounded("linear", Stored(of=("q8_0",)))
+    found = failed_cases(list(kernel_results(CHECK, kernel, SCHEMAS["linear"], HostDevice(0), ["float32"], 3)))
+    assert found == ["5 tokens, q8_0, 33 x 64, in stored, no bias, out=float32"]
+
+
 def test_large_quantized_matrices_are_checked_in_the_first_dtype_that_takes_them() -> None:
     packing = Stored(of=("q8_0",))
     packing.supports = lambda parts, dtype: (  # type: ignore[method-assign]

@@ -137,6 +137,10 @@ def test_a_defect_of_a_kernel_is_found(subject: Subject, change: Any, found: str
     assert any(found in r.detail for r in wrong), [str(r) for r in wrong][:3]
 
 
+def test_kernels_that_compute_on_the_host_get_two_threads(subject: Subject) -> None:
+    assert torch.get_num_threads() == 2
+
+
 def test_the_commonest_refusal_is_quoted(subject: Subject) -> None:
     kernel, asked = Changed("softcap", lambda run: run), iter(range(1000))
     kernel.supports = lambda call: "not today" if next(asked) else "a rare reason"  # type: ignore[method-assign]

@@ -178,6 +178,20 @@ def test_a_float32_result_that_was_rounded_to_the_compute_dtype_is_found() -> No
     assert failed and all("out=float32" in r.case for r in failed)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_that_are_rounded_before_a_draw_are_found(dtype: str) -> None:
+    def rounded(run: OpFunction) -> OpFunction:
+        def go(logits: torch.Tensor, temperature: torch.Tensor, *rest: torch.Tensor) -> Any:
+            warm = torch.where(temperature > 0, temperature, 1.0)
+            scores = (logits.float() / warm[:, None]).bfloat16()
+            return run(scores, (temperature > 0).float(), *rest)
+
+        return go
+
+    failed = [r for r in check(Wrapped("sample", rounded), dtype) if r.outcome == "failed"]
+    assert any(r.case.startswith("256 rows") for r in failed)
+
+
 def test_a_changed_tensor_among_several_of_an_input_is_named() -> None:
     class Pair(NamedTuple):
         norm: torch.Tensor

@@ -11,7 +11,7 @@ from evener.layers.decoder import DecoderLayer, MixerLayer
 from evener.layers.embedding import LMHead
 from evener.layers.norms import norm_common
 from evener.ops.schemas import BUILTIN
-from evener_conformance.kit.composites import families
+from evener_conformance.kit.families import families
 
 COMPOSITES = {schema.name: schema for schema in BUILTIN if schema.composite}
 RECORDS: dict[str, type] = {

@@ -4,14 +4,13 @@ The model has two decoder layers and a head. One copy is resolved with the kerne
 the expansion over reference ops in float32 from the same rounded weights. Hidden states, logits and the written state
 must agree over a prefill, a decode, a mixed step, and one with so many rows that kernels take another path.
 
-A family of layers has several details. If a kernel refuses a family for one detail, the other details are checked one
-at a time, each added to a family that the kernel accepts.
+``evener_conformance.kit.families`` has the kinds of layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +21,9 @@ from evener.contracts.ops import Kernel, OpCall, OpSchema
 from evener.contracts.quant import plain
 from evener.contracts.state import StateProvider, StateStep
 from evener.layers.builder import Builder
-from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer, MLPConfig
+from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer
 from evener.layers.embedding import LMHead
-from evener.layers.experts import MoEConfig
-from evener.layers.gated_delta import DeltaConfig, GatedAttentionConfig
-from evener.layers.latent import IndexConfig, LatentConfig
 from evener.layers.norms import norm_common
-from evener.layers.rotary import RotaryConfig, TemperatureConfig
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.plugins.catalog import Provided
@@ -37,226 +32,22 @@ from evener.resolution.candidates import Candidates
 from evener.resolution.resolver import Resolver
 from evener_conformance.kit.compare import join_problems
 from evener_conformance.kit.fallback_monitor import FallbackMonitor
+from evener_conformance.kit.families import (
+    MAX_POSITIONS,
+    UNINFORMATIVE_PARAMETERS,
+    Family,
+    families,
+    single_option_families,
+)
 from evener_conformance.kit.ops import DTYPES
 from evener_conformance.kit.outcome import CaseResult, Outcome, format_backend_exception
 from evener_conformance.kit.wrapped_kernel import monitored
 from evener_conformance.reference.device import HostDevice
 
-_MAX_POSITIONS, _PACKAGE = 192, "checked"
+_PACKAGE = "checked"
 #: A byte whose repetition is a finite garbage value in every dtype of state: unwritten state must not be read.
 GARBAGE = 0x46
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
-#: New tokens of each of two requests, by step: prompts, a decode step, one of each, decode, and many rows: kernels may
-#: take another path from some number of rows on, rarely above 128.
-_STEPS = ((17, 5), (1, 1), (1, 20), (1, 1), (131, 6))
-#: Composites that only these mixers call; ``index_block`` only a sparse one.
-_MIXER_COMPOSITES: dict[type, tuple[str, ...]] = {
-    LatentConfig: ("latent_attention_block", "latent_attend", "index_block"), DeltaConfig: ("delta_block",),
-    GatedAttentionConfig: ("gated_attention_block",),
-}  # fmt: skip
-
-
-#: Which configs' details an op sees; "": those of the layer or the head.
-_CONFIGS_SEEN_BY_OP = {
-    "mlp_block": ("mlp", ""), "moe_block": ("mlp", ""), "attention_block": ("attention", ""), "head": ("",),
-    "norm_qkv_rotary_write": ("attention", ""),
-}  # fmt: skip
-#: Fields of a family and its configs that are names and sizes, not details.
-_SIZE_FIELDS = {
-    "name", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads", "head_dim", "inner", "experts",
-    "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width", "nope_dim", "rope_dim", "rank",
-}  # fmt: skip
-#: Static parameters that are sizes, or the same in every family.
-_UNINFORMATIVE_PARAMETERS = (_SIZE_FIELDS | {"dtype", "rotary_dim", "q_rank", "shared_inner"}) - {"eps"}
-#: Details that mean nothing without others.
-_DEPENDENT_FIELDS = {
-    "gated": ("gated", "gate_up"), "qk_norm_over": ("qk_norm", "qk_norm_over"), "qk_norms": ("qk_norm", "qk_norms"),
-    "groups": ("groups", "top_groups", "group_best", "scoring", "correction", "experts", "top"),
-    "shared_gate": ("shared_inner", "shared_gate"), "alpha": ("alpha", "limit", "activation"),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Family:
-    """One kind of decoder layer."""
-
-    name: str
-    attention: AttentionConfig | LatentConfig | DeltaConfig | GatedAttentionConfig
-    mlp: MLPConfig | MoEConfig
-    offset: float = 0.0
-    cap: float | None = None
-    norm: str = "rms"
-    scale: float = 1.0
-    absorb: str = "auto"
-    eps: float = 0.1  # so large that a kernel with another epsilon is seen
-    hidden: int = 96
-    vocab: int = 67
-
-    def calls(self, op: str) -> bool:
-        """Whether its layers call this composite. What several kinds of layer call counts for plain attention."""
-        if isinstance(self.mlp, MoEConfig) or op == "moe_block":
-            return isinstance(self.mlp, MoEConfig) and op == "moe_block"
-        if op == "index_block":
-            return isinstance(self.attention, LatentConfig) and self.attention.index is not None
-        own = _MIXER_COMPOSITES.get(type(self.attention))
-        return op in own if own else not any(op in others for others in _MIXER_COMPOSITES.values())
-
-    @property
-    def steps(self) -> tuple[tuple[int, ...], ...]:
-        """Steps to check. A sparse index is not given the tallest one: rounding alone could choose other tokens."""
-        index = self.attention.index if isinstance(self.attention, LatentConfig) else None
-        return _STEPS if index is None or index.top >= _MAX_POSITIONS else _STEPS[:-1]
-
-    def for_dtype(self, dtype: str) -> Family:
-        """The family for a compute dtype. With a narrow one rounding could choose other tokens or experts, so all are
-        chosen."""
-        how, mlp = self.attention, self.mlp
-        if dtype != "float32" and isinstance(mlp, MoEConfig) and mlp.correction is None:
-            return replace(self, mlp=replace(mlp, top=mlp.experts))
-        if dtype == "float32" or not isinstance(how, LatentConfig) or how.index is None:
-            return self
-        return replace(self, attention=replace(how, index=replace(how.index, top=_MAX_POSITIONS)))
-
-
-def families() -> tuple[Family, ...]:
-    """Grouped heads; windows, caps, offsets and norms on both sides; biases, partial and interleaved rotation; experts;
-    other mixers; multiples of 64, for kernels that take no other sizes; and rare details: layer norms, plain MLPs, one
-    norm over all heads, merged gate and up, chunks, sinks, norms without weights, no rotation,
-    linear biases (ALiBi), factors on queries."""
-    return (
-        Family(
-            "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
-        ),
-        Family(
-            "windowed",
-            AttentionConfig(
-                heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32), qk_norm=True, post_norm="post", window=12,
-                softcap=20.0,
-            ),
-            MLPConfig(inner=72, activation="gelu_tanh", post_norm="post_mlp"),
-            1.0,
-            30.0,
-        ),
-        Family(
-            "biased",
-            AttentionConfig(
-                heads=4, kv_heads=4, head_dim=16, rotary=RotaryConfig(8, interleaved=True), qkv_bias=True, o_bias=True
-            ),
-            MLPConfig(inner=40, bias=True, activation="gelu"),
-        ),
-        *_other_mixers(),
-        *_multiples_of_64(),
-        Family(
-            "layer-normed",
-            AttentionConfig(
-                heads=4, kv_heads=2, head_dim=16, rotary=RotaryConfig(16), qkv=("qkv",), qk_norm=True,
-                qk_norm_over="each", post_norm="post",
-            ),
-            MLPConfig(inner=56, gated=False, gate_up=("up",), activation="relu", bias=True),
-            norm="biased_layer", scale=0.5,
-        ),
-        Family(
-            "parallel",
-            AttentionConfig(
-                heads=2, kv_heads=2, head_dim=32, rotary=RotaryConfig(32), qk_norm=True, qk_norm_over="all"
-            ),
-            MLPConfig(inner=48, gate_up=("gate_up",), parallel=True, post_norm="post_mlp"), norm="layer",
-        ),
-        Family(
-            "local",
-            AttentionConfig(
-                heads=4, kv_heads=2, head_dim=32, rotary=RotaryConfig(32, interleaved=True), chunk=9, qk_norm=True,
-                qk_norms=None, sinks=True,
-            ),
-            MLPConfig(inner=40),
-        ),
-        Family(
-            "alibi",
-            AttentionConfig(
-                heads=4, kv_heads=1, head_dim=16, rotary=RotaryConfig(0), slopes=(0.25, 0.0625, 0.015625, 0.00390625),
-                temperature=TemperatureConfig(5, 0.7),
-            ),
-            MLPConfig(inner=40),
-        ),
-        Family(
-            "expert",
-            AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
-            MoEConfig(
-                experts=6, top=2, inner=40, scoring="sigmoid", correction="correction", groups=3, top_groups=2,
-                group_best=2, scale=2.5, shared_inner=24, shared_gate="gate", post_norm="post_mlp",
-            ),
-        ),
-        Family(
-            "plain expert", AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
-            MoEConfig(experts=5, top=2, inner=40),
-        ),
-        Family(
-            "biased expert",
-            AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
-            MoEConfig(
-                experts=3, top=3, inner=24, scoring="softmax_top", renormalize=False, bias=True,
-                activation="clamped_swiglu", alpha=1.702, limit=7.0,
-            ),
-        ),
-    )  # fmt: skip
-
-
-def _other_mixers() -> tuple[Family, ...]:
-    """Latent attention in each form, a sparse index, a recurrence, gated attention."""
-    return (
-        Family(
-            "latent",
-            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=None,
-                         rotary=RotaryConfig(8, interleaved=True)),
-            MLPConfig(inner=40),
-        ),
-        Family(
-            "latent queries",
-            LatentConfig(heads=5, nope_dim=16, rope_dim=16, value_dim=16, rank=32, q_rank=48, rotary=RotaryConfig(16),
-                         bias=True),
-            MLPConfig(inner=40),
-        ),
-        Family(
-            "latent products",
-            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=32, rotary=RotaryConfig(8)),
-            MLPConfig(inner=40), absorb="absorb",
-        ),
-        Family(
-            "latent expanded",
-            LatentConfig(heads=3, nope_dim=20, rope_dim=8, value_dim=24, rank=40, q_rank=None, rotary=RotaryConfig(8)),
-            MLPConfig(inner=40), absorb="none",
-        ),
-        Family(
-            "sparse",
-            LatentConfig(heads=3, nope_dim=16, rope_dim=8, value_dim=16, rank=24, q_rank=32, rotary=RotaryConfig(8),
-                         index=IndexConfig(heads=4, head_dim=16, top=9)),
-            MLPConfig(inner=40),
-        ),
-        Family("recurrent", DeltaConfig(heads=4, key_heads=2, key_dim=12, value_dim=10, width=4), MLPConfig(inner=40)),
-        Family(
-            "gated", GatedAttentionConfig(heads=6, kv_heads=2, head_dim=20, rotary=RotaryConfig(8), bias=True),
-            MLPConfig(inner=40), 1.0,
-        ),
-    )  # fmt: skip
-
-
-def _multiples_of_64() -> tuple[Family, ...]:
-    """Hidden sizes 128 and 256 for each composite. All other sizes are multiples of 64 too."""
-    rotary, mlp = RotaryConfig(64), MLPConfig(inner=128)
-    latent = LatentConfig(heads=2, nope_dim=64, rope_dim=64, value_dim=64, rank=128, q_rank=128, rotary=rotary)
-    made = (
-        ("plain", AttentionConfig(heads=4, kv_heads=2, head_dim=64, rotary=rotary), mlp),
-        ("expert", AttentionConfig(heads=2, kv_heads=1, head_dim=64, rotary=rotary),
-         MoEConfig(experts=4, top=2, inner=128)),
-        ("latent", latent, mlp),
-        ("sparse", replace(latent, index=IndexConfig(heads=2, head_dim=64, top=64)), mlp),
-        ("recurrent", DeltaConfig(heads=4, key_heads=2, key_dim=64, value_dim=64, width=4), mlp),
-        ("gated", GatedAttentionConfig(heads=4, kv_heads=2, head_dim=64, rotary=rotary), mlp),
-    )  # fmt: skip
-    return tuple(
-        Family(f"{name} of {hidden}", how, each, hidden=hidden, vocab=256) for name, how, each in made
-        for hidden in (128, 256)
-    )  # fmt: skip
 
 
 @dataclass
@@ -282,8 +73,8 @@ class TinyModel:
         schemas: Iterable[OpSchema], like: TinyModel | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.dtype, self.provider, self._seed = device, dtype, provider, seed
-        self.hidden = family.hidden
-        self.build = build = Builder(dtype, _MAX_POSITIONS, absorb=family.absorb)
+        self.hidden, self._spread = family.hidden, family.spread
+        self.build = build = Builder(dtype, MAX_POSITIONS, absorb=family.absorb)
         layer: Any = DecoderLayer if isinstance(family.attention, AttentionConfig) else MixerLayer
         self.layers: list[DecoderLayer] = [
             layer(
@@ -303,7 +94,7 @@ class TinyModel:
         available = Candidates(
             schemas={s.name: s for s in schemas}, kernels=[Provided(k, _PACKAGE, _PACKAGE, "0") for k in kernels],
             states=[Provided(provider, _PACKAGE, _PACKAGE, "0")], reference_state=ReferenceState(),
-            reference_packing=PLAIN, device=device.capabilities, buckets=token_buckets(_MAX_POSITIONS),
+            reference_packing=PLAIN, device=device.capabilities, buckets=token_buckets(MAX_POSITIONS),
         )  # fmt: skip
         self.resolver = Resolver(available)
         self.resolver.states(build.slots)
@@ -319,7 +110,8 @@ class TinyModel:
         parts_by_name: dict[str, torch.Tensor] = {}
         for index, weight in enumerate(self.build.weights):
             if isinstance(weight, Table):
-                weight.value = weight.make(where)
+                table = weight.make(where)
+                weight.value = _spread_map(weight.key, table) if self._spread else table
                 self.weights.append([])
                 continue
             shapes: list[tuple[int, ...]] = [weight.shape] if isinstance(weight, Weight) else _shapes(weight)
@@ -364,8 +156,8 @@ class TinyModel:
         offered = [set(slot.provider.block_sizes(slot.spec)) for slot in slots if slot.provider is not None]
         self.block = min(set.intersection(*offered) or offered[0])
         self.table = torch.tensor([3, 1, 6, 2, 5, 4], dtype=torch.int32).view(2, 3)
-        if self.block * 3 < _MAX_POSITIONS:
-            columns = -(-_MAX_POSITIONS // self.block)
+        if self.block * 3 < MAX_POSITIONS:
+            columns = -(-MAX_POSITIONS // self.block)
             self.table = torch.arange(2 * columns, 0, -1, dtype=torch.int32).view(2, columns)
         self._groups: dict[Any, StateSlot] = {}
         for slot in slots:
@@ -431,6 +223,18 @@ class TinyModel:
                     kept = rows[r, (length - 1) // self.block] if slot.spec.per == "request" else own
                     found[f"{tensor.name} of {slot.name}, request {r}"] = kept
         return found
+
+
+def _spread_map(key: Any, table: torch.Tensor) -> torch.Tensor:
+    """A table of the expert map of a layer without spare slots, after the last expert has gone to another rank and the
+    first has got its slot, for a second copy. Other tables are left as they are."""
+    last, changed = len(table) - 1, table.clone()
+    if "expert copies" in key:
+        changed[0], changed[last] = 2, 0
+    elif "expert slots" in key:
+        changed = torch.cat((changed, torch.full_like(changed, -1)), dim=1)
+        changed[0, 1], changed[last] = last, -1
+    return changed
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -505,7 +309,7 @@ def _describe_parameters(static: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, StateSlot):
             how = {"window": value.spec.window, "softcap": value.attention.softcap, "sinks": value.attention.sinks}
             yield from (f"{each}={found}" for each, found in how.items() if found)
-        elif isinstance(value, (str, int, float)) and value and name not in _UNINFORMATIVE_PARAMETERS:
+        elif isinstance(value, (str, int, float)) and value and name not in UNINFORMATIVE_PARAMETERS:
             yield f"{name}={value}"
 
 
@@ -515,31 +319,6 @@ def _biases(inputs: Sequence[Any]) -> Iterator[str]:
         for name, value in getattr(weights, "_asdict", dict)().items():
             if "bias" in name and value is not None:
                 yield name
-
-
-def single_option_families(op: str, taken: Sequence[Family], asked: Sequence[Family]) -> Iterator[Family]:
-    """The first family in ``taken``, each time with one detail that only refused families in ``asked`` have."""
-    parts = _CONFIGS_SEEN_BY_OP.get(op, ("attention", "mlp", ""))
-    seen = {(part, name, repr(value)) for family in taken for part, name, value in _family_options(family, parts)}
-    for family in asked if taken else ():
-        for part, name, value in _family_options(family, parts):
-            base: Any = getattr(taken[0], part) if part else taken[0]
-            same = not part or type(base) is type(getattr(family, part))
-            if same and (part, name, repr(value)) not in seen:
-                seen.add((part, name, repr(value)))
-                source = getattr(family, part) if part else family
-                other = replace(base, **{each: getattr(source, each) for each in _DEPENDENT_FIELDS.get(name, (name,))})
-                changed: dict[str, Any] = {part: other} if part else {name: value}
-                yield replace(taken[0], **changed, name=f"{taken[0].name} layers with {name} {value} as {family.name}")
-
-
-def _family_options(family: Family, parts: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """Details of a family, without sizes: (config, field, value)."""
-    for part in parts:
-        value = getattr(family, part) if part else family
-        for each in fields(value):
-            if each.name not in _SIZE_FIELDS:
-                yield part, each.name, getattr(value, each.name)
 
 
 def _valid(family: Family, schemas: Sequence[OpSchema]) -> bool:

@@ -38,8 +38,20 @@ from evener_conformance.kit.outcome import CaseResult, Check, format_backend_exc
 
 #: Ops whose weights may have any format.
 OPS = ("linear", "grouped_linear")
-#: (tokens of a step, blocks of a row): few sizes and many.
-_FEW, _MANY = ((1, 1), (37, 3)), ((1, 1), (2, 5), (9, 2), (37, 3), (130, 4))
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Tokens of a step, blocks of a row; ``unbiased`` as in ``make_case``."""
+
+    tokens: int
+    blocks: int
+    unbiased: bool = False
+
+
+#: Few sizes and many.
+_FEW = (_Size(1, 1), _Size(37, 3), _Size(5, 2, unbiased=True))
+_MANY = (*_FEW, _Size(2, 5), _Size(9, 2), _Size(130, 4), _Size(33, 1, unbiased=True))
 #: Columns of a deep matrix, rows of a wide one, and the tokens of their step.
 _DEEP, _WIDE, _LARGE_TOKENS = 4352, 8209, 2
 _NAME = "layers.0.example.weight"
@@ -101,8 +113,8 @@ def kernel_results(
         large: set[str] = set()  # storages whose deep and wide weights the kernel has taken
         for dtype in dtypes:
             ready = _PackingCheck(check, kernel, schema, device, dtype, packing, held, watch or FallbackMonitor(device))
-            for name, tokens, matrices in _weights(schema.name, dtype, seed, foreign, _MANY if thorough else _FEW):
-                found += ready.results(name, tokens, matrices)
+            for name, size, matrices in _weights(schema.name, dtype, seed, foreign, _MANY if thorough else _FEW):
+                found += ready.results(name, size.tokens, matrices, size.unbiased)
             for storage in STORAGES:
                 if storage in large and not thorough:
                     continue
@@ -132,16 +144,16 @@ def _dequantize_by_scheme(foreign: Sequence[Example], part: WeightPart) -> torch
 
 
 def _weights(
-    op: str, dtype: str, seed: int, foreign: Sequence[Example], sizes: Sequence[tuple[int, int]]
-) -> Iterator[tuple[str, int, Matrices]]:
-    """(case name, tokens, matrices)."""
+    op: str, dtype: str, seed: int, foreign: Sequence[Example], sizes: Sequence[_Size]
+) -> Iterator[tuple[str, _Size, Matrices]]:
+    """(case name, size, matrices)."""
     generator = torch.Generator().manual_seed(seed)
     count = 3 if op == "grouped_linear" else 1
     for mix in format_mixes(dtype):
-        for tokens, blocks in sizes:
-            yield " + ".join(mix), tokens, [mixed_parts(mix, blocks, generator) for _ in range(count)]
+        for size in sizes:
+            yield " + ".join(mix), size, [mixed_parts(mix, size.blocks, generator) for _ in range(count)]
     for number, example in enumerate(foreign):
-        yield f"example {number} of {example.scheme.name}", 17, [(example.part,)] * count
+        yield f"example {number} of {example.scheme.name}", _Size(17, 1), [(example.part,)] * count
 
 
 @cache
@@ -168,8 +180,8 @@ class _PackingCheck:
         self._check, self._kernel, self._schema, self._device, self._dtype = check, kernel, schema, device, dtype
         self._packing, self._held, self._watch = packing, held, watch
 
-    def results(self, name: str, tokens: int, matrices: Matrices) -> Iterator[CaseResult]:
-        """Check the packed weight, then what the kernel computes with it."""
+    def results(self, name: str, tokens: int, matrices: Matrices, unbiased: bool = False) -> Iterator[CaseResult]:
+        """Check the packed weight, then what the kernel computes with it; ``unbiased`` as in ``make_case``."""
         packing, dtype = self._packing, self._dtype
         rows, columns = sum(p.rows for p in matrices[0]), matrices[0][0].columns
         case = f"{name}, {rows} x {columns}, in {packing.layout}"
@@ -185,11 +197,12 @@ class _PackingCheck:
             f"packing of {case}", "failed" if problems else "passed", join_problems(problems), dtype
         )
         generator = torch.Generator().manual_seed(tokens)
-        made = make_case(self._schema.name, matrices, tokens, dtype, generator)
+        made = make_case(self._schema.name, matrices, tokens, dtype, generator, unbiased)
         found = check_case(
             self._kernel, self._schema, self._device, dtype, made, packing, self._held, self._watch
         )  # fmt: skip
-        yield replace(found, case=f"{tokens} tokens, {case}")
+        more = ", no bias, out=float32" if unbiased and self._schema.name == "linear" else ", no bias" * unbiased
+        yield replace(found, case=f"{tokens} tokens, {case}{more}")
 
     def _problems(self, bare: Sequence[WeightPart], matrices: Matrices) -> list[str]:
         packing, dtype, where = self._packing, self._dtype, self._device.torch_device

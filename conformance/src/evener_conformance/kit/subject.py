@@ -99,8 +99,8 @@ def open_subject(
         if not pretend:
             raise
         device = PretendDevice(0)
-    # Sizes are tiny: more threads would only wait for each other.
-    device.limit_threads(1)
+    # Two, so that what threads share is checked too. Sizes are tiny: more would only wait for each other.
+    device.limit_threads(2)
     device.select()
     checked_packages = {p.name for p in loaded.selection.all_packages if p.group in _CHECKED_GROUPS}
     schemas = loaded.op_schemas()

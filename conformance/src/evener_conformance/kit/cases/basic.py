@@ -260,7 +260,8 @@ def greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Each filter alone, all together, none; greedy rows among them; smallest and largest seeds and positions; the
-    largest possible noise on an id of almost no probability, and on one of none."""
+    largest possible noise on an id of almost no probability, and on one of none; so many draws that scores that are
+    slightly wrong change some."""
     make = InputFactory(dtype, generator)
     settings = (
         (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1),
@@ -279,6 +280,14 @@ def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
         yield OpCase({"vocab": vocab, "filters": True}, (logits, temperatures, *filters, seed, position))
         yield OpCase({"vocab": vocab, "filters": True}, (logits, temperatures, *off, seed, position))
         yield OpCase({"vocab": vocab, "filters": False}, (logits, temperatures, *off, seed, position))
+    rows = 256
+    seed, position = make.ids(2**31 - 1, rows), make.ids(5000, rows)
+    temperatures = torch.tensor((0.7, 1.0, 1.3, 2.0)).repeat(rows // 4)
+    off = torch.zeros(rows, dtype=torch.int32), torch.ones(rows), torch.zeros(rows)
+    some = torch.full((rows,), 40, dtype=torch.int32), torch.full((rows,), 0.95), torch.full((rows,), 0.01)
+    for filters in (off, some):
+        logits = make.noise(rows, 259, scale=3.0, shift=20.0)
+        yield OpCase({"vocab": 259, "filters": filters is some}, (logits, temperatures, *filters, seed, position))
     # Hashes whose upper 24 bits are all ones, for the ids 9, 18 and 17.
     seed, position = (torch.tensor(x, dtype=torch.int32) for x in ([61, 406, 703], [2308, 3515, 328]))
     off = torch.zeros(3, dtype=torch.int32), torch.ones(3), torch.zeros(3)

@@ -162,9 +162,15 @@ def mixed_parts(mix: Sequence[str], blocks: int, generator: torch.Generator) -> 
 
 
 def make_case(
-    op: str, matrices: Sequence[tuple[WeightPart, ...]], tokens: int, dtype: str, generator: torch.Generator
+    op: str,
+    matrices: Sequence[tuple[WeightPart, ...]],
+    tokens: int,
+    dtype: str,
+    generator: torch.Generator,
+    unbiased: bool = False,
 ) -> OpCase:
-    """``linear`` with the first of the matrices, or ``grouped_linear`` with all of them."""
+    """``linear`` with the first of the matrices, or ``grouped_linear`` with all of them. ``unbiased``: no bias, and
+    a result in float32 if the op has such a parameter, as for the logits of a head."""
     rows, columns = sum(p.rows for p in matrices[0]), matrices[0][0].columns
     bare = tuple(WeightPart(p.name, p.rows, p.columns, p.format) for p in matrices[0])
     sizes = {"columns": columns, "rows": rows, "dtype": dtype}
@@ -172,10 +178,12 @@ def make_case(
     bias = torch.randn(len(matrices), rows, generator=generator).to(getattr(torch, dtype))
     if op == "linear":
         weight = LinearWeight("weight", bare, rows, columns, dtype)
-        return OpCase({**sizes, "weight": weight, "out": dtype}, (x, matrices[0], bias[0]))
+        out = "float32" if unbiased else dtype
+        return OpCase({**sizes, "weight": weight, "out": out}, (x, matrices[0], None if unbiased else bias[0]))
     stack = StackedWeight("stack", bare, rows, columns, dtype, experts=len(matrices))
     slots = torch.randint(-1, len(matrices), (tokens, 2), generator=generator, dtype=torch.int32)
-    return OpCase({**sizes, "weight": stack, "experts": len(matrices)}, (x, tuple(matrices), slots, bias))
+    inputs = (x, tuple(matrices), slots, None if unbiased else bias)
+    return OpCase({**sizes, "weight": stack, "experts": len(matrices)}, inputs)
 
 
 def format_mixes(dtype: str) -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,245 @@
+"""Mutants of our own kernels, each judged by the default conformance kit: how much "the kit passes" is worth.
+
+    python scripts/mutants.py [--seed 1] [--target NAME …] [--only TEXT] [--list] [--out FILE]
+
+A mutant is a copy of a backend with one small fault: a bound off by one, a wrong stride, a dropped bias, a narrower
+dtype, a swapped operator. ``mutation/targets.py`` says what is mutated and what is not. The mutants of a seed are
+always the same while the files are. Each runs in a process of its own with a time limit; the kit stops at the first
+wrong case. A mutant that crashes or hangs the kit, or ends it with an error, is caught.
+
+- ``cpu-native``: C++, compiled with -O1 into a cache folder of its own. A mutant whose library has the same bytes as
+  that of the original is equivalent, and one that does not compile is none. The whole kit runs.
+- ``cpu-python``: the Python around it. The whole kit runs.
+- ``triton``: under Triton's interpreter, in float32, because the interpreter does not round to nearest. A check that
+  never calls the mutated function runs the same code as without the mutant, so only the other ones run; a first run of
+  the whole kit records which functions each check calls.
+
+Then each fault of tests/packages/evener-backend-planted runs in the same way.
+
+``mutation/reviewed.yaml`` says, as a person has judged, which survivors are equivalent (no input can tell them apart)
+and why the others survive. The exit code is 0 if the kit catches at least 95 of 100 mutants that are not equivalent and
+every planted fault, every survivor is reviewed, and no review contradicts what was seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mutation.mutant import Mutant
+from mutation.python_code import function_of
+from mutation.reviewed import Review, read_reviews, review_of
+from mutation.targets import NATIVE, PYTHON, TARGETS, TRITON
+from mutation.trial import CAUGHT, EQUAL, NOT_BUILT, ROOT, SURVIVED, Bench, Verdict
+from planted_defects import PACKAGE, install, known_defects
+
+from evener_conformance.distributions import write_distribution
+
+# At the end: this folder has a module named like one of Python's own, profile.
+sys.path.append(str(ROOT / "benchmarks"))
+
+from machine import cpu_name
+
+RESULTS = ROOT / "docs/results/mutants.jsonl"
+EQUIVALENT = "equivalent"
+LEAST_CAUGHT = 0.95
+#: The seed of the kit's inputs.
+KIT_SEED = 1
+#: The last option wins: mutants are built in half the time.
+_COMPILER = '#!/bin/sh\nexec "{cxx}" "$@" -O1\n'
+
+Record = dict[str, Any]
+
+
+def native_bench(folder: Path) -> Bench:
+    """The CPU backend with its kernels compiled anew."""
+    compiler = folder / "cxx"
+    compiler.write_text(_COMPILER.format(cxx=os.environ.get("CXX", "g++")))
+    compiler.chmod(0o755)
+    spec = {"backend": "cpu", "seed": KIT_SEED, "library": ""}
+    return Bench(NATIVE.sources, spec, environ={"CXX": str(compiler)})
+
+
+def python_bench() -> Bench:
+    """The CPU backend with the kernels that this machine has compiled already, or compiles now."""
+    return Bench(PYTHON.sources, {"backend": "cpu", "seed": KIT_SEED}, environ={"XDG_CACHE_HOME": _cache_home()})
+
+
+def _cache_home() -> str:
+    return os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+
+
+def triton_bench(folder: Path) -> Bench:
+    """The Triton kernels on host memory, interpreted."""
+    site = folder / "interpreted"
+    write_distribution(
+        site, "evener-backend-interpreted", {"evener.backends": {"interpreted": "triton_host:descriptor"}}
+    )
+    spec = {"backend": "interpreted", "seed": KIT_SEED, "dtypes": ["float32"], "imports": ["interpreted"]}
+    environ = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return Bench(TRITON.sources, spec, (site, ROOT / "backends/triton/tests"), environ, 3600.0)
+
+
+def planted_bench(folder: Path, defect: str) -> Bench:
+    """The backend with planted faults; ``folder`` has it installed."""
+    spec = {"backend": "planted", "seed": KIT_SEED}
+    return Bench(str(PACKAGE.relative_to(ROOT)), spec, (folder,), {"PLANTED_DEFECT": defect})
+
+
+class Runs:
+    """Runs mutants of one target, after its code without a mutant has passed.
+
+    Raises:
+        RuntimeError: it does not pass.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._target = TARGETS[name]
+        benches = {NATIVE.name: native_bench, TRITON.name: triton_bench}
+        self._bench = benches[name](folder) if name in benches else python_bench()
+        found = self._bench.run(None, **({"trace": ""} if name == TRITON.name else {}))
+        if found.outcome != SURVIVED:
+            raise RuntimeError(f"{name}: the kit does not pass without a mutant: {found.outcome} {found.by}")
+        print(f"{name}: the kit passes without a mutant, in {found.seconds:.0f} s", flush=True)
+        self._original = found.answer
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """The kit's verdict on a mutant."""
+        if self._target is NATIVE:
+            return self._bench.run(mutant, first=self._first(mutant), library=self._original["library"])
+        if self._target is TRITON:
+            return self._judge_by_reach(mutant)
+        return self._bench.run(mutant, first=self._first(mutant))
+
+    def _first(self, mutant: Mutant) -> Sequence[str]:
+        return self._target.files[str(Path(mutant.file).relative_to(self._target.sources))]
+
+    def _judge_by_reach(self, mutant: Mutant) -> Verdict:
+        """Only the checks that call the mutated function, the shortest first; each proves the same as the whole kit."""
+        path = Path(mutant.file).relative_to(self._target.sources)
+        name = f"{path}:{function_of(mutant, (ROOT / mutant.file).read_text('utf-8'))}"
+        seconds: Mapping[str, float] = self._original["seconds"]
+        reaching = [check for check, called in self._original["reached"].items() if name in called]
+        if not reaching:
+            return Verdict(SURVIVED, "no check calls this function", 0.0)
+        limit = 120.0 + 5 * sum(seconds[check] for check in reaching)
+        return replace(self._bench, limit=limit).run(mutant, only=sorted(reaching, key=seconds.__getitem__))
+
+
+def record(target: str, mutant: Mutant, found: Verdict, review: Review | None, command: str) -> Record:
+    """A line of the results."""
+    outcome, why = found.outcome, found.by
+    if outcome == EQUAL:
+        outcome, why = EQUIVALENT, "the compiler makes the same library"
+    elif outcome == SURVIVED:
+        outcome = EQUIVALENT if review and review.equivalent else SURVIVED
+        why = review.why if review else "not reviewed"
+    return {
+        **_where(command), "target": target, "file": mutant.file, "line": mutant.line, "operator": mutant.operator,
+        "was": mutant.was, "now": mutant.now, "outcome": outcome, ("by" if outcome == CAUGHT else "why"): why[:300],
+    }  # fmt: skip
+
+
+def _where(command: str) -> Record:
+    return {
+        "device": f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores", "model": "none: kernels alone",
+        "date": datetime.date.today().isoformat(), "command": command,
+    }  # fmt: skip
+
+
+def generated(name: str, wanted: argparse.Namespace, reviews: Sequence[Review], command: str) -> Iterator[Record]:
+    """Records of a target's mutants."""
+    mutants = [m for m in TARGETS[name].sample(wanted.seed) if wanted.only in str(m)]
+    if wanted.list or not mutants:
+        print(*mutants, sep="\n")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(name, Path(folder))
+        for mutant in mutants:
+            found = runs.judge(mutant)
+            if found.outcome == NOT_BUILT:
+                print(f"not built: {mutant}: {found.by}", flush=True)
+                continue
+            review = review_of(mutant, reviews)
+            made = record(name, mutant, found, review, command)
+            stale = "; REVIEWED AS A SURVIVOR" * (review is not None and made["outcome"] == CAUGHT)
+            print(f"{made['outcome']}: {mutant}: {made.get('by') or made['why']}{stale} ({found.seconds:.0f} s)",
+                  flush=True)  # fmt: skip
+            yield made | ({"stale": True} if stale else {})
+
+
+def planted(wanted: argparse.Namespace, command: str) -> Iterator[Record]:
+    """Records of the planted faults."""
+    faults = {name: what for name, what in known_defects().items() if wanted.only in f"{name}: {what}"}
+    if wanted.list or not faults:
+        print(*faults, sep="\n")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder) / "site"
+        install(site)
+        right = planted_bench(site, "").run(None)
+        if right.outcome != SURVIVED:
+            raise RuntimeError(f"the backend without a planted fault does not pass: {right.by}")
+        for name, what in faults.items():
+            found = planted_bench(site, name).run(None)
+            print(f"{found.outcome}: {name}: {found.by or what} ({found.seconds:.0f} s)", flush=True)
+            yield {**_where(command), "target": "planted", "operator": name, "was": "", "now": what,
+                   "outcome": found.outcome, ("by" if found.outcome == CAUGHT else "why"): found.by[:300]}  # fmt: skip
+
+
+def summary(records: Sequence[Record]) -> list[str]:
+    """What is wrong with a run's records, after its counts were printed."""
+    wrong = []
+    for name in dict.fromkeys(r["target"] for r in records):
+        counts = Counter(r["outcome"] for r in records if r["target"] == name)
+        print(f"{name}: {', '.join(f'{n} {outcome}' for outcome, n in counts.items())}")
+    made = [r for r in records if r["target"] != "planted" and r["outcome"] != EQUIVALENT]
+    caught = sum(r["outcome"] == CAUGHT for r in made)
+    print(f"{caught} of {len(made)} mutants that are not equivalent were caught")
+    if caught < LEAST_CAUGHT * len(made):
+        wrong.append(f"fewer than {LEAST_CAUGHT:.0%} were caught")
+    wrong += [f"not caught: planted fault {r['operator']}" for r in records
+              if r["target"] == "planted" and r["outcome"] != CAUGHT]  # fmt: skip
+    wrong += [f"not reviewed: {r['file']}:{r['line']}: {r['was']} -> {r['now']}" for r in records
+              if r.get("why") == "not reviewed"]  # fmt: skip
+    wrong += [f"reviewed as a survivor, but caught: {r['file']}:{r['line']}" for r in records if r.get("stale")]
+    return wrong
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the mutants; see above."""
+    parser = argparse.ArgumentParser(description="Judge mutants of our kernels by the conformance kit.")
+    parser.add_argument("--seed", type=int, default=1, help="which mutants (default: 1)")
+    parser.add_argument(
+        "--target", action="append", choices=[*TARGETS, "planted"], help="default: all; may be repeated"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose description contains this text")
+    parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
+    parser.add_argument("--out", type=Path, help="write a record of each mutant to this file")
+    wanted = parser.parse_args(argv)
+    command = f"python scripts/mutants.py --seed {wanted.seed}"
+    reviews, records = read_reviews(), list[Record]()
+    for name in wanted.target or [*TARGETS, "planted"]:
+        rows = planted(wanted, command) if name == "planted" else generated(name, wanted, reviews, command)
+        for row in rows:
+            records.append(row)
+            if wanted.out is not None:
+                wanted.out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), "utf-8")
+    if wanted.list:
+        return 0
+    wrong = summary(records)
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""The default kit on one backend, in a process of its own, until the first case that is wrong.
+
+    python -m mutation.kit_child '{"backend": "cpu", "seed": 1, "first": ["linear"]}'
+
+The specification has:
+
+- ``backend``, ``seed``, ``dtypes`` (all if left out), ``imports`` (modules to import before the kit);
+- ``first``: names of checks that run before the others, because a mutant of their code is most likely found there. A
+  check that fails makes the whole kit fail, so the order cannot change the verdict;
+- ``only``: full names of the checks to run, in this order;
+- ``library``: the CPU backend's kernels are compiled first. A hash here is that of the library without a mutant: the
+  kit does not run if the mutant's is the same;
+- ``trace``: a folder; the answer says which functions of its files each check called.
+
+The last line of the output is an object: ``wrong`` (the case and the reason; empty if the kit passes), ``seconds`` of
+each check that ran, ``reached`` with ``trace``, ``library`` (the hash) or ``unbuilt`` (what the compiler said).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+#: Address space: a mutant may ask for any amount of memory.
+_MOST_BYTES = 24 << 30
+
+
+def main(spec: dict[str, Any]) -> dict[str, Any]:
+    """Run the checks; see above."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    found: dict[str, Any] = {}
+    if "library" in spec:
+        found |= _library()
+        if "unbuilt" in found or found["library"] == spec["library"]:
+            return found
+    for name in spec.get("imports", ()):
+        importlib.import_module(name)
+    return found | _run_kit(spec)
+
+
+def _library() -> dict[str, str]:
+    from evener_backend_cpu import isa, native_library
+
+    built = native_library.load(isa.read())
+    if isinstance(built, native_library.Native):
+        return {"library": hashlib.sha256(built.path.read_bytes()).hexdigest()}
+    return {"unbuilt": built.reason}
+
+
+def _run_kit(spec: dict[str, Any]) -> dict[str, Any]:
+    from evener_conformance.kit.checklist import Checklist, CheckRequest
+    from evener_conformance.kit.outcome import REQUIRED
+    from evener_conformance.kit.subject import open_subject
+
+    request = CheckRequest(spec["seed"], dtypes=tuple(spec.get("dtypes", ())))
+    checks = Checklist(open_subject(spec["backend"]), request).checks
+    first, only = set(spec.get("first", ())), spec.get("only")
+    ordered = sorted(checks, key=lambda check: not check.names & first)  # stable
+    if only is not None:
+        by_name = {check.name: check for check in checks}
+        ordered = [by_name[name] for name in only]
+    passed, seconds, reached, wrong = 0, dict[str, float](), dict[str, list[str]](), ""
+    for check in ordered:
+        print(check.name, file=sys.stderr, flush=True)
+        start, called = time.monotonic(), set[str]()
+        with _calls_under(spec.get("trace"), called):
+            for case in check.run():
+                passed += case.outcome == "passed"
+                if case.outcome == "failed" or (case.outcome == "unknown" and case.area in REQUIRED):
+                    wrong = f"{check.name}: {case.case}: {case.detail}"
+                    break
+        seconds[check.name], reached[check.name] = round(time.monotonic() - start, 2), sorted(called)
+        if wrong:
+            break
+    if not passed and not wrong:
+        wrong = "no case passed"
+    return {"wrong": wrong, "seconds": seconds} | ({"reached": reached} if "trace" in spec else {})
+
+
+@contextmanager
+def _calls_under(folder: str | None, called: set[str]) -> Iterator[None]:
+    """Adds ``path:function`` of each Python function in the folder that is called meanwhile, with the path in it."""
+    if folder is None:
+        yield
+        return
+    root = f"{Path(folder)}{os.sep}"
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root):
+            called.add(f"{code.co_filename.removeprefix(root)}:{code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

@@ -1,0 +1,107 @@
+"""What is mutated: the CPU backend's C++ and Python, and the Triton kernels under Triton's interpreter.
+
+Left out is what the kit's verdict cannot depend on here: how fast a kernel is, how much memory it names (the kit
+measures that where a device counts its memory), which calls it refuses (a kernel may refuse more), checks of arguments
+that no caller of the kit gets wrong, and kernels that need the hardware.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mutation import cpp_code, python_code
+from mutation.mutant import Mutant
+from mutation.trial import ROOT
+
+#: Functions that choose, refuse, or plan memory and launches.
+_NOT_COMPUTING = frozenset({
+    "supports", "_unsupported_reason", "workspace", "variants", "_variants", "block_sizes", "partial_sums", "launches",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A group of files with one way to run them.
+
+    Attributes:
+        sources: folder with the packages, from the root.
+        files: file, from ``sources`` → names of the kit's checks that run first.
+        count: mutants of a sample.
+    """
+
+    name: str
+    sources: str
+    files: Mapping[str, tuple[str, ...]]
+    count: int
+
+    def mutants_of(self, file: str) -> list[Mutant]:
+        """Every mutant of a file."""
+        path = f"{self.sources}/{file}"
+        source = (ROOT / path).read_text("utf-8")
+        if not file.endswith(".py"):
+            return list(cpp_code.mutants(path, source))
+        silent = list(_lines_of(source, _NOT_COMPUTING))
+        return [m for m in python_code.mutants(path, source) if not any(m.line in lines for lines in silent)]
+
+    def sample(self, seed: int) -> list[Mutant]:
+        """``count`` mutants: the files in turn, and within a file its operators in turn, so that none of either is
+        missed; the same ones for a seed while the files are the same."""
+        draw, found = random.Random(f"{self.name} {seed}"), list[Mutant]()
+        queues = [_by_operator(self.mutants_of(file), draw) for file in self.files]
+        while len(found) < self.count and any(queues):
+            found += [queue.pop() for queue in queues if queue]
+        return found[: self.count]
+
+
+def _by_operator(mutants: Sequence[Mutant], draw: random.Random) -> list[Mutant]:
+    """The mutants, the last first: one of each operator, then another one of each."""
+    by: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        by.setdefault(mutant.operator, []).append(mutant)
+    for each in by.values():
+        draw.shuffle(each)
+    operators = sorted(by)
+    draw.shuffle(operators)
+    order = []
+    while any(by.values()):
+        order += [by[operator].pop() for operator in operators if by[operator]]
+    return order[::-1]
+
+
+def _lines_of(source: str, names: frozenset[str]) -> Iterator[range]:
+    """Lines of the functions with these names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            yield range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+_ROWS = ("rms_norm", "add_rms_norm", "rotary", "act_and_mul")
+_LAYERS = ("decoder_layer", "attention_block", "mlp_block", "norm_qkv_rotary_write")
+_NATIVE, _CPU, _JIT, _TRITON = (
+    "evener_backend_cpu/native/", "evener_backend_cpu/", "evener_kernels_triton/jit/", "evener_kernels_triton/",
+)  # fmt: skip
+
+NATIVE = Target("cpu-native", "backends/cpu/src", {
+    f"{_NATIVE}rows.h": _ROWS, f"{_NATIVE}simd.h": ("linear", "act_and_mul", "sample", *_ROWS),
+    f"{_NATIVE}gemm.h": ("linear",), f"{_NATIVE}attention.h": ("attention",), f"{_NATIVE}layer.h": _LAYERS,
+    f"{_NATIVE}experts.h": ("moe_block", "grouped_linear"), f"{_NATIVE}sampling.h": ("sample",),
+    f"{_NATIVE}quant_gemm.h": ("formats",), f"{_NATIVE}quant_blocks.h": ("formats",),
+    f"{_NATIVE}kernels.cpp": ("greedy", "sample", *_ROWS),
+}, 40)  # fmt: skip
+PYTHON = Target("cpu-python", "backends/cpu/src", {
+    f"{_CPU}primitives.py": ("linear", "greedy", "sample", *_ROWS), f"{_CPU}composites.py": _LAYERS,
+    f"{_CPU}experts.py": ("moe_block", "grouped_linear"), f"{_CPU}state.py": ("attention",),
+    f"{_CPU}block_packing.py": ("formats",),
+}, 15)  # fmt: skip
+TRITON = Target("triton", "backends/triton/src", {
+    **{f"{_JIT}{name}.py": () for name in (
+        "rows", "linear", "heads", "attention", "latent", "experts", "routing", "sampling", "logits", "arrival",
+    )},
+    **{f"{_TRITON}{name}.py": () for name in (
+        "primitives", "linear", "state", "latent_state", "composites", "experts", "latent", "sampling", "logits",
+    )},
+}, 28)  # fmt: skip
+TARGETS = {target.name: target for target in (NATIVE, PYTHON, TRITON)}

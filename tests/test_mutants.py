@@ -1,0 +1,168 @@
+"""The mutation run: what counts as a mutant, how one is judged, how results are reviewed and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mutants
+import pytest
+from mutation import cpp_code, python_code
+from mutation.mutant import Mutant
+from mutation.reviewed import Review, read_reviews, review_of
+from mutation.targets import NATIVE, TARGETS
+from mutation.trial import CAUGHT, EQUAL, NOT_BUILT, SURVIVED, Bench, judge
+from planted_defects import PACKAGE
+
+from evener_conformance.distributions import write_distribution
+
+CPP = """\
+#include <a - b>
+// Not i + 1, "nor" this.
+template <class T> INLINE T* row(const T* x, long i, long n) {
+  const char* s = "i + 1";
+  for (; i + 16 <= n; i += 16) put(y + i, bias ? x[i] + wide(bias[i]) : x[i]);
+  return x + i * n;
+}
+"""
+PYTHON = '''\
+"""Not i + 1."""
+LIMIT = 4
+
+def f(x, n=3):
+    """Nor i + 1."""
+    if n < 2 and x.dtype is torch.float32:
+        raise ValueError(f"{n + 1}")
+    return tl.load(x + 1, mask=(x < n) & real, num_warps=4)
+'''
+
+
+def changes(found: list[Mutant]) -> set[tuple[str, str]]:
+    return {(m.operator, m.now) for m in found}
+
+
+def test_cpp_mutants_change_code_and_leave_comments_strings_and_templates_alone() -> None:
+    found = list(cpp_code.mutants("a.h", CPP))
+    assert {m.line for m in found} == {5, 6}
+    assert changes(found) >= {
+        ("bound", "for (; i + 16 < n; i += 16) put(y + i, bias ? x[i] + wide(bias[i]) : x[i]);"),
+        ("off by one", "for (; i + 15 <= n; i += 16) put(y + i, bias ? x[i] + wide(bias[i]) : x[i]);"),
+        ("dropped addend", "for (; i + 16 <= n; i += 16) put(y + i, bias ? x[i] : x[i]);"),
+        ("ignored condition", "for (; i + 16 <= n; i += 16) put(y + i, false ? x[i] + wide(bias[i]) : x[i]);"),
+        ("wrong dtype",
+         "for (; i + 16 <= n; i += 16) put(y + i, rounded1<bf16>(bias ? x[i] + wide(bias[i]) : x[i]));"),
+        ("stride", "return x + i * (n + 1);"), ("swapped operator", "return x - i * n;"),
+    }  # fmt: skip
+
+
+def test_python_mutants_change_what_is_computed_and_leave_messages_and_launch_speed_alone() -> None:
+    found = list(python_code.mutants("a.py", PYTHON))
+    assert {m.line for m in found} == {6, 8}
+    assert changes(found) >= {
+        ("bound", "if n <= 2 and x.dtype is torch.float32:"), ("mask", "if n < 2 or x.dtype is torch.float32:"),
+        ("wrong dtype", "if n < 2 and x.dtype is torch.float16:"),
+        ("dropped mask", "return tl.load(x + 1, mask=x < n, num_warps=4)"),
+        ("dropped addend", "return tl.load(x, mask=(x < n) & real, num_warps=4)"),
+    }  # fmt: skip
+    assert {python_code.function_of(m, PYTHON) for m in found} == {"f"}
+
+
+def test_a_mutant_is_found_again_after_lines_have_moved() -> None:
+    source = "a = b + c;\na = b + c;\n"
+    first, second = (m for m in cpp_code.mutants("x/a.h", source) if m.now == "a = b - c;")
+    assert (first.nth, second.nth) == (0, 1)
+    assert second.apply(source) == "a = b + c;\na = b - c;\n"
+    review = Review("a.h", "a = b + c;", "a = b - c;", 1, True, "why")
+    moved = list(cpp_code.mutants("x/a.h", f"int z;\n{source}"))
+    assert [m.line for m in moved if review_of(m, [review])] == [3]
+
+
+def test_a_sample_is_the_same_for_a_seed_and_has_every_file_and_many_kinds_of_change() -> None:
+    found = NATIVE.sample(1)
+    assert [str(m) for m in found] == [str(m) for m in NATIVE.sample(1)] != [str(m) for m in NATIVE.sample(2)]
+    assert {m.file.rpartition("/src/")[2] for m in found} == set(NATIVE.files)
+    assert len({m.operator for m in found}) >= 6
+    assert sum(target.count for target in TARGETS.values()) >= 50
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "errors", "outcome", "by"),
+    [
+        (0, '{"wrong": ""}', "", SURVIVED, ""),
+        (0, 'noise\n{"wrong": "linear: off"}', "", CAUGHT, "linear: off"),
+        (0, '{"library": "abc"}', "", EQUAL, ""),
+        (0, '{"unbuilt": "no"}', "", NOT_BUILT, "no"),
+        (-11, "", "", CAUGHT, "SIGSEGV"),
+        (1, "", "Traceback\nKeyError: 'x'", CAUGHT, "KeyError: 'x'"),
+        (0, "", "", CAUGHT, "exit code 0"),
+    ],
+)
+def test_how_the_kit_ended_is_the_verdict(code: int, out: str, errors: str, outcome: str, by: str) -> None:
+    found = judge(code, out, errors, 1.0)
+    assert found.outcome == outcome
+    assert by in found.by
+
+
+def test_of_two_mutants_the_kit_catches_the_wrong_one_and_the_equivalent_one_survives(tmp_path: Path) -> None:
+    path = "tests/packages/evener-backend-planted/evener_backend_planted/kernels.py"
+    source = (PACKAGE / "evener_backend_planted/kernels.py").read_text()
+    made = {m.now: m for m in python_code.mutants(path, source)}
+    wrong = next(made[now] for now in made if now.startswith("found = wide.float() * torch.rsqrt(squares.float() * "))
+    same = made['limit = 64 if planted("too-much-supported") else 1 << 31']
+    write_distribution(
+        tmp_path, "evener-backend-planted", {"evener.backends": {"planted": "evener_backend_planted:descriptor"}}
+    )
+    only = ["primitives/rms_norm[planted/planted_norm]"]
+    bench = Bench(str(PACKAGE.relative_to(mutants.ROOT)), {"backend": "planted", "seed": 1, "only": only}, (tmp_path,))
+    caught, survived = bench.run(wrong), bench.run(same)
+    assert (caught.outcome, survived.outcome) == (CAUGHT, SURVIVED)
+    assert caught.by.startswith(f"{only[0]}: 5 rows, hidden=60")
+
+
+def test_a_mutant_that_hangs_is_ended_and_counts_as_caught(tmp_path: Path) -> None:
+    (tmp_path / "evener_conformance.py").write_text("import time\ntime.sleep(600)\n")
+    found = Bench(str(tmp_path), {"backend": "cpu", "seed": 1}, limit=1.0).run(None)
+    assert (found.outcome, found.by) == (CAUGHT, "the kit did not end within 1 s")
+
+
+def test_reviews_that_lack_a_reason_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "reviewed.yaml"
+    file.write_text("- {file: a.h, was: x, now: y}\n")
+    with pytest.raises(ValueError, match=r"entry 1 has .*; it needs file, was, now, and either equivalent or survives"):
+        read_reviews(file)
+    file.write_text("- {file: a.h, was: x, now: y, survives: nobody looks}\n")
+    assert read_reviews(file) == [Review("a.h", "x", "y", 0, False, "nobody looks")]
+
+
+def test_reviews_name_lines_that_exist() -> None:
+    known: dict[str, list[str]] = {}
+    for target in TARGETS.values():
+        for file in target.files:
+            path = mutants.ROOT / target.sources / file
+            known[file] = [line.strip() for line in path.read_text().splitlines()]
+    for review in read_reviews():
+        (lines,) = (lines for file, lines in known.items() if f"/{file}".endswith(f"/{review.file}"))
+        assert lines.count(review.was) > review.nth, review
+
+
+def result(outcome: str, **more: Any) -> dict[str, Any]:
+    return {"target": "cpu-native", "file": "a.h", "line": 1, "was": "x", "now": "y", "outcome": outcome, **more}
+
+
+@pytest.mark.parametrize(
+    ("records", "wrong"),
+    [
+        ([result("caught")] * 19 + [result("survived", why="seen")], []),
+        ([result("caught")] * 18 + [result("equivalent", why="seen")], []),
+        ([result("caught")] * 18 + [result("survived", why="seen")], ["fewer than 95% were caught"]),
+        ([result("caught")] * 19 + [result("survived", why="not reviewed")], ["not reviewed: a.h:1: x -> y"]),
+        ([result("caught", stale=True)], ["reviewed as a survivor, but caught: a.h:1"]),
+        ([result("caught"), {"target": "planted", "operator": "norm-half", "outcome": "survived"}],
+         ["not caught: planted fault norm-half"]),
+    ],
+)  # fmt: skip
+def test_a_run_fails_if_too_few_are_caught_or_nobody_has_judged_a_survivor(
+    records: list[dict[str, Any]], wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mutants.summary(records) == wrong
+    assert "mutants that are not equivalent were caught" in capsys.readouterr().out
