@@ -9,15 +9,18 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.ops import STATIC_DEFAULTS, Kernel, OpCall, OpFunction
 from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, Packing, QuantFormat, QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener.loading.scheme import Unquantized
+from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
-from evener.ops.schemas import PRIMITIVES
+from evener.ops.schemas import BUILTIN, PRIMITIVES
 from evener_conformance.kit.cases.blocks import STORAGES, is_known_format, random_part, reference_dequantize
 from evener_conformance.kit.checklist import ReferenceKernel
+from evener_conformance.kit.composites import check_composite
 from evener_conformance.kit.formats import kernel_results, scheme_results
+from evener_conformance.kit.ops import expansion
 from evener_conformance.kit.outcome import CaseResult, Check
 from evener_conformance.reference.device import HostDevice
 
@@ -160,6 +163,38 @@ def test_a_kernel_that_drops_the_end_of_a_large_quantized_matrix_is_found(
 
     found = failed_cases(results(Stored(of=("q8_0", "q4_1")), held, op=op))
     assert found == [f"2 tokens, {storage}, {size}, in stored" for storage in ("q4_1", "q8_0")]
+
+
+class Dequantizing(Kernel):
+    """An MLP block over ``Stored`` weights, whose numbers it reads ``factor`` times too large."""
+
+    op, name, non_default = "mlp_block", "dequantizing", frozenset(STATIC_DEFAULTS)
+
+    def __init__(self, packing: Packing, factor: float) -> None:
+        self.packings, self._factor = (packing,), factor
+
+    def supports(self, call: OpCall) -> str | None:
+        return None
+
+    def build(self, call: OpCall) -> OpFunction:
+        schemas = {schema.name: schema for schema in BUILTIN}
+        run = load_reference(schemas["mlp_block"])(call.static, expansion(schemas))
+
+        def plain(weight: PackedWeight) -> PackedWeight:
+            numbers = torch.cat([reference_dequantize(p) for p in weight.data.parts]) * self._factor
+            return PackedWeight("plain", weight.shape, numbers, 0)
+
+        return lambda x, residual, w: run(x, residual, w._replace(gate_up=plain(w.gate_up), down=plain(w.down)))
+
+
+@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "passed"), (1.02, "failed")])
+def test_a_composite_is_checked_with_weights_in_blocks_if_its_packing_takes_them(factor: float, outcome: str) -> None:
+    packing = Stored(of=("q8_0",))
+    kernel, linear = Dequantizing(packing, factor), Widening("linear", packing)
+    found = check_composite(kernel, BUILTIN, HostDevice(0), [], [linear], ["float32"], ("quantized",))
+    assert [(r.outcome, r.case.partition(" layers")[0]) for r in found] == [(outcome, "quantized")], found
+    none = Dequantizing(Stored(of=("q4_0",)), factor)
+    assert check_composite(none, BUILTIN, HostDevice(0), [], [linear], ["float32"], ("quantized",)) == []
 
 
 def test_a_quantized_product_without_a_bias_that_rounds_its_float32_result_is_found() -> None:

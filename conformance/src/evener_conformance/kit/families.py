@@ -33,8 +33,9 @@ _CONFIGS_SEEN_BY_OP = {
 }  # fmt: skip
 #: Fields of a family and its configs that are names and sizes, not details.
 _SIZE_FIELDS = {
-    "name", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads", "head_dim", "inner", "experts",
-    "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width", "nope_dim", "rope_dim", "rank",
+    "name", "storage", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads", "head_dim", "inner",
+    "experts", "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width", "nope_dim",
+    "rope_dim", "rank",
 }  # fmt: skip
 #: Static parameters that are sizes, or the same in every family.
 UNINFORMATIVE_PARAMETERS = (_SIZE_FIELDS | {"dtype", "rotary_dim", "q_rank", "shared_inner"}) - {"eps"}
@@ -48,7 +49,11 @@ _DEPENDENT_FIELDS = {
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of decoder layer. ``spread``: its first expert has two copies, and its last one is on another rank."""
+    """One kind of decoder layer.
+
+    ``spread``: its first expert has two copies, and its last one is on another rank. ``storage``: the block format of
+    its linear weights; plain if empty.
+    """
 
     name: str
     attention: AttentionConfig | LatentConfig | DeltaConfig | GatedAttentionConfig
@@ -62,6 +67,7 @@ class Family:
     hidden: int = 96
     vocab: int = 67
     spread: bool = False
+    storage: str = ""
 
     def calls(self, op: str) -> bool:
         """Whether its layers call this composite. What several kinds of layer call counts for plain attention."""
@@ -117,6 +123,7 @@ def families() -> tuple[Family, ...]:
         ),
         *_other_mixers(),
         *_multiples_of_64(),
+        *_quantized(),
         Family(
             "layer-normed",
             AttentionConfig(
@@ -232,6 +239,16 @@ def _multiples_of_64() -> tuple[Family, ...]:
         Family(f"{name} of {hidden}", how, each, hidden=hidden, vocab=256) for name, how, each in made
         for hidden in (128, 256)
     )  # fmt: skip
+
+
+def _quantized() -> tuple[Family, ...]:
+    """Layers whose weights stay in blocks, for kernels whose packings take them."""
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=32, rotary=RotaryConfig(32))
+    experts = MoEConfig(experts=4, top=2, inner=64, shared_inner=32, shared_gate="gate")
+    return tuple(
+        Family(name, attention, mlp, hidden=128, vocab=80, storage="q8_0")
+        for name, mlp in (("quantized", MLPConfig(inner=160)), ("quantized expert", experts))
+    )
 
 
 def single_option_families(op: str, taken: Sequence[Family], asked: Sequence[Family]) -> Iterator[Family]:
