@@ -11,8 +11,7 @@ wrong case. A mutant that crashes or hangs the kit, or ends it with an error, is
   that of the original is equivalent, and one that does not compile is none. The whole kit runs.
 - ``cpu-python``: the Python around it. The whole kit runs.
 - ``triton``: under Triton's interpreter, in float32, because the interpreter does not round to nearest. A check that
-  never calls the mutated function runs the same code as without the mutant, so only the other ones run; a first run of
-  the whole kit records which functions each check calls.
+  never calls the mutated function runs the same code as without the mutant, so only the other ones run.
 
 Then each fault of tests/packages/evener-backend-planted runs in the same way.
 
@@ -27,10 +26,11 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from typing import Any
 from mutation.mutant import Mutant
 from mutation.python_code import function_of
 from mutation.reviewed import Review, read_reviews, review_of
-from mutation.targets import NATIVE, PYTHON, TARGETS, TRITON
+from mutation.targets import NATIVE, PYTHON, TARGETS, TRITON, Target
 from mutation.trial import CAUGHT, EQUAL, NOT_BUILT, ROOT, SURVIVED, Bench, Verdict
 from planted_defects import PACKAGE, install, known_defects
 
@@ -96,43 +96,79 @@ def planted_bench(folder: Path, defect: str) -> Bench:
 
 
 class Runs:
-    """Runs mutants of one target, after its code without a mutant has passed.
+    """Runs mutants of the CPU backend, after the backend without a mutant has passed.
 
     Raises:
         RuntimeError: it does not pass.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self._target = TARGETS[name]
-        benches = {NATIVE.name: native_bench, TRITON.name: triton_bench}
-        self._bench = benches[name](folder) if name in benches else python_bench()
-        found = self._bench.run(None, **({"trace": ""} if name == TRITON.name else {}))
+    def __init__(self, target: Target, bench: Bench) -> None:
+        self._target, self._bench = target, bench
+        found = bench.run(None)
         if found.outcome != SURVIVED:
-            raise RuntimeError(f"{name}: the kit does not pass without a mutant: {found.outcome} {found.by}")
-        print(f"{name}: the kit passes without a mutant, in {found.seconds:.0f} s", flush=True)
-        self._original = found.answer
+            raise RuntimeError(f"{target.name}: the kit does not pass without a mutant: {found.outcome} {found.by}")
+        print(f"{target.name}: the kit passes without a mutant, in {found.seconds:.0f} s", flush=True)
+        self._library = {"library": found.answer["library"]} if target is NATIVE else {}
 
     def judge(self, mutant: Mutant) -> Verdict:
         """The kit's verdict on a mutant."""
-        if self._target is NATIVE:
-            return self._bench.run(mutant, first=self._first(mutant), library=self._original["library"])
-        if self._target is TRITON:
-            return self._judge_by_reach(mutant)
-        return self._bench.run(mutant, first=self._first(mutant))
+        return self._bench.run(mutant, first=self._target.first(mutant), **self._library)
 
-    def _first(self, mutant: Mutant) -> Sequence[str]:
-        return self._target.files[str(Path(mutant.file).relative_to(self._target.sources))]
 
-    def _judge_by_reach(self, mutant: Mutant) -> Verdict:
-        """Only the checks that call the mutated function, the shortest first; each proves the same as the whole kit."""
+class RunsByReach:
+    """Runs mutants of the Triton kernels. A check runs without a mutant first, once, and must pass; then it is known
+    how long it takes and which functions it calls. A mutant gets only the checks that call its function, the shortest
+    first; the others run the same code as without it.
+
+    Raises:
+        RuntimeError: a check does not pass without a mutant.
+    """
+
+    def __init__(self, target: Target, bench: Bench) -> None:
+        self._target, self._bench = target, bench
+        self._all: list[str] = bench.run(None, list=True).answer["checks"]
+        self._seconds: dict[str, float] = {}
+        self._reached: dict[str, list[str]] = {}
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """The verdict of the checks that most likely find the mutant."""
+        return self._run(mutant, self._likely(mutant))
+
+    def judge_rest(self, mutant: Mutant) -> Verdict:
+        """The verdict of all other checks on a mutant that those have not caught."""
+        return self._run(mutant, [check for check in self._all if check not in self._likely(mutant)])
+
+    def _likely(self, mutant: Mutant) -> list[str]:
+        names = "|".join(map(re.escape, self._target.first(mutant)))
+        return [check for check in self._all if re.search(rf"[/\[]({names})[\]\[]", check)]
+
+    def _run(self, mutant: Mutant, checks: Sequence[str]) -> Verdict:
+        """Run those of the checks that call the mutant's function."""
+        self._run_without([check for check in checks if check not in self._seconds])
         path = Path(mutant.file).relative_to(self._target.sources)
         name = f"{path}:{function_of(mutant, (ROOT / mutant.file).read_text('utf-8'))}"
-        seconds: Mapping[str, float] = self._original["seconds"]
-        reaching = [check for check, called in self._original["reached"].items() if name in called]
+        reaching = sorted((c for c in checks if name in self._reached[c]), key=self._seconds.__getitem__)
         if not reaching:
-            return Verdict(SURVIVED, "no check calls this function", 0.0)
-        limit = 120.0 + 5 * sum(seconds[check] for check in reaching)
-        return replace(self._bench, limit=limit).run(mutant, only=sorted(reaching, key=seconds.__getitem__))
+            return Verdict(SURVIVED, "", 0.0)
+        limit = 120.0 + 5 * sum(self._seconds[check] for check in reaching)
+        return replace(self._bench, limit=limit).run(mutant, only=reaching)
+
+    def _run_without(self, checks: Sequence[str]) -> None:
+        if not checks:
+            return
+        found = self._bench.run(None, only=checks, reach=True)
+        if found.outcome != SURVIVED:
+            raise RuntimeError(f"{self._target.name}: {checks} do not pass without a mutant: {found.by}")
+        print(f"{self._target.name}: {len(checks)} checks pass without a mutant, in {found.seconds:.0f} s", flush=True)
+        self._seconds |= found.answer["seconds"]
+        self._reached |= found.answer["reached"]
+
+
+def runs_of(name: str, folder: Path) -> Runs | RunsByReach:
+    """What runs the mutants of a target; ``folder`` is its own."""
+    if name == TRITON.name:
+        return RunsByReach(TRITON, triton_bench(folder))
+    return Runs(TARGETS[name], native_bench(folder) if name == NATIVE.name else python_bench())
 
 
 def record(target: str, mutant: Mutant, found: Verdict, review: Review | None, command: str) -> Record:
@@ -156,6 +192,20 @@ def _where(command: str) -> Record:
     }  # fmt: skip
 
 
+def _verdicts(runs: Runs | RunsByReach, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdict]]:
+    """Each mutant with its verdict. Those that likely checks have not caught come last: they need the whole kit."""
+    left = []
+    for mutant in mutants:
+        found = runs.judge(mutant)
+        if isinstance(runs, RunsByReach) and found.outcome == SURVIVED:
+            print(f"not caught by the likely checks: {mutant}", flush=True)
+            left.append(mutant)
+        else:
+            yield mutant, found
+    if isinstance(runs, RunsByReach):
+        yield from ((mutant, runs.judge_rest(mutant)) for mutant in left)
+
+
 def generated(name: str, wanted: argparse.Namespace, reviews: Sequence[Review], command: str) -> Iterator[Record]:
     """Records of a target's mutants."""
     mutants = [m for m in TARGETS[name].sample(wanted.seed) if wanted.only in str(m)]
@@ -163,9 +213,8 @@ def generated(name: str, wanted: argparse.Namespace, reviews: Sequence[Review], 
         print(*mutants, sep="\n")
         return
     with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(name, Path(folder))
-        for mutant in mutants:
-            found = runs.judge(mutant)
+        runs = runs_of(name, Path(folder))
+        for mutant, found in _verdicts(runs, mutants):
             if found.outcome == NOT_BUILT:
                 print(f"not built: {mutant}: {found.by}", flush=True)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import mutants
 import pytest
 from mutation import cpp_code, python_code
 from mutation.mutant import Mutant
+from mutation.reach import Called, functions_of, with_notes
 from mutation.reviewed import Review, read_reviews, review_of
-from mutation.targets import NATIVE, TARGETS
-from mutation.trial import CAUGHT, EQUAL, NOT_BUILT, SURVIVED, Bench, judge
+from mutation.targets import NATIVE, TARGETS, TRITON
+from mutation.trial import CAUGHT, EQUAL, NOT_BUILT, SURVIVED, Bench, Verdict, judge
 from planted_defects import PACKAGE
 
 from evener_conformance.distributions import write_distribution
@@ -67,6 +69,20 @@ def test_python_mutants_change_what_is_computed_and_leave_messages_and_launch_sp
     assert {python_code.function_of(m, PYTHON) for m in found} == {"f"}
 
 
+def test_each_function_notes_that_it_was_called() -> None:
+    source = (
+        'class A:\n    @staticmethod\n    def f():\n        """Says nothing."""\n'
+        "        def g():\n            return 1\n        return g()\n\ndef h(): return 2\n"
+    )
+    scope: dict[str, Any] = {}
+    exec(with_notes(source, "a.py"), scope)
+    Called.take()
+    assert (scope["A"].f(), scope["A"].f.__doc__) == (1, "Says nothing.")
+    assert Called.take() == ["a.py:A.f", "a.py:A.f.g"]
+    assert Called.take() == []
+    assert [name for name, _ in functions_of(source)] == ["A.f", "A.f.g", "h"]
+
+
 def test_a_mutant_is_found_again_after_lines_have_moved() -> None:
     source = "a = b + c;\na = b + c;\n"
     first, second = (m for m in cpp_code.mutants("x/a.h", source) if m.now == "a = b - c;")
@@ -117,6 +133,44 @@ def test_of_two_mutants_the_kit_catches_the_wrong_one_and_the_equivalent_one_sur
     caught, survived = bench.run(wrong), bench.run(same)
     assert (caught.outcome, survived.outcome) == (CAUGHT, SURVIVED)
     assert caught.by.startswith(f"{only[0]}: 5 rows, hidden=60")
+
+
+@dataclass(frozen=True)
+class PretendedBench(Bench):
+    """A kit of four checks. ``calls`` is the list of the checks that ran, each time."""
+
+    wrong: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+
+    def run(self, mutant: Mutant | None, **more: Any) -> Verdict:
+        if "list" in more:
+            return Verdict(SURVIVED, "", 1.0, {"checks": ["primitives/softcap[t/t.softcap]", "a", "b", "c"]})
+        only = more["only"]
+        self.calls.append(only)
+        if mutant is not None or self.wrong:
+            by = "it" if self.wrong in only else ""
+            return Verdict(CAUGHT if by else SURVIVED, by, 1.0)
+        seconds = {"primitives/softcap[t/t.softcap]": 1.0, "a": 9.0, "b": 2.0, "c": 1.0}
+        name = "evener_kernels_triton/jit/rows.py:softcap_kernel"
+        reached = {each: [name] if each != "c" else [] for each in seconds}
+        return Verdict(SURVIVED, "", 1.0, {"seconds": {c: seconds[c] for c in only}, "reached": reached})
+
+
+def test_only_checks_that_call_the_mutated_function_run_and_the_likely_ones_first() -> None:
+    bench = PretendedBench(TRITON.sources, {})
+    mutant = next(m for m in TRITON.mutants_of("evener_kernels_triton/jit/rows.py") if "/ cap" in m.was)
+    runs = mutants.RunsByReach(TRITON, bench)
+    likely = ["primitives/softcap[t/t.softcap]"]
+    assert runs.judge(mutant).outcome == SURVIVED
+    assert bench.calls == [likely, likely]
+    assert runs.judge_rest(mutant).outcome == SURVIVED
+    assert bench.calls[2:] == [["a", "b", "c"], ["b", "a"]]
+    bench.calls.clear()
+    object.__setattr__(bench, "wrong", likely[0])
+    assert runs.judge(mutant).outcome == CAUGHT
+    assert bench.calls == [likely]
+    with pytest.raises(RuntimeError, match="do not pass without a mutant: it"):
+        mutants.RunsByReach(TRITON, bench).judge(mutant)
 
 
 def test_a_mutant_that_hangs_is_ended_and_counts_as_caught(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ The specification has:
 - ``backend``, ``seed``, ``dtypes`` (all if left out), ``imports`` (modules to import before the kit);
 - ``first``: names of checks that run before the others, because a mutant of their code is most likely found there. A
   check that fails makes the whole kit fail, so the order cannot change the verdict;
-- ``only``: full names of the checks to run, in this order;
+- ``only``: names of the checks to run, no others; in this order if each names one;
+- ``list``: the names of all checks are the answer, as ``checks``;
 - ``library``: the CPU backend's kernels are compiled first. A hash here is that of the library without a mutant: the
   kit does not run if the mutant's is the same;
-- ``trace``: a folder; the answer says which functions of its files each check called.
+- ``reach``: the answer says which functions each check called; the package has the notes of ``mutation.reach``.
 
 The last line of the output is an object: ``wrong`` (the case and the reason; empty if the kit passes), ``seconds`` of
-each check that ran, ``reached`` with ``trace``, ``library`` (the hash) or ``unbuilt`` (what the compiler said).
+each check that ran, ``reached`` with ``reach``, ``library`` (the hash) or ``unbuilt`` (what the compiler said).
 """
 
 from __future__ import annotations
@@ -25,11 +26,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any
+
+from mutation.reach import Called
 
 #: Address space: a mutant may ask for any amount of memory.
 _MOST_BYTES = 24 << 30
@@ -66,47 +65,31 @@ def _run_kit(spec: dict[str, Any]) -> dict[str, Any]:
 
     request = CheckRequest(spec["seed"], dtypes=tuple(spec.get("dtypes", ())))
     checks = Checklist(open_subject(spec["backend"]), request).checks
+    if spec.get("list"):
+        return {"checks": [check.name for check in checks]}
     first, only = set(spec.get("first", ())), spec.get("only")
     ordered = sorted(checks, key=lambda check: not check.names & first)  # stable
     if only is not None:
-        by_name = {check.name: check for check in checks}
-        ordered = [by_name[name] for name in only]
+        wanted = {name: index for index, name in enumerate(only)}
+        places = [min((wanted[n] for n in {c.name, *c.names} & wanted.keys()), default=-1) for c in checks]
+        numbered = zip(places, checks, strict=True)
+        ordered = [c for place, c in sorted(numbered, key=lambda each: each[0]) if place >= 0]
     passed, seconds, reached, wrong = 0, dict[str, float](), dict[str, list[str]](), ""
     for check in ordered:
         print(check.name, file=sys.stderr, flush=True)
-        start, called = time.monotonic(), set[str]()
-        with _calls_under(spec.get("trace"), called):
-            for case in check.run():
-                passed += case.outcome == "passed"
-                if case.outcome == "failed" or (case.outcome == "unknown" and case.area in REQUIRED):
-                    wrong = f"{check.name}: {case.case}: {case.detail}"
-                    break
-        seconds[check.name], reached[check.name] = round(time.monotonic() - start, 2), sorted(called)
+        start = time.monotonic()
+        Called.take()
+        for case in check.run():
+            passed += case.outcome == "passed"
+            if case.outcome == "failed" or (case.outcome == "unknown" and case.area in REQUIRED):
+                wrong = f"{check.name}: {case.case}: {case.detail}"
+                break
+        seconds[check.name], reached[check.name] = round(time.monotonic() - start, 2), Called.take()
         if wrong:
             break
     if not passed and not wrong:
         wrong = "no case passed"
-    return {"wrong": wrong, "seconds": seconds} | ({"reached": reached} if "trace" in spec else {})
-
-
-@contextmanager
-def _calls_under(folder: str | None, called: set[str]) -> Iterator[None]:
-    """Adds ``path:function`` of each Python function in the folder that is called meanwhile, with the path in it."""
-    if folder is None:
-        yield
-        return
-    root = f"{Path(folder)}{os.sep}"
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root):
-            called.add(f"{code.co_filename.removeprefix(root)}:{code.co_name}")
-
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
+    return {"wrong": wrong, "seconds": seconds} | ({"reached": reached} if spec.get("reach") else {})
 
 
 if __name__ == "__main__":

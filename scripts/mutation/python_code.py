@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from mutation.mutant import Mutant
+from mutation.reach import functions_of
 
 _SWAPPED: dict[type[ast.AST], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
@@ -57,12 +58,9 @@ def mutants(file: str, source: str) -> Iterator[Mutant]:
 
 
 def function_of(mutant: Mutant, source: str) -> str:
-    """The name of the innermost function that holds the mutant; of a method too, without its class."""
-    found = [
-        node for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.lineno <= mutant.line <= (node.end_lineno or 0)
-    ]  # fmt: skip
-    return max(found, key=lambda node: node.lineno).name
+    """The qualified name of the innermost function that holds the mutant."""
+    around = [each for each in functions_of(source) if each[1].lineno <= mutant.line <= (each[1].end_lineno or 0)]
+    return max(around, key=lambda each: each[1].lineno)[0]
 
 
 def _bodies(tree: ast.Module) -> Iterator[ast.stmt]:

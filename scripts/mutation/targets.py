@@ -46,6 +46,10 @@ class Target:
         silent = list(_lines_of(source, _NOT_COMPUTING))
         return [m for m in python_code.mutants(path, source) if not any(m.line in lines for lines in silent)]
 
+    def first(self, mutant: Mutant) -> tuple[str, ...]:
+        """Names of the checks that most likely find a mutant."""
+        return self.files[mutant.file.removeprefix(f"{self.sources}/")]
+
     def sample(self, seed: int) -> list[Mutant]:
         """``count`` mutants: the files in turn, and within a file its operators in turn, so that none of either is
         missed; the same ones for a seed while the files are the same."""
@@ -97,11 +101,13 @@ PYTHON = Target("cpu-python", "backends/cpu/src", {
     f"{_CPU}block_packing.py": ("formats",),
 }, 15)  # fmt: skip
 TRITON = Target("triton", "backends/triton/src", {
-    **{f"{_JIT}{name}.py": () for name in (
-        "rows", "linear", "heads", "attention", "latent", "experts", "routing", "sampling", "logits", "arrival",
-    )},
-    **{f"{_TRITON}{name}.py": () for name in (
-        "primitives", "linear", "state", "latent_state", "composites", "experts", "latent", "sampling", "logits",
-    )},
-}, 28)  # fmt: skip
+    f"{_JIT}rows.py": ("softcap", "take_rows", "add_rms_norm", "act_and_mul"), f"{_JIT}linear.py": ("linear",),
+    f"{_JIT}heads.py": ("rotary",), f"{_JIT}attention.py": ("triton.paged",), f"{_JIT}latent.py": ("triton.latent",),
+    f"{_JIT}experts.py": ("grouped_linear",), f"{_JIT}routing.py": ("route",),
+    f"{_JIT}sampling.py": ("greedy", "apply_mask", "sample"), f"{_JIT}logits.py": ("add_bias", "penalize"),
+    f"{_TRITON}primitives.py": ("softcap", "take_rows", "add_rms_norm", "act_and_mul"),
+    f"{_TRITON}linear.py": ("linear",), f"{_TRITON}state.py": ("triton.paged",),
+    f"{_TRITON}latent_state.py": ("triton.latent",), f"{_TRITON}experts.py": ("grouped_linear", "route"),
+    f"{_TRITON}sampling.py": ("greedy", "apply_mask"), f"{_TRITON}logits.py": ("add_bias", "penalize"),
+}, 20)  # fmt: skip
 TARGETS = {target.name: target for target in (NATIVE, PYTHON, TRITON)}

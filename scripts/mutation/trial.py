@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mutation.mutant import Mutant
+from mutation.reach import add_notes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CAUGHT, SURVIVED, NOT_BUILT, EQUAL = "caught", "survived", "not built", "equal code"
@@ -67,8 +68,8 @@ class Bench:
                 path = overlay / Path(mutant.file).relative_to(self.sources)
                 path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
             spec = {**self.spec, **more}
-            if "trace" in spec:
-                spec["trace"] = str(overlay)
+            if spec.get("reach"):
+                add_notes(overlay)
             return self._child(spec, overlay, Path(scratch))
 
     def _child(self, spec: Mapping[str, Any], overlay: Path, scratch: Path) -> Verdict:
@@ -101,6 +102,8 @@ def judge(code: int, out: str, errors: str, seconds: float) -> Verdict:
         last = errors.strip().splitlines()[-1:] or [f"exit code {code}"]
         return Verdict(CAUGHT, f"the kit ended with an error: {last[0]}", seconds)
     answer = json.loads(lines[-1])
+    if "checks" in answer:
+        return Verdict(SURVIVED, "", seconds, answer)
     if "unbuilt" in answer:
         return Verdict(NOT_BUILT, answer["unbuilt"], seconds, answer)
     if "wrong" not in answer:
