@@ -114,8 +114,9 @@ class TinyModel:
         parts_by_name: dict[str, torch.Tensor] = {}
         for index, weight in enumerate(self.build.weights):
             if isinstance(weight, Table):
-                table = weight.make(where)
-                weight.value = _spread_map(weight.key, table) if self._spread else table
+                weight.value = weight.make(where)
+                if self._spread:
+                    weight.value = _spread_map(weight.key, weight.value.cpu()).to(where)
                 self.weights.append([])
                 continue
             shapes: list[tuple[int, ...]] = [weight.shape] if isinstance(weight, Weight) else _shapes(weight)
@@ -322,7 +323,7 @@ def check_composite(
 def _takes(kernel: Kernel, storage: str) -> bool:
     """Whether a packing of the kernel takes a block format in some compute dtype."""
     part = WeightPart("part", 64, 256, block_format(storage))
-    return any(packing.supports((part,), dtype) is None for packing in kernel.packings for dtype in DTYPES)
+    return any(p.supports((part,), dtype) is None for p in kernel.packings for dtype in (*DTYPES, "float16"))
 
 
 def _describe_parameters(static: Mapping[str, Any]) -> Iterator[str]:
