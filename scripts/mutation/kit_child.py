@@ -32,6 +32,7 @@ from mutation.reach import Called
 
 #: Address space: a mutant may ask for any amount of memory.
 _MOST_BYTES = 24 << 30
+NO_CASE_PASSED = "no case passed"
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def _run_kit(spec: dict[str, Any]) -> dict[str, Any]:
         if wrong:
             break
     if not passed and not wrong:
-        wrong = "no case passed"
+        wrong = NO_CASE_PASSED
     return {"wrong": wrong, "seconds": seconds} | ({"reached": reached} if spec.get("reach") else {})
 
 

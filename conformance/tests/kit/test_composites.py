@@ -198,6 +198,17 @@ def test_a_composite_that_is_wrong_above_some_number_of_rows_is_found(rows: int)
     assert wrong.outcome == "failed" and wrong.detail.startswith("step 4 of 137 rows: hidden states differ")
 
 
+def test_a_composite_that_is_wrong_for_a_single_row_is_found() -> None:
+    class Alone(Expansion):
+        def build(self, call: OpCall) -> OpFunction:
+            run = super().build(call)
+            return lambda x, residual, w: run(x, residual, w._replace(gate_up_bias=None) if len(x) == 1 else w)
+
+    kernel = Alone("mlp_block")
+    (found,) = check_composite(kernel, BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=("biased",))
+    assert found.outcome == "failed" and found.detail.startswith("step 3 of 1 rows: hidden states differ")
+
+
 def test_a_failure_names_the_parameters_by_which_a_kernel_may_take_another_path() -> None:
     kinds = ("windowed", "biased")
     results = check_composite(Expansion("mlp_block", 1.1), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)

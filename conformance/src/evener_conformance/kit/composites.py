@@ -179,7 +179,13 @@ class TinyModel:
             slot.views = slot.provider.bind(storage.fill_(GARBAGE), slot.spec, self.block)
 
     def step(self, x: torch.Tensor, before: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Hidden states [T, hidden] and logits [2, vocab] of one step, on the host."""
+        """Hidden states [T, hidden] and logits [requests, vocab] of one step of the first requests, on the host.
+
+        Args:
+            before: tokens of each request before the step.
+            counts: new tokens of the requests in the step.
+        """
+        before, table = before[: len(counts)], self.table[: len(counts)]
         lengths = [b + n for b, n in zip(before, counts, strict=True)]
         at = [(r, p) for r, (b, e) in enumerate(zip(before, lengths, strict=True)) for p in range(b, e)]
         where = self.device.torch_device
@@ -192,7 +198,7 @@ class TinyModel:
             tokens=len(at), requests=len(counts), max_query=max(counts), max_kv=max(lengths),
             query_start=put([0, *ends.tolist()]), kv_lens=put(lengths), positions=put([p for _, p in at]),
             slot_mapping=put([int(self.table[r, p // self.block]) * self.block + p % self.block for r, p in at]),
-            block_table=put(self.table), host_query_lens=list(counts), host_kv_lens=lengths,
+            block_table=put(table), host_query_lens=list(counts), host_kv_lens=lengths,
         )  # fmt: skip
         metas = tuple(
             slot.provider.metadata(state, slot.spec, slot.attention, self.block)
@@ -385,7 +391,8 @@ def _differences(
         for number, counts in enumerate(steps):
             x = torch.randn(sum(counts), model.hidden, generator=noise).to(getattr(torch, model.dtype))
             got, want = (m.step(x, lengths, counts) for m in (model, reference))
-            lengths = [b + n for b, n in zip(lengths, counts, strict=True)]
+            for request, count in enumerate(counts):
+                lengths[request] += count
             for what, a, b in zip(("hidden states", "logits"), got, want, strict=True):
                 same = not found or found[0].startswith(f"step {number} ")
                 found += _describe_error(f"step {number} of {sum(counts)} rows: {what}", a, b, close) if same else ()

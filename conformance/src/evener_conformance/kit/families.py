@@ -18,9 +18,9 @@ from evener.layers.rotary import RotaryConfig, TemperatureConfig
 
 #: Positions of the model that is checked.
 MAX_POSITIONS = 192
-#: New tokens of each of two requests, by step: prompts, a decode step, one of each, decode, and many rows: kernels may
-#: take another path from some number of rows on, rarely above 128.
-STEPS = ((17, 5), (1, 1), (1, 20), (1, 1), (131, 6))
+#: New tokens of two requests, by step: prompts, a decode step, one of each, decode of the first request alone, and many
+#: rows: kernels often take another path for one row, and from some number of rows on, rarely above 128.
+STEPS = ((17, 5), (1, 1), (1, 20), (1,), (131, 6))
 #: Composites that only these mixers call; ``index_block`` only a sparse one.
 _MIXER_COMPOSITES: dict[type, tuple[str, ...]] = {
     LatentConfig: ("latent_attention_block", "latent_attend", "index_block"), DeltaConfig: ("delta_block",),
