@@ -101,8 +101,9 @@ PYTHON = Target("cpu-python", "backends/cpu/src", {
     f"{_CPU}block_packing.py": ("formats",),
 }, 15)  # fmt: skip
 TRITON = Target("triton", "backends/triton/src", {
-    f"{_JIT}rows.py": ("softcap", "take_rows", "add_rms_norm", "act_and_mul"), f"{_JIT}linear.py": ("linear", "mlp_block"),
-    f"{_JIT}heads.py": ("rotary", "triton.paged"), f"{_JIT}attention.py": ("triton.paged",), f"{_JIT}latent.py": ("triton.latent",),
+    f"{_JIT}rows.py": ("softcap", "take_rows", "add_rms_norm", "act_and_mul"),
+    f"{_JIT}linear.py": ("linear", "mlp_block"), f"{_JIT}heads.py": ("rotary", "triton.paged"),
+    f"{_JIT}attention.py": ("triton.paged",), f"{_JIT}latent.py": ("triton.latent",),
     f"{_JIT}experts.py": ("grouped_linear", "moe_block"), f"{_JIT}routing.py": ("route",),
     f"{_JIT}sampling.py": ("greedy", "apply_mask", "sample"), f"{_JIT}logits.py": ("add_bias", "penalize"),
     f"{_TRITON}primitives.py": ("softcap", "take_rows", "add_rms_norm", "act_and_mul"),

@@ -198,7 +198,8 @@ def softcap(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 
 def route(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
-    """Every scoring, with and without bias, groups and renormalising; equal logits, where the lowest ids win."""
+    """Every scoring, with and without bias, groups and renormalising; equal logits, where the lowest ids win, and which
+    count once in a group's best."""
     make = InputFactory("float32", generator)
     kinds = (
         (1, 8, 2, "softmax", True, 1.0, False, (1, 1, 1)), (7, 60, 4, "softmax", False, 1.0, False, (1, 1, 1)),
@@ -213,6 +214,14 @@ def route(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
         if not biased:
             logits[-1] = 0.25
             logits[tokens // 2, ::3] = logits[tokens // 2].max() + 0.1
+        if not biased and groups > 1:
+            each = experts // groups
+            logits[1] = -3.0
+            logits[1, 0::each] = 0.5 + 0.05 * torch.arange(groups)
+            logits[1, 1::each] = 0.1
+            # The worst group, unless both of its equal logits count.
+            logits[1, -each : 2 - each] = torch.tensor([0.3 if group_best > 1 else 0.2, 0.2])
+            logits[1, 2 - each] = 0.2
         bias = torch.arange(experts, dtype=torch.float32).flip(0) * 0.11 if biased else None
         yield OpCase(static, (logits, bias))
 
