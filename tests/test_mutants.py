@@ -10,7 +10,6 @@ import mutants
 import pytest
 from mutation import cpp_code, python_code
 from mutation.mutant import Mutant
-from mutation.reach import Called, functions_of, with_notes
 from mutation.reviewed import Review, read_reviews, review_of
 from mutation.targets import NATIVE, TARGETS, TRITON
 from mutation.trial import CAUGHT, EQUAL, NOT_BUILT, SURVIVED, Bench, Verdict, judge
@@ -66,21 +65,6 @@ def test_python_mutants_change_what_is_computed_and_leave_messages_and_launch_sp
         ("dropped mask", "return tl.load(x + 1, mask=x < n, num_warps=4)"),
         ("dropped addend", "return tl.load(x, mask=(x < n) & real, num_warps=4)"),
     }  # fmt: skip
-    assert {python_code.function_of(m, PYTHON) for m in found} == {"f"}
-
-
-def test_each_function_notes_that_it_was_called() -> None:
-    source = (
-        'class A:\n    @staticmethod\n    def f():\n        """Says nothing."""\n'
-        "        def g():\n            return 1\n        return g()\n\ndef h(): return 2\n"
-    )
-    scope: dict[str, Any] = {}
-    exec(with_notes(source, "a.py"), scope)
-    Called.take()
-    assert (scope["A"].f(), scope["A"].f.__doc__) == (1, "Says nothing.")
-    assert Called.take() == ["a.py:A.f", "a.py:A.f.g"]
-    assert Called.take() == []
-    assert [name for name, _ in functions_of(source)] == ["A.f", "A.f.g", "h"]
 
 
 def test_a_mutant_is_found_again_after_lines_have_moved() -> None:
@@ -137,40 +121,43 @@ def test_of_two_mutants_the_kit_catches_the_wrong_one_and_the_equivalent_one_sur
 
 @dataclass(frozen=True)
 class PretendedBench(Bench):
-    """A kit of four checks. ``calls`` is the list of the checks that ran, each time."""
+    """A kit whose check ``wrong`` fails, with a mutant only unless ``always``.
+
+    ``calls``: with a mutant or not, and which check.
+    """
 
     wrong: str = ""
-    calls: list[list[str]] = field(default_factory=list)
+    always: bool = False
+    calls: list[tuple[bool, str]] = field(default_factory=list)
 
     def run(self, mutant: Mutant | None, **more: Any) -> Verdict:
         if "list" in more:
-            return Verdict(SURVIVED, "", 1.0, {"checks": ["primitives/softcap[t/t.softcap]", "a", "b", "c"]})
-        only = more["only"]
-        self.calls.append(only)
-        if mutant is not None or self.wrong:
-            by = "it" if self.wrong in only else ""
-            return Verdict(CAUGHT if by else SURVIVED, by, 1.0)
-        seconds = {"primitives/softcap[t/t.softcap]": 1.0, "a": 9.0, "b": 2.0, "c": 1.0}
-        name = "evener_kernels_triton/jit/rows.py:softcap_kernel"
-        reached = {each: [name] if each != "c" else [] for each in seconds}
-        return Verdict(SURVIVED, "", 1.0, {"seconds": {c: seconds[c] for c in only}, "reached": reached})
+            names = ("primitives/take_rows[triton/triton.take_rows]", SOFTCAP, "memory/softcap[triton/triton.softcap]")
+            return Verdict(SURVIVED, "", 1.0, {"checks": names})
+        (check,) = more["only"]
+        self.calls.append((mutant is not None, check))
+        if check == self.wrong and (self.always or mutant is not None):
+            return Verdict(CAUGHT, "it is off", 1.0)
+        return Verdict(SURVIVED, "", 1.0, {"seconds": {check: 1.0}})
 
 
-def test_only_checks_that_call_the_mutated_function_run_and_the_likely_ones_first() -> None:
+SOFTCAP = "primitives/softcap[triton/triton.softcap]"
+
+
+def test_likely_checks_run_in_their_order_and_each_once_without_a_mutant() -> None:
+    file = "evener_kernels_triton/jit/rows.py"
+    one, other = TRITON.mutants_of(file)[:2]
     bench = PretendedBench(TRITON.sources, {})
-    mutant = next(m for m in TRITON.mutants_of("evener_kernels_triton/jit/rows.py") if "/ cap" in m.was)
-    runs = mutants.RunsByReach(TRITON, bench)
-    likely = ["primitives/softcap[t/t.softcap]"]
-    assert runs.judge(mutant).outcome == SURVIVED
-    assert bench.calls == [likely, likely]
-    assert runs.judge_rest(mutant).outcome == SURVIVED
-    assert bench.calls[2:] == [["a"], ["a"], ["b"], ["b"], ["c"]]
-    bench.calls.clear()
-    object.__setattr__(bench, "wrong", likely[0])
-    assert runs.judge(mutant).outcome == CAUGHT
-    assert bench.calls == [likely]
-    with pytest.raises(RuntimeError, match="does not pass without a mutant: it"):
-        mutants.RunsByReach(TRITON, bench).judge(mutant)
+    runs = mutants.LikelyRuns(TRITON, bench)
+    assert runs.judge(one).outcome == SURVIVED
+    rows = "primitives/take_rows[triton/triton.take_rows]"
+    assert bench.calls == [(False, SOFTCAP), (True, SOFTCAP), (False, rows), (True, rows)]
+    bench = PretendedBench(TRITON.sources, {}, wrong=SOFTCAP)
+    runs = mutants.LikelyRuns(TRITON, bench)
+    assert [runs.judge(each).outcome for each in (one, other)] == [CAUGHT, CAUGHT]
+    assert bench.calls == [(False, SOFTCAP), (True, SOFTCAP), (True, SOFTCAP)]
+    with pytest.raises(RuntimeError, match=r"softcap.* does not pass without a mutant: it is off"):
+        mutants.LikelyRuns(TRITON, PretendedBench(TRITON.sources, {}, wrong=SOFTCAP, always=True)).judge(one)
 
 
 def test_a_mutant_that_hangs_is_ended_and_counts_as_caught(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ The specification has:
 - ``list``: the names of all checks are the answer, as ``checks``;
 - ``library``: the CPU backend's kernels are compiled first. A hash here is that of the library without a mutant: the
   kit does not run if the mutant's is the same;
-- ``reach``: the answer says which functions each check called; the package has the notes of ``mutation.reach``.
 
 The last line of the output is an object: ``wrong`` (the case and the reason; empty if the kit passes), ``seconds`` of
-each check that ran, ``reached`` with ``reach``, ``library`` (the hash) or ``unbuilt`` (what the compiler said).
+each check that ran, ``library`` (the hash) or ``unbuilt`` (what the compiler said).
 """
 
 from __future__ import annotations
@@ -28,11 +27,8 @@ import sys
 import time
 from typing import Any
 
-from mutation.reach import Called
-
 #: Address space: a mutant may ask for any amount of memory.
 _MOST_BYTES = 24 << 30
-NO_CASE_PASSED = "no case passed"
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
@@ -75,22 +71,21 @@ def _run_kit(spec: dict[str, Any]) -> dict[str, Any]:
         places = [min((wanted[n] for n in {c.name, *c.names} & wanted.keys()), default=-1) for c in checks]
         numbered = zip(places, checks, strict=True)
         ordered = [c for place, c in sorted(numbered, key=lambda each: each[0]) if place >= 0]
-    passed, seconds, reached, wrong = 0, dict[str, float](), dict[str, list[str]](), ""
+    passed, seconds, wrong = 0, dict[str, float](), ""
     for check in ordered:
         print(check.name, file=sys.stderr, flush=True)
         start = time.monotonic()
-        Called.take()
         for case in check.run():
             passed += case.outcome == "passed"
             if case.outcome == "failed" or (case.outcome == "unknown" and case.area in REQUIRED):
                 wrong = f"{check.name}: {case.case}: {case.detail}"
                 break
-        seconds[check.name], reached[check.name] = round(time.monotonic() - start, 2), Called.take()
+        seconds[check.name] = round(time.monotonic() - start, 2)
         if wrong:
             break
     if not passed and not wrong:
-        wrong = NO_CASE_PASSED
-    return {"wrong": wrong, "seconds": seconds} | ({"reached": reached} if spec.get("reach") else {})
+        wrong = "no case passed"
+    return {"wrong": wrong, "seconds": seconds}
 
 
 if __name__ == "__main__":

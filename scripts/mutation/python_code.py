@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 
 from mutation.mutant import Mutant
-from mutation.reach import functions_of
 
 _SWAPPED: dict[type[ast.AST], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
@@ -55,12 +54,6 @@ def mutants(file: str, source: str) -> Iterator[Mutant]:
     for start, end, after, operator in _changes(_bodies(ast.parse(source)), places):
         if "\n" not in source[start:end]:
             yield Mutant.at(file, source, start, end, after, operator)
-
-
-def function_of(mutant: Mutant, source: str) -> str:
-    """The qualified name of the innermost function that holds the mutant."""
-    around = [each for each in functions_of(source) if each[1].lineno <= mutant.line <= (each[1].end_lineno or 0)]
-    return max(around, key=lambda each: each[1].lineno)[0]
 
 
 def _bodies(tree: ast.Module) -> Iterator[ast.stmt]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mutation.mutant import Mutant
-from mutation.reach import add_notes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CAUGHT, SURVIVED, NOT_BUILT, EQUAL = "caught", "survived", "not built", "equal code"
@@ -68,8 +67,6 @@ class Bench:
                 path = overlay / Path(mutant.file).relative_to(self.sources)
                 path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
             spec = {**self.spec, **more}
-            if spec.get("reach"):
-                add_notes(overlay)
             return self._child(spec, overlay, Path(scratch))
 
     def _child(self, spec: Mapping[str, Any], overlay: Path, scratch: Path) -> Verdict:

@@ -189,7 +189,7 @@ def test_scores_that_are_rounded_before_a_draw_are_found(dtype: str) -> None:
         return go
 
     failed = [r for r in check(Wrapped("sample", rounded), dtype) if r.outcome == "failed"]
-    assert any(r.case.startswith("256 rows") for r in failed)
+    assert any(r.case.startswith("128 rows") for r in failed)
 
 
 class Ranked(Wrapped):

@@ -289,7 +289,7 @@ def sample(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
         yield OpCase({"vocab": vocab, "filters": True}, (logits, temperatures, *filters, seed, position))
         yield OpCase({"vocab": vocab, "filters": True}, (logits, temperatures, *off, seed, position))
         yield OpCase({"vocab": vocab, "filters": False}, (logits, temperatures, *off, seed, position))
-    rows = 256
+    rows = 128
     seed, position = make.ids(2**31 - 1, rows), make.ids(5000, rows)
     temperatures = torch.tensor((0.7, 1.0, 1.3, 2.0)).repeat(rows // 4)
     off = torch.zeros(rows, dtype=torch.int32), torch.ones(rows), torch.zeros(rows)
