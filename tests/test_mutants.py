@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,12 @@ def test_likely_checks_run_in_their_order_and_each_once_without_a_mutant() -> No
         mutants.LikelyRuns(TRITON, PretendedBench(TRITON.sources, {}, wrong=SOFTCAP, always=True)).judge(one)
 
 
+def test_a_verdict_names_files_from_the_root_of_the_repository(tmp_path: Path) -> None:
+    (tmp_path / "evener_conformance.py").write_text("raise ValueError(__file__)\n")
+    found = Bench(str(tmp_path), {"backend": "cpu", "seed": 1}).run(None)
+    assert found.by == f"the kit ended with an error: ValueError: {tmp_path}/evener_conformance.py"
+
+
 def test_a_mutant_that_hangs_is_ended_and_counts_as_caught(tmp_path: Path) -> None:
     (tmp_path / "evener_conformance.py").write_text("import time\ntime.sleep(600)\n")
     found = Bench(str(tmp_path), {"backend": "cpu", "seed": 1}, limit=1.0).run(None)
@@ -207,3 +215,16 @@ def test_a_run_fails_if_too_few_are_caught_or_nobody_has_judged_a_survivor(
 ) -> None:
     assert mutants.summary(records) == wrong
     assert "mutants that are not equivalent were caught" in capsys.readouterr().out
+
+
+def test_the_recorded_run_met_its_goal_and_the_page_has_its_counts() -> None:
+    records = [json.loads(line) for line in mutants.RESULTS.read_text().splitlines()]
+    assert mutants.summary(records) == []
+    made = [r for r in records if r["target"] != "planted"]
+    assert len(made) >= 50
+    assert {r["target"] for r in made} == set(TARGETS)
+    page = (mutants.ROOT / "docs/conformance.md").read_text()
+    for target in TARGETS:
+        found = Counter(r["outcome"] for r in made if r["target"] == target)
+        counts = [found.total(), found["equivalent"], found["caught"], found["survived"]]
+        assert f"| `{target}` | {' | '.join(map(str, counts))} |" in page

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,9 @@ class Bench:
             os.killpg(process.pid, signal.SIGKILL)  # its ranks too
             process.communicate()
             return Verdict(CAUGHT, f"the kit did not end within {self.limit:g} s", time.monotonic() - start)
-        return judge(process.returncode, out, errors, time.monotonic() - start)
+        found = judge(process.returncode, out, errors, time.monotonic() - start)
+        # Paths from the root of the repository: records do not depend on where it lies.
+        return replace(found, by=found.by.replace(str(overlay), self.sources).replace(f"{ROOT}{os.sep}", ""))
 
 
 def judge(code: int, out: str, errors: str, seconds: float) -> Verdict:
