@@ -24,7 +24,7 @@ def set_up() -> Iterator[Callable[..., None]]:
     root = logging.getLogger()
     foreign, level = list(root.handlers), root.level
 
-    def call(**settings: str) -> None:
+    def call(**settings: Any) -> None:
         root.handlers[:] = [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest")]
         set_up_logging(LogConfig(**settings))
 
@@ -128,3 +128,47 @@ def test_a_rotated_log_file_is_reopened(set_up: Any, tmp_path: Path) -> None:
 def test_an_unwritable_log_file_is_a_config_error_with_its_key(set_up: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log\.file=.*/missing/log cannot be written: No such file"):
         set_up(file=str(tmp_path / "missing/log"))
+
+
+def test_a_full_disk_is_one_line_on_standard_error_and_no_stack_trace(
+    set_up: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_up(file="/dev/full")
+    for number in range(5):
+        log.info("line %d", number)
+    log.warning("loud")
+    told, loud = capfd.readouterr().err.splitlines()
+    assert "log.file=/dev/full cannot be written: No space left on device; its lines are lost until it can be" in told
+    assert "loud" in loud
+
+
+def test_a_log_file_that_can_be_written_again_is_used_and_a_second_full_disk_is_told(
+    set_up: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    set_up(file=str(path))
+    for lines, target in (("lost", None), ("kept", tmp_path / "room"), ("lost again", Path("/dev/full"))):
+        if target is not None:
+            path.unlink()
+            path.symlink_to(target)
+        log.info(lines)
+    assert capfd.readouterr().err.count("cannot be written: No space left on device") == 2
+    text = (tmp_path / "room").read_text()
+    assert "kept" in text and "lost" not in text
+
+
+def test_a_log_file_whose_folder_is_gone_does_not_stop_the_run_and_is_used_when_it_is_back(
+    set_up: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    set_up(file=str(folder / "log"))
+    log.info("kept")
+    folder.rename(tmp_path / "old")
+    for _ in range(3):
+        log.info("lost")
+    assert capfd.readouterr().err.count("cannot be written: No such file or directory") == 1
+    folder.mkdir()
+    log.info("found again")
+    assert "found again" in (folder / "log").read_text()

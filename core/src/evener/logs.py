@@ -1,7 +1,8 @@
 """Where log lines go: standard error and a file, as text or as JSON. Torch-free.
 
 All processes of a run append to one file. A line is one write, so lines never mix; a file that was moved away (by
-logrotate) is created again. ``request_id`` is set while a request is handled, and every log line then has it.
+logrotate) is created again. If it can no longer be written, as on a full disk, the run goes on, and one line on
+standard error says so. ``request_id`` is set while a request is handled, and every log line then has it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from evener.errors import ConfigError
 if TYPE_CHECKING:
     from evener.config.schema import LogConfig
 
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 #: The request that the current task handles; None outside of requests.
 request_id: ContextVar[str | None] = ContextVar("evener_request_id", default=None)
 
@@ -38,12 +40,15 @@ def set_up_logging(config: LogConfig, default_level: int = logging.WARNING) -> N
     if len(ours) < len(root.handlers):
         return
     configured = None if config.level == "auto" else logging.getLevelName(config.level.upper())
-    formatter = _JsonFormatter() if config.format == "json" else _TextFormatter()
-    errors = _StderrHandler(sys.stderr)
-    errors.setLevel(default_level if configured is None else configured)
-    handlers: list[logging.Handler] = [errors]
+    formatter = _JsonFormatter() if config.format == "json" else _TextFormatter(_TEXT)
+    handlers: list[logging.Handler] = [_StderrHandler(sys.stderr)]
+    handlers[0].setLevel(default_level if configured is None else configured)
     if config.file is not None:
-        handlers.append(file_handler(config.file, logging.INFO if configured is None else configured))
+        try:
+            handlers.append(_AppendHandler(config.file))
+        except OSError as error:
+            raise ConfigError(f"log.file={config.file} cannot be written: {error.strerror}; set another one") from error
+        handlers[-1].setLevel(logging.INFO if configured is None else configured)
     for old in ours:
         root.removeHandler(old)
         old.close()
@@ -59,21 +64,6 @@ def stderr_level() -> int:
     return next(found, logging.getLogger("evener").getEffectiveLevel())
 
 
-def file_handler(path: str, level: int = logging.INFO) -> logging.Handler:
-    """A handler that appends text lines to ``path``; a formatter may be set.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        handler = _AppendHandler(path)
-    except OSError as error:
-        raise ConfigError(f"log.file={path} cannot be written: {error.strerror}; set another file") from error
-    handler.setFormatter(_TextFormatter())
-    handler.setLevel(level)
-    return handler
-
-
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 cannot subscript it
     pass
 
@@ -82,22 +72,29 @@ class _AppendHandler(WatchedFileHandler):
     """One ``write`` call per line: so the kernel never mixes lines of several processes."""
 
     stream: Any
+    #: The last line could not be written.
+    _failed = False
 
     def _open(self) -> Any:
         return open(self.baseFilename, "ab", buffering=0)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            if self.stream is None:  # An earlier line could not open the file again.
+                self.stream = self._open()
             self.reopenIfNeeded()
             self.stream.write(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
+            self._failed = False
+        except OSError as error:
+            first, self._failed = not self._failed, True
+            if first:  # This line goes through the log too; here it fails like the others, without another line.
+                text = "log.file=%s cannot be written: %s; its lines are lost until it can be; free space for it"
+                logging.getLogger(__name__).error(text, self.baseFilename, error.strerror)
         except Exception:
             self.handleError(record)
 
 
 class _TextFormatter(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging's name
         line, of = super().formatMessage(record), request_id.get()
         return line if of is None or f"request_id={of}" in line else f"{line} request_id={of}"
@@ -111,8 +108,6 @@ class _JsonFormatter(logging.Formatter):
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
             "level": record.levelname.lower(), "logger": record.name, "process": record.process,
             "message": record.getMessage(), "request_id": request_id.get(), **getattr(record, "fields", {}),
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
         }  # fmt: skip
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        found = {key: value for key, value in line.items() if value is not None}
-        return msgspec.json.encode(found, enc_hook=str).decode()
+        return msgspec.json.encode({k: value for k, value in line.items() if value is not None}, enc_hook=str).decode()
