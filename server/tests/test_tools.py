@@ -80,7 +80,8 @@ def test_arguments_are_streamed_while_they_are_written(says: Callable[..., Any],
 
 def test_without_tools_the_same_text_is_content(says: Callable[..., Any]) -> None:
     api = says(CALL)
-    for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
+    different: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}]
+    for fields in different:
         choice = ask(api, **fields).json()["choices"][0]
         assert choice["finish_reason"] == "stop" and choice["message"]["content"] == CALL
         assert "tool_calls" not in choice["message"]

@@ -20,7 +20,7 @@ def main(url: str) -> None:
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [{"role": "user", "content": "Tell me everything about the sea."}],
     }
-    settings = {**asked, "max_tokens": 8, "temperature": 0.0}
+    settings = {**asked, "max_tokens": 8, "extra_body": {"temperature": 0.0}}
     whole = client.messages.create(**settings)
     with client.messages.stream(**settings) as stream:
         text = "".join(stream.text_stream)
