@@ -60,6 +60,12 @@ def by_rows(weight: torch.Tensor, int8: bool) -> dict[str, torch.Tensor]:
     return {"": stored, "_scale": scale}
 
 
+def as_a_whole(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The weight with one scale, and the scale with which activations were rounded when it was made."""
+    scale = weight.abs().max() / 448
+    return {"": (weight / scale).to(torch.float8_e4m3fn), "_scale": scale, "/input_scale": torch.tensor(0.01)}
+
+
 def plain(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """The numbers of a stored weight, by the formats' descriptions."""
     stored = tensors[name].float()
@@ -71,6 +77,7 @@ def plain(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 KINDS: dict[str, Any] = {
+    "whole, static": (as_a_whole, {"quant_method": "fp8", "activation_scheme": "static"}),
     "blocks": (lambda w: in_blocks(w, False), {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}),
     "powers of two": (lambda w: in_blocks(w, True), {"quant_method": "fp8", "scale_fmt": "ue8m0"}),
     "rows": (lambda w: by_rows(w, False), {"quant_method": "compressed-tensors", "format": "float-quantized"}),
@@ -92,7 +99,10 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
         if weight.dim() != 2 or any(kept in name for kept in KEPT):
             stored[name] = weight
         else:
-            stored |= {name + role: tensor for role, tensor in store(weight).items()}
+            stored |= {
+                name.removesuffix("weight") + role[1:] if role.startswith("/") else name + role: tensor
+                for role, tensor in store(weight).items()
+            }
     shutil.copytree(folder / "plain", folder / "stored")
     save_file(stored, folder / "stored/model.safetensors")
     saved = json.loads((folder / "plain/config.json").read_text())
@@ -137,5 +147,5 @@ def test_two_ranks_cut_the_blocks_and_give_the_same_tokens(family: str, tmp_path
 
 def test_int4_of_compressed_tensors_is_refused_with_what_to_use() -> None:
     headers = {"w_packed": ("int32", (64, 8)), "w_scale": ("bfloat16", (64, 2)), "w_shape": ("int64", (2,))}
-    with pytest.raises(CheckpointError, match=r"INT4.*float-quantized or int-quantized"):
+    with pytest.raises(CheckpointError, match=r"4 bits.*float-quantized or int-quantized"):
         CompressedTensors().part("w", headers)

@@ -129,3 +129,24 @@ def test_each_scheme_takes_its_own_checkpoints() -> None:
     assert SCHEME.detect(config("fp8")) and SCHEME.detect(config("fbgemm_fp8"))
     assert CompressedTensors().detect(config("compressed-tensors")) and not SCHEME.detect(config("compressed-tensors"))
     assert not SCHEME.detect({}) and not SCHEME.detect({"quantization_config": "fp8"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"format": "pack-quantized"}, "the format 'pack-quantized'"),
+        ({"format": "float-quantized", "config_groups": {"a": {"format": "nvfp4-pack-quantized"}}}, "nvfp4"),
+        ({"format": "int-quantized", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        ({"format": "float-quantized", "transform_config": {"config_groups": {}}}, "transforms"),
+    ],
+)
+def test_what_would_change_the_results_and_is_not_read_is_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        CompressedTensors().detect({"quantization_config": {"quant_method": "compressed-tensors", **settings}})
+
+
+def test_scales_of_activations_belong_to_their_weight() -> None:
+    headers = {"a.weight": (E4M3, (6, 10)), "a.weight_scale": ("float32", ()), "a.input_scale": ("float32", ())}
+    assert SCHEME.tensors("a.weight", headers) == {
+        "weight": "a.weight", "scale": "a.weight_scale", "input_scale": "a.input_scale",
+    }  # fmt: skip

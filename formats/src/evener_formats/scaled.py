@@ -2,7 +2,7 @@
 
 They store a float8 or int8 matrix ``<name>``, and the scales as ``<name>_scale_inv`` (DeepSeek V3, Qwen 3 FP8, Kimi K2:
 one for each block of 128 × 128) or ``<name>_scale`` (one for the whole matrix, for each row, or for each block). Scales
-multiply. Where a checkpoint also says how activations were rounded when it was made (static scales, int8), they are not
+multiply. Where a checkpoint also says how activations were rounded when it was made (``input_scale``, int8), they are not
 rounded here: the results are those of the weights as stored, with exact activations. Imports torch only to dequantize.
 """
 
@@ -27,6 +27,10 @@ _SCALES: Mapping[str, float] = {**{dtype: DTYPE_BYTES[dtype] for dtype in _PLAIN
 #: Rows or columns of a block, the usual one first. All are powers of two, so that a shape fits one of them only.
 _BLOCKS = (128, 64, 32, 16, 256)
 _SUFFIXES = ("_scale_inv", "_scale")
+#: Formats of compressed-tensors that have one matrix and its scales for a weight.
+_COMPRESSED = frozenset({"float-quantized", "int-quantized", "naive-quantized", "mixed-precision"})
+#: What says how activations were rounded, beside a weight.
+_UNUSED = ("input_scale", "input_scale_ub", "input_zero_point")
 #: Elements that are dequantized at a time, so that the float32 copy stays small.
 _SLICE = 1 << 22
 
@@ -42,7 +46,11 @@ class ScaledScheme(QuantScheme):
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         scale = next((name + suffix for suffix in _SUFFIXES if name + suffix in headers), None)
-        return {"weight": name} if scale is None else {"weight": name, "scale": scale}
+        if scale is None:
+            return {"weight": name}
+        # Read and not used; without a role they would be tensors that belong to no weight.
+        unused = {end: f"{name.removesuffix('.weight')}.{end}" for end in _UNUSED}
+        return {"weight": name, "scale": scale, **{end: each for end, each in unused.items() if each in headers}}
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         if name not in headers:
@@ -118,7 +126,7 @@ class ScaledScheme(QuantScheme):
         for role, tensor in part.tensors.items():
             if role == "weight":
                 tensors[role] = tensor.narrow(dim, start, stop - start)
-            elif tensor.dim() > dim and tensor.shape[dim] > 1:
+            elif role == "scale" and tensor.dim() > dim and tensor.shape[dim] > 1:
                 first = start // unit
                 tensors[role] = tensor.narrow(dim, first, -(-stop // unit) - first)
             else:
@@ -160,11 +168,33 @@ class CompressedTensors(ScaledScheme):
 
     name, methods = "compressed-tensors", ("compressed-tensors",)
 
+    def detect(self, config: Mapping[str, Any]) -> bool:
+        """Raises:
+        CheckpointError: it is of this kind, and says something that is not read and would change the results.
+        """
+        if not super().detect(config):
+            return False
+        settings = config["quantization_config"]
+        groups = settings.get("config_groups")
+        found = [settings, *(groups.values() if isinstance(groups, Mapping) else ())]
+        formats = {str(each.get("format")) for each in found if isinstance(each, Mapping) and each.get("format")}
+        sparsity = settings.get("sparsity_config")
+        sparse = isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense")
+        unread = [f"the format {each!r}" for each in sorted(formats - _COMPRESSED)]
+        unread += ["sparse weights"] if sparse else []
+        unread += ["transforms (transform_config)"] if settings.get("transform_config") else []
+        if unread:
+            raise CheckpointError(
+                f"config.json's quantization_config has {unread[0][:80]}, which {self.name} does not read yet; use a "
+                f"checkpoint in {', '.join(sorted(_COMPRESSED - {'mixed-precision'}))}"
+            )
+        return True
+
     def refuse_packed(self, name: str, headers: Headers) -> None:
         if f"{name}_packed" in headers:
             raise CheckpointError(
-                f"{name} is stored as {name}_packed, the format pack-quantized (INT4), which is not read yet; use a "
-                "checkpoint in float-quantized or int-quantized"
+                f"{name} is stored as {name}_packed, packed integers or floats of 4 bits, which are not read yet; use "
+                "a checkpoint in float-quantized or int-quantized"
             )
 
 
