@@ -115,8 +115,8 @@ class TinyModel:
         for index, weight in enumerate(self.build.weights):
             if isinstance(weight, Table):
                 weight.value = weight.make(where)
-                if self._spread:
-                    weight.value = _spread_map(weight.key, weight.value.cpu()).to(where)
+                if self._spread:  # changed on the host: the device may lack the ops, or hold no values
+                    weight.value = _spread_map(weight.key, weight.make(torch.device("cpu"))).to(where)
                 self.weights.append([])
                 continue
             shapes: list[tuple[int, ...]] = [weight.shape] if isinstance(weight, Weight) else _shapes(weight)
