@@ -142,7 +142,7 @@ def test_an_interrupted_run_leaves_no_process(site: Path, tmp_path: Path) -> Non
                 said += run.stderr.read(1)
             child = _wait_for(lambda: next((pid for pid in map(int, _processes()) if _parent(pid) == run.pid), 0))
             run.send_signal(signal.SIGINT)
-            assert run.wait(30) == 130
+            assert run.wait(120) == 130
             _wait_for(lambda: not Path(f"/proc/{child}").exists())
         finally:
             run.kill()
