@@ -55,7 +55,7 @@ class DeepseekV2ForCausalLM(CausalLM):
             return MLPConfig(inner=read_int(config, "intermediate_size"), activation=activation(config))
         inner = read_int(config, "moe_intermediate_size")
         return MoEConfig(
-            experts=read_int(config, "n_routed_experts"),
+            experts=read_int(config, "n_routed_experts", most=1 << 16),
             top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),

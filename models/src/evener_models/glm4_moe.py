@@ -35,7 +35,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
             return super().mlp(config, layer)
         inner = read_int(config, "moe_intermediate_size")
         return MoEConfig(
-            experts=read_int(config, first_present(config, "n_routed_experts", "num_local_experts")),
+            experts=read_int(config, first_present(config, "n_routed_experts", "num_local_experts"), most=1 << 16),
             top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),

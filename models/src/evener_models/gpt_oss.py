@@ -32,7 +32,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     def mlp(self, config: Mapping[str, Any], layer: int) -> MoEConfig:
         clamp = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config}
         return MoEConfig(
-            experts=read_int(config, "num_local_experts"),
+            experts=read_int(config, "num_local_experts", most=1 << 16),
             top=read_int(config, "num_experts_per_tok"),
             inner=read_int(config, "intermediate_size"),
             activation="clamped_swiglu",

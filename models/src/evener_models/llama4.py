@@ -73,7 +73,7 @@ class Llama4ForCausalLM(LlamaForCausalLM):
             return MLPConfig(inner=inner, activation=activation(config), prefix="feed_forward")
         inner = read_int(config, "intermediate_size")
         return MoEConfig(
-            experts=read_int(config, "num_local_experts"),
+            experts=read_int(config, "num_local_experts", most=1 << 16),
             top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),

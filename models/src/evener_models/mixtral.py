@@ -16,7 +16,7 @@ class MixtralForCausalLM(MistralForCausalLM):
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MoEConfig(
-            experts=read_int(config, "num_local_experts"),
+            experts=read_int(config, "num_local_experts", most=1 << 16),
             top=read_int(config, "num_experts_per_tok"),
             inner=read_int(config, "intermediate_size"),
             activation=activation(config),

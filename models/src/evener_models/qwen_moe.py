@@ -18,7 +18,7 @@ def experts(config: Mapping[str, Any], layer: int, **extra: Any) -> MoEConfig | 
     if layer in read_list(config, "mlp_only_layers", int) or (layer + 1) % every:
         return None
     return MoEConfig(
-        experts=read_int(config, first_present(config, "num_experts", "num_local_experts")),
+        experts=read_int(config, first_present(config, "num_experts", "num_local_experts"), most=1 << 16),
         top=read_int(config, "num_experts_per_tok"),
         inner=read_int(config, "moe_intermediate_size"),
         activation=activation(config),
