@@ -2,7 +2,7 @@
 
 They store a float8 or int8 matrix ``<name>``, and the scales as ``<name>_scale_inv`` (DeepSeek V3, Qwen 3 FP8, Kimi K2:
 one for each block of 128 × 128) or ``<name>_scale`` (one for the whole matrix, for each row, or for each block). Scales
-multiply. Where a checkpoint also says how activations were rounded when it was made (``input_scale``, int8), they are not
+multiply. A checkpoint may also say how activations were rounded when it was made (``input_scale``, int8). They are not
 rounded here: the results are those of the weights as stored, with exact activations. Imports torch only to dequantize.
 """
 
