@@ -1,23 +1,32 @@
-"""Memory that this process may use: the machine's, or less where a cgroup (a container) sets a limit. Torch-free."""
+"""Memory that this process may use: the machine's, or less where a cgroup (a container) or ``ulimit -v`` sets a limit.
+Torch-free."""
 
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def free_and_total(root: Path = Path("/")) -> tuple[int, int]:
     """(free, total) in bytes. ``root`` holds ``proc`` and ``sys``; page cache that can be dropped counts as free."""
     total, free = _machine(root / "proc/meminfo")
-    for limit, used in _limits(root):
+    for limit, used in [*_limits(root), *_address_space(root / "proc/self/statm")]:
         total = min(total, limit)
         free = min(free, max(0, limit - used))
     return free, total
 
 
+def _address_space(statm: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) of this process's address space (``ulimit -v``), if it is limited."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and statm.exists():
+        yield limit, int(statm.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _machine(meminfo: Path) -> tuple[int, int]:
     if not meminfo.exists():
-        import os
-
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         return pages * size, pages * size
     fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines() if ":" in line)

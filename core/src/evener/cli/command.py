@@ -10,9 +10,10 @@ Commands of other packages should use ``read_config`` too::
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from evener.config.keys import ParsedCommandLine, split_command_line
@@ -89,6 +90,11 @@ class Command:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; type `{self.prog} --help`")
+
+
+def print_result(arguments: argparse.Namespace, value: object, text: Callable[[], str]) -> None:
+    """Print a command's result: ``value`` as JSON if ``--json`` was given, else what ``text`` returns."""
+    print(json.dumps(value, indent=2) if arguments.json else text().removesuffix("\n"))
 
 
 def read_config(

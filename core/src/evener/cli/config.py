@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
-from evener.cli.command import Command, read_config
+from evener.cli.command import Command, print_result, read_config
 from evener.config.schema import key_specs
 from evener.errors import ConfigError
 from evener.key_spec import format_value
@@ -22,7 +21,7 @@ def main(argv: list[str]) -> int:
         if words:
             raise ConfigError(f"evener config --keys takes no other argument: leave out {words[0]!r}")
         rows = keys()
-        print(json.dumps(rows, indent=2) if arguments.json else _table(rows))
+        print_result(arguments, rows, lambda: _table(rows))
         return 0
     # This starts no engine, so torchrun's ranks do not matter.
     arguments, config = read_config(command, argv, ranks=False)
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> int:
     resolved = resolve_config(config, model, device)
     if config.backend is None:
         resolved = resolved.with_value("backend", loaded.backend.name, loaded.selection.reason)
-    print(json.dumps(resolved.to_json(), indent=2) if arguments.json else resolved.text())
+    print_result(arguments, resolved.to_json(), resolved.text)
     return 0
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from evener.cli.command import Command
+from evener.cli.command import Command, print_result
 
 
 def main(argv: list[str]) -> int:
@@ -26,9 +24,6 @@ def main(argv: list[str]) -> int:
     assessed = assess(catalog, arguments.backend, probes=probes)
     chosen = assessed.selection.all_packages if assessed.selection else ()
     tuning = list(tuning_lines([p.descriptor.tuning for p in chosen if p.descriptor.tuning]))
-    if arguments.json:
-        print(json.dumps({**report.to_json(assessed.report), "tuning": tuning}, indent=2))
-    else:
-        print(report.render(assessed.report), end="")
-        print("".join(f"{line}\n" for line in tuning), end="")
+    found = {**report.to_json(assessed.report), "tuning": tuning}
+    print_result(arguments, found, lambda: report.render(assessed.report) + "\n".join(tuning))
     return 0 if assessed.report.ok else 1

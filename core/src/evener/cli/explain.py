@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.backend_search import BackendSearch
-from evener.cli.command import Command, read_config
+from evener.cli.command import Command, print_result, read_config
 from evener.config.schema import Config
 from evener.errors import CheckpointError
 
@@ -30,8 +29,7 @@ def main(argv: list[str]) -> int:
     # This starts no engine, so torchrun's ranks do not matter.
     arguments, config = read_config(command, argv, ranks=False)
     found = explain(config)
-    width = shutil.get_terminal_size((120, 24)).columns
-    print(json.dumps(found, indent=2) + "\n" if arguments.json else render(found, width), end="")
+    print_result(arguments, found, lambda: render(found, shutil.get_terminal_size((120, 24)).columns))
     return 0 if found["memory"]["problem"] is None and found["model"]["problem"] is None else 1
 
 

@@ -6,6 +6,7 @@ configuration, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,17 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "evidence": ("check an evidence file and add it to results", "pip install evener-conformance"),
 }
 
+#: What to do when something has run out, by the system's error number.
+_EXHAUSTED: Mapping[int | None, str] = {
+    errno.ENOSPC: "the disk is full: free space on it", errno.EDQUOT: "the disk quota is used up: free space",
+    errno.EMFILE: "this process has too many open files: allow more, as with `ulimit -n 4096`",
+    errno.ENFILE: "this machine has too many open files: close programs",
+    errno.ENOMEM: "memory ran out: close programs, lift the limit of this process (`ulimit -v unlimited`), or set "
+                  "infer.kv_memory to less",
+}  # fmt: skip
+#: How libraries say that memory, or room for a thread, ran out, in errors of other types.
+_OUT_OF_MEMORY = ("failed to map segment from shared object", "can't allocate memory", "can't start new thread")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; ``argv`` defaults to the process's. Returns the exit code."""
@@ -63,7 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, str(error), 2 if isinstance(error, ConfigError) else 1)
     except Exception as error:
         hint = "this is a bug in evener or in a package: set EVENER_DEBUG=1 to see the stack trace, and report it"
-        return _report(error, f"{type(error).__name__}: {error}; {hint}", 1)
+        return _report(error, f"{type(error).__name__}: {error}; {_exhausted(error) or hint}", 1)
+
+
+def _exhausted(error: Exception) -> str | None:
+    """What to do if the machine, or a limit of this process, has run out of something; None for other errors."""
+    out_of_memory = isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    return _EXHAUSTED.get(errno.ENOMEM if out_of_memory else getattr(error, "errno", None))
 
 
 def _report(error: Exception, message: str, code: int) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from evener.cli.command import Command
+from evener.cli.command import Command, print_result
 from evener.contracts.architecture import Architecture
 from evener.errors import EvenerError
 from evener.layers.builder import Builder
@@ -22,16 +21,16 @@ def main(argv: list[str]) -> int:
     from evener.plugins.discover import installed_catalog
 
     rows = [_row(target) for _, target in sorted(installed_catalog().lazy_imports("architecture").items())]
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-    elif not rows:
-        print("no architecture is installed; type: pip install evener-models")
-    else:
-        widths = {column: max(len(row.get(column, "")) for row in rows) for column in _COLUMNS}
-        for row in rows:
-            cells = (f"{row.get(column) or '-':<{widths[column]}}" for column in _COLUMNS)
-            print(row.get("error") or "  ".join(cells).rstrip())
+    print_result(arguments, rows, lambda: _table(rows))
     return 0
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    if not rows:
+        return "no architecture is installed; type: pip install evener-models"
+    widths = {column: max(len(row.get(column, "")) for row in rows) for column in _COLUMNS}
+    cells = [[f"{row.get(column) or '-':<{widths[column]}}" for column in _COLUMNS] for row in rows]
+    return "\n".join(row.get("error") or "  ".join(line).rstrip() for row, line in zip(rows, cells, strict=True))
 
 
 def _row(target: LazyImport) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,12 @@ class OutputFolder:
         now: names the folder; a number is added if that name exists.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: it cannot be created; or a file, when it is written, because the disk is full.
     """
 
     def __init__(self, parent: Path, now: datetime) -> None:
-        day, number = parent / f"{now:%Y-%m-%d}", 0
-        try:
+        day, self._parent, number = parent / f"{now:%Y-%m-%d}", parent, 0
+        with self._writing():
             day.mkdir(parents=True, exist_ok=True)
             while True:
                 self.folder = day / (f"{now:%H-%M-%S}" + (f"-{number}" if number else ""))
@@ -41,8 +42,13 @@ class OutputFolder:
                     return
                 except FileExistsError:
                     number += 1
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise ConfigError(f"outputs={parent} cannot be written: {error.strerror}; set another folder, or "
+            raise ConfigError(f"outputs={self._parent} cannot be written: {error.strerror}; set another folder, or "
                               "outputs=none") from error  # fmt: skip
 
     def save_config(self, config: Config) -> Config:
@@ -54,14 +60,16 @@ class OutputFolder:
         tree = OmegaConf.create({})
         for key, value in flat.items():
             OmegaConf.update(tree, key, list(value) if isinstance(value, tuple) else value)
-        (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(tree), "utf-8")
+        with self._writing():
+            (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(tree), "utf-8")
         if config.log.file is not None:
             return config
         return dataclasses.replace(config, log=dataclasses.replace(config.log, file=str(self.folder / "run.log")))
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
         """Write one JSON file."""
-        (self.folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        with self._writing():
+            (self.folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def open_outputs(config: Config) -> OutputFolder | None:

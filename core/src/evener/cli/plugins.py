@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from evener.cli.command import Command
+from evener.cli.command import Command, print_result
 
 
 def main(argv: list[str]) -> int:
@@ -16,9 +14,7 @@ def main(argv: list[str]) -> int:
     from evener.plugins.discover import installed_catalog
 
     listed = report.catalog_report(installed_catalog())
-    if arguments.json:
-        table = report.to_json(listed)
-        print(json.dumps({key: table[key] for key in ("candidates", "warnings")}, indent=2))
-    else:
-        print(report.render(listed, steps=False), end="")
+    table = report.to_json(listed)
+    found = {key: table[key] for key in ("candidates", "warnings")}
+    print_result(arguments, found, lambda: report.render(listed, steps=False))
     return 0

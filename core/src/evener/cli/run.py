@@ -44,17 +44,18 @@ def main(argv: list[str]) -> int:
     except EvenerError as error:
         log.info("failed: %s", error)
         raise
+    # The answer first: the disk may be full.
+    if arguments.json:
+        print(json.dumps(answer.to_json(), indent=2))
+    else:
+        sys.stdout.write("" if answer.text.endswith("\n") else "\n")
+        print(answer.line(), file=sys.stderr)
     if outputs is not None:
         log.info("%s", answer.line())
         outputs.write("resolved.json", answer.resolved)
         outputs.write("manifest.json", answer.manifest)
         outputs.write("result.json", answer.to_json() | {"model": config.model, "sampling": dataclasses.asdict(params)})
         print(f"output folder: {outputs.folder}", file=sys.stderr)
-    if arguments.json:
-        print(json.dumps(answer.to_json(), indent=2))
-    else:
-        sys.stdout.write("" if answer.text.endswith("\n") else "\n")
-        print(answer.line(), file=sys.stderr)
     return 0
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import platform
 
-from evener.cli.command import Command
+from evener.cli.command import Command, print_result
 
 
 def main(argv: list[str]) -> int:
@@ -14,10 +13,7 @@ def main(argv: list[str]) -> int:
     command.option("--json", action="store_true", help="print JSON")
     arguments = command.parse_options(argv)
     found = versions()
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print("\n".join(f"{name} {version}" for name, version in found.items()))
+    print_result(arguments, found, lambda: "\n".join(f"{name} {version}" for name, version in found.items()))
     return 0
 
 

@@ -7,12 +7,11 @@ package claims. With a model, the answer says at which of the model's call sites
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.command import Command, read_config
+from evener.cli.command import Command, print_result, read_config
 from evener.errors import ConfigError, EvenerError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
@@ -76,10 +75,8 @@ def main(argv: list[str]) -> int:
         near = did_you_mean(name, known).endswith("?")
         install = "" if near else f"If it is a backend, install it: pip install evener-backend-{name.lower()}"
         raise UnknownNameError("name", name, known, install + "".join(assessed.report.unusable_hints))
-    if arguments.json:
-        print(json.dumps({"name": name, "answers": [asdict(answer) for answer in answers]}, indent=2))
-    else:
-        print("\n".join(line for answer in answers for line in answer.lines()))
+    found = {"name": name, "answers": [asdict(answer) for answer in answers]}
+    print_result(arguments, found, lambda: "\n".join(line for answer in answers for line in answer.lines()))
     return 0
 
 
