@@ -19,7 +19,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from served import EVENER, PATIENCE, Hold, Served, descendants, eventually, free_port, tiny_model
 
-from evener.run_folder import remove_stale_folders
+from evener.folders.run import remove_stale_folders
 
 CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
 SMALL = ("infer.kv_memory=268435456", "infer.max_seq_len=1024")

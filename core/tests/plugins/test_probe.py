@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.cache_folder import cache_folder
 from evener.errors import ConfigError, DescriptorError, ProbeError
+from evener.folders.cache import cache_folder
 from evener.plugins.probe import ProbeCache, ProbeRun
 from evener.plugins.report import error_text
 
@@ -217,6 +217,29 @@ def test_a_corrupt_cache_is_ignored_and_an_unwritable_one_is_reported(site: Site
     site.cache = ProbeCache(tmp_path / "file", boot_id="this boot")
     probed = site.probe().result()["chip"]
     assert probed.result is not None and "not cached: " in probed.note
+
+
+def test_an_answer_does_not_outlive_a_change_of_installed_libraries(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the vendor's torch extension, or a library that it loads, is upgraded or removed."""
+    site.add("backend", "chip", probe=probing(ANSWER))
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+    assert [site.probe().result()["chip"].source for _ in range(2)] == ["child", "cache"]
+    (packages / "vendor_torch-2.dist-info").mkdir()
+    assert [site.probe().result()["chip"].source for _ in range(2)] == ["child", "cache"]
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/vendor/lib")
+    assert site.probe().result()["chip"].source == "child"
+
+
+def test_an_answer_that_others_could_have_written_is_not_read(site: Site, tmp_path: Path) -> None:
+    site.add("backend", "chip", probe=probing(ANSWER))
+    assert [site.probe().result()["chip"].source for _ in range(2)] == ["child", "cache"]
+    (file,) = (tmp_path / "cache").iterdir()
+    file.chmod(0o666)
+    assert site.probe().result()["chip"].source == "child"
 
 
 def test_the_cache_is_in_the_users_cache_folder() -> None:

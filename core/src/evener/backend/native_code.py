@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evener.cache_folder import cache_folder
+from evener.folders.cache import cache_folder, is_trusted, make_private
 
 log = logging.getLogger("evener.native")
 
@@ -30,7 +30,7 @@ def compile_library(
     """Return the shared library of ``source``, from the user's cache folder or compiled now.
 
     The cache key covers the compiler's version, all files in the folder of ``source``, ``flags`` and ``depends``. The
-    file's name has a hash of its content: a file that is damaged, or neither this user's nor root's, is not loaded, but
+    file's name has a hash of its content: a file that is damaged, or that others could have written, is not loaded, but
     made again. A failed compilation leaves no file behind.
 
     Args:
@@ -49,7 +49,7 @@ def compile_library(
     folder = cache_folder(part)
     try:
         key = _key(found, source, (*flags, *depends))
-        trusted = (path for path in folder.glob(f"{key}-*.so") if path.stat().st_uid in (0, os.getuid()))
+        trusted = filter(is_trusted, folder.glob(f"{key}-*.so"))
         whole = (path for path in trusted if path.name == _file_name(key, path))
         return next(whole, None) or _compile([found, str(source), *flags], folder, key, what)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -70,7 +70,7 @@ def _file_name(key: str, library: Path) -> str:
 
 def _compile(command: Sequence[str], folder: Path, key: str, what: str) -> Path | Unavailable:
     log.info("compiling %s for this machine, once: ten to thirty seconds", what)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "library.so"
         done = _run([*command, "-o", str(made)])

@@ -49,9 +49,7 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
 _EXHAUSTED: Mapping[int | None, str] = {
     errno.ENOSPC: "the disk is full: free space on it", errno.EDQUOT: "the disk quota is used up: free space",
     errno.EMFILE: "this process has too many open files: allow more, as with `ulimit -n 4096`",
-    errno.ENFILE: "this machine has too many open files: close programs",
-    errno.ENOMEM: "memory ran out: close programs, lift the limit of this process (`ulimit -v unlimited`), or set "
-                  "infer.kv_memory to less",
+    errno.ENOMEM: "memory ran out: close programs, lift `ulimit -v`, or set infer.kv_memory to less",
 }  # fmt: skip
 #: How libraries say that memory, or room for a thread, ran out, in errors of other types.
 _OUT_OF_MEMORY = ("failed to map segment from shared object", "can't allocate memory", "can't start new thread")

@@ -376,7 +376,7 @@ def installed_catalog(builtins: Sequence[Descriptor] = ()) -> Catalog:
     Raises:
         DuplicateNameError, UnknownNameError: as ``discover``.
     """
-    folders = tuple((folder, _modified(folder)) for folder in sys.path)
+    folders = tuple((folder, modified(folder)) for folder in sys.path)
     return with_builtins(_read_installed(folders, tuple(map(os.environ.get, SWITCHES))), builtins)
 
 
@@ -389,8 +389,8 @@ def _read_installed(folders: tuple[tuple[str, int], ...], switches: tuple[str | 
     return discover()
 
 
-def _modified(folder: str) -> int:
-    """When a package was last added to a folder of ``sys.path`` or removed from it; 0 if there is no such folder."""
+def modified(folder: str) -> int:
+    """When a package was last added to a folder of ``sys.path`` or removed from it, in nanoseconds; 0: no folder."""
     try:
         return os.stat(folder or ".").st_mtime_ns
     except OSError:

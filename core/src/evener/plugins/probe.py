@@ -22,17 +22,20 @@ from typing import Any
 import importlib_metadata
 
 from evener.backend import torch_marks
-from evener.cache_folder import cache_folder
 from evener.contracts.probe import Marks, ProbeResult
 from evener.errors import ConfigError, DescriptorError, PluginError, ProbeError
+from evener.folders.cache import cache_folder, is_trusted, make_private
+from evener.folders.run import RunFolder
 from evener.plugins.catalog import Package
+from evener.plugins.discover import modified
 from evener.plugins.guard import guarded
 from evener.plugins.probe_child import decode, encode
-from evener.run_folder import RunFolder
 
 #: Seconds between two checks of the children. Only the first start after a boot waits for them; later ones are cached.
 _POLL = 0.005
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+#: Written anew whenever a library of the system is installed, upgraded or removed.
+_LIBRARY_INDEX = "/etc/ld.so.cache"
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,8 @@ class ProbeCache:
     def load(self, package: Package, marks: Marks) -> ProbeResult | None:
         """The answer that still holds; None if there is none or its file cannot be read."""
         try:
-            return decode(json.loads(self._file(package, marks).read_text(encoding="utf-8")))
+            file = self._file(package, marks)
+            return decode(json.loads(file.read_text(encoding="utf-8"))) if is_trusted(file) else None
         except (OSError, ValueError, TypeError):
             return None
 
@@ -232,7 +236,7 @@ class ProbeCache:
         file = self._file(package, marks)
         part = file.with_suffix(f".{os.getpid()}")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self._folder)
             part.write_text(json.dumps(encode(result)), encoding="utf-8")
             part.replace(file)
         except OSError as error:
@@ -244,9 +248,10 @@ class ProbeCache:
         key = {
             "boot": self._boot_id,
             "package": [package.name, package.distribution, package.version],
-            "source": _source_fingerprint(package.descriptor.probe),
+            "source": _source_time(package.descriptor.probe),
             "core": importlib_metadata.version("evener"),
             "torch": torch_marks.read().version,
+            "libraries": [os.environ.get("LD_LIBRARY_PATH"), *map(modified, (_LIBRARY_INDEX, *sys.path[1:]))],
             "python": [sys.executable, sys.version],
             "marks": {**asdict(marks), "cache_key": sorted(marks.cache_key.items())},
         }
@@ -261,13 +266,10 @@ def _read_boot_id() -> str:
         return ""
 
 
-def _source_fingerprint(module: str | None) -> str:
-    """Time and size of the probe's source file: an editable install changes without a new version."""
+def _source_time(module: str | None) -> int:
+    """When the probe's source file was changed: an editable install changes without a new version."""
     spec = importlib.util.find_spec(module) if module else None
-    if spec is None or spec.origin is None:
-        return ""
-    status = Path(spec.origin).stat()
-    return f"{status.st_mtime_ns}:{status.st_size}"
+    return 0 if spec is None or spec.origin is None else modified(spec.origin)
 
 
 class ProbeProcess:

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from evener.cache_folder import cache_folder
 from evener.contracts.communicator import Communicator
 from evener.contracts.declared import LinearWeight, StateSlot
 from evener.contracts.device import Device
 from evener.contracts.ops import STATIC_DEFAULTS, OpCall, Variant
 from evener.errors import ConfigError
+from evener.folders.cache import cache_folder, is_trusted
 
 #: The file format that this version reads and writes.
 FORMAT = 1
@@ -193,7 +193,7 @@ def default_folder() -> Path:
 
 def tuning_files(packages: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Every file and its name in messages: the user's first, then those of ``packages`` (dotted paths of folders)."""
-    yield from ((file.name, file) for file in sorted(default_folder().glob("*.json")))
+    yield from ((file.name, file) for file in sorted(filter(is_trusted, default_folder().glob("*.json"))))
     for package in packages:
         spec = find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():

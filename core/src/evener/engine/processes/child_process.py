@@ -26,8 +26,8 @@ from evener.engine.processes.control_channel import exit_on_disconnect, terminat
 from evener.engine.processes.heartbeat import EXIT_DISCONNECTED, EXIT_PARENT_LOST, HeartbeatMonitor, start_heartbeat
 from evener.engine.wire.messages import FromController, ToController
 from evener.errors import EngineDeadError, EngineError
+from evener.folders.run import RunFolder
 from evener.logs import stderr_level
-from evener.run_folder import RunFolder
 
 #: The program of a child. A child imports this module, so this module cannot import it.
 _CHILD_MODULE = f"{__package__}.child"

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from evener.distributed.torchrun import CurveServer, Keys, set_curve_keys
 from evener.engine.processes.heartbeat import EXIT_DISCONNECTED, HeartbeatMonitor, start_heartbeat
 from evener.errors import EngineDeadError
-from evener.run_folder import RunFolder
+from evener.folders.run import RunFolder
 
 log = logging.getLogger("evener.engine")
 #: The message that ends a worker which this process did not start. A child ends when its pipe is closed.

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from evener.errors import ConfigError
-from evener.run_folder import RunFolder
+from evener.folders.run import RunFolder
 
 OWNER = (
-    "import sys; from evener.run_folder import RunFolder; mine = RunFolder()\n"
+    "import sys; from evener.folders.run import RunFolder; mine = RunFolder()\n"
     "print(mine.path, flush=True); sys.stdin.read()"
 )
 
