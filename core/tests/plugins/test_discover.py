@@ -234,7 +234,7 @@ def test_the_installed_catalog_is_read_again_only_when_something_that_it_depends
 ) -> None:
     monkeypatch.delenv("EVENER_PLUGINS", raising=False)
     monkeypatch.setenv("EVENER_DISABLE_PLUGINS", "two")
-    monkeypatch.syspath_prepend(str(site.folder))
+    monkeypatch.setattr(sys, "path", [str(site.folder), *sys.path])
     site.add("plugin", "one")
     os.utime(site.folder, ns=(1, 1))
     first = installed_catalog()
