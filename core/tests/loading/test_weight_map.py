@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,14 @@ def test_rules_that_cannot_be_used_are_refused(rules: Any, words: str, write_fol
 
 
 def test_a_file_that_is_not_there_is_named(write_folder: Write) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.json cannot be used"):
+    with pytest.raises(CheckpointError, match=r"none\.json cannot be used: there is no such file"):
         with_weight_map(open_checkpoint(write_folder(STORED)), "none.json")
+
+
+def test_a_pipe_is_refused_instead_of_waiting_for_ever(write_folder: Write, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe is not a regular file"):
+        with_weight_map(open_checkpoint(write_folder(STORED)), str(tmp_path / "pipe"))
 
 
 def test_a_rule_whose_time_would_explode_is_linear(write_folder: Write) -> None:

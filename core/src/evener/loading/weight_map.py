@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Checkpoint, Extent, Headers
 from evener.errors import CheckpointError
+from evener.loading.checkpoint import FolderFiles
 
 if TYPE_CHECKING:
     import torch
@@ -34,21 +35,19 @@ def with_weight_map(checkpoint: Checkpoint, file: str | None) -> Checkpoint:
 
     options = re2.Options()
     options.log_errors = False
-    name = f"{checkpoint.config.get('model_type')}_weight_map.json"
+    named = None if file is None else Path(file).expanduser()
+    files = checkpoint if named is None else FolderFiles(named.parent)
+    name = f"{checkpoint.config.get('model_type')}_weight_map.json" if named is None else named.name
+    if (text := files.text(name)) is None and named is None:
+        return checkpoint
     try:
-        text = checkpoint.text(name) if file is None else Path(file).expanduser().read_text("utf-8")
-        if text is None:
-            return checkpoint
-        rules = [
-            (re2.compile(key, options), None if value is None else re2.sub(r"\$(\d+)", r"\\g<\1>", value))
-            for key, value in json.loads(text).items()
-        ]
+        rules = [(re2.compile(key, options), value and re2.sub(r"\$(\d+)", r"\\g<\1>", value))
+                 for key, value in json.loads(text or "").items()]  # fmt: skip
         return _Renamed(checkpoint, rules)
-    except (OSError, ValueError, AttributeError, TypeError, IndexError, re2.error) as error:
-        where = checkpoint.where(name) if file is None else file
-        raise CheckpointError(
-            f"the weight map {where} cannot be used: {error}; it must be a JSON object of regular expressions and names"
-        ) from error
+    except (ValueError, AttributeError, TypeError, IndexError, re2.error) as error:
+        where, why = file or checkpoint.where(name), "there is no such file" if text is None else error
+        must = "it must be a JSON object of regular expressions and names"
+        raise CheckpointError(f"the weight map {where} cannot be used: {why}; {must}") from error
 
 
 class _Renamed(Checkpoint):
