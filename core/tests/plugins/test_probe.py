@@ -130,6 +130,16 @@ def test_a_probe_that_kills_itself_leaves_no_orphan(site: Site, fifo: Path) -> N
     os.close(reader)
 
 
+def test_a_daemon_that_left_the_probes_session_ends_with_it(site: Site, fifo: Path) -> None:
+    body = holds_fifo(fifo).replace("pass_fds=[held]", "pass_fds=[held], start_new_session=True")
+    site.add("backend", "chip", probe=probing(body + "\n        " + ANSWER))
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    probed = site.probe(timeout=60).result()["chip"]
+    assert probed.result is not None and probed.result.score == 50
+    assert (read(reader), read(reader)) == (b"up", b"")
+    os.close(reader)
+
+
 def test_closing_a_run_ends_hanging_probes_and_their_children(site: Site, fifo: Path) -> None:
     site.add("backend", "chip", probe=probing(holds_fifo(fifo) + "\n        import signal\n        signal.pause()"))
     with closing(site.probe(timeout=60)):

@@ -34,8 +34,6 @@ from evener.plugins.probe_child import decode, encode
 #: Seconds between two checks of the children. Only the first start after a boot waits for them; later ones are cached.
 _POLL = 0.005
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-#: Written anew whenever a library of the system is installed, upgraded or removed.
-_LIBRARY_INDEX = "/etc/ld.so.cache"
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,8 @@ class ProbeCache:
             "source": _source_time(package.descriptor.probe),
             "core": importlib_metadata.version("evener"),
             "torch": torch_marks.read().version,
-            "libraries": [os.environ.get("LD_LIBRARY_PATH"), *map(modified, (_LIBRARY_INDEX, *sys.path[1:]))],
+            # The file is written anew whenever a library of the system is installed, upgraded or removed.
+            "libraries": [os.environ.get("LD_LIBRARY_PATH"), *map(modified, ("/etc/ld.so.cache", *sys.path[1:]))],
             "python": [sys.executable, sys.version],
             "marks": {**asdict(marks), "cache_key": sorted(marks.cache_key.items())},
         }
@@ -301,7 +300,7 @@ class ProbeProcess:
             return subprocess.Popen(
                 [sys.executable, "-m", "evener.plugins.probe_child", probe, str(self._result), str(self.seconds)],
                 stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, cwd=self._scratch.path,
-                env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path, "EVENER_PROBE": self._scratch.path}, start_new_session=True,
             )  # fmt: skip
 
     def ended(self) -> bool:
@@ -341,6 +340,7 @@ class ProbeProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait()
+        _kill_started_in(self._scratch.path)  # also those that left its process group, as daemons do
 
     def _answer(self, data: dict[str, Any]) -> ProbeResult | ProbeError:
         if "result" in data:
@@ -358,9 +358,13 @@ class ProbeProcess:
 
 
 def _exit_text(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"exit code {code}" if code >= 0 else f"killed by {names.get(-code, f'signal {-code}')}"
+
+
+def _kill_started_in(scratch: str) -> None:
+    """Kill every process that inherited ``EVENER_PROBE`` from the probe with this scratch folder."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if f"EVENER_PROBE={scratch}".encode() in (folder / "environ").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
