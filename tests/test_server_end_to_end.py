@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,25 @@ async def visit(client: AsyncOpenAI, model: str, number: int, draw: random.Rando
 def idle(served: Served) -> bool:
     stats = served.stats()
     return stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
+
+
+def test_while_state_is_scarce_no_more_requests_wait_than_max_queue(folder: Path) -> None:
+    """The second request needs more state at once than the first one leaves, so it waits as long as that one runs."""
+    scarce = ("load=dummy", "infer.kv_memory=2MiB", "infer.max_seq_len=4096", "infer.step_tokens=4096")
+    body = {"prompt": [5] * 600, "max_tokens": 3400, "ignore_eos": True, "temperature": 0}
+    large = {**body, "prompt": [6] * 4000, "max_tokens": 2}
+    with Served.model(folder, *scarce, "infer.max_reqs=8", "serve.max_queue=1") as served, ThreadPoolExecutor() as pool:
+        with served.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as first:
+            lines = first.iter_lines()  # kept, because httpx closes the stream with it
+            next(lines)
+            second = pool.submit(served.http.post, "/v1/completions", json=large)
+            eventually(lambda: served.stats()["waiting"] == 1)
+            third = served.http.post("/v1/completions", json=large)
+        assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
+        assert "1 requests wait for memory: try again in a moment" in third.json()["error"]["message"]
+        # The first one's client is gone, so there is room.
+        assert second.result().status_code == 200 and second.result().json()["usage"]["completion_tokens"] == 2
+        eventually(lambda: served.stats()["blocks_used"] == 0)
 
 
 def test_a_killed_worker_ends_its_requests_with_the_reason_and_the_server_is_alive_but_not_ready(
