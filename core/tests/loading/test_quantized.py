@@ -165,3 +165,28 @@ def test_an_unpacked_tensor_is_dequantized_once_for_all_readers(
         assert estimate.second_copies == copies
     assert table.value is not None and head.value is not None
     assert table.value.data_ptr() == head.value.data.data_ptr()
+
+
+class Packed(Blocks):
+    """A scheme whose author thought of matrices only, as the contract allows."""
+
+    def part(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightPart | None:
+        rows, nbytes = headers[self.tensors(name, headers)["weight"]][1]
+        return WeightPart(name, rows, nbytes // 34 * 32, block_format("q8_0"))
+
+    def tensors(self, name: str, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
+        return {"weight": f"{name}_packed"}
+
+
+def test_a_scheme_is_asked_about_matrices_only(write_folder: Callable[..., Path]) -> None:
+    tensors = {"norm": torch.randn(COLUMNS), "w_packed": stored(4)}
+    checkpoint, scheme = open_checkpoint(write_folder(tensors)), Packed()
+    build = Builder("float32", 8, lambda name: scheme.part(name, checkpoint.headers))
+    norm, weight = build.weight("norm", COLUMNS), build.linear("w", {"w": 4}, COLUMNS)
+    weight.layout = "blocks"
+    packings = {"blocks": KeepBlocks()}
+    estimate = estimate_weights(build.weights, packings, checkpoint.headers, scheme)
+    report = load_weights(build.weights, checkpoint, scheme, packings, CPU)
+    assert (estimate.allocated, estimate.mapped) == (report.allocated, report.mapped) == (0, 4 * 68 + 4 * COLUMNS)
+    assert norm.value is not None and torch.equal(norm.value, tensors["norm"])
+    assert weight.value is not None and torch.equal(weight.value.data[0], tensors["w_packed"])

@@ -177,7 +177,7 @@ class QuantScheme(ABC):
     @abstractmethod
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         """The part (without tensors) of the weight ``name``, from the headers ``{tensor: (dtype, shape)}``; None if the
-        checkpoint has no such weight."""
+        checkpoint has no such weight. It is not asked about vectors (norms, biases): those are read as they are."""
 
     @abstractmethod
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:

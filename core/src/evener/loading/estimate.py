@@ -10,7 +10,7 @@ from typing import Any
 from evener.contracts.checkpoint import Headers
 from evener.contracts.declared import Declared, LinearWeight, Slice, Weight
 from evener.contracts.quant import DTYPE_BYTES, Packing, QuantFormat, QuantScheme, plain
-from evener.loading.scheme import Unquantized
+from evener.loading.scheme import Unquantized, scheme_of
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,10 @@ class _ByteTotals:
         """Whether the tensor ``name``, or some of its rows, is used as it is in its file."""
         if cut is not None and cut.axis:
             return False
-        if not self.mappable or not self.copied.isdisjoint(self.scheme.tensors(name, self.headers).values()):
+        scheme = scheme_of(name, self.scheme, self.headers)
+        if not self.mappable or not self.copied.isdisjoint(scheme.tensors(name, self.headers).values()):
             return False
-        stored = self.scheme.part(name, self.headers)
+        stored = scheme.part(name, self.headers)
         return stored is not None and stored.format == form
 
     def _hold(self, name: str, key: tuple[Any, ...], nbytes: int, mapped: bool) -> None:

@@ -15,6 +15,7 @@ from evener.contracts.device import Device
 from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener.loading.match import check_match, finding, shared_names
+from evener.loading.scheme import scheme_of
 from evener.loading.uploader import BUFFER_BYTES, BUFFER_COUNT, Uploader
 
 
@@ -132,7 +133,8 @@ class _Loader:
         key = (name, dtype, cut)
         if key in self._converted:
             return self._converted[key]
-        stored = self._scheme.part(name, self._checkpoint.headers)
+        headers = self._checkpoint.headers
+        stored = scheme_of(name, self._scheme, headers).part(name, headers)
         if stored is None or stored.format.plain:
             whole = self._read(name)
             part = whole if cut is None else whole.narrow(cut.axis, cut.span.start, cut.span.size)

@@ -12,6 +12,7 @@ from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeig
 from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener.layers.builder import Builder
+from evener.loading.scheme import scheme_of
 
 #: Buffers that old transformers versions saved although they are computed from the config.
 IGNORABLE_BUFFERS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.attn\.bias")
@@ -30,7 +31,7 @@ def declared_names(item: Declared) -> Iterator[str]:
 def stored_names(item: Declared, scheme: QuantScheme, headers: Headers) -> Iterator[str]:
     """Names of the checkpoint's tensors that ``item`` is made of."""
     for name in declared_names(item):
-        yield from scheme.tensors(name, headers).values()
+        yield from scheme_of(name, scheme, headers).tensors(name, headers).values()
 
 
 def check_match(
@@ -126,7 +127,7 @@ def _misfit(
 
 def _shape(name: str, headers: Headers, scheme: QuantScheme) -> tuple[int, ...]:
     """The shape of the tensor ``name`` after dequantization."""
-    part = scheme.part(name, headers)
+    part = scheme_of(name, scheme, headers).part(name, headers)
     return headers[name][1] if part is None or part.format.plain else (part.rows, part.columns)
 
 

@@ -63,6 +63,12 @@ class Unquantized(QuantScheme):
             yield {}, {name: (dtype, (6, 10))}, {name: numbers}
 
 
+def scheme_of(name: str, scheme: QuantScheme, headers: Headers) -> QuantScheme:
+    """Who is asked about the tensor ``name``: ``scheme`` about matrices and stacks of them, and never about a vector (a
+    norm, a bias), which no scheme stores in a way of its own."""
+    return Unquantized() if name in headers and len(headers[name][1]) == 1 else scheme
+
+
 def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant: str = "auto") -> QuantScheme:
     """The scheme that reads a checkpoint.
 
@@ -97,10 +103,5 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
 
 
 def _method(config: Mapping[str, Any]) -> str:
-    for key in _METHODS:
-        settings = config.get(key)
-        if isinstance(settings, Mapping):
-            return str(settings.get("quant_method") or settings.get("format") or key)
-        if settings:
-            return str(settings)
-    return Unquantized.name
+    key, found = next(((key, config[key]) for key in _METHODS if config.get(key)), ("", Unquantized.name))
+    return str(found.get("quant_method") or found.get("format") or key if isinstance(found, Mapping) else found)
