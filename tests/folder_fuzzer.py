@@ -55,8 +55,8 @@ class Report:
 
 def plan(folder: Path) -> str:
     """Everything up to the weights: configuration, architecture, ops, memory, file headers; the tokenizer too."""
-    from evener.cli.explain import explain
     from evener.config import from_overrides
+    from evener.explanation.explain import explain
 
     found = explain(from_overrides(folder, KEYS))
     _read_texts(folder)
@@ -68,8 +68,8 @@ def plan(folder: Path) -> str:
 def run(folder: Path) -> str:
     """As ``plan``; if the model is small, load it and generate three tokens."""
     from evener import LLM, SamplingParams
-    from evener.cli.explain import explain
     from evener.config import from_overrides
+    from evener.explanation.explain import explain
 
     found = explain(from_overrides(folder, KEYS))
     if found["memory"]["problem"] or found["memory"]["weights"] > LOADED_BYTES:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from evener.cli.explain import explain
 from evener.config import from_overrides
 from evener.errors import ConfigError
+from evener.explanation.explain import explain
 from evener_conformance.naive.model import find_architecture
 
 

@@ -14,10 +14,10 @@ from gguf_files import dequantized, tokenizer_keys, write_gguf
 from safetensors.torch import save_file
 
 from evener import LLM, SamplingParams
-from evener.cli.explain import explain
 from evener.config import from_overrides
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
+from evener.explanation.explain import explain
 from evener.loading.checkpoint import open_checkpoint
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play

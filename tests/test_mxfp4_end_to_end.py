@@ -14,10 +14,11 @@ from family_oracles import Logits, logits_of, make_transformers
 from family_runner import ANSWER, SMALL, assert_naive_logits, prompt_of
 from safetensors.torch import load_file, save_file
 
-from evener.cli.explain import explain, render
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
+from evener.explanation.explain import explain
+from evener.explanation.text import render
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.reference.engine import play

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from evener.backend_search import BackendSearch
-from evener.cli.explain import explain
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.worker import Worker
+from evener.explanation.explain import explain
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import RunResult, play

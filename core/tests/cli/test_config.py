@@ -43,6 +43,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     selection = SimpleNamespace(reason="highest score 10")
     loaded = SimpleNamespace(backend=backend, selection=selection, open_device=lambda: device)
     monkeypatch.setattr("evener.plugins.load.load", record(loaded))
+    family = SimpleNamespace(max_positions=777)
+    monkeypatch.setattr("evener.engine.worker.assembly.find_architecture", lambda *_: family)
     return asked
 
 
@@ -55,6 +57,14 @@ def test_config_prints_every_value_with_its_reason(
     assert lines["infer.max_seq_len"] == "2048 max_position_embeddings of the checkpoint"
     assert lines["infer.depth"] == "1 as asked"
     assert lines["backend"] == "test highest score 10"
+
+
+def test_the_length_that_an_architecture_knows_counts_where_the_file_has_none(
+    model: Path, chosen: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert main(["config", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["infer.max_seq_len"]["value"] == 777
 
 
 def test_config_speaks_json_and_hands_the_named_backend_on(

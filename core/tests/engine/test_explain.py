@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from evener.cli.explain import explain
 from evener.cli.main import main
 from evener.config.schema import Config
 from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError, UnknownNameError
+from evener.explanation.explain import explain
 from evener.loading.safetensors_files import SafetensorsFile
 from evener.ops.reference.state import ReferenceState
 

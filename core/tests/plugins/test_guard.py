@@ -67,6 +67,17 @@ def test_a_package_that_ends_the_process_is_a_broken_package(where: str, tmp_pat
     assert "evener-backend-cpu" in done.stdout and done.returncode == 0
 
 
+def test_a_chosen_package_that_cannot_be_imported_is_an_error_of_doctor_too(tmp_path: Path) -> None:
+    install(tmp_path)
+    probe = PROBE.format(body="return Marks(True, ('chip',))", reason="").replace("ProbeResult(0)", "ProbeResult(99)")
+    (tmp_path / "odd_backend/probe.py").write_text(probe)
+    (tmp_path / "odd_backend/plugin.py").write_text("import a_library_that_is_missing\n")
+    done = doctor(tmp_path)
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1 and "backend: odd" in said
+    assert "error: backend 'odd' (evener-backend-odd 1.0): " in said and "a_library_that_is_missing" in said
+
+
 def test_escapes_in_a_packages_texts_reach_no_terminal(tmp_path: Path) -> None:
     install(tmp_path, summary="Nice\x1b[2J\x07.", reason="\x1b]0;title\x07 no\x9bchip")
     done = doctor(tmp_path)

@@ -25,14 +25,17 @@ def main(argv: list[str]) -> int:
         return 0
     # This starts no engine, so torchrun's ranks do not matter.
     arguments, config = read_config(command, argv, ranks=False)
-    from evener.config.checkpoint import read_model_facts
+    from evener.config.checkpoint import facts_of
     from evener.config.resolve import DeviceFacts, resolve_config
+    from evener.engine.worker.assembly import find_architecture
+    from evener.loading.checkpoint import open_checkpoint
     from evener.plugins.choose import choose
     from evener.plugins.discover import installed_catalog
     from evener.plugins.load import load
 
-    model = read_model_facts(config.model)
+    checkpoint = open_checkpoint(config.model)
     loaded = load(choose(installed_catalog(), config.backend), config.options)
+    model = facts_of(config.model, checkpoint.config, find_architecture(loaded, checkpoint).max_positions)
     device = DeviceFacts.of(loaded.open_device(), loaded.backend.name)
     resolved = resolve_config(config, model, device)
     if config.backend is None:

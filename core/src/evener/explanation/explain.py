@@ -1,0 +1,113 @@
+"""The kernel that would run each op of a model here, its state, weights and memory plan, and why; as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evener.backend_search import BackendSearch
+from evener.config.schema import Config
+from evener.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from evener.engine.worker.assembly import Assembly
+
+#: Files that hold weights, or an index of them.
+_WEIGHTS = ("*.safetensors*", "*.bin*", "*.gguf")
+_WEIGHTS_OF = {"auto": "read from its files", "dummy": "random numbers"}
+
+
+def explain(config: Config) -> dict[str, Any]:
+    """What a run of ``config`` would use, as plain data. A folder without weight files is explained from its
+    ``config.json`` alone.
+
+    Raises:
+        EvenerError: as when the engine starts. A model that does not fit, or weights with wrong names or shapes, are
+            no error but part of the result (``problem``).
+    """
+    search = BackendSearch(config.backend)
+    from evener.distributed.communicators import ExplainCommunicator
+    from evener.distributed.world import RankGroups, World
+    from evener.engine.worker.assembly import assemble, find_graph_capture
+    from evener.engine.worker.memory import estimate_memory_plan
+
+    described = config.load == "auto" and not _has_weights(Path(config.model))
+    infer = config.infer
+    tp = ExplainCommunicator("tp", infer.tp_size) if infer.tp_size > 1 else None
+    ranks = RankGroups(World.of(0, infer.tp_size, infer.pp_size), tp=tp)
+    a = assemble(dataclasses.replace(config, load="dummy") if described else config, search, ranks=ranks)
+    resolved, plan = estimate_memory_plan(a)
+    largest = resolved.step_tokens, resolved.max_seq_len
+    manifest = a.resolver.manifest.to_json()
+    refused = {row["provider"]: row for row in manifest["ops"] if row["op"] == "attention"}
+    offer, graphs = find_graph_capture(a)
+    backend = a.loaded.backend
+    return {
+        "model": {
+            "path": config.model, "architecture": a.checkpoint.architecture, "dtype": resolved.dtype,
+            "weights": "described by config.json alone" if described else _WEIGHTS_OF[config.load],
+            "problem": _weight_mismatch(a),
+        },
+        "backend": {
+            "name": backend.name, "version": backend.version, "reason": a.loaded.selection.reason,
+            "device": a.device.name,
+        },
+        "state": list(_state(a, refused)),
+        "ops": [row for row in manifest["ops"] if row["op"] != "attention"],
+        "attention": [row for row in manifest["ops"] if row["op"] == "attention"],
+        "packings": manifest["packings"],
+        "dequantized": manifest["dequantized"],
+        "communicator": _communicator(a),
+        "graphs": {"package": None if offer is None else offer.package, "reason": graphs},
+        "memory": {**plan.to_json(), "lines": [*plan.lines(), *_scratch(a, *largest)]},
+        "fallbacks": manifest["fallbacks"],
+        "notes": manifest["notes"],
+        "config": resolved.to_json(),
+    }  # fmt: skip
+
+
+def _has_weights(path: Path) -> bool:
+    return not path.is_dir() or any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+
+
+def _weight_mismatch(a: Assembly) -> str | None:
+    """Which tensors are missing, unexpected or of a wrong shape, by the files' headers; None if all match, or if no
+    file was read."""
+    from evener.loading.match import check_match, match_context
+
+    try:
+        if a.headers:
+            context = match_context(a.build, a.other_stages)
+            check_match(a.build.weights, a.headers, a.scheme, where=str(a.checkpoint.path), **context)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _state(a: Assembly, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    size = a.geometry.block_size
+    labels = {candidate.value: candidate.label for candidate in a.resolver.available.states}
+    for group in a.geometry.groups:
+        provider = labels.get(group.provider, "reference")
+        yield {
+            "kind": group.spec.kind, "window": group.spec.window, "layers": len(group.slots), "per": group.spec.per,
+            "tensors": [f"{t.name} {list(t.shape)} {t.dtype}" for t in group.spec.tensors], "provider": provider,
+            "block_size": size, "layer_bytes_per_block": group.provider.bytes_per_block(group.spec, size),
+            "graph": group.provider.graph, "refused": rows[provider]["refused"],
+        }  # fmt: skip
+
+
+def _scratch(a: Assembly, step: int, longest: int) -> list[str]:
+    """Which kernel or state provider needs the largest scratch memory, for a step of ``step`` tokens of sequences of at
+    most ``longest``; empty if none needs any."""
+    asked = [(g.provider.workspace(g.spec, g.attention, step, longest), g.provider.name) for g in a.geometry.groups]
+    nbytes, who = max((a.resolver.footprint.workspace, a.resolver.footprint.workspace_owner), *asked)
+    return [f"the workspace holds {nbytes / (1 << 20):.1f} MiB of scratch memory for {who}"] if nbytes else []
+
+
+def _communicator(a: Assembly) -> dict[str, Any]:
+    infer = a.config.config.infer
+    ranks, offer = infer.tp_size * infer.pp_size * infer.dp_size, a.loaded.communicator()
+    return {"ranks": ranks, "package": None if offer is None else offer.package, "used": ranks > 1}
