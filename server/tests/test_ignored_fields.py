@@ -103,6 +103,8 @@ def test_every_chunk_has_the_usage_so_far_if_it_is_asked_for(path: str, api: Any
     chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 4
+    # The first chunk of a chat has the role and no token.
+    assert (counts[0] == 0) == (path == "chat")
     totals = [chunk["usage"]["total_tokens"] - chunk["usage"]["prompt_tokens"] for chunk in chunks]
     assert totals == counts
     quiet = getattr(api, path)(stream=True, max_tokens=4, stream_options={"continuous_usage_stats": True})
@@ -140,6 +142,7 @@ def test_a_model_card_has_its_root(make_api: Any) -> None:
 
 def test_the_description_lists_the_error_answers(api: Any) -> None:
     document = api.get("/openapi.json").json()
+    assert "404" in document["paths"]["/v1/models/{model}"]["get"]["responses"]
     for path in ("/v1/chat/completions", "/v1/completions"):
         answers = document["paths"][path]["post"]["responses"]
         assert {"400", "404", "408", "413", "415", "429", "500", "503", "504"} <= answers.keys()

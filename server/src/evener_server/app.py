@@ -83,7 +83,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     async def list_models() -> Response:
         return _json(status.model_list(service))
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses=_errors({404: _ERROR_TEXTS[404]}))
     async def get_model(model: str) -> Response:
         service.check_model(model)
         return _json(status.model_card(service))

@@ -125,7 +125,8 @@ class ChatJob(Job):
             if not head_sent:
                 head_sent = True
                 role = b'{"role":"assistant","content":"","refusal":null}'
-                pieces = [chunk % (i, role, b"null", b"null", end()) for i in range(generation.choices)]
+                first = end(before_tokens=True)
+                pieces = [chunk % (i, role, b"null", b"null", first) for i in range(generation.choices)]
             logprobs, message = b"null", messages[choice]
             if self._top is not None and delta.token_ids:
                 content = chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)

@@ -55,11 +55,14 @@ class ChunkEnd:
         self._generation = generation if continuous else None
         self._same = (b',"usage":null' if include_usage else b"") + b"}\n\n"
 
-    def __call__(self) -> bytes:
-        """The bytes for a chunk that is sent now."""
+    def __call__(self, *, before_tokens: bool = False) -> bytes:
+        """The bytes for a chunk that is sent now. ``before_tokens``: it has none and comes before all that have."""
         if self._generation is None:
             return self._same
-        return b',"usage":' + to_json(self._generation.usage()) + b"}\n\n"
+        usage = self._generation.usage()
+        if before_tokens:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return b',"usage":' + to_json(usage) + b"}\n\n"
 
 
 class Job(ABC):

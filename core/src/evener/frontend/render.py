@@ -97,7 +97,8 @@ class Renderer:
                 raise RenderTimeoutError(message, "messages", "deadline_exceeded") from error
             if process.returncode == -signal.SIGPROF:
                 return {"error": f"rendering took longer than {self._time_limit:g} s and was stopped"}
-            return {"error": "rendering it ended the render process (out of memory?)"}
+            most = self._memory_limit >> 20
+            return {"error": f"rendering it ended the render process; did it need more than {most} MiB of memory?"}
         except BaseException:
             # A late answer must not be taken for the answer to the next request.
             self._stop()

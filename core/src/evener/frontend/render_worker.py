@@ -28,27 +28,27 @@ def main(extra_bytes: int, limit_s: float) -> None:
     answers = sys.stdout.buffer
     answers.write(b"ready\n")
     answers.flush()
-    serve(sys.stdin.buffer, answers, limit_s)
+    serve(sys.stdin.buffer, answers, extra_bytes, limit_s)
 
 
-def serve(requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
+def serve(requests: BinaryIO, answers: BinaryIO, extra_bytes: int, limit_s: float) -> None:
     """Answer each line with ``{"text": …}`` or ``{"error": …}``."""
     templates: dict[str, jinja2.Template] = {}
     for line in requests:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
-        answers.write(json.dumps(_answer(json.loads(line), templates)).encode() + b"\n")
+        answers.write(json.dumps(_answer(json.loads(line), templates, extra_bytes)).encode() + b"\n")
         answers.flush()
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _answer(request: dict[str, Any], templates: dict[str, jinja2.Template]) -> dict[str, str]:
+def _answer(request: dict[str, Any], templates: dict[str, jinja2.Template], extra_bytes: int) -> dict[str, str]:
     try:
         source = request["template"]
         if source not in templates:
             templates[source] = compile_template(source)
         text = render(templates[source], request["messages"], request["continue_final_message"], request["variables"])
     except MemoryError:
-        return {"error": "it needs too much memory"}
+        return {"error": f"it needs more than {extra_bytes >> 20} MiB of memory"}
     except jinja2.TemplateError as error:
         return {"error": str(error.message or type(error).__name__)}
     except Exception as error:  # an expression in a template may raise anything
