@@ -54,6 +54,7 @@ def test_largest_scale_is_nan() -> None:
     part = random_part(1, 2)
     part.tensors["scale"][0, 1] = 255
     assert SCHEME.dequantize(part, "float32").isnan().tolist() == [[False] * 32 + [True] * 32]
+    assert [numbers.isnan().tolist() for numbers in SCHEME.numbers(part)] == [[[False, True]]]
 
 
 def test_parts_are_read_from_headers_and_count_their_bytes() -> None:

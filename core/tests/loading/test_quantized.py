@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from evener.contracts.declared import LinearWeight
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import BLOCKS, PackedWeight, Packing, WeightPart, block_format, plain
+from evener.errors import CheckpointError
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.estimate import WeightEstimate, estimate_weights
@@ -40,6 +41,11 @@ class Blocks(Unquantized):
             return super().part(name, headers)
         rows, nbytes = headers[name][1]
         return WeightPart(name, rows, nbytes // 34 * 32, block_format("q8_0"))
+
+    def numbers(self, part: WeightPart) -> Iterable[torch.Tensor]:
+        if part.format.plain:
+            return super().numbers(part)
+        return [part.tensors["weight"].unflatten(-1, (-1, 34))[..., :2].contiguous().view(torch.float16)]
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
         if part.format.plain:
@@ -190,3 +196,10 @@ def test_a_scheme_is_asked_about_matrices_only(write_folder: Callable[..., Path]
     assert (estimate.allocated, estimate.mapped) == (report.allocated, report.mapped) == (0, 4 * 68 + 4 * COLUMNS)
     assert norm.value is not None and torch.equal(norm.value, tensors["norm"])
     assert weight.value is not None and torch.equal(weight.value.data[0], tensors["w_packed"])
+
+
+def test_a_packed_weight_with_a_scale_that_is_not_finite_is_refused_by_name(write_folder: Callable[..., Path]) -> None:
+    tensors = {"a": stored(3), "b": stored(2)}
+    tensors["b"][1, 34:36] = torch.tensor([torch.inf], dtype=torch.float16).view(torch.uint8)
+    with pytest.raises(CheckpointError, match=r"1 tensor is NaN or infinite somewhere.*: b; fetch"):
+        run(write_folder(tensors), {"a": 3, "b": 2}, BlockLinear())

@@ -72,6 +72,14 @@ class Mxfp4Scheme(QuantScheme):
         numbers: torch.Tensor = pairs.flatten(-2) * powers[part.tensors["scale"].long()][..., None]
         return numbers.flatten(-2).to(wanted)
 
+    def numbers(self, part: WeightPart) -> Iterator[torch.Tensor]:
+        import torch
+
+        if part.format.plain:
+            yield part.tensors["weight"]
+        else:
+            yield torch.where(part.tensors["scale"] == _NAN, torch.nan, 1.0)
+
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
         extent = part.rows if axis == "out" else part.columns
         if not 0 <= start < stop <= extent:

@@ -13,6 +13,20 @@ def first_present(config: Mapping[str, Any], *keys: str) -> str:
     return next((key for key in keys if config.get(key) is not None), keys[0])
 
 
+#: Of one layer, and of all layers: planning a model takes seconds for each million of them.
+_MAX_EXPERTS, _MAX_EXPERTS_IN_ALL = 1 << 16, 1 << 18
+
+
+def expert_count(config: Mapping[str, Any], *keys: str) -> int:
+    """Experts of a layer, the value of the first of ``keys`` that has one.
+
+    Raises:
+        ArchitectureError: it is missing, or too large for a model of that many layers.
+    """
+    most = min(_MAX_EXPERTS, _MAX_EXPERTS_IN_ALL // layer_count(config))
+    return read_int(config, first_present(config, *keys), most=most)
+
+
 def layer_types(config: Mapping[str, Any], allowed: Sequence[str]) -> Sequence[str]:
     """``layer_types``, which names one of ``allowed`` for each layer; empty if there is none.
 

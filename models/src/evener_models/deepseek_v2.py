@@ -11,6 +11,7 @@ from evener.layers import CausalLM, LatentConfig, MLPConfig, MoEConfig, RotaryCo
 from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int, read_object, unsupported
 from evener.layers.latent import IndexConfig
 from evener.layers.rotary import scaling_kind, yarn_factor
+from evener_models.config_values import expert_count
 
 
 class DeepseekV2ForCausalLM(CausalLM):
@@ -55,7 +56,7 @@ class DeepseekV2ForCausalLM(CausalLM):
             return MLPConfig(inner=read_int(config, "intermediate_size"), activation=activation(config))
         inner = read_int(config, "moe_intermediate_size")
         return MoEConfig(
-            experts=read_int(config, "n_routed_experts", most=1 << 16),
+            experts=expert_count(config, "n_routed_experts"),
             top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),

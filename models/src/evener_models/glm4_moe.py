@@ -7,7 +7,7 @@ from typing import Any
 
 from evener.layers import Builder, MLPConfig, MoEConfig
 from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int
-from evener_models.config_values import first_present
+from evener_models.config_values import expert_count
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -35,7 +35,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
             return super().mlp(config, layer)
         inner = read_int(config, "moe_intermediate_size")
         return MoEConfig(
-            experts=read_int(config, first_present(config, "n_routed_experts", "num_local_experts"), most=1 << 16),
+            experts=expert_count(config, "n_routed_experts", "num_local_experts"),
             top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),

@@ -7,7 +7,7 @@ from typing import Any
 
 from evener.layers import MoEConfig
 from evener.layers.config_json import read_flag, read_float, read_int
-from evener_models.config_values import alternating_layer_types, layer_windows
+from evener_models.config_values import alternating_layer_types, expert_count, layer_windows
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -32,7 +32,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     def mlp(self, config: Mapping[str, Any], layer: int) -> MoEConfig:
         clamp = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config}
         return MoEConfig(
-            experts=read_int(config, "num_local_experts", most=1 << 16),
+            experts=expert_count(config, "num_local_experts"),
             top=read_int(config, "num_experts_per_tok"),
             inner=read_int(config, "intermediate_size"),
             activation="clamped_swiglu",

@@ -7,7 +7,7 @@ from typing import Any
 
 from evener.layers import AttentionConfig, Builder, MLPConfig, MoEConfig, RotaryConfig, TemperatureConfig
 from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int, read_object, unsupported
-from evener_models.config_values import head_dim, layer_types, read_list
+from evener_models.config_values import expert_count, head_dim, layer_types, read_list
 from evener_models.llama import LlamaForCausalLM
 
 
@@ -73,7 +73,7 @@ class Llama4ForCausalLM(LlamaForCausalLM):
             return MLPConfig(inner=inner, activation=activation(config), prefix="feed_forward")
         inner = read_int(config, "intermediate_size")
         return MoEConfig(
-            experts=read_int(config, "num_local_experts", most=1 << 16),
+            experts=expert_count(config, "num_local_experts"),
             top=read_int(config, "num_experts_per_tok"),
             inner=inner,
             activation=activation(config),

@@ -7,6 +7,7 @@ from typing import Any
 
 from evener.layers import MLPConfig, MoEConfig
 from evener.layers.config_json import activation, read_int
+from evener_models.config_values import expert_count
 from evener_models.mistral import MistralForCausalLM
 
 
@@ -16,7 +17,7 @@ class MixtralForCausalLM(MistralForCausalLM):
 
     def mlp(self, config: Mapping[str, Any], layer: int) -> MLPConfig | MoEConfig:
         return MoEConfig(
-            experts=read_int(config, "num_local_experts", most=1 << 16),
+            experts=expert_count(config, "num_local_experts"),
             top=read_int(config, "num_experts_per_tok"),
             inner=read_int(config, "intermediate_size"),
             activation=activation(config),

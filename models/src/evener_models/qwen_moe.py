@@ -7,7 +7,7 @@ from typing import Any
 
 from evener.layers import MLPConfig, MoEConfig
 from evener.layers.config_json import activation, read_flag, read_int
-from evener_models.config_values import first_present, read_list
+from evener_models.config_values import expert_count, read_list
 from evener_models.qwen2 import Qwen2ForCausalLM
 from evener_models.qwen3 import Qwen3ForCausalLM
 
@@ -18,7 +18,7 @@ def experts(config: Mapping[str, Any], layer: int, **extra: Any) -> MoEConfig | 
     if layer in read_list(config, "mlp_only_layers", int) or (layer + 1) % every:
         return None
     return MoEConfig(
-        experts=read_int(config, first_present(config, "num_experts", "num_local_experts"), most=1 << 16),
+        experts=expert_count(config, "num_experts", "num_local_experts"),
         top=read_int(config, "num_experts_per_tok"),
         inner=read_int(config, "moe_intermediate_size"),
         activation=activation(config),

@@ -46,7 +46,7 @@ def facts_of(model: str, table: Mapping[str, Any], positions: int = 0) -> ModelF
     inner = table.get("text_config")
     layers = [table, inner] if isinstance(inner, dict) else [table]
     dtype = _first(layers, "dtype", "torch_dtype")
-    lengths = sorted(n for n in (_first(layers, name) for name in _LENGTHS) if type(n) is int)
+    lengths = sorted(n for n in (_first(layers, name) for name in _LENGTHS) if type(n) is int and n > 0)
     return ModelFacts(
         path=model,
         model_type=str(_first(layers, "model_type") or ""),

@@ -196,6 +196,12 @@ class QuantScheme(ABC):
             CheckpointError: the cut is inside a group; the message names the sizes that are possible.
         """
 
+    def numbers(self, part: WeightPart) -> Iterable[torch.Tensor]:
+        """(optional) The float numbers that ``part`` (with ``tensors``) stores, of any shape: its scales, also those
+        inside of blocks. A checkpoint in which one is NaN or infinite is refused. Default: its tensors of a float
+        dtype."""
+        return [tensor for tensor in part.tensors.values() if tensor.is_floating_point()]
+
     def examples(self, name: str, seed: int) -> Iterable[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
         """(optional) For the conformance kit: small checkpoints with one linear weight, called ``name``; one for each
         format that the scheme reads. Each is a ``config.json``, the headers, and the tensors by their names in the

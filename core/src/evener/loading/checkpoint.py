@@ -79,8 +79,8 @@ class FolderFiles(ModelFiles):
             return path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}; fetch the file again") from error
+        except (OSError, ValueError) as error:  # a name from config.json may be no name of a file
+            raise CheckpointError(f"cannot read {str(path)!r}: {error}; fetch the file again") from error
 
     def names(self, pattern: str) -> Sequence[str]:
         return sorted(str(path.relative_to(self.path)) for path in self.path.glob(pattern))

@@ -133,8 +133,7 @@ class _Loader:
         key = (name, dtype, cut)
         if key in self._converted:
             return self._converted[key]
-        headers = self._checkpoint.headers
-        stored = scheme_of(name, self._scheme, headers).part(name, headers)
+        stored = scheme_of(name, self._scheme, self._checkpoint.headers).part(name, self._checkpoint.headers)
         if stored is None or stored.format.plain:
             whole = self._read(name)
             part = whole if cut is None else whole.narrow(cut.axis, cut.span.start, cut.span.size)
@@ -163,11 +162,14 @@ class _Loader:
         if part.format.plain:
             # Converting here, not in the packing, lets a tied head and its embedding share one converted tensor.
             return replace(part, tensors={"weight": self._convert(part.name, dtype, cut)})
-        if cut is None:
-            return self._filled(part)
-        stored = self._scheme.part(part.name, self._checkpoint.headers)
+        stored = part if cut is None else self._scheme.part(part.name, self._checkpoint.headers)
         assert stored is not None, "check_match found it"
-        return self._cut(self._filled(stored), cut)
+        return self._checked(self._cut(self._filled(stored), cut))
+
+    def _checked(self, part: WeightPart) -> WeightPart:
+        for numbers in self._scheme.numbers(part):
+            self._note(part.name, numbers)
+        return part
 
     def _cut(self, stored: WeightPart, cut: Slice | None) -> WeightPart:
         """A rank's slice of a stored part, still quantized."""
@@ -203,7 +205,7 @@ class _Loader:
             found = replace(found, tensors={"weight": self._moved(name, filled["weight"], found.tensors["weight"])})
         if part.format.plain and not stored.format.plain:
             found = replace(found, tensors={"weight": self._scheme.dequantize(found, item.dtype)})
-        return replace(part, name=name, tensors={r: self._note(name, t) for r, t in found.tensors.items()})
+        return self._checked(replace(part, name=name, tensors=found.tensors))
 
 
 def _normalize_rows(part: WeightPart) -> WeightPart:

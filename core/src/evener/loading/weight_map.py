@@ -62,8 +62,7 @@ class _Renamed(Checkpoint):
                 untouched.append(stored)
             else:
                 used[number] += 1
-                template = rules[number][1]
-                name = None if template is None else match.expand(template)
+                name = rules[number][1] and match.expand(rules[number][1])
             if name is not None and self._names.setdefault(name, stored) != stored:
                 raise CheckpointError(
                     f"the weight map of {inner.path} gives {self._names[name]!r} and {stored!r} one name, {name!r}; "

@@ -13,6 +13,12 @@ from evener.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+#: Where the float16 scales and minima of a block begin, in bytes: ggml's ``block_q4_0`` and its like.
+_SCALES: Mapping[str, tuple[int, ...]] = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
+    "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+}  # fmt: skip
+
 
 class GgufScheme(QuantScheme):
     """A weight is one tensor, in one of GGUF's block formats or in a float dtype."""
@@ -67,6 +73,17 @@ class GgufScheme(QuantScheme):
             )
         cut = {} if weight is None else {"weight": weight[:, start // elements * nbytes : stop // elements * nbytes]}
         return replace(part, columns=stop - start, tensors=cut)
+
+    def numbers(self, part: WeightPart) -> Iterator[torch.Tensor]:
+        import torch
+
+        stored = part.tensors["weight"]
+        if part.format.plain:
+            yield stored
+            return
+        blocks = stored.unflatten(-1, (-1, BLOCKS[part.format.storage][1]))
+        for at in _SCALES[part.format.storage]:
+            yield blocks[..., at : at + 2].contiguous().view(torch.float16)
 
     def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
         import torch
