@@ -80,7 +80,10 @@ class Family:
 
     @property
     def steps(self) -> tuple[tuple[int, ...], ...]:
-        """Steps to check. A sparse index is not given the tallest one: rounding alone could choose other tokens."""
+        """Steps to check. A sparse index is not given the tallest one: rounding alone could choose other tokens. Deep
+        and wide products are slow where kernels are interpreted, so they get a step of one token and one of several."""
+        if max(self.hidden, self.mlp.inner) > 4096:
+            return STEPS[2:4]
         index = self.attention.index if isinstance(self.attention, LatentConfig) else None
         return STEPS if index is None or index.top >= MAX_POSITIONS else STEPS[:-1]
 
@@ -97,9 +100,9 @@ class Family:
 
 def families() -> tuple[Family, ...]:
     """Grouped heads; windows, caps, offsets and norms on both sides; biases, partial and interleaved rotation; experts,
-    also with copies and on other ranks; other mixers; multiples of 64, for kernels that take no other sizes; and rare
-    details: layer norms, plain MLPs, one norm over all heads, merged gate and up, chunks, sinks, norms without weights,
-    no rotation, linear biases (ALiBi), factors on queries."""
+    also with copies and on other ranks; other mixers; multiples of 64, for kernels that take no other sizes; deep and
+    wide products; and rare details: layer norms, plain MLPs, one norm over all heads, merged gate and up, chunks, sinks,
+    norms without weights, no rotation, linear biases (ALiBi), factors on queries."""
     return (
         Family(
             "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
@@ -123,6 +126,7 @@ def families() -> tuple[Family, ...]:
         ),
         *_other_mixers(),
         *_multiples_of_64(),
+        *_deep_and_wide(),
         *_quantized(),
         Family(
             "layer-normed",
@@ -239,6 +243,16 @@ def _multiples_of_64() -> tuple[Family, ...]:
         Family(f"{name} of {hidden}", how, each, hidden=hidden, vocab=256) for name, how, each in made
         for hidden in (128, 256)
     )  # fmt: skip
+
+
+def _deep_and_wide() -> tuple[Family, ...]:
+    """Products over more than 4,096 columns, and with more than 8,192 rows: a kernel walks them in several tiles, and a
+    layer's own kernel is not that of the op ``linear``."""
+    attention = AttentionConfig(heads=2, kv_heads=1, head_dim=64, rotary=RotaryConfig(64))
+    return (
+        Family("deep", attention, MLPConfig(inner=64), hidden=4352, vocab=64),
+        Family("wide", attention, MLPConfig(inner=8256), hidden=64, vocab=8256),
+    )
 
 
 def _quantized() -> tuple[Family, ...]:
