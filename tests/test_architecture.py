@@ -191,7 +191,7 @@ CAPS: Mapping[str, int] = {
     "evener.frontend": 1_254, "evener.layers": 1_105, "evener.config": 980, "evener.cli": 770,
     "evener.contracts": 1_127, "evener.loading": 835, "evener.resolution": 646, "evener.distributed": 352,
     "evener.tuning": 318, "evener.explanation": 131, "evener.folders": 62, "evener.backend": 274, "evener.builtin": 65,
-    "evener.contracts.generation": 39,
+    "evener.contracts.generation": 39, "evener.contracts.grammar": 23, "evener.engine.constraints": 135,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 931
@@ -289,7 +289,7 @@ def belongs(name: str, *parts: str) -> bool:
 
 def area(name: str) -> str:
     """A folder of the core, a room of the engine or the contracts, or a module at the top: each has a cap."""
-    rooms = belongs(name, "evener.engine", "evener.contracts.generation")
+    rooms = belongs(name, "evener.engine", "evener.contracts.generation", "evener.contracts.grammar")
     return ".".join(name.split(".")[: 3 if rooms else 2])
 
 

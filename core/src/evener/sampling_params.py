@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError
 
 #: Top tokens reported per position: limits the host's work in a step.
@@ -54,6 +55,8 @@ class SamplingParams:
         detokenize: False returns ids only.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        grammar: what the text has to be, such as ``GrammarSpec(kind="json_schema", text=…)``; the sample ends where it
+            is complete, also with ``ignore_eos``.
 
     Raises:
         RequestError: a value is out of range; ``param`` names the field.
@@ -80,6 +83,7 @@ class SamplingParams:
     detokenize: bool = True
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
@@ -102,10 +106,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}", "min_tokens")
         self._check_ids()
-        if not isinstance(self.ignore_eos, (bool, type(None))):
-            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos")
-        for name in ("detokenize", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
+        if not isinstance(self.grammar, GrammarSpec | None) or (self.grammar and self.min_tokens):
+            raise RequestError("grammar must be a GrammarSpec or None, and without min_tokens", "grammar")
+        for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), (bool, type(None)) if name == "ignore_eos" else bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise RequestError(f"stop must be a string or a list of strings, not {self.stop!r}", "stop")
@@ -128,9 +132,7 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple, empty when unset."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:

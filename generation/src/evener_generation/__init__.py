@@ -2,15 +2,16 @@
 
 Torch-free.
 
-===============  ===============================================================
-module           holds
-===============  ===============================================================
-``tools``        parsers of tool calls, a module for each kind of format
-``reasoning``    parsers of what a model writes before its answer
-``harmony``      both, for the format of gpt-oss
-``json_call``    a call as a JSON object, read while it is written
-``text_stream``  text in pieces, in which marks may be cut at any character
-===============  ===============================================================
+=======================  =======================================================
+module                   holds
+=======================  =======================================================
+``llguidance_grammars``  structured output, with the library llguidance
+``tools``                parsers of tool calls, a module for each kind of format
+``reasoning``            parsers of what a model writes before its answer
+``harmony``              both, for the format of gpt-oss
+``json_call``            a call as a JSON object, read while it is written
+``text_stream``          text in pieces, in which marks may be cut at any character
+=======================  =======================================================
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="generation",
-    summary="Parsers of tool calls and reasoning.",
+    summary="Structured output, and parsers of tool calls and reasoning.",
     contracts={"descriptor": 1, "generation": 1},
+    grammars={"llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",
         "llama3": "evener_generation.tools.json_calls:Llama3",

@@ -42,10 +42,13 @@ class ChatJob(Job):
         if chat is None or not self._params.detokenize:
             return None, None  # the request fails for it
         tools = self._service.parsers.tool(chat) if called else None
-        return self._service.parsers.reasoning(chat, called), tools
+        # An answer that follows a grammar has nothing before it.
+        free = self._params.grammar is None
+        return self._service.parsers.reasoning(chat, called) if free else None, tools
 
     async def start(self) -> Generation:
         service, body = self._service, self._body
+        await service.check_grammar(body, self._params)
         with service.llm.reserve(body.samples) as room:
             self._check_length()
             messages = [message.plain() for message in body.messages]

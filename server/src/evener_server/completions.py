@@ -26,6 +26,7 @@ class CompletionJob(Job):
 
     async def start(self) -> Generation:
         service, prompts, samples = self._service, self._body.prompt, self._body.samples
+        await service.check_grammar(self._body, self._params)
         request_id = self._head["id"]
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         with service.llm.reserve(len(prompts) * samples, "n" if len(prompts) == 1 else "prompt") as room:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError, did_you_mean
 from evener.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -24,6 +25,7 @@ from evener.sampling_params import (
     SamplingParams,
 )
 from evener_server.messages import Body, ImagePart, Message, Messages, TextPart, allowed_values
+from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only
 from evener_server.tools import Tools
 from evener_server.unknown_fields import drop_unknown
 
@@ -155,13 +157,16 @@ class GenerationBody(Body):
     #: Seconds that the whole request may take, waiting included.
     max_time: Annotated[float | None, Field(gt=0)] = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Earlier names of the same.
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
     use_beam_search: Annotated[Any, allowed_values(False)] = None
     # Of vLLM's API: what would change the answer.
-    guided_json: Annotated[Any, allowed_values()] = None
-    guided_regex: Annotated[Any, allowed_values()] = None
-    guided_choice: Annotated[Any, allowed_values()] = None
-    guided_grammar: Annotated[Any, allowed_values()] = None
-    structured_outputs: Annotated[Any, allowed_values()] = None
     length_penalty: Annotated[Any, allowed_values(1)] = None
     bad_words: Annotated[Any, allowed_values([])] = None
     allowed_token_ids: Annotated[Any, allowed_values([])] = None
@@ -224,6 +229,30 @@ class GenerationBody(Body):
             raise RequestError("stop_with_eos and ignore_eos contradict each other; send one of them", "ignore_eos")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for stream=true only; leave it out", "stream_options")
+        if self.min_tokens and self.grammar() is not None:
+            message = f"min_tokens cannot be used with {self.grammar_field}: a complete answer ends; leave it out"
+            raise RequestError(message, "min_tokens")
+
+    def grammar(self) -> GrammarSpec | None:
+        """What the answer has to be; None: any text.
+
+        Raises:
+            RequestError: several fields ask for different things.
+        """
+        guided = StructuredOutputs(
+            schema_=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+        )
+        asked = self.structured_outputs and self.structured_outputs.spec("structured_outputs")
+        form = self.response_format and self.response_format.grammar()
+        return only([form or None, asked or None, guided.spec("guided_json")], "structured_outputs")
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that asks for ``grammar``."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        fields = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        return next((name for name in fields if getattr(self, name) is not None), "response_format")
 
     def sampling(self, *, detokenize: bool) -> SamplingParams:
         """The parameters for the engine, which has the defaults for fields that were not sent.
@@ -258,6 +287,7 @@ class GenerationBody(Body):
             prompt_logprobs=self.num_prompt_logprobs(),
             max_time=self.max_time,
             detokenize=detokenize,
+            grammar=self.grammar(),
         )
 
 
@@ -278,7 +308,6 @@ class ChatBody(GenerationBody):
     #: A variable for the chat template.
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
 
-    response_format: Annotated[Any, allowed_values({"type": "text"})] = None
     functions: Annotated[Any, allowed_values([])] = None
     function_call: Annotated[Any, allowed_values("none", "auto")] = None
     modalities: Annotated[Any, allowed_values(["text"])] = None
@@ -342,7 +371,6 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     suffix: Annotated[Any, allowed_values("")] = None
     prompt_logprobs: Annotated[Any, allowed_values(hint="; send echo=true with logprobs")] = None
-    response_format: Annotated[Any, allowed_values({"type": "text"})] = None
 
     @property
     def samples(self) -> int:

@@ -14,6 +14,7 @@ from evener.sampling_params import SamplingParams
 from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
 from evener_server.generation import RunningGenerations
+from evener_server.grammar_check import GrammarChecks
 from evener_server.metrics import Metrics
 from evener_server.options import ServerOptions
 from evener_server.parsers import Parsers
@@ -28,6 +29,7 @@ class Service:
         limits: limits of request bodies.
         options: keys of the server itself.
         parsers: readers of tool calls and reasoning.
+        grammars: verdicts on the grammars of requests.
         metrics: counters and histograms.
         running: the running generations.
         version: version of this package.
@@ -38,6 +40,7 @@ class Service:
         self.llm, self.limits = llm, limits
         self.options = options or ServerOptions()
         self.parsers = Parsers(self.options)
+        self.grammars = GrammarChecks()
         self.metrics = Metrics()
         self.running = RunningGenerations(llm, self.metrics)
         self.version = version("evener-server")
@@ -89,6 +92,15 @@ class Service:
             RequestError: a value is out of range.
         """
         return body.sampling(detokenize=self.llm.tokenizer is not None)
+
+    async def check_grammar(self, body: GenerationBody, params: SamplingParams) -> None:
+        """Check what the answer has to be, before the engine sees it.
+
+        Raises:
+            RequestError: the grammar cannot be used.
+        """
+        if params.grammar is not None:
+            await self.grammars.check(params.grammar, body.grammar_field)
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """The first fields of a response, with a new id."""

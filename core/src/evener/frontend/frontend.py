@@ -13,6 +13,8 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from evener.contracts.media import MediaItem, MediaPrompt
 from evener.contracts.outputs import Delta
 from evener.engine.wire import messages as wire
@@ -136,7 +138,8 @@ class Frontend:
             self._check_ids(list(given), name)
         media = validated_media(prompt, self._hidden_size, self._media_rows)
         ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
-        eos_ids = frozenset() if ignore_eos else frozenset(self.defaults.eos_ids)
+        # A text that follows a grammar ends where it is complete.
+        eos_ids = frozenset(self.defaults.eos_ids if params.grammar or not ignore_eos else ())
         bias = self._bias(params, eos_ids | frozenset(params.stop_token_ids))
         return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias)
 
@@ -349,6 +352,7 @@ class Frontend:
             repetition_penalty=float(defaults.repetition_penalty if repetition is None else repetition),
             frequency_penalty=float(params.frequency_penalty), presence_penalty=float(params.presence_penalty),
             logprobs=params.logprobs, prompt_logprobs=None if index else params.prompt_logprobs, seed=seed, bias=bias,
+            grammar=params.grammar and msgspec.structs.replace(params.grammar, ends=tuple(defaults.eos_ids)),
         )  # fmt: skip
 
 

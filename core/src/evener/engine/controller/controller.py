@@ -67,10 +67,7 @@ class Controller:
 
     def handle(self, received: Iterable[ToController]) -> list[FromController]:
         """Process messages in order. Returns the events for the front end."""
-        events: list[FromController] = []
-        for message in received:
-            events.extend(self._handle(message))
-        return events
+        return [event for message in received for event in self._handle(message)]
 
     def _handle(self, message: ToController) -> list[FromController]:
         match message:
@@ -110,10 +107,14 @@ class Controller:
         if self.dead:
             return []
         events = [event for name in self.deadlines.expired() for event in self.scheduler.end(name, "timeout")]
+        grammars = self.scheduler.grammars
         try:
             while self.scheduler.in_flight < self.depth and (plan := self.scheduler.schedule()) is not None:
-                self.executor.submit(plan)
-            return events + (self.scheduler.retire(self.executor.read()) if self.scheduler.in_flight else [])
+                self.executor.submit(grammars.masked(plan))
+            failed = list(grammars.failures(self.scheduler.running))
+            events += [event for name, why in failed for event in self.scheduler.end(name, "error", why)]
+            results = [grammars.sampled(self.executor.read())] if self.scheduler.in_flight else []
+            return events + [event for result in results for event in self.scheduler.retire(result)]
         except EngineError as error:
             return events + self.die(str(error))
 

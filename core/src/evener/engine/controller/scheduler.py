@@ -46,6 +46,7 @@ import msgspec
 
 from evener.contracts.outputs import FinishReason
 from evener.engine.batching import MicroBatches, StepLimit
+from evener.engine.constraints.grammars import Grammars
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.request import PlannedRow, Request
@@ -94,13 +95,15 @@ class Scheduler:
         batches: how requests are divided among plans; default: for a single stage.
         media: plans when media are encoded and dropped.
         limit: how much of the budget a step may use; default: all of it.
+        grammars: whether a request's grammar is compiled, for which it waits; default: no request has one.
     """
 
     def __init__(
         self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_then_arrival,
         batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
+        grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
-        self.state, self.step_tokens, self.policy = state, step_tokens, policy
+        self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
         self.batches, self.limit = batches or MicroBatches(), limit or StepLimit()
         self.media = media or MediaPlanner(step_tokens, step_tokens)
         self.stats = Stats()
@@ -223,7 +226,7 @@ class Scheduler:
     def _admit_waiting(self, draft: _Draft) -> None:
         self.waiting.sort(key=self.policy)
         while self._slots and draft.budget and not any(r.exclusive for r in self.running):
-            request = next((r for r in self.waiting if not r.waits_for_parent), None)
+            request = next((r for r in self.waiting if not r.waits_for_parent and self.grammars.ready(r)), None)
             if request is None or not self._fits(draft, request, decodes=False):
                 return
             if request.exclusive and (self.running or self._in_flight):
@@ -401,9 +404,6 @@ class Scheduler:
 
     def _release_finished(self, retired: int) -> None:
         """Release the finished requests whose last plan is ``retired`` or older."""
-        pending, self._pending_release = self._pending_release, []
-        for request in pending:
-            if request.last_plan <= retired:
-                self._release(request)
-            else:
-                self._pending_release.append(request)
+        for request in [each for each in self._pending_release if each.last_plan <= retired]:
+            self._pending_release.remove(request)
+            self._release(request)

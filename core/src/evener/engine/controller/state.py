@@ -12,6 +12,7 @@ are found by a digest of all tokens up to their end, of the media among these, a
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from evener.contracts.state import StateKind, StateSpec
 from evener.engine.controller.blocks import BlockPool
 from evener.engine.wire.media import overlapping_items
 from evener.engine.wire.plan import BlockCopy
-from evener.engine.wire.slabs import find_kinds, pages_per_slab, slabs_needed
+from evener.engine.wire.slabs import find_kinds, slabs_needed
 
 
 @dataclass
@@ -81,7 +82,7 @@ class StateManager:
         self.specs, self._kinds = tuple(specs), find_kinds(specs, kinds)
         self.block_size = block_size
         self.cuts = tuple(cuts) or (1,) * len(self.specs)
-        slab = pages_per_slab(self.cuts)
+        slab = math.lcm(*self.cuts)  # pages: the largest unit that divides every group's blocks
         self.spans = tuple(slab // cut for cut in self.cuts)
         self.blocks, self.pool = blocks, BlockPool(blocks * slab, slab)
         self.prefix_cache = prefix_cache

@@ -34,8 +34,7 @@ class InlineClient(EngineClient):
             self._take()
             if deadline is not None and time.monotonic() >= deadline:
                 break
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = list(self._events), deque()
         return events
 
     def close(self, drain: bool = False) -> None:

@@ -52,8 +52,7 @@ class ProcessClient(EngineClient):
             return [] if self._closing else [Dead(str(error))]
         if data is None:
             return []
-        failed = read_failure(data)
-        if failed is not None:
+        if (failed := read_failure(data)) is not None:
             self._dead = True
             raise failed.error()
         self._started = True

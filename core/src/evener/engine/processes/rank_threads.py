@@ -73,8 +73,7 @@ class RankThreads(Executor):
             thread.start()
         found = dict(self._started.get() for _ in worlds)
         # In order of arrival: ranks that failed because of another one came later.
-        errors = [each for each in found.values() if isinstance(each, BaseException)]
-        if errors:
+        if errors := [each for each in found.values() if isinstance(each, BaseException)]:
             self.close()
             raise errors[0]
         self.workers = [worker for _, worker in sorted(found.items()) if isinstance(worker, Worker)]

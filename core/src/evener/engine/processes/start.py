@@ -13,6 +13,7 @@ from evener.config.schema import Config
 from evener.contracts.state import StateKind
 from evener.distributed.torchrun import TorchrunEnv
 from evener.engine.batching import MicroBatches, limit_steps
+from evener.engine.constraints.masks import GrammarMasks
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.scheduler import Scheduler
@@ -75,7 +76,8 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
-    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit)
+    scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
+                          grammars=GrammarMasks.of(config, facts.info.vocab_size))  # fmt: skip
     return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
 
 

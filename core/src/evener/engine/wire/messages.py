@@ -11,6 +11,7 @@ from bisect import bisect_left
 
 import msgspec
 
+from evener.contracts.grammar.library import GrammarSpec
 from evener.contracts.media import MediaItem
 from evener.contracts.outputs import FinishReason
 from evener.engine.wire.engine_info import EngineInfo
@@ -46,6 +47,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     presence_penalty: float = 0.0
     #: Logit biases; one of minus infinity forbids an id.
     bias: list[LogitBias] = []
+    #: What the text has to be; None: any text.
+    grammar: GrammarSpec | None = None
 
     @property
     def penalized(self) -> bool:

@@ -61,6 +61,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         logprobs: indices into ``samples`` of the requests that want log-probabilities; ``top_logprobs``: the largest
             number of likeliest tokens that one of them wants.
         penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
+        masks: indices into ``samples`` of the requests with a grammar, and which ids each may take, as a ``Matcher`` of
+            ``evener.contracts.grammar`` packs them.
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
         media: the media of the step; None if it has none.
     """
@@ -79,6 +81,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     top_logprobs: int = 0
     penalized: list[int] = []
     biased: list[int] = []
+    masks: list[tuple[int, bytes]] = []
     scores: list[ScoredTokens] = []
     top_scores: int = 0
     media: StepMedia | None = None

@@ -6,7 +6,6 @@ that fits the plan must never be refused, and one that was accepted must fit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from evener.contracts.state import StateKind, StateSpec
@@ -22,12 +21,6 @@ def find_kinds(specs: Sequence[StateSpec], kinds: Mapping[str, StateKind]) -> tu
     if missing := [spec.kind for spec in specs if spec.kind not in kinds]:
         raise UnknownNameError("state kind", missing[0], kinds, "Install the package that registers it.")
     return tuple(kinds[spec.kind] for spec in specs)
-
-
-def pages_per_slab(cuts: Sequence[int]) -> int:
-    """Pages of one slab; ``cuts`` says for each group how many of its blocks fill a slab. A page is the largest unit
-    that divides every group's blocks."""
-    return math.lcm(*cuts)
 
 
 def slabs_needed(

@@ -35,11 +35,10 @@ class DeviceTables:
     def __init__(self, device: Device, slots: int, length: int, spans: Sequence[int], block_size: int) -> None:
         where = device.torch_device
         slots += 1
-        self._device = device
+        self._device, self._spans = device, spans
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.int32, device=where)
         columns = -(-length // block_size)
         self.blocks = [torch.zeros(slots, columns, dtype=torch.int32, device=where) for _ in spans]
-        self._spans = spans
         self.floats = torch.ones(slots, 6, dtype=torch.float32, device=where)
         self.ints = torch.zeros(slots, 3, dtype=torch.int32, device=where)
         self._biased: set[int] = set()
@@ -99,5 +98,4 @@ class DeviceTables:
 
 def _signed(seed: int) -> int:
     """The low 32 bits of a seed as a signed integer."""
-    seed &= 0xFFFFFFFF
-    return seed - (1 << 32) if seed >= 1 << 31 else seed
+    return (seed + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from evener.contracts.declared import StateSlot
 from evener.contracts.device import Device
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
-from evener.engine.wire.slabs import pages_per_slab
 from evener.errors import ConfigError, ResolveError
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Geometry:
     @property
     def spans(self) -> tuple[int, ...]:
         """Pages in a block of each group."""
-        slab = pages_per_slab([g.cut for g in self.groups])
+        slab = math.lcm(*(g.cut for g in self.groups))  # pages: the largest unit that divides every group's blocks
         return tuple(slab // g.cut for g in self.groups)
 
     @property

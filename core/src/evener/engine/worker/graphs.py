@@ -80,7 +80,7 @@ class DecodeGraphs:
         """Submit a step by replaying a capture. Returns None, and does nothing, if the step must run eagerly."""
         rows = len(plan.slots)
         plain = len(plan.samples) == rows and max(plan.counts) == 1
-        plain = plain and not (plan.logprobs or plan.copies or plan.scores or plan.media)
+        plain = plain and not (plan.logprobs or plan.copies or plan.scores or plan.media or plan.masks)
         size = next((s for s in self._sizes if s >= rows), None) if plain else None
         if size is None:
             return None

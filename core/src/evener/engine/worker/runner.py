@@ -13,6 +13,7 @@ import torch
 from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
 from evener.contracts.state import StateStep
+from evener.engine.constraints.packing import packed_masks
 from evener.engine.wire.messages import TokenLogprobs
 from evener.engine.wire.plan import Plan, StepResult
 from evener.engine.worker.device_tables import DeviceTables
@@ -180,7 +181,7 @@ class Runner:
         self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep
     ) -> PendingStep:  # fmt: skip
         slots, positions = parts["sample_slots"], parts["sample_positions"]
-        greedy = not (plan.random or plan.penalized or plan.biased or plan.logprobs)
+        greedy = not (plan.random or plan.penalized or plan.biased or plan.logprobs or plan.masks)
         best = self.greedy(rows, step) if greedy else None
         if best is not None:
             return self._store_ids(plan, slots, positions, best)
@@ -191,13 +192,14 @@ class Runner:
         raw = logits.index_select(0, parts["logprobs"]) if plan.logprobs else logits
         longest = max(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
         logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
-        ids = self.sampler.ids(logits, floats, ints, positions, random, filtered=plan.filtered)
+        mask = self.device.upload(packed_masks(plan.masks, *logits.shape)) if plan.masks else None
+        ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
         # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
         logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
         pending = self._store_ids(plan, slots, positions, ids)
         if logprob_ids is not None:
-            tensors = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
-            pending.logprobs = [self.device.readback(tensor) for tensor in tensors]
+            found = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
+            pending.logprobs = list(map(self.device.readback, found))
         return pending
 
     def _store_ids(self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> PendingStep:

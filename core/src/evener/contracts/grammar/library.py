@@ -1,0 +1,72 @@
+"""The grammar contract: a library that compiles grammars for one tokenizer, and finds which tokens may come next.
+
+Announce a class in ``Descriptor.grammars``. There is one object for each engine. Its methods are called by several
+threads, but never two of them for one matcher. Torch-free.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import msgspec
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a text has to be.
+
+    Attributes:
+        kind: how ``text`` is to be read: a JSON schema, a regular expression for the whole text, a JSON list of texts
+            of which one is chosen, or a grammar in Lark's syntax.
+        text: the grammar.
+        ends: ids of the tokens that end a text; they are allowed where the text is complete. The front end sets them.
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: str
+    ends: tuple[int, ...] = ()
+
+
+class Matcher(ABC):
+    """The state of one text."""
+
+    @abstractmethod
+    def copy(self) -> Matcher:
+        """A matcher in the same state, for another text."""
+
+    @abstractmethod
+    def mask(self) -> bytes:
+        """Which ids may come next: little-endian int32 [ceil(vocabulary / 32)]; bit i of word w stands for 32 w + i.
+
+        Raises:
+            ValueError: the text cannot go on, because a limit of the library is reached or a wrong token came.
+        """
+
+    @abstractmethod
+    def accept(self, token: int) -> None:
+        """The text goes on with ``token``. Nothing is raised: the next ``mask`` does."""
+
+
+class GrammarLibrary(ABC):
+    """Compiles grammars.
+
+    Args:
+        tokenizer: the content of the model's ``tokenizer.json``.
+        vocab_size: ids of the model, of which the last may have no token.
+    """
+
+    @abstractmethod
+    def __init__(self, tokenizer: str, vocab_size: int) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def problem(cls, spec: GrammarSpec) -> str | None:
+        """Why the library cannot compile ``spec``; None if it can. Needs no tokenizer."""
+
+    @abstractmethod
+    def compile(self, spec: GrammarSpec) -> Matcher:
+        """A matcher at the beginning of a text.
+
+        Raises:
+            ValueError: the library does not support the grammar; the message says what of it.
+        """

@@ -1,0 +1,103 @@
+"""Grammars with the library llguidance, which computes a mask in tens of microseconds. Imported only if it is used.
+
+https://github.com/guidance-ai/llguidance
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
+
+#: Of one grammar, in characters. Compiling takes time in proportion to it.
+MAX_CHARACTERS = 1 << 18
+#: Time and memory that one grammar may take; the library's own limits allow seconds. About 50,000 units of fuel are a
+#: millisecond.
+_LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, max_grammar_size=100_000, max_lexer_states=50_000)
+#: Between the parts of a JSON text. Without a bound, a model may write nothing else.
+_WHITESPACE = r"[ \t\n\r]{0,64}"
+#: At the beginning of the library's errors in a grammar: where in its own source that was.
+_NOISE = ("while parsing: ", "lexer error: ")
+
+
+class LlguidanceLibrary(GrammarLibrary):
+    """JSON schemas as https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md lists them, regular
+    expressions of Rust's crate regex-syntax without look-around, and Lark grammars without imports of files."""
+
+    def __init__(self, tokenizer: str, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        #: By the ids that end a text; all requests of one model have the same, so this holds one entry.
+        self._opened: dict[tuple[int, ...], LLTokenizer] = {}
+
+    @classmethod
+    def problem(cls, spec: GrammarSpec) -> str | None:
+        try:
+            failed, texts = LLMatcher.validate_grammar_with_warnings(_compiled(spec), limits=_LIMITS)
+        except ValueError as error:
+            return str(error)
+        return _first_line(texts[0]) if failed else None
+
+    def compile(self, spec: GrammarSpec) -> Matcher:
+        if spec.ends not in self._opened:
+            ends = list(spec.ends) or None
+            self._opened[spec.ends] = LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)
+        matcher = LLMatcher(self._opened[spec.ends], _compiled(spec), log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise ValueError(_first_line(matcher.get_error()))
+        return _LlguidanceMatcher(matcher)
+
+
+class _LlguidanceMatcher(Matcher):
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> Matcher:
+        return _LlguidanceMatcher(self._matcher.deep_copy())
+
+    def mask(self) -> bytes:
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise ValueError(_first_line(self._matcher.get_error()))
+        return bits
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+
+def _compiled(spec: GrammarSpec) -> str:
+    """The grammar in the library's own form.
+
+    Raises:
+        ValueError: it is too long, or not what its kind says.
+    """
+    if len(spec.text) > MAX_CHARACTERS:
+        raise ValueError(f"it has {len(spec.text)} characters, and at most {MAX_CHARACTERS} are allowed")
+    if spec.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(spec.text, defaults={"whitespace_pattern": _WHITESPACE})
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, _choices(spec.text))))
+    return LLMatcher.grammar_from_lark(spec.text)
+
+
+def _choices(text: str) -> list[str]:
+    found: Any = json.loads(text)
+    if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
+        raise ValueError("choices are a list of texts that are not empty")
+    return found
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _first_line(text: str) -> str:
+    """The library's error without its backtrace and its copy of the grammar."""
+    line = text.strip().splitlines()[0] if text.strip() else "the library gives no reason"
+    for noise in _NOISE:
+        line = line.removeprefix(noise)
+    return line[:300]

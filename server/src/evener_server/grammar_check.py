@@ -1,0 +1,101 @@
+"""Checks a request's grammar in a process of its own, before the engine sees it: compiling a hostile grammar may take
+for ever, or overflow the stack of the process.
+
+The process is this module: ``python -m evener_server.grammar_check MODULE:CLASS`` reads a ``GrammarSpec`` and writes
+what ``GrammarLibrary.problem`` says. It has less stack than the engine's thread has when it compiles the same grammar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import resource
+import signal
+import sys
+import threading
+from collections import OrderedDict
+
+import msgspec
+
+from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec
+from evener.errors import RequestError
+from evener.plugins.discover import installed_catalog
+
+#: Seconds that one check may take; of the processor, and by the clock, as a busy machine takes its time.
+CPU_SECONDS, SECONDS = 5, 60.0
+_MEMORY, _STACK = 1 << 30, 1 << 20
+#: Verdicts that are kept, and checks at a time.
+_KEPT, _AT_A_TIME = 256, 2
+
+
+class GrammarChecks:
+    """Verdicts on grammars; those on the last few hundred are kept.
+
+    Args:
+        library: ``module:class`` of a grammar library; None: the installed one whose name sorts first.
+    """
+
+    def __init__(self, library: str | None = None) -> None:
+        found = sorted(installed_catalog().lazy_imports("grammar engine").items())
+        self._library = library or (found[0][1].path if found else None)
+        self._verdicts: OrderedDict[GrammarSpec, str] = OrderedDict()
+        self._turns = asyncio.Semaphore(_AT_A_TIME)
+
+    async def check(self, spec: GrammarSpec, param: str) -> None:
+        """Check a grammar that the field ``param`` asks for.
+
+        Raises:
+            RequestError: it cannot be used, or no library is installed.
+        """
+        if self._library is None:
+            message = 'structured output is not installed here; the operator can type: pip install "evener[serve]"'
+            raise RequestError(message, param, "unsupported_parameter")
+        if spec not in self._verdicts:
+            async with self._turns:
+                self._verdicts[spec] = await self._ask(spec)
+            if len(self._verdicts) > _KEPT:
+                self._verdicts.popitem(last=False)
+        elif verdict := self._verdicts[spec]:
+            self._verdicts.move_to_end(spec)
+        if verdict := self._verdicts[spec]:
+            raise RequestError(f"{param} cannot be used: {verdict}", param)
+
+    async def _ask(self, spec: GrammarSpec) -> str:
+        """Why the grammar cannot be used; "" if it can."""
+        assert self._library is not None, "checked by the caller"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, self._library,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            said, _ = await asyncio.wait_for(process.communicate(msgspec.json.encode(spec)), SECONDS)
+        except asyncio.TimeoutError:
+            return f"compiling it took longer than {SECONDS:g} s"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode == -signal.SIGXCPU:
+            return f"compiling it takes more than {CPU_SECONDS} s"
+        if process.returncode != 0:
+            return "it is nested too deeply, or needs too much memory"
+        return said.decode()
+
+
+def main(library: str) -> None:
+    """Check the grammar on standard input."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=GrammarSpec)
+    module, _, name = library.partition(":")
+    kind: type[GrammarLibrary] = getattr(importlib.import_module(module), name)
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=lambda: sys.stdout.write(kind.problem(spec) or ""))
+    thread.start()
+    thread.join()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

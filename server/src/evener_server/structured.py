@@ -1,0 +1,97 @@
+"""What an answer has to be: ``response_format`` of OpenAI's API, ``structured_outputs`` and ``guided_*`` of vLLM's."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from evener.contracts.grammar.library import GrammarSpec
+from evener.errors import RequestError
+from evener_server.messages import Body
+
+#: Of the texts that one may be chosen from.
+MOST_CHOICES = 4096
+#: Any JSON object.
+_OBJECT = '{"type":"object"}'
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)]
+
+
+class JsonSchema(Body):
+    """A schema and its name. It is always kept to, whatever ``strict`` says."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's ``response_format``."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> GrammarSpec | None:
+        """The grammar of the answer; None if it may be any text.
+
+        Raises:
+            RequestError: the schema is missing.
+        """
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return GrammarSpec(kind="json_schema", text=_OBJECT)
+        if self.json_schema is None or self.json_schema.json_schema is None:
+            raise RequestError(
+                'response_format of type json_schema needs {"json_schema": {"name": …, "schema": {…}}}',
+                "response_format.json_schema",
+            )
+        return _of_schema(self.json_schema.json_schema)
+
+
+class StructuredOutputs(Body):
+    """vLLM's ``structured_outputs``: exactly one of these. ``grammar`` is in Lark's syntax."""
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+    schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def spec(self, param: str) -> GrammarSpec | None:
+        """The grammar; None if all fields are empty.
+
+        Raises:
+            RequestError: there are several.
+        """
+        found = [
+            None if self.schema_ is None else _of_schema(self.schema_),
+            None if self.regex is None else GrammarSpec(kind="regex", text=self.regex),
+            None if self.choice is None else GrammarSpec(kind="choice", text=json.dumps(self.choice)),
+            None if self.grammar is None else GrammarSpec(kind="lark", text=self.grammar),
+            GrammarSpec(kind="json_schema", text=_OBJECT) if self.json_object else None,
+        ]
+        return only(found, param)
+
+
+def only(found: list[GrammarSpec | None], param: str) -> GrammarSpec | None:
+    """The one grammar that was sent; None if there is none.
+
+    Raises:
+        RequestError: there are several.
+    """
+    sent = [each for each in found if each is not None]
+    if len(sent) > 1:
+        raise RequestError("the answer can follow one grammar only; send one of the fields that ask for one", param)
+    return sent[0] if sent else None
+
+
+def _of_schema(schema: dict[str, Any] | str) -> GrammarSpec:
+    return GrammarSpec(kind="json_schema", text=schema if isinstance(schema, str) else json.dumps(schema))
