@@ -97,7 +97,10 @@ def _quoted(text: str) -> str:
 
 def _first_line(text: str) -> str:
     """The library's error without its backtrace and its copy of the grammar."""
-    line = text.strip().splitlines()[0] if text.strip() else "the library gives no reason"
+    lines = text.strip().splitlines() or ["the library gives no reason"]
+    # An error in a regular expression is a picture of it, and then the reason.
+    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    line = f"{lines[0]} {reason}".strip()
     for noise in _NOISE:
         line = line.removeprefix(noise)
     return line[:300]

@@ -39,10 +39,6 @@ class GrammarCompiler:
         """
         return self._future(spec).result().copy()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
     def _future(self, spec: GrammarSpec) -> Future[Matcher]:
         if spec not in self._compiled:
             self._compiled[spec] = self._thread.submit(self._compile, spec)

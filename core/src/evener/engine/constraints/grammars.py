@@ -35,6 +35,6 @@ class Grammars:
         """Takes note of the ids that the oldest of those plans has sampled; returns ``result``."""
         return result
 
-    def failures(self, running: Iterable[Sequence]) -> Iterable[tuple[str, str]]:
+    def failures(self, running: Iterable[Sequence]) -> list[tuple[str, str]]:
         """Ids of the requests that cannot follow their grammar, or not any further, each once, with reasons."""
-        return ()
+        return []

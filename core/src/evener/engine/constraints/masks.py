@@ -75,6 +75,6 @@ class GrammarMasks(Grammars):
     def ready(self, request: Sequence) -> bool:
         return self._compiler.ready(request.message.sampling.grammar)
 
-    def failures(self, running: Iterable[Sequence]) -> Iterable[tuple[str, str]]:
+    def failures(self, running: Iterable[Sequence]) -> list[tuple[str, str]]:
         failed, self._failed = self._failed, {}
-        return [(request.id, failed[request.slot]) for request in running if request.slot in failed] if failed else ()
+        return [(request.id, failed[request.slot]) for request in running if request.slot in failed]

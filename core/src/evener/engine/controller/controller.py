@@ -107,14 +107,13 @@ class Controller:
         if self.dead:
             return []
         events = [event for name in self.deadlines.expired() for event in self.scheduler.end(name, "timeout")]
-        grammars = self.scheduler.grammars
+        scheduler, grammars = self.scheduler, self.scheduler.grammars
         try:
-            while self.scheduler.in_flight < self.depth and (plan := self.scheduler.schedule()) is not None:
+            while scheduler.in_flight < self.depth and (plan := scheduler.schedule()) is not None:
                 self.executor.submit(grammars.masked(plan))
-            failed = list(grammars.failures(self.scheduler.running))
-            events += [event for name, why in failed for event in self.scheduler.end(name, "error", why)]
-            results = [grammars.sampled(self.executor.read())] if self.scheduler.in_flight else []
-            return events + [event for result in results for event in self.scheduler.retire(result)]
+            for name, why in grammars.failures(scheduler.running):
+                events += scheduler.end(name, "error", why)
+            return events + (scheduler.retire(grammars.sampled(self.executor.read())) if scheduler.in_flight else [])
         except EngineError as error:
             return events + self.die(str(error))
 

@@ -1,0 +1,173 @@
+"""Grammars in the engine, with a small grammar library of the test's own: the same tokens at every depth, nobody waits
+for another's grammar, and each text keeps its state."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
+from evener.engine.constraints.compiler import GrammarCompiler
+from evener.engine.constraints.masks import GrammarMasks
+from evener.engine.controller.controller import Controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener_conformance.reference.executor import strict_controller
+
+ONE_LAYER = {"num_hidden_layers": 1}
+DELAYED = {"reference.delay": True}
+VOCAB = 256
+STEPS = GrammarSpec(kind="regex", text="steps")
+WARM = Sampling(temperature=1.0, seed=5, grammar=STEPS)
+
+
+class StepMatcher(Matcher):
+    """Each id is 1 to 3 above the one before it; the first is 1 to 3."""
+
+    def __init__(self, last: int = 0, most: int = VOCAB) -> None:
+        self.last, self.most = last, most
+
+    def copy(self) -> Matcher:
+        return StepMatcher(self.last, self.most)
+
+    def mask(self) -> bytes:
+        if self.last >= self.most:
+            raise ValueError("a limit was reached")
+        bits = np.zeros(VOCAB, dtype=np.uint8)
+        bits[self.last + 1 : self.last + 4] = 1
+        return bytes(np.packbits(bits, bitorder="little"))
+
+    def accept(self, token: int) -> None:
+        if self.last < self.most:
+            assert token in range(self.last + 1, self.last + 4), "an id that the mask does not allow"
+        self.last = token
+
+
+class Steps(GrammarLibrary):
+    """``slow`` is compiled when ``go_on`` is set; ``short`` reaches a limit; ``wrong`` is refused."""
+
+    def __init__(self, tokenizer: str = "", vocab_size: int = VOCAB) -> None:
+        self.go_on, self.compiled = threading.Event(), list[str]()
+
+    @classmethod
+    def problem(cls, spec: GrammarSpec) -> str | None:
+        return None
+
+    def compile(self, spec: GrammarSpec) -> Matcher:
+        if spec.text == "slow":
+            assert self.go_on.wait(120)
+        if spec.text == "wrong":
+            raise ValueError("there is no such grammar")
+        self.compiled.append(spec.text)
+        return StepMatcher(most=9 if spec.text == "short" else VOCAB)
+
+
+def follows(ids: Sequence[int]) -> bool:
+    return all(1 <= after - before <= 3 for before, after in zip([0, *ids], ids, strict=False))
+
+
+def request(name: str, sampling: Sampling = WARM, **fields: Any) -> NewRequest:
+    start = 3 + 5 * int(name[-1])
+    return NewRequest(
+        id=name, **{"prompt": list(range(start, start + 12)), "max_tokens": 24, "sampling": sampling, **fields}
+    )
+
+
+@pytest.fixture
+def opened(make_config: Any, shrink_pool: Any) -> Callable[..., tuple[Controller, Steps]]:
+    """A controller of some depth, with ``Steps``."""
+
+    def make(depth: int = 2, blocks: int | None = None) -> tuple[Controller, Steps]:
+        config = make_config("Llama", {**ONE_LAYER, "vocab_size": VOCAB}, **DELAYED, **{"infer.depth": depth})
+        controller, _ = strict_controller(config)
+        if blocks is not None:
+            shrink_pool(controller, blocks)
+        library = Steps()
+        controller.scheduler.grammars = GrammarMasks(GrammarCompiler(lambda: library))
+        return controller, library
+
+    return make
+
+
+def mixed() -> list[NewRequest]:
+    """Requests with and without a grammar, greedy and random."""
+    greedy = Sampling(temperature=0.0, grammar=STEPS)
+    return [request("r0"), request("free1", Sampling(temperature=0.0)), request("r2", greedy), request("r3")]
+
+
+def test_every_depth_gives_the_same_tokens_and_they_follow_the_grammar(opened: Any, play: Any) -> None:
+    played = [play(opened(depth)[0], mixed()).tokens for depth in (1, 2, 3)]
+    assert played[0] == played[1] == played[2]
+    assert all(follows(played[0][name]) and len(played[0][name]) == 24 for name in ("r0", "r2", "r3"))
+    assert not follows(played[0]["free1"]), "a row without a grammar had a mask"
+
+
+def test_a_text_that_was_preempted_goes_on_where_it_was(opened: Any, play: Any) -> None:
+    roomy = play(opened()[0], mixed())
+    controller, _ = opened(blocks=7)
+    assert play(controller, mixed()).tokens == roomy.tokens
+    assert controller.scheduler.stats.preemptions > 0
+
+
+def test_each_of_several_answers_has_a_state_of_its_own(opened: Any, play: Any) -> None:
+    first = request("r0")
+    others = [{"id": f"r0-{i}", "fork_of": "r0", "sampling": msgspec.structs.replace(WARM, seed=i)} for i in range(3)]
+    samples = [first, *(msgspec.structs.replace(first, **fields) for fields in others)]
+    tokens = play(opened()[0], samples).tokens
+    assert all(follows(ids) and len(ids) == 24 for ids in tokens.values())
+    assert len({tuple(ids) for ids in tokens.values()}) == 4
+
+
+def test_nobody_waits_for_a_grammar_that_is_being_compiled(opened: Any) -> None:
+    controller, library = opened()
+    controller.handle(
+        [request("r0", Sampling(grammar=GrammarSpec(kind="regex", text="slow"))), request("free1", Sampling())]
+    )
+    ended: list[str] = []
+    for _ in range(100):
+        ended += [event.id for event in controller.step() if type(event).__name__ == "Finished"]
+    assert ended == ["free1"]
+    library.go_on.set()
+    while not controller.idle:
+        ended += [event.id for event in controller.step() if type(event).__name__ == "Finished"]
+    assert ended == ["free1", "r0"]
+
+
+@pytest.mark.parametrize(("text", "said"), [("wrong", "no such grammar"), ("short", "a limit was reached")])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_text_that_cannot_follow_its_grammar_ends_with_the_reason(
+    opened: Any, play: Any, text: str, said: str, depth: int
+) -> None:
+    controller, _ = opened(depth)
+    bad = Sampling(temperature=0.0, grammar=GrammarSpec(kind="regex", text=text))
+    played = play(controller, [request("r0", bad), request("r1")])
+    assert played.reasons() == {"r0": "error", "r1": "length"}
+    assert said in str(played.ends["r0"][0].error) and follows(played.tokens["r1"])
+    assert controller.scheduler.state.pool.used == 0 and len(played.tokens["r1"]) == 24
+
+
+def test_a_grammar_is_compiled_once_for_all_requests(opened: Any, play: Any) -> None:
+    controller, library = opened()
+    play(controller, [request(f"r{i}") for i in range(4)])
+    assert library.compiled == ["steps"]
+
+
+def test_exactly_the_rows_of_requests_with_a_grammar_have_masks(opened: Any, play: Any) -> None:
+    controller, _ = opened()
+    counts: list[tuple[int, int]] = []
+    submit = controller.executor.submit
+
+    def check(plan: Any) -> None:
+        asked = {each.slot for each in controller.scheduler.running if each.message.sampling.grammar is not None}
+        expected = [index for index, row in enumerate(plan.samples) if plan.slots[row] in asked]
+        assert [index for index, _ in plan.masks] == expected
+        counts.append((len(expected), len(plan.samples)))
+        submit(plan)
+
+    controller.executor.submit = check
+    play(controller, mixed())
+    assert any(masked for masked, _ in counts) and any(masked < rows for masked, rows in counts)

@@ -1,0 +1,215 @@
+"""Grammars: texts of tokens that are drawn from the masks alone, and grammars that nobody should have to wait for."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evener.contracts.grammar.library import GrammarSpec, Matcher
+from evener_conformance.tiny_tokenizer import EOS_ID, VOCAB_SIZE, write_tiny_tokenizer
+from evener_generation.llguidance_grammars import MAX_CHARACTERS, LlguidanceLibrary
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> LlguidanceLibrary:
+    folder = write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return LlguidanceLibrary((folder / "tokenizer.json").read_text("utf-8"), VOCAB_SIZE)
+
+
+def spec(kind: Any, text: Any) -> GrammarSpec:
+    return GrammarSpec(kind=kind, text=text if isinstance(text, str) else json.dumps(text), ends=(EOS_ID,))
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    """The ids of the mask."""
+    bits = np.unpackbits(np.frombuffer(matcher.mask(), dtype=np.uint8), bitorder="little")
+    assert bits.size == -(-VOCAB_SIZE // 32) * 32
+    found = [int(each) for each in np.flatnonzero(bits)]
+    assert found and found[-1] < VOCAB_SIZE, "a text that can neither go on nor end"
+    return found
+
+
+def drawn(matcher: Matcher, draw: random.Random, most: int = 20_000) -> str:
+    """A text of random allowed tokens, to its end."""
+    ids: list[int] = []
+    while len(ids) < most:
+        token = draw.choice(allowed(matcher))
+        if token == EOS_ID:
+            return bytes(ids).decode("utf-8")
+        matcher.accept(token)
+        ids.append(token)
+    raise AssertionError(f"no end after {most} tokens: {bytes(ids[:200])!r}")
+
+
+def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema with the keywords that ``fits`` knows."""
+    leaves = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
+    kind = draw.choice(leaves if depth > 2 else [*leaves, "object", "object", "array", "anyOf", "ref"])
+    if kind == "object":
+        names = draw.sample(["a", "b", "long name", 'quo"te', "é", "$x"], draw.randint(0, 4))
+        required = [name for name in names if draw.random() < 0.6]
+        properties = {name: random_schema(draw, depth + 1) for name in names}
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    if kind == "array":
+        low = draw.randint(0, 2)
+        return {
+            "type": "array",
+            "items": random_schema(draw, depth + 1),
+            "minItems": low,
+            "maxItems": low + draw.randint(0, 3),
+        }
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(draw, depth + 1) for _ in range(draw.randint(1, 3))]}
+    if kind == "ref":
+        return {"$ref": "#/$defs/leaf"}
+    if kind == "enum":
+        return {"enum": draw.sample(["x", "y z", 1, -2.5, True, None], draw.randint(1, 4))}
+    if kind == "const":
+        return {"const": draw.choice(["only", 7, False])}
+    if kind == "pattern":
+        return {"type": "string", "pattern": draw.choice(["^[a-c]{2,5}$", r"^\d{4}-\d{2}$", "^(yes|no)$"])}
+    if kind == "string":
+        low = draw.randint(0, 3)
+        return {"type": "string", "minLength": low, "maxLength": low + draw.randint(0, 9)}
+    if kind == "integer":
+        low = draw.randint(-50, 50)
+        return {"type": "integer", "minimum": low, "maximum": low + draw.randint(0, 500)}
+    return {"type": kind}
+
+
+def fits(value: Any, schema: dict[str, Any], leaf: dict[str, Any]) -> bool:
+    """Whether a document is valid."""
+    if "$ref" in schema:
+        return fits(value, leaf, leaf)
+    if "anyOf" in schema:
+        return any(fits(value, each, leaf) for each in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        options = schema.get("enum", [schema.get("const")])
+        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in options)
+    match schema["type"]:
+        case "object":
+            known = schema["properties"]
+            return (
+                isinstance(value, dict)
+                and set(schema["required"]) <= set(value) <= set(known)
+                and all(fits(each, known[name], leaf) for name, each in value.items())
+            )
+        case "array":
+            return (
+                isinstance(value, list)
+                and schema["minItems"] <= len(value) <= schema["maxItems"]
+                and all(fits(each, schema["items"], leaf) for each in value)
+            )
+        case "string":
+            low, high = schema.get("minLength", 0), schema.get("maxLength", 1 << 30)
+            return (
+                isinstance(value, str)
+                and low <= len(value) <= high
+                and re.search(schema.get("pattern", ""), value) is not None
+            )
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "number":
+            return type(value) in (int, float)
+        case "boolean":
+            return isinstance(value, bool)
+    return value is None
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_texts_of_random_allowed_tokens_fit_random_schemas_and_end(library: LlguidanceLibrary, count: int) -> None:
+    for seed in range(count):
+        draw = random.Random(seed)
+        leaf = {"type": "integer", "minimum": 0, "maximum": 9}
+        schema = random_schema(draw)
+        text = drawn(library.compile(spec("json_schema", {**schema, "$defs": {"leaf": leaf}})), draw)
+        assert fits(json.loads(text), schema, leaf), (seed, schema, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "pattern"),
+    [
+        ("regex", r"[0-9]{3}-[a-z]{2}", r"[0-9]{3}-[a-z]{2}"),
+        ("choice", ["yes", "no", 'a "quoted"\\\n text', "é"], 'yes|no|a "quoted"\\\\\\n text|é'),
+        ("lark", 'start: "(" NUMBER ")" | "x" start\nNUMBER: /[0-9]{1,3}/', r"x*\([0-9]{1,3}\)"),
+    ],
+)
+def test_texts_of_random_allowed_tokens_follow_other_grammars(
+    library: LlguidanceLibrary, kind: str, text: Any, pattern: str
+) -> None:
+    draw, start = random.Random(1), library.compile(spec(kind, text))
+    found = {drawn(start.copy(), draw) for _ in range(30)}
+    assert all(re.fullmatch(pattern, each) for each in found) and len(found) > 1
+
+
+def test_the_end_is_allowed_exactly_where_the_text_is_complete(library: LlguidanceLibrary) -> None:
+    matcher = library.compile(spec("choice", ["ab", "abc"]))
+    seen = []
+    for token in b"abc":
+        seen.append(allowed(matcher))
+        matcher.accept(token)
+    assert [*seen, allowed(matcher)] == [[97], [98], [99, EOS_ID], [EOS_ID]]
+
+
+def test_a_copy_goes_its_own_way(library: LlguidanceLibrary) -> None:
+    first = library.compile(spec("choice", ["ax", "by"]))
+    second = first.copy()
+    first.accept(ord("a"))
+    second.accept(ord("b"))
+    assert (allowed(first), allowed(second)) == ([ord("x")], [ord("y")])
+
+
+def test_a_wrong_token_is_found_at_the_next_mask(library: LlguidanceLibrary) -> None:
+    matcher = library.compile(spec("choice", ["ab"]))
+    matcher.accept(ord("z"))
+    with pytest.raises(ValueError):
+        matcher.mask()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("json_schema", '{"type": "string', "EOF"),
+        ("json_schema", {"type": "strin"}, "strin"),
+        ("json_schema", {"not": {"type": "string"}}, "not"),
+        ("json_schema", {"$ref": "#/$defs/absent"}, "absent"),
+        ("json_schema", "1" * (MAX_CHARACTERS + 1), "characters"),
+        ("regex", "(a", "unclosed"),
+        ("regex", "a(?=b)", "look-around"),
+        ("lark", "start: absent", "absent"),
+        ("choice", [], "choices"),
+        ("choice", [""], "choices"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(
+    library: LlguidanceLibrary, kind: str, text: Any, said: str
+) -> None:
+    problem = LlguidanceLibrary.problem(spec(kind, text))
+    assert problem is not None and said.lower() in problem.lower() and "\n" not in problem
+    with pytest.raises(ValueError, match=re.escape(said)):
+        library.compile(spec(kind, text))
+
+
+@pytest.mark.parametrize("text", ["(a{1000}){1000}", "((a{100}){100}){100}", "(.*a){200}b"])
+def test_a_regular_expression_that_blows_up_ends_soon(library: LlguidanceLibrary, text: str) -> None:
+    start = time.process_time()
+    try:
+        matcher = library.compile(spec("regex", text))
+        for _ in range(20):
+            matcher.mask()
+            matcher.accept(ord("a"))
+    except ValueError:
+        pass  # refused; the time is what counts
+    assert time.process_time() - start < 10
+
+
+def test_a_schema_that_refers_to_itself_can_be_used(library: LlguidanceLibrary) -> None:
+    tree = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
+    text = drawn(library.compile(spec("json_schema", tree)), random.Random(2))
+    assert isinstance(json.loads(text), list)
