@@ -6,6 +6,7 @@ import json
 import random
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,16 @@ def test_the_end_is_allowed_exactly_where_the_text_is_complete(library: Llguidan
         seen.append(allowed(matcher))
         matcher.accept(token)
     assert [*seen, allowed(matcher)] == [[97], [98], [99, EOS_ID], [EOS_ID]]
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 287, 288, 289, 320])
+def test_a_mask_has_a_bit_for_each_id_of_the_model(tmp_path: Path, vocab_size: int) -> None:
+    tokenizer = (write_tiny_tokenizer(tmp_path) / "tokenizer.json").read_text("utf-8")
+    matcher = LlguidanceLibrary(tokenizer, vocab_size).compile(spec("regex", ".*"))
+    mask = matcher.mask()
+    assert len(mask) == 4 * -(-vocab_size // 32) == len(matcher.copy().mask())
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    assert not bits[VOCAB_SIZE:].any(), "an id without a token is allowed"
 
 
 def test_a_copy_goes_its_own_way(library: LlguidanceLibrary) -> None:

@@ -47,21 +47,22 @@ class LlguidanceLibrary(GrammarLibrary):
         matcher = LLMatcher(self._opened[spec.ends], _compiled(spec), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
-        return _LlguidanceMatcher(matcher)
+        return _LlguidanceMatcher(matcher, 4 * -(-self._vocab_size // 32))
 
 
 class _LlguidanceMatcher(Matcher):
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, mask_bytes: int) -> None:
+        self._matcher, self._mask_bytes = matcher, mask_bytes
 
     def copy(self) -> Matcher:
-        return _LlguidanceMatcher(self._matcher.deep_copy())
+        return _LlguidanceMatcher(self._matcher.deep_copy(), self._mask_bytes)
 
     def mask(self) -> bytes:
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise ValueError(_first_line(self._matcher.get_error()))
-        return bits
+        # The library adds a word where the vocabulary is a multiple of 32.
+        return bits[: self._mask_bytes]
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
