@@ -21,11 +21,15 @@ from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec
 from evener.errors import RequestError
 from evener.plugins.discover import installed_catalog
 
+#: Of one grammar.
+MAX_CHARACTERS = 1 << 18
 #: Seconds that one check may take; of the processor, and by the clock, as a busy machine takes its time.
 CPU_SECONDS, SECONDS = 5, 60.0
 _MEMORY, _STACK = 1 << 30, 1 << 20
+#: What the process runs.
+_PROGRAM = ("-m", __name__)
 #: Verdicts that are kept, and checks at a time.
-_KEPT, _AT_A_TIME = 256, 2
+_KEPT, _AT_A_TIME = 128, 2
 
 
 class GrammarChecks:
@@ -50,21 +54,25 @@ class GrammarChecks:
         if self._library is None:
             message = 'structured output is not installed here; the operator can type: pip install "evener[serve]"'
             raise RequestError(message, param, "unsupported_parameter")
-        if spec not in self._verdicts:
+        if len(spec.text) > MAX_CHARACTERS:
+            message = f"{param} has a grammar of {len(spec.text)} characters; at most {MAX_CHARACTERS} are allowed"
+            raise RequestError(message, param)
+        verdict = self._verdicts.get(spec)
+        if verdict is None:
             async with self._turns:
-                self._verdicts[spec] = await self._ask(spec)
-            if len(self._verdicts) > _KEPT:
-                self._verdicts.popitem(last=False)
-        elif verdict := self._verdicts[spec]:
-            self._verdicts.move_to_end(spec)
-        if verdict := self._verdicts[spec]:
+                verdict = await self._ask(spec)
+        self._verdicts[spec] = verdict
+        self._verdicts.move_to_end(spec)
+        if len(self._verdicts) > _KEPT:
+            self._verdicts.popitem(last=False)
+        if verdict:
             raise RequestError(f"{param} cannot be used: {verdict}", param)
 
     async def _ask(self, spec: GrammarSpec) -> str:
         """Why the grammar cannot be used; "" if it can."""
         assert self._library is not None, "checked by the caller"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, self._library,
+            sys.executable, *_PROGRAM, self._library,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         try:

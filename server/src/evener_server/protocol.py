@@ -244,7 +244,7 @@ class GenerationBody(Body):
         )
         asked = self.structured_outputs and self.structured_outputs.spec("structured_outputs")
         form = self.response_format and self.response_format.grammar()
-        return only([form or None, asked or None, guided.spec("guided_json")], "structured_outputs")
+        return only([form or None, asked or None, guided.spec("structured_outputs")], "structured_outputs")
 
     @property
     def grammar_field(self) -> str:

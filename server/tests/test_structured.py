@@ -1,0 +1,131 @@
+"""What an answer has to be: every spelling reaches the engine as one grammar, and hostile grammars are a 400."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from evener.contracts.grammar.library import GrammarSpec
+from evener.engine.wire.messages import NewRequest
+from evener_conformance.fake_engine import FakeEngine, echo
+from evener_conformance.tiny_tokenizer import EOS_ID
+from evener_server import grammar_check
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OBJECT = ("json_schema", '{"type":"object"}')
+OF_SCHEMA = ("json_schema", json.dumps(SCHEMA))
+NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture
+def asked(make_api: Any) -> Any:
+    """``asked(path, **fields)``: the grammar that the engine is asked for; None for none."""
+
+    def ask(path: str, **fields: Any) -> GrammarSpec | None:
+        seen: list[NewRequest] = []
+
+        def script(request: NewRequest) -> list[int]:
+            seen.append(request)
+            return echo(request)
+
+        response = make_api(FakeEngine(script=script)).post(path, fields)
+        assert response.status_code == 200, response.text
+        return seen[0].sampling.grammar
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, OBJECT),
+        ({"response_format": NAMED}, OF_SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, OF_SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, OBJECT),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, ("regex", "[0-9]+")),
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, ("choice", '["yes", "n\\"o"]')),
+        ({"structured_outputs": {"grammar": 'start: "a"+'}}, ("lark", 'start: "a"+')),
+        ({"guided_json": SCHEMA}, OF_SCHEMA),
+        ({"guided_regex": "[0-9]+"}, ("regex", "[0-9]+")),
+        ({"guided_choice": ["yes"]}, ("choice", '["yes"]')),
+        ({"guided_grammar": 'start: "a"+'}, ("lark", 'start: "a"+')),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_spelling_reaches_the_engine(asked: Any, path: str, fields: dict[str, Any], expected: Any) -> None:
+    prompt = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    found = asked(path, max_tokens=4, **prompt, **fields)
+    assert (found and (found.kind, found.text)) == expected
+    assert found is None or found.ends == (EOS_ID,)
+
+
+def test_responses_and_messages_have_their_own_spellings(asked: Any) -> None:
+    form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
+    found = asked("/v1/responses", input="hi", max_output_tokens=16, text=form)
+    assert found is not None and (found.kind, found.text) == OF_SCHEMA
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    messages = [{"role": "user", "content": "hi"}]
+    found = asked("/v1/messages", messages=messages, max_tokens=16, output_config=form)
+    assert found is not None and (found.kind, found.text) == OF_SCHEMA
+
+
+#: 2,000 definitions, each of which refers to the next: the compiler's stack overflows.
+DEEP = {
+    "$defs": {f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)},
+    "$ref": "#/$defs/d0",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"guided_json": {"type": "no such type"}}, "guided_json cannot be used: Invalid type: no such type"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex cannot be used: "),
+        ({"guided_grammar": "nothing"}, "guided_grammar cannot be used: "),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs cannot be used: "),
+        ({"guided_json": json.dumps(DEEP)}, "guided_json cannot be used: it is nested too deeply, or needs too much memory"),
+        ({"guided_choice": ["x" * (1 << 18)]}, "guided_choice has a grammar of 262148 characters; at most 262144 are"),
+    ],
+    ids=["type", "look-ahead", "lark", "bracket", "deep", "long"],
+)
+def test_a_grammar_that_cannot_be_used_is_a_400_that_says_why(
+    make_api: Any, error: Any, fields: dict[str, Any], says: str
+) -> None:
+    api = make_api(FakeEngine(script=lambda request: pytest.fail("the engine was asked")))
+    response = api.complete(**fields)
+    assert response.status_code == 400 and error(response)["param"] == next(iter(fields))
+    assert error(response)["message"].startswith(says)
+
+
+@pytest.mark.parametrize(("limit", "says"), [("CPU_SECONDS", "takes more than 0 s"), ("SECONDS", "longer than 0.01 s")])
+def test_a_grammar_that_takes_too_long_is_given_up(
+    make_api: Any, error: Any, monkeypatch: pytest.MonkeyPatch, limit: str, says: str
+) -> None:
+    api = make_api()
+    slow = "import time; time.sleep(600)" if limit == "SECONDS" else "while True: pass"
+    monkeypatch.setattr(grammar_check, "_PROGRAM", ("-c", f"{_LIMITED[limit]}\n{slow}"))
+    monkeypatch.setattr(grammar_check, limit, 0 if limit == "CPU_SECONDS" else 0.01)
+    response = api.complete(guided_regex="a")
+    assert response.status_code == 400 and says in error(response)["message"]
+
+
+_LIMITED = {"SECONDS": "", "CPU_SECONDS": "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 2))"}
+
+
+def test_a_verdict_is_kept(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = make_api()
+    assert api.complete(guided_regex="a").status_code == 200
+    monkeypatch.setattr(grammar_check, "_PROGRAM", ("-c", "raise SystemExit(3)"))
+    assert api.complete(guided_regex="a").status_code == 200
+    assert api.complete(guided_regex="b").status_code == 400
+
+
+def test_without_a_library_the_answer_says_what_to_install(make_api: Any, error: Any) -> None:
+    api = make_api()
+    api.app.state.service.grammars._library = None
+    response = api.chat(response_format={"type": "json_object"})
+    assert response.status_code == 400 and 'pip install "evener[serve]"' in error(response)["message"]

@@ -1,0 +1,165 @@
+"""Structured output over a real engine: whatever a model of random weights would like to say, the answer is valid."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from openai import OpenAI
+from served import PATIENCE, Served, eventually, tiny_model
+
+from evener import LLM, SamplingParams
+from evener.contracts.grammar.library import GrammarSpec
+
+TINY = ("load=dummy", "infer.kv_memory=4MiB", "infer.max_seq_len=2048", "infer.max_reqs=16")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["a", "b"]}, "n": {"type": "integer"}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+NAMED: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with Served.model(folder, *TINY) as found:
+        yield found
+        eventually(lambda: found.stats()["blocks_used"] == 0)
+        assert found.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as found:
+        yield found
+
+
+def test_every_choice_of_a_chat_follows_its_schema_and_ends(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=NAMED, n=4, temperature=1, seed=3, max_tokens=900
+    )
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 4
+    documents = [json.loads(choice.message.content or "") for choice in answer.choices]
+    for document in documents:
+        jsonschema_rs.validate(SCHEMA, document)
+    assert len({json.dumps(document) for document in documents}) > 1, "each sample has a state of its own"
+
+
+def test_a_stream_adds_up_to_a_valid_document(client: OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=NAMED, stream=True, temperature=1, seed=5, max_tokens=900
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    jsonschema_rs.validate(SCHEMA, json.loads(text))
+
+
+def test_responses_follow_a_schema_too(client: OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA}}
+    answer = client.responses.create(model="tiny", input="hello", text=form, max_output_tokens=900)
+    jsonschema_rs.validate(SCHEMA, json.loads(answer.output_text))
+
+
+def test_regular_expressions_choices_and_grammars_hold_beside_free_requests(client: OpenAI, served: Served) -> None:
+    def ask(**extra: Any) -> list[str]:
+        body = {"model": "tiny", "prompt": "hello", "temperature": 1, "max_tokens": 60, "n": 3, **extra}
+        answer = served.http.post("/v1/completions", json=body).raise_for_status().json()
+        return [choice["text"] for choice in answer["choices"]]
+
+    free = client.completions.create(model="tiny", prompt="x", max_tokens=400, stream=True, extra_body={
+        "ignore_eos": True})  # fmt: skip
+    next(iter(free))
+    assert all(re.fullmatch("[0-9]{3}-[a-z]{2}", text) for text in ask(guided_regex="[0-9]{3}-[a-z]{2}"))
+    assert set(ask(structured_outputs={"choice": ["yes", "no"]}, ignore_eos=True)) <= {"yes", "no"}
+    assert set(ask(guided_grammar='start: "a" b\nb: "c" | "d"')) <= {"ac", "ad"}
+    assert sum(len(chunk.choices[0].text) > 0 for chunk in free) > 0
+
+
+KINDS = ("null", "boolean", "integer", "number", "string", "enum", "const", "array", "object", "anyOf", "$ref")
+
+
+def random_schema(draw: random.Random, depth: int = 3) -> dict[str, Any]:
+    """A schema of the kinds that the JSON schema test suite has, whose documents can be short."""
+    kind = draw.choice(KINDS[:7] if depth == 0 else KINDS)
+    if kind == "enum":
+        return {"enum": draw.sample(["a", "b", 1, 2.5, None, True, 'é\n"', [1], {"k": 0}], draw.randint(1, 4))}
+    if kind == "const":
+        return {"const": draw.choice(["x", 0, [1, "y"], {"a": None}])}
+    if kind == "integer":
+        low = draw.randint(-1000, 1000)
+        return draw.choice(
+            [{"type": "integer"}, {"type": "integer", "minimum": low, "maximum": low + draw.randint(0, 99)}]
+        )
+    if kind == "string":
+        most = draw.randint(0, 9)
+        return draw.choice([
+            {"type": "string", "maxLength": most}, {"type": "string", "pattern": "^[a-c]{1,4}$"},
+            {"type": "string", "format": draw.choice(["date", "uuid", "ipv4"])},
+        ])  # fmt: skip
+    if kind == "array":
+        least = draw.randint(0, 2)
+        return {"type": "array", "items": random_schema(draw, depth - 1), "minItems": least, "maxItems": least + 2}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(draw, depth - 1) for _ in range(draw.randint(1, 3))]}
+    if kind == "$ref":
+        return {"$defs": {"d": random_schema(draw, 0)}, "type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": 3}
+    if kind == "object":
+        names = draw.sample(["a", "b", "c d", 'q"', "é"], draw.randint(0, 4))
+        return {
+            "type": "object", "properties": {name: random_schema(draw, depth - 1) for name in names},
+            "required": draw.sample(names, draw.randint(0, len(names))), "additionalProperties": False,
+        }  # fmt: skip
+    return {"type": kind}
+
+
+def with_own_definitions(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` without references: each would be to the root of the document."""
+    text = json.dumps(schema)
+    return (
+        random_schema(random.Random(text), 1)
+        if text.count('"$ref"') > 0 and not text.startswith('{"$defs"')
+        else schema
+    )
+
+
+def run_schemas(folder: Path, first: int, count: int, depth: int = 2) -> list[list[int]]:
+    """Answers to random schemas, which must be documents of theirs."""
+    schemas = [with_own_definitions(random_schema(random.Random(seed))) for seed in range(first, first + count)]
+    params = [
+        SamplingParams(
+            temperature=1.0, seed=first + i, max_tokens=1500,
+            grammar=GrammarSpec(kind="json_schema", text=json.dumps(schema)),
+        )
+        for i, schema in enumerate(schemas)
+    ]  # fmt: skip
+    settings = dict(setting.split("=") for setting in TINY)
+    with LLM(str(folder), **{**settings, "infer.depth": depth}) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(["hello"] * count, params)]
+    for schema, output in zip(schemas, outputs, strict=True):
+        assert output.finish_reason == "stop", (schema, output)
+        # The validator knows no numbers beyond those of float64, which JSON has.
+        document = json.loads(output.text, parse_float=lambda text: min(max(float(text), -1e300), 1e300))
+        jsonschema_rs.validate(schema, document)
+    return [list(output.token_ids) for output in outputs]
+
+
+def test_answers_to_random_schemas_are_valid_documents_at_every_depth(folder: Path) -> None:
+    assert run_schemas(folder, 0, 40) == run_schemas(folder, 0, 40, depth=1)
+
+
+@pytest.mark.slow
+def test_answers_to_a_thousand_random_schemas_are_valid_documents(folder: Path) -> None:
+    for first in range(1000, 2000, 100):
+        run_schemas(folder, first, 100)
