@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,7 +89,10 @@ DEEP = {
         ({"guided_regex": "(?=a)b"}, "guided_regex cannot be used: "),
         ({"guided_grammar": "nothing"}, "guided_grammar cannot be used: "),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs cannot be used: "),
-        ({"guided_json": json.dumps(DEEP)}, "guided_json cannot be used: it is nested too deeply, or needs too much memory"),
+        (
+            {"guided_json": json.dumps(DEEP)},
+            "guided_json cannot be used: compiling it failed: it may be nested too deeply",
+        ),
         ({"guided_choice": ["x" * (1 << 18)]}, "guided_choice has a grammar of 262148 characters; at most 262144 are"),
     ],
     ids=["type", "look-ahead", "lark", "bracket", "deep", "long"],
@@ -129,3 +134,16 @@ def test_without_a_library_the_answer_says_what_to_install(make_api: Any, error:
     api.app.state.service.grammars._library = None
     response = api.chat(response_format={"type": "json_object"})
     assert response.status_code == 400 and 'pip install "evener[serve]"' in error(response)["message"]
+
+
+def test_an_exception_in_the_library_is_not_a_good_grammar(
+    make_api: Any, error: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        "class Library:\n    @classmethod\n    def problem(cls, spec):\n        raise KeyError\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    api = make_api()
+    api.app.state.service.grammars._library = "broken:Library"
+    response = api.complete(guided_regex="a")
+    assert response.status_code == 400 and "compiling it failed" in error(response)["message"]

@@ -86,7 +86,7 @@ class GrammarChecks:
         if process.returncode == -signal.SIGXCPU:
             return f"compiling it takes more than {CPU_SECONDS} s"
         if process.returncode != 0:
-            return "it is nested too deeply, or needs too much memory"
+            return "compiling it failed: it may be nested too deeply, or need too much memory"
         return said.decode()
 
 
@@ -99,10 +99,13 @@ def main(library: str) -> None:
     module, _, name = library.partition(":")
     kind: type[GrammarLibrary] = getattr(importlib.import_module(module), name)
     threading.stack_size(_STACK)
-    thread = threading.Thread(target=lambda: sys.stdout.write(kind.problem(spec) or ""))
+    verdicts: list[str] = []
+    thread = threading.Thread(target=lambda: verdicts.append(kind.problem(spec) or ""))
     thread.start()
     thread.join()
-    sys.stdout.flush()
+    if not verdicts:
+        sys.exit("the library has failed")  # with an exception, which the thread has printed
+    sys.stdout.write(verdicts[0])
 
 
 if __name__ == "__main__":
