@@ -101,8 +101,8 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Grouped heads; windows, caps, offsets and norms on both sides; biases, partial and interleaved rotation; experts,
     also with copies and on other ranks; other mixers; multiples of 64, for kernels that take no other sizes; deep and
-    wide products; and rare details: layer norms, plain MLPs, one norm over all heads, merged gate and up, chunks, sinks,
-    norms without weights, no rotation, linear biases (ALiBi), factors on queries."""
+    wide products; and rare details: layer norms, plain MLPs, one norm over all heads, merged gate and up, chunks,
+    sinks, norms without weights, no rotation, linear biases (ALiBi), factors on queries."""
     return (
         Family(
             "grouped", AttentionConfig(heads=9, kv_heads=3, head_dim=64, rotary=RotaryConfig(64)), MLPConfig(inner=160)
