@@ -30,6 +30,7 @@ from evener_conformance.kit.cases import load_cases
 from evener_conformance.kit.cases.blocks import TOLERANCE, reference_dequantize
 from evener_conformance.kit.compare import bitwise_equal, difference, join_problems, shares_memory
 from evener_conformance.kit.fallback_monitor import FallbackMonitor, poison_free_memory
+from evener_conformance.kit.inputs import strided_rows
 from evener_conformance.kit.outcome import CaseResult, Outcome, format_backend_exception
 
 DTYPES = ("float32", "bfloat16")
@@ -189,19 +190,6 @@ def _cases_with_more_rows(
         for size in sizes[:1] if _numbers(case) > _LARGE and sizes != MANY_ROW_COUNTS else sizes:
             picked = torch.randint(rows, (size,), generator=order)
             yield _with_rows(schema, case, lambda value, at=picked: value[at])  # type: ignore[misc]
-
-
-def strided_rows(value: torch.Tensor) -> torch.Tensor:
-    """The same values as a slice of wider rows, which is not contiguous and starts at an odd address."""
-    wide = value.new_zeros(*value.shape[:-1], value.shape[-1] + 5) if value.dim() == 2 else None
-    if wide is not None:
-        part = wide[:, 3 : 3 + value.shape[1]]
-    else:
-        size = math.prod(value.shape[1:])
-        flat = value.new_zeros(value.shape[0], size + 5)
-        part = flat[:, 3 : 3 + size].unflatten(1, value.shape[1:])
-    part.copy_(value)
-    return part
 
 
 def bucket_of(rows: int) -> Bucket:

@@ -4,7 +4,7 @@
 
 Steps mix whole prompts, chunks, single tokens and padding rows, with one token less and more than a block. Blocks are
 anywhere in the pool, and garbage where nothing was written. Table entries that must not be read name blocks of other
-requests. Pages are longer than a block. A report without problems says that every shape that was checked is correct.
+requests. Pages are longer than a block, and NaN lies behind queries. Without problems, every checked shape is correct.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from evener.plugins.hook_check import check_supports
 from evener_conformance.kit.compare import bitwise_equal, describe_scale_error, shares_memory
 from evener_conformance.kit.composites import GARBAGE
 from evener_conformance.kit.fallback_monitor import FallbackMonitor, HostCopyMonitor
+from evener_conformance.kit.inputs import followed_by_nan
 from evener_conformance.kit.naive_attention import attention
 from evener_conformance.kit.outcome import format_backend_exception
 from evener_conformance.kit.recurrent import recurrent_problems
@@ -327,8 +328,7 @@ class _ProviderCheck:
         if self.spec.kind == "latent" and self.attention.top is None:
             yield from self._check_pieces(meta, rows, counts)
         self.chosen = self._choose(rows, counts) if self.attention.top is not None else None
-        asked = query.clone()
-        made = self._attend(self.views, meta, asked, self.chosen)
+        made = self._attend(self.views, meta, asked := followed_by_nan(query), self.chosen)
         if not bitwise_equal(asked, query):
             yield "attend changed its query"
         if shares_memory(made, asked):
