@@ -131,9 +131,12 @@ def test_an_interrupted_run_leaves_no_process(site: Path, tmp_path: Path) -> Non
     environ = {**os.environ, "FAILS": "a kernel hangs", "XDG_CACHE_HOME": str(tmp_path)}
     environ["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
     words = ["first-contact", "--backend", "failing", "--part", "primitives", "--out", str(tmp_path / "e.json")]
+    # A shell lets its background jobs ignore the signal, and so would the run inside of one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [sys.executable, "-m", "evener", *words], env=environ, stderr=subprocess.PIPE, text=True
     ) as run:
+        signal.signal(signal.SIGINT, before)
         try:
             assert run.stderr is not None
             said = ""

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -65,8 +64,7 @@ def test_a_package_that_ends_the_process_is_a_broken_package(where: str, tmp_pat
     install(tmp_path, **{where: "import os; os._exit(0)"})
     done = doctor(tmp_path)
     assert "os._exit(0), which would end the process" in " ".join(done.stdout.split())
-    # Without torch the chosen backend itself cannot be imported, which is an error of its own.
-    assert "backend: cpu" in done.stdout and done.returncode == (0 if find_spec("torch") else 1)
+    assert "\nbackend: cpu (" in done.stdout
 
 
 def test_a_chosen_package_that_cannot_be_imported_is_an_error_of_doctor_too(tmp_path: Path) -> None:
