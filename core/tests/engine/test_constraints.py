@@ -48,7 +48,8 @@ class StepMatcher(Matcher):
 
 
 class Steps(GrammarLibrary):
-    """``slow`` is compiled when ``go_on`` is set; ``short`` reaches a limit; ``wrong`` is refused."""
+    """``slow`` is compiled when ``go_on`` is set; ``short`` reaches a limit; ``wrong`` is refused; ``broken`` raises
+    what the contract does not name."""
 
     def __init__(self, tokenizer: str = "", vocab_size: int = VOCAB) -> None:
         self.go_on, self.compiled = threading.Event(), list[str]()
@@ -62,6 +63,8 @@ class Steps(GrammarLibrary):
             assert self.go_on.wait(120)
         if spec.text == "wrong":
             raise ValueError("there is no such grammar")
+        if spec.text == "broken":
+            raise RuntimeError("the library has failed")
         self.compiled.append(spec.text)
         return StepMatcher(most=9 if spec.text == "short" else VOCAB)
 
@@ -137,7 +140,10 @@ def test_nobody_waits_for_a_grammar_that_is_being_compiled(opened: Any) -> None:
     assert ended == ["free1", "r0"]
 
 
-@pytest.mark.parametrize(("text", "said"), [("wrong", "no such grammar"), ("short", "a limit was reached")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("wrong", "no such grammar"), ("short", "a limit was reached"), ("broken", "the library has failed")],
+)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_text_that_cannot_follow_its_grammar_ends_with_the_reason(
     opened: Any, play: Any, text: str, said: str, depth: int

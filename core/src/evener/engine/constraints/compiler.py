@@ -48,9 +48,10 @@ class GrammarCompiler:
         return self._compiled[spec]
 
     def _compile(self, spec: GrammarSpec) -> Matcher:
-        if self._library is None:
-            self._library = self._open_library()
         try:
+            self._library = self._library or self._open_library()
             return self._library.compile(spec)
-        except ValueError as error:
+        except EvenerError:
+            raise
+        except Exception as error:  # a package may raise anything: it ends one request, not the engine
             raise EvenerError(f"the grammar cannot be used: {error}; send another one") from error

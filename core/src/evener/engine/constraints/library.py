@@ -17,7 +17,7 @@ def open_grammar_library(config: Config, vocab_size: int) -> GrammarLibrary:
     """
     found = sorted(installed_catalog().lazy_imports("grammar engine").items())
     if not found:
-        raise ConfigError('structured output needs a grammar library; type: pip install evener-generation')
+        raise ConfigError("structured output needs a grammar library; type: pip install evener-generation")
     text = open_files(config.tokenizer or config.model).text("tokenizer.json")
     if text is None:
         raise ConfigError(

@@ -14,7 +14,6 @@ from evener.engine.constraints.compiler import GrammarCompiler
 from evener.engine.constraints.grammars import Grammars, Sequence
 from evener.engine.constraints.library import open_grammar_library
 from evener.engine.wire.plan import Plan, StepResult
-from evener.errors import EvenerError
 
 
 class GrammarMasks(Grammars):
@@ -45,12 +44,12 @@ class GrammarMasks(Grammars):
             if admission.sampling.grammar is None:
                 continue
             try:
-                matcher = self._matchers[admission.slot] = self._compiler.matcher(admission.sampling.grammar)
-            except EvenerError as error:
+                matcher = self._compiler.matcher(admission.sampling.grammar)
+                for token in admission.tokens[admission.prompt :]:
+                    matcher.accept(token)
+                self._matchers[admission.slot] = matcher
+            except Exception as error:  # a package may raise anything: it ends one request, not the engine
                 self._failed[admission.slot] = str(error)
-                continue
-            for token in admission.tokens[admission.prompt :]:
-                matcher.accept(token)
         masks = list(self._masks(plan)) if self._matchers else []
         self._plans.append(plan)
         return msgspec.structs.replace(plan, masks=masks) if masks else plan
@@ -62,7 +61,7 @@ class GrammarMasks(Grammars):
                 continue
             try:
                 yield index, self._matchers[slot].mask()
-            except ValueError as error:
+            except Exception as error:
                 self._failed[slot] = f"the text cannot follow its grammar any further: {error}"
 
     def sampled(self, result: StepResult) -> StepResult:
