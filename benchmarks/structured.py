@@ -1,0 +1,105 @@
+"""What a grammar costs: decode steps of 16 requests that have to follow a JSON schema, beside 16 that are free.
+
+    python benchmarks/structured.py --tokenizer FOLDER [--model qwen3-8b] [--requests 16] [--set KEY=VALUE ...]
+
+Random weights of a model of ``model_configs.py``, and the ``tokenizer.json`` of FOLDER, whose vocabulary the model
+must have room for. Both kinds are timed in turns in one engine, as the difference between a long and a short answer,
+and the best turn counts. The schema is an array of objects that is longer than the answer, so that no request ends
+early. Writes one line of JSON to standard output and, with ``--out``, to that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import after_stdlib  # noqa: F401
+from model_configs import CONFIGS, write
+
+SHORT, LONG = 16, 144
+PROMPT = 64
+SCHEMA = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "count": {"type": "integer"}, "kind": {"enum": ["a", "b"]}},
+        "required": ["name", "count", "kind"],
+        "additionalProperties": False,
+    },
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Time both kinds of request."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
+    parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-0.6b")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write(args.model, Path(folder) / args.model)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(args.tokenizer / name, model / name)
+        row = measure(model, args)
+    print(json.dumps(row))
+    if args.out:
+        with args.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return 0
+
+
+def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: milliseconds of a decode step of each kind, and their ratio."""
+    from evener import LLM
+    from evener.contracts.grammar.library import GrammarSpec
+
+    pairs = dict(pair.split("=", 1) for pair in args.set)
+    overrides: dict[str, Any] = {"load": "dummy", "infer.max_seq_len": 1024, "infer.prefix_cache": False, **pairs}
+    with LLM(model, **overrides) as llm:
+        grammar = GrammarSpec(kind="json_schema", text=json.dumps(SCHEMA))
+        kinds = {"free": None, "schema": grammar}
+        best = dict.fromkeys(kinds, float("inf"))
+        for spec in kinds.values():  # warms every size and compiles the grammar
+            seconds(llm, args.requests, SHORT, spec, 0)
+        for turn in range(1, args.turns + 1):
+            for kind, spec in kinds.items():
+                short = seconds(llm, args.requests, SHORT, spec, turn)
+                long = seconds(llm, args.requests, LONG, spec, turn)
+                best[kind] = min(best[kind], (long - short) / (LONG - SHORT) * 1000)
+        device = llm.info.device
+    rounded = {f"{kind}_step_ms": round(value, 3) for kind, value in best.items()}
+    over = round(best["schema"] / best["free"], 3)
+    return {"model": args.model, "requests": args.requests, "device": device, **rounded, "ratio": over}
+
+
+def seconds(llm: Any, requests: int, tokens: int, grammar: Any, seed: int) -> float:
+    """How long random prompts take with ``tokens`` tokens each."""
+    from evener import SamplingParams
+
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(100, 40000) for _ in range(PROMPT)] for _ in range(requests)]
+    # Drawn, not greedy: every row of a masked step goes its own way.
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, grammar=grammar)
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    taken = time.perf_counter() - began
+    lengths = {len(output.outputs[0].token_ids) for output in outputs}
+    if lengths != {tokens}:
+        raise SystemExit(f"answers of {sorted(lengths)} tokens instead of {tokens}")
+    return taken
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
