@@ -117,7 +117,7 @@ def test_the_server_of_a_document_answers_every_documents_clients(
 WATCH = """
 import json, sys
 from evener import LLM, SamplingParams
-from evener.engine.worker.runner import PendingStep
+from evener.engine.sampling.pending import PendingStep
 from evener.engine.worker.worker import Worker
 from evener.frontend.frontend import Frontend
 

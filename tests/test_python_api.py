@@ -17,8 +17,8 @@ import evener
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
+from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
-from evener.engine.worker.runner import PendingStep
 from evener.engine.worker.worker import Worker
 from evener.errors import ConfigError, ContextLengthError, EngineDeadError, EvenerError, RequestError
 

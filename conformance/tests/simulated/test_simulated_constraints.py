@@ -162,7 +162,7 @@ def test_host_reads_are_refused_during_a_step(opened: Any) -> None:
 
 
 def test_a_host_read_inside_a_kernel_ends_the_engine(start_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evener.engine.worker.sampler import Sampler
+    from evener.engine.sampling.sampler import Sampler
 
     adjust = Sampler.adjust
 

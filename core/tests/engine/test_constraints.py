@@ -3,74 +3,25 @@ for another's grammar, and each text keeps its state."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from step_grammar import STEPS, VOCAB, Steps, follows
 
-from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
+from evener.contracts.grammar.library import GrammarSpec
 from evener.engine.constraints.compiler import GrammarCompiler
 from evener.engine.constraints.masks import GrammarMasks
 from evener.engine.controller.controller import Controller
 from evener.engine.wire.messages import NewRequest, Sampling
+from evener.engine.wire.plan import Order, StepMasks
 from evener_conformance.reference.executor import strict_controller
 
 ONE_LAYER = {"num_hidden_layers": 1}
 DELAYED = {"reference.delay": True}
-VOCAB = 256
-STEPS = GrammarSpec(kind="regex", text="steps")
+SHORT = GrammarSpec(kind="regex", text="short")
 WARM = Sampling(temperature=1.0, seed=5, grammar=STEPS)
-
-
-class StepMatcher(Matcher):
-    """Each id is 1 to 3 above the one before it; the first is 1 to 3."""
-
-    def __init__(self, last: int = 0, most: int = VOCAB) -> None:
-        self.last, self.most = last, most
-
-    def copy(self) -> Matcher:
-        return StepMatcher(self.last, self.most)
-
-    def mask(self) -> bytes:
-        if self.last >= self.most:
-            raise ValueError("a limit was reached")
-        bits = np.zeros(VOCAB, dtype=np.uint8)
-        bits[self.last + 1 : self.last + 4] = 1
-        return bytes(np.packbits(bits, bitorder="little"))
-
-    def accept(self, token: int) -> None:
-        if self.last < self.most:
-            assert token in range(self.last + 1, self.last + 4), "an id that the mask does not allow"
-        self.last = token
-
-
-class Steps(GrammarLibrary):
-    """``slow`` is compiled when ``go_on`` is set; ``short`` reaches a limit; ``wrong`` is refused; ``broken`` raises
-    what the contract does not name."""
-
-    def __init__(self, tokenizer: str = "", vocab_size: int = VOCAB) -> None:
-        self.go_on, self.compiled = threading.Event(), list[str]()
-
-    @classmethod
-    def problem(cls, spec: GrammarSpec) -> str | None:
-        return None
-
-    def compile(self, spec: GrammarSpec) -> Matcher:
-        if spec.text == "slow":
-            assert self.go_on.wait(120)
-        if spec.text == "wrong":
-            raise ValueError("there is no such grammar")
-        if spec.text == "broken":
-            raise RuntimeError("the library has failed")
-        self.compiled.append(spec.text)
-        return StepMatcher(most=9 if spec.text == "short" else VOCAB)
-
-
-def follows(ids: Sequence[int]) -> bool:
-    return all(1 <= after - before <= 3 for before, after in zip([0, *ids], ids, strict=False))
 
 
 def request(name: str, sampling: Sampling = WARM, **fields: Any) -> NewRequest:
@@ -167,13 +118,44 @@ def test_exactly_the_rows_of_requests_with_a_grammar_have_masks(opened: Any, pla
     counts: list[tuple[int, int]] = []
     submit = controller.executor.submit
 
-    def check(plan: Any) -> None:
+    def check(plan: Order) -> None:
+        if isinstance(plan, StepMasks):
+            assert len(plan.masks) == counts[-1][0] and all(plan.masks)
+            submit(plan)
+            return
         asked = {each.slot for each in controller.scheduler.running if each.message.sampling.grammar is not None}
         expected = [index for index, row in enumerate(plan.samples) if plan.slots[row] in asked]
-        assert [index for index, _ in plan.masks] == expected
+        assert plan.masked == expected
         counts.append((len(expected), len(plan.samples)))
         submit(plan)
 
     controller.executor.submit = check
     play(controller, mixed())
     assert any(masked for masked, _ in counts) and any(masked < rows for masked, rows in counts)
+
+
+def test_a_step_starts_before_the_tokens_are_read_on_which_its_masks_depend(opened: Any, play: Any) -> None:
+    controller, _ = opened(2)
+    log = controller.executor.log
+    submit = controller.executor.submit
+
+    def noted(order: Order) -> None:
+        if isinstance(order, StepMasks):
+            log.append(("masks", order.plan))
+        submit(order)
+
+    controller.executor.submit = noted
+    play(controller, [request("r0")])
+    for plan in range(1, 23):
+        at = [log.index((what, number)) for what, number in (("submit", plan), ("read", plan - 1), ("masks", plan))]
+        assert at == sorted(at), f"plan {plan}: {log}"
+
+
+def test_a_text_that_ends_while_the_next_step_runs_ends_with_stop(opened: Any, play: Any) -> None:
+    # Its masks cannot be made then: the library says that the text is complete.
+    controller, _ = opened(2)
+    sampling = Sampling(temperature=0.0, grammar=SHORT)
+    short = request("r0", sampling, stop_token_ids=list(range(9, VOCAB)))
+    played = play(controller, [short, request("r1")])
+    assert played.reasons() == {"r0": "stop", "r1": "length"}
+    assert max(played.tokens["r0"][:-1]) < 9 <= played.tokens["r0"][-1]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from evener.contracts.device import Readback
 from evener.engine.controller.controller import Controller
+from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.messages import Finish, NewRequest, Sampling
 from evener.engine.wire.plan import Plan, StepResult
-from evener.engine.worker.runner import ForwardStep, PendingStep, Runner
+from evener.engine.worker.runner import ForwardStep, Runner
 from evener.errors import ConfigError, EngineError
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.reference.executor import StrictExecutor, strict_controller
@@ -151,10 +153,11 @@ class _Reading(Runner):
     how: Callable[[torch.Tensor], object]
 
     def _sample(
-        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep
-    ) -> PendingStep:  # fmt: skip
+        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
+        scores: Sequence[Readback],
+    ) -> PendingStep | Draw:  # fmt: skip
         type(self).how(rows.argmax(-1))
-        return super()._sample(plan, parts, rows, step)
+        return super()._sample(plan, parts, rows, step, scores)
 
 
 HOST_READS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -206,12 +209,13 @@ class _Impatient(PendingStep):
 
 class _EarlyRunner(Runner):
     def _sample(
-        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep
+        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
+        scores: Sequence[Readback],
     ) -> PendingStep:  # fmt: skip
         copied: list[torch.Tensor] = []
         inner, self.device = self.device, _Spy(self.device, copied)  # type: ignore[assignment]
         try:
-            super()._sample(plan, parts, rows, step)
+            super()._sample(plan, parts, rows, step, scores)
         finally:
             self.device = inner
         return _Impatient(plan, copied[-1])

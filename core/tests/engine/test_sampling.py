@@ -11,7 +11,7 @@ import torch
 from test_memory_measured import Meter
 
 from evener.contracts.ops import OpFunction
-from evener.engine.worker.sampler import Sampler
+from evener.engine.sampling.sampler import Sampler
 from evener.ops.reference import sampling
 
 DRAWS, VOCABULARY = 100_000, 12

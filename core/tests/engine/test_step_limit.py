@@ -40,7 +40,7 @@ class SimulatedDevice(Executor):
     def clock(self) -> float:
         return self.now
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Any) -> None:
         self.steps.append(plan)
         self._free = max(self._free, self.now) + self.seconds(plan)
         if not self.background:

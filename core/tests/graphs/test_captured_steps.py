@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
+from step_grammar import STEPS, VOCAB, Steps, follows
 
 from evener.config import from_overrides, to_flat
 from evener.contracts.media import make_item
+from evener.engine.constraints.compiler import GrammarCompiler
+from evener.engine.constraints.masks import GrammarMasks
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
@@ -44,6 +48,18 @@ def test_captured_and_eager_tokens_are_equal_at_every_batch_size(start: Any, kin
     assert set(range(1, 10)) <= set(captured.sizes)
     assert sum(r.runs for r in captured.replays) > 20
     assert eager.replays == []
+
+
+@pytest.mark.parametrize("kinds", [(GREEDY,), (WARM, GREEDY)], ids=["all", "some"])
+def test_steps_with_masks_are_captured_too(start: Any, kinds: tuple[Sampling, ...]) -> None:
+    settings = {**ONE_LAYER, "vocab_size": VOCAB}
+    captured, eager = start("Llama", settings), start("Llama", settings, **EAGER)
+    for run in (captured, eager):
+        run.controller.scheduler.grammars = GrammarMasks(GrammarCompiler(Steps))
+    masked = [structs.replace(kinds[0], grammar=STEPS), *kinds[1:]]
+    assert captured.play(requests(9, *masked), every=1) == eager.play(requests(9, *masked), every=1)
+    assert all(follows(captured.tokens[f"r{i}"]) for i in range(0, 9, len(masked)))
+    assert any(key.masked for key in captured.worker._graphs._captured) and sum(r.runs for r in captured.replays) > 20
 
 
 def test_windows_and_several_groups_are_captured_too(start: Any) -> None:

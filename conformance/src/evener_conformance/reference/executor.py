@@ -5,7 +5,7 @@ from __future__ import annotations
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
-from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.wire.plan import Order, Plan, StepResult
 from evener.engine.worker.inline_executor import InlineExecutor
 from evener.engine.worker.worker import Worker
 from evener.errors import ConfigError
@@ -29,10 +29,11 @@ class StrictExecutor(InlineExecutor):
         self._device = device
         self.log: list[tuple[str, int]] = []
 
-    def submit(self, plan: Plan) -> None:
-        self.log.append(("submit", plan.id))
+    def submit(self, order: Order) -> None:
+        if isinstance(order, Plan):
+            self.log.append(("submit", order.id))
         with self._device.step():
-            super().submit(plan)
+            super().submit(order)
 
     def read(self) -> StepResult:
         result = super().read()

@@ -13,6 +13,7 @@ import torch
 
 from evener.contracts.ops import Bucket, OpCall, OpFunction, OpSchema
 from evener.contracts.quant import PackedWeight
+from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, Plan, TableUpdate
 from evener.engine.worker.worker import Worker
@@ -48,11 +49,8 @@ class RecordingResolver(Resolver):
     """
 
     def __init__(self, available: Candidates) -> None:
-        parts = [
-            o
-            for o in available.kernels
-            if o.value.op in available.schemas and not available.schemas[o.value.op].composite
-        ]
+        single = {name for name, schema in available.schemas.items() if not schema.composite}
+        parts = [each for each in available.kernels if each.value.op in single]
         super().__init__(replace(available, kernels=parts, tuned=TuningTable()))
         self.recorded: dict[tuple[str, int, str], RecordedOp] = {}
 
@@ -161,7 +159,9 @@ class Steps:
                 for g in range(groups)
             ]
             updates.append(TableUpdate(slot, 0, blocks))
-        self._worker.runner.execute(
+        step = self._worker.runner.execute(
             Plan(id=-1, admissions=admissions, updates=updates, slots=list(slots), starts=[before] * rows,
                  counts=counts, samples=list(range(rows)))
-        ).wait()  # fmt: skip
+        )  # fmt: skip
+        if isinstance(step, PendingStep):
+            step.wait()

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from evener.config.schema import InferConfig
 from evener.engine.batching.step_limit import MeasuredStepLimit, StepLimit
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.wire.plan import Order, Plan, StepResult
 
 
-def limit_steps(
-    infer: InferConfig, executor: Executor, max_reqs: int, streaming: bool
-) -> tuple[StepLimit, Executor]:  # fmt: skip
+def limit_steps(infer: InferConfig, executor: Executor, max_reqs: int, streaming: bool) -> tuple[StepLimit, Executor]:
     """The limit on a run's steps, and the executor to run its plans with.
 
     Steps are measured if answers are read while they are made, unless ``infer`` sets the token budget itself or has no
@@ -27,9 +25,10 @@ def limit_steps(
     return limit, TimedExecutor(executor, limit)
 
 
-class _SubmittedStep(NamedTuple):
+@dataclass
+class _SubmittedStep:
     plan: Plan
-    seconds: float
+    seconds: float = 0.0
 
 
 class TimedExecutor(Executor):
@@ -50,15 +49,16 @@ class TimedExecutor(Executor):
         self.inner, self._limit, self._clock = inner, limit, clock
         self._submitted: deque[_SubmittedStep] = deque()
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, order: Order) -> None:
+        if isinstance(order, Plan):
+            self._submitted.append(_SubmittedStep(order))
         began = self._clock()
-        self.inner.submit(plan)
-        self._submitted.append(_SubmittedStep(plan, self._clock() - began))
+        self.inner.submit(order)
+        self._submitted[-1].seconds += self._clock() - began
 
     def read(self) -> StepResult:
         began = self._clock()
-        result = self.inner.read()
-        step = self._submitted.popleft()
+        result, step = self.inner.read(), self._submitted.popleft()
         if step.plan.media is None:
             self._limit.record(sum(step.plan.counts), step.seconds + self._clock() - began)
         return result

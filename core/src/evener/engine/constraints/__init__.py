@@ -6,7 +6,6 @@ module          what it holds
 ``compiler``    compiles grammars in a thread, and keeps those that were used last
 ``grammars``    what the scheduler and the controller ask
 ``masks``       a matcher for each slot, and the masks of each plan
-``packing``     the masks of a step as one array
 ``library``     finds the installed grammar library
 ==============  ====================================================================
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import NewRequest
 from evener.engine.wire.plan import Plan, StepResult
 
@@ -23,17 +24,20 @@ class Sequence(Protocol):
 class Grammars:
     """The grammars of an engine in which no request has one; ``GrammarMasks`` is another."""
 
+    #: The newest plan while its masks are not made. No other plan may be made then.
+    owed: Plan | None = None
+
     def ready(self, request: Sequence) -> bool:
         """Whether the request may start. If its grammar is new, it is being compiled from now on."""
         return request.message.sampling.grammar is None
 
-    def masked(self, plan: Plan) -> Plan:
-        """``plan`` with the masks of its rows. Called once for each plan, in order."""
-        return plan
+    def submit(self, plan: Plan, executor: Executor) -> None:
+        """Submit ``plan``, and its masks as soon as the tokens that they depend on were read."""
+        executor.submit(plan)
 
-    def sampled(self, result: StepResult) -> StepResult:
-        """Takes note of the ids that the oldest of those plans has sampled; returns ``result``."""
-        return result
+    def read(self, executor: Executor) -> StepResult:
+        """The result of the oldest plan."""
+        return executor.read()
 
     def failures(self, running: Iterable[Sequence]) -> list[tuple[str, str]]:
         """Ids of the requests that cannot follow their grammar, or not any further, each once, with reasons."""

@@ -18,10 +18,8 @@ def open_grammar_library(config: Config, vocab_size: int) -> GrammarLibrary:
     found = sorted(installed_catalog().lazy_imports("grammar engine").items())
     if not found:
         raise ConfigError("structured output needs a grammar library; type: pip install evener-generation")
-    text = open_files(config.tokenizer or config.model).text("tokenizer.json")
-    if text is None:
-        raise ConfigError(
-            f"structured output needs the tokenizer.json of {config.tokenizer or config.model}; put it there"
-        )
+    folder = config.tokenizer or config.model
+    if (text := open_files(folder).text("tokenizer.json")) is None:
+        raise ConfigError(f"structured output needs the tokenizer.json of {folder}; put it there")
     library: GrammarLibrary = found[0][1].load()(text, vocab_size)
     return library

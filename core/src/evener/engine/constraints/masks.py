@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 
 import msgspec
@@ -13,14 +13,16 @@ from evener.contracts.grammar.library import Matcher
 from evener.engine.constraints.compiler import GrammarCompiler
 from evener.engine.constraints.grammars import Grammars, Sequence
 from evener.engine.constraints.library import open_grammar_library
-from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.wire.executor import Executor
+from evener.engine.wire.plan import Plan, StepMasks, StepResult
 
 
 class GrammarMasks(Grammars):
-    """Puts a mask into a plan for each sampled row whose slot has a grammar.
+    """Makes a mask for each sampled row whose slot has a grammar.
 
-    A mask depends on the token before it: the scheduler plans such a row only when that token was read. An admission
-    carries a sequence's tokens, so a sequence that was preempted gets its matcher's state back.
+    A mask depends on the token before it. So the masks of a plan are made when the plans before it were read, while the
+    worker computes its hidden states already. An admission carries a sequence's tokens, so a sequence that was
+    preempted gets its matcher's state back.
 
     Args:
         compiler: has the grammars of every admission ready.
@@ -37,7 +39,7 @@ class GrammarMasks(Grammars):
         self._failed: dict[int, str] = {}
         self._plans: deque[Plan] = deque()
 
-    def masked(self, plan: Plan) -> Plan:
+    def submit(self, plan: Plan, executor: Executor) -> None:
         for admission in plan.admissions:
             self._failed.pop(admission.slot, None)
             self._matchers.pop(admission.slot, None)
@@ -50,25 +52,35 @@ class GrammarMasks(Grammars):
                 self._matchers[admission.slot] = matcher
             except Exception as error:  # a package may raise anything: it ends one request, not the engine
                 self._failed[admission.slot] = str(error)
-        masks = list(self._masks(plan)) if self._matchers else []
+        if masked := [index for index, row in enumerate(plan.samples) if plan.slots[row] in self._matchers]:
+            plan = self.owed = msgspec.structs.replace(plan, masked=masked)
         self._plans.append(plan)
-        return msgspec.structs.replace(plan, masks=masks) if masks else plan
+        executor.submit(plan)
+        self._send_masks(executor)
 
-    def _masks(self, plan: Plan) -> Iterator[tuple[int, bytes]]:
-        for index, row in enumerate(plan.samples):
-            slot = plan.slots[row]
-            if slot not in self._matchers:
-                continue
-            try:
-                yield index, self._matchers[slot].mask()
-            except Exception as error:
-                self._failed[slot] = f"the text cannot follow its grammar any further: {error}"
+    def _send_masks(self, executor: Executor) -> None:
+        """Once for each plan that has any, as soon as no unread plan samples one of its rows' tokens."""
+        if (plan := self.owed) is None:
+            return
+        slots = [plan.slots[plan.samples[index]] for index in plan.masked]
+        unread = {each.slots[row] for each in self._plans if each is not plan for row in each.samples}
+        if unread.isdisjoint(slots):
+            self.owed = None
+            executor.submit(StepMasks(plan=plan.id, masks=list(map(self._mask, slots))))
 
-    def sampled(self, result: StepResult) -> StepResult:
-        plan = self._plans.popleft()
+    def _mask(self, slot: int) -> bytes:
+        try:
+            return self._matchers[slot].mask()
+        except Exception as error:  # also where a text has ended, and a plan that was made before goes on with it
+            self._failed[slot] = f"the text cannot follow its grammar any further: {error}"
+            return b""
+
+    def read(self, executor: Executor) -> StepResult:
+        result, plan = executor.read(), self._plans.popleft()
         for row, token in zip(plan.samples, result.ids, strict=True):
             if plan.slots[row] in self._matchers:
                 self._matchers[plan.slots[row]].accept(token)
+        self._send_masks(executor)  # before the result is used: the device waits for them
         return result
 
     def ready(self, request: Sequence) -> bool:

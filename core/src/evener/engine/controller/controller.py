@@ -110,10 +110,10 @@ class Controller:
         scheduler, grammars = self.scheduler, self.scheduler.grammars
         try:
             while scheduler.in_flight < self.depth and (plan := scheduler.schedule()) is not None:
-                self.executor.submit(grammars.masked(plan))
+                grammars.submit(plan, self.executor)
             for name, why in grammars.failures(scheduler.running):
                 events += scheduler.end(name, "error", why)
-            return events + (scheduler.retire(grammars.sampled(self.executor.read())) if scheduler.in_flight else [])
+            return events + (scheduler.retire(grammars.read(self.executor)) if scheduler.in_flight else [])
         except EngineError as error:
             return events + self.die(str(error))
 

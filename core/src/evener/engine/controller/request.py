@@ -74,9 +74,8 @@ class Request:
 
     @property
     def tokens_to_compute(self) -> int:
-        """Tokens that the next plan may compute. The last token before the limit is sampled and never computed. With a
-        grammar, the mask of the next token depends on the last one, which has to be read first."""
-        if self.length >= self.limit or (self.unread and self.message.sampling.grammar is not None):
+        """Tokens that the next plan may compute. The last token before the limit is sampled and never computed."""
+        if self.length >= self.limit:
             return 0
         if self.planned in self.fork_points:
             return 1  # leaves the step's budget to the forks

@@ -173,7 +173,7 @@ class Scheduler:
         """Make the next plan; None when nothing can be computed before another result is read, or nothing is left."""
         # With pipeline stages, a request whose last token is not sampled yet is planned only if there is no other: the
         # first stage would wait for that token.
-        for early in (False, True)[: min(self.batches.stages, 2)]:
+        for early in (False, True)[: 0 if self.grammars.owed else min(self.batches.stages, 2)]:
             decoding = sum(request.tokens_to_compute == 1 for request in self.running)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
             draft = _Draft(self._next_plan, self.limit.allowed(self.step_tokens), quota)

@@ -18,12 +18,12 @@ from evener.distributed.torchrun import Contact, TorchrunEnv
 from evener.distributed.world import RankPlacement
 from evener.engine.processes.child_process import ChildFailure, ParentChannel, read_spec
 from evener.engine.processes.control_channel import SHUTDOWN, ControlClient
-from evener.engine.wire.plan import Plan
+from evener.engine.wire.plan import Order
 from evener.errors import EngineError, EvenerError, PluginError
 from evener.logs import set_up_logging
 
 if TYPE_CHECKING:
-    from evener.engine.worker.worker import PendingStep
+    from evener.engine.sampling.pending import PendingStep
 
 log = logging.getLogger("evener.engine")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -37,7 +37,7 @@ def run_worker(config: Config, control: ControlClient, place: RankPlacement) -> 
 
     worker = Worker(config, search, serving=True, ranks=place)
     control.send(_ENCODER.encode(worker.facts))
-    decoder = msgspec.msgpack.Decoder(Plan)
+    decoder = msgspec.msgpack.Decoder(Order)
     pending: deque[PendingStep] = deque()
     while True:
         # Send finished results before the next plan starts: on a device that computes inside ``execute``, the
@@ -50,7 +50,7 @@ def run_worker(config: Config, control: ControlClient, place: RankPlacement) -> 
             return
         if data is not None:
             step = worker.execute(decoder.decode(data))
-            if place.world.reports:
+            if step is not None and place.world.reports:
                 pending.append(step)
         elif pending:
             control.send(_ENCODER.encode(pending.popleft().wait()))

@@ -13,7 +13,7 @@ from evener.distributed.world import RankPlacement, World
 from evener.engine.processes.child_process import ADVICE, ChildFailure, ChildProcess, describe_silence, read_failure
 from evener.engine.processes.control_channel import SHUTDOWN, ControlServer
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.wire.plan import Order, StepResult
 from evener.engine.wire.worker_facts import WorkerFacts, merge_facts
 from evener.errors import EngineDeadError
 
@@ -85,8 +85,8 @@ class ProcessExecutor(Executor):
         """The process ids of the workers that this process has started, by rank."""
         return [child.process.pid for _, child in sorted(self._children.items())]
 
-    def submit(self, plan: Plan) -> None:
-        data = _ENCODER.encode(plan)
+    def submit(self, order: Order) -> None:
+        data = _ENCODER.encode(order)
         for world in self._worlds:
             try:
                 self._control.send(world.rank, data)

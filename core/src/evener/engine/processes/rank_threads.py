@@ -15,7 +15,7 @@ from evener.config.schema import Config
 from evener.distributed.thread_communicator import ThreadCommunicator, thread_group
 from evener.distributed.world import RankGroups, World
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.wire.plan import Order, StepResult
 from evener.engine.wire.worker_facts import merge_facts
 from evener.engine.worker.worker import Worker
 
@@ -23,7 +23,7 @@ log = logging.getLogger("evener.ranks")
 
 
 class RankThreads(Executor):
-    """Runs each rank's worker in a thread, which takes plans from a queue.
+    """Runs each rank's worker in a thread, which takes orders from a queue.
 
     Rank i uses device i. With fewer devices, ranks share them in turn, and ``infer.kv_memory`` is the amount for each
     rank. All ranks of the last stage sample, and their results must be equal.
@@ -47,7 +47,7 @@ class RankThreads(Executor):
         worlds = [World.of(rank, *sizes) for rank in range(sizes[0] * sizes[1])]
         # This imports the packages before the threads start, which would otherwise import them at the same time.
         devices = len(search.load(config.options).selection.probe.devices) or 1
-        self._plans: list[queue.SimpleQueue[Plan | None]] = [queue.SimpleQueue() for _ in worlds]
+        self._orders: list[queue.SimpleQueue[Order | None]] = [queue.SimpleQueue() for _ in worlds]
         self._results: dict[int, queue.SimpleQueue[StepResult | BaseException]] = {
             world.rank: queue.SimpleQueue() for world in worlds if world.last_stage
         }
@@ -95,10 +95,10 @@ class RankThreads(Executor):
             self._fail(ranks.world, error)
 
     def _serve(self, worker: Worker, world: World) -> None:
-        while (plan := self._plans[world.rank].get()) is not None:
-            result = worker.execute(plan).wait()
-            if world.last_stage:
-                self._results[world.rank].put(result)
+        while (order := self._orders[world.rank].get()) is not None:
+            step = worker.execute(order)
+            if step is not None and world.last_stage:
+                self._results[world.rank].put(step.wait())
 
     def _fail(self, world: World, error: BaseException) -> None:
         """Report the first failure only: the other ranks fail because of it."""
@@ -114,9 +114,9 @@ class RankThreads(Executor):
         for group in self._groups:
             group.abort()
 
-    def submit(self, plan: Plan) -> None:
-        for plans in self._plans:
-            plans.put(plan)
+    def submit(self, order: Order) -> None:
+        for orders in self._orders:
+            orders.put(order)
 
     def read(self) -> StepResult:
         """As ``Executor.read``.
@@ -134,7 +134,7 @@ class RankThreads(Executor):
         return found[0]
 
     def close(self) -> None:
-        for plans in self._plans:
-            plans.put(None)
+        for orders in self._orders:
+            orders.put(None)
         for thread in self._threads:
             thread.join()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.wire.plan import Order, StepResult
 
 
 class Executor(ABC):
     """Runs plans on the worker, or on the workers of all ranks."""
 
     @abstractmethod
-    def submit(self, plan: Plan) -> None:
-        """Start a step without waiting for it; ``read`` returns its result."""
+    def submit(self, order: Order) -> None:
+        """Start a step without waiting for it; ``read`` returns its result. Masks let the last step sample."""
 
     @abstractmethod
     def read(self) -> StepResult:

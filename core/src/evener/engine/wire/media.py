@@ -41,8 +41,5 @@ def overlapping_items(items: Sequence[MediaItem], start: int, end: int) -> Itera
 def shared_prefix_length(items: Sequence[MediaItem], others: Sequence[MediaItem], length: int) -> int:
     """How many of the first ``length`` tokens two prompts share, given that they have the same token ids there. They
     stop sharing at the first item that only one of them has."""
-    different = {item.key: item for item in items}
-    for item in others:
-        if different.pop(item.key, None) is None:
-            different[item.key] = item
-    return min([length, *(item.start for item in different.values())])
+    first, second = ({item.key: item for item in each} for each in (items, others))
+    return min([length, *((first | second)[key].start for key in first.keys() ^ second.keys())])

@@ -61,8 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         logprobs: indices into ``samples`` of the requests that want log-probabilities; ``top_logprobs``: the largest
             number of likeliest tokens that one of them wants.
         penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
-        masks: indices into ``samples`` of the requests with a grammar, and which ids each may take, as a ``Matcher`` of
-            ``evener.contracts.grammar`` packs them.
+        masked: indices into ``samples`` of the requests with a grammar. If there are any, ``StepMasks`` follow.
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
         media: the media of the step; None if it has none.
     """
@@ -81,10 +80,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     top_logprobs: int = 0
     penalized: list[int] = []
     biased: list[int] = []
-    masks: list[tuple[int, bytes]] = []
+    masked: list[int] = []
     scores: list[ScoredTokens] = []
     top_scores: int = 0
     media: StepMedia | None = None
+
+
+class StepMasks(msgspec.Struct, frozen=True, kw_only=True, tag="masks"):
+    """Which ids the rows ``Plan.masked`` of a plan may take, one mask for each, as a ``Matcher`` of
+    ``evener.contracts.grammar`` packs them. Sent after the plan and before the next one: a mask depends on the token
+    before it, which is read while the worker computes the hidden states."""
+
+    plan: int
+    masks: list[bytes]
+
+
+#: What the controller sends the worker.
+Order = Plan | StepMasks
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):

@@ -1,4 +1,4 @@
-"""The worker: one device rank. It builds the model, plans its memory, runs steps and samples.
+"""The worker: one device rank. It builds the model, plans its memory and runs steps.
 
 ===================  =======================================================================
 module               holds, in reading order
@@ -10,8 +10,6 @@ module               holds, in reading order
 ``memory``           the memory plan that follows, and its report
 ``runner``           one plan in, one step on the device
 ``step_layout``      the arrays of a step, sent to the device in one upload
-``device_tables``    token ids, block tables and sampling parameters on the device
-``sampler``          logits to ids, and log-probabilities
 ``media``            the media rows that a worker keeps
 ``graphs``           decode steps that are captured once and replayed
 ``stages``           what ranks of different pipeline stages send each other

@@ -19,8 +19,8 @@ from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
 from evener.distributed.communicators import communicator_factory
 from evener.distributed.world import RankGroups, RankPlacement
+from evener.engine.sampling.sampler import Sampler
 from evener.engine.worker.geometry import Geometry, plan_geometry
-from evener.engine.worker.sampler import Sampler
 from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint

@@ -12,7 +12,7 @@ replay, and a copy of the result is sent after it; only the last stage samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,8 +21,10 @@ import torch
 
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture, Replay
+from evener.engine.sampling.masks import packed_masks
+from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.plan import Plan
-from evener.engine.worker.runner import PendingStep, Runner
+from evener.engine.worker.runner import Runner
 from evener.engine.worker.step_layout import StepShape, aligned
 from evener.errors import EngineError
 
@@ -34,20 +36,21 @@ class CaptureKey(NamedTuple):
     """Steps that share a capture: the padded number of rows, and which parts of sampling at least one row needs."""
 
     size: int
-    random: bool
+    random: bool = False
     penalized: bool = False
     biased: bool = False
+    masked: bool = False
 
     @property
     def greedy(self) -> bool:
         """Whether every row takes the id of its largest logit."""
-        return not (self.random or self.penalized or self.biased)
+        return not any(self[1:])
 
 
 @dataclass
 class _CapturedStep:
-    """One capture: its input ``buffer`` int32 [3, size or more], its replays, and the tensors that they write: "ids",
-    and "stream" before the last stage."""
+    """One capture: its input ``buffer`` int32 [3, size or more], its replays, and their tensors: they write "ids", and
+    "stream" before the last stage; they read "masks" int32 [size, ceil(V / 32)]."""
 
     buffer: torch.Tensor
     stream_buffer: torch.Tensor | None
@@ -76,17 +79,17 @@ class DecodeGraphs:
         self._captured: dict[CaptureKey, _CapturedStep | None] = {}
         self._capture_count = 0
 
-    def execute(self, plan: Plan) -> PendingStep | None:
-        """Submit a step by replaying a capture. Returns None, and does nothing, if the step must run eagerly."""
+    def execute(self, plan: Plan) -> PendingStep | Draw | None:
+        """As ``Runner.execute``, by replaying a capture. None, with nothing done, if the step must run eagerly."""
         rows = len(plan.slots)
         plain = len(plan.samples) == rows and max(plan.counts) == 1
-        plain = plain and not (plan.logprobs or plan.copies or plan.scores or plan.media or plan.masks)
+        plain = plain and not (plan.logprobs or plan.copies or plan.scores or plan.media)
         size = next((s for s in self._sizes if s >= rows), None) if plain else None
         if size is None:
             return None
         stages = self._runner.stages
         samples = stages is None or stages.world.last_stage
-        needs = (plan.random, plan.penalized, plan.biased) if samples else ((), (), ())
+        needs = (plan.random, plan.penalized, plan.biased, plan.masked) if samples else ()
         captured = self._get(CaptureKey(size, *map(bool, needs)))
         if captured is None:
             return None
@@ -95,19 +98,30 @@ class DecodeGraphs:
             lengths = self._fill(captured, plan, rows, size)
             if stages is not None and captured.stream_buffer is not None:
                 stages.receive_stream(captured.stream_buffer[:rows])
-            for replay in captured.replays:
-                if self._device.capabilities.graph_update:
-                    replay.update([1] * size, lengths)
-                replay()
+            forward, *sample = captured.replays
+            self._replay(forward, lengths)
             if stages is not None and not samples:
                 slots, positions = captured.buffer[1:, :rows].clone()
                 parts = {"sample_slots": slots, "sample_positions": positions}
                 stages.send_stream(captured.outputs["stream"][:rows].clone(), plan, parts)
                 return PendingStep(plan, None)
-            ids = captured.outputs["ids"][:rows]
-            if stages is not None:
-                stages.send_ids(ids.clone())
-            return PendingStep(plan, self._device.readback(ids))
+
+            def draw(masks: Sequence[bytes]) -> PendingStep:
+                if masks:
+                    buffer = captured.outputs["masks"]
+                    buffer[:rows].copy_(self._device.upload(packed_masks(plan, masks, 32 * buffer.shape[1])))
+                self._replay(sample[0], lengths)
+                ids = captured.outputs["ids"][:rows]
+                if stages is not None:
+                    stages.send_ids(ids.clone())
+                return PendingStep(plan, self._device.readback(ids))
+
+            return draw if plan.masked else draw(())
+
+    def _replay(self, replay: Replay, lengths: list[int]) -> None:
+        if self._device.capabilities.graph_update:
+            replay.update([1] * len(lengths), lengths)
+        replay()
 
     def _fill(self, captured: _CapturedStep, plan: Plan, rows: int, size: int) -> list[int]:
         """Copy a plan's inputs into the capture's buffer. Returns the rows' sequence lengths, padding included."""
@@ -125,9 +139,9 @@ class DecodeGraphs:
                 self._captured[kind] = self._make(kind)
             except EngineError as error:
                 self._captured[kind] = None
-                words = ("penalized " * kind.penalized, "biased " * kind.biased, "sampled" if kind.random else "greedy")
+                needs = [name for name, on in kind._asdict().items() if on is True] or ["greedy"]
                 log.warning("%s decode of %d rows cannot be captured and runs eagerly, which is slower: %s",
-                            "".join(words), kind.size, error)  # fmt: skip
+                            " ".join(needs), kind.size, error)  # fmt: skip
         return self._captured[kind]
 
     def _make(self, kind: CaptureKey) -> _CapturedStep:
@@ -159,6 +173,9 @@ class DecodeGraphs:
 
         # The second segment reads the logits where the first left them: copying them would cost more than sampling.
         outputs = {"ids": ids}
+        if kind.masked:
+            words = -(-runner.model.vocab_size // 32)
+            outputs["masks"] = torch.full((size, words), -1, dtype=torch.int32, device=where)
 
         def forward() -> None:
             step = runner.step(shape, parts)
@@ -182,7 +199,7 @@ class DecodeGraphs:
             penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
             tables, logits = runner.tables, outputs["logits"]
             logits = runner.sampler.adjust(logits, tables, slots, lengths, self._length, penalized, biased)
-            ids.copy_(runner.sampler.ids(logits, floats, ints, lengths, random))
+            ids.copy_(runner.sampler.ids(logits, floats, ints, lengths, random, outputs.get("masks")))
             runner.tables.tokens[slots, lengths] = ids
 
         segments = (forward, sample) if stages is None or stages.world.last_stage else (forward,)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.plan import Plan, StepResult
-from evener.engine.worker.worker import PendingStep, Worker
+from evener.engine.wire.plan import Order, StepResult
+from evener.engine.worker.worker import Worker
 
 
 class InlineExecutor(Executor):
@@ -20,8 +21,9 @@ class InlineExecutor(Executor):
     def attach(self) -> None:
         self.worker.assembly.device.select()
 
-    def submit(self, plan: Plan) -> None:
-        self._pending.append(self.worker.execute(plan))
+    def submit(self, order: Order) -> None:
+        if (step := self.worker.execute(order)) is not None:
+            self._pending.append(step)
 
     def read(self) -> StepResult:
         return self._pending.popleft().wait()

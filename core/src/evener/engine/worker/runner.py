@@ -13,13 +13,13 @@ import torch
 from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
 from evener.contracts.state import StateStep
-from evener.engine.constraints.packing import packed_masks
-from evener.engine.wire.messages import TokenLogprobs
-from evener.engine.wire.plan import Plan, StepResult
-from evener.engine.worker.device_tables import DeviceTables
+from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.sampling.masks import packed_masks
+from evener.engine.sampling.pending import Draw, PendingStep
+from evener.engine.sampling.sampler import Sampler
+from evener.engine.wire.plan import Plan
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.media import MediaStore
-from evener.engine.worker.sampler import Sampler
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import StepLayout, StepShape
 from evener.resolution.buckets import bucket_index
@@ -35,40 +35,6 @@ class ForwardStep:
     metas: tuple[Any, ...]
     stream: tuple[torch.Tensor, torch.Tensor] | None = None
     embedding_overrides: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-class PendingStep:
-    """A submitted step, whose results are being copied to the host.
-
-    Attributes:
-        logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``.
-        scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
-    """
-
-    logprobs: Sequence[Readback] = ()
-    scores: Sequence[Readback] = ()
-
-    def __init__(self, plan: Plan, ids: Readback | None) -> None:
-        self._plan, self._ids = plan, ids
-
-    def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return (self._ids is None or self._ids.ready()) and all(r.ready() for r in (*self.logprobs, *self.scores))
-
-    def wait(self) -> StepResult:
-        """Wait until the step is done and return its result."""
-        ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()
-        logprobs, scores = [], []
-        if self.logprobs:
-            logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs)
-        if self.scores:
-            scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
-        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores)
-
-
-def _rows(picked: list[int], tensors: Sequence[Readback]) -> list[TokenLogprobs]:
-    chosen, values, ids = (r.wait() for r in tensors)
-    return [TokenLogprobs(*row) for row in Sampler.unpack(chosen, values, ids, picked)]
 
 
 class Runner:
@@ -88,19 +54,18 @@ class Runner:
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
         self.stages, self.media = stages, media
 
-    def execute(self, plan: Plan) -> PendingStep:
-        """Submit a step. On an asynchronous device it returns before the step is done."""
+    def execute(self, plan: Plan) -> PendingStep | Draw:
+        """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
+        done."""
         with torch.inference_mode():
             hidden, step, parts = self.forward(plan)
             if self.stages is not None and not self.stages.world.last_stage:
                 self.stages.send_stream(hidden, plan, parts)
                 return PendingStep(plan, None)
             scores = self._score(plan, hidden, step, parts) if plan.scores else ()
-            pending = PendingStep(plan, None)
-            if plan.samples:
-                pending = self._sample(plan, parts, hidden.index_select(0, parts["last"]), step)
-            pending.scores = scores
-            return pending
+            if not plan.samples:
+                return PendingStep(plan, None, scores)
+            return self._sample(plan, parts, hidden.index_select(0, parts["last"]), step, scores)
 
     def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
         """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and the arrays of its
@@ -178,13 +143,14 @@ class Runner:
         return [self.device.readback(torch.cat(columns)) for columns in zip(*found, strict=True)]
 
     def _sample(
-        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep
-    ) -> PendingStep:  # fmt: skip
+        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
+        scores: Sequence[Readback],
+    ) -> PendingStep | Draw:  # fmt: skip
         slots, positions = parts["sample_slots"], parts["sample_positions"]
-        greedy = not (plan.random or plan.penalized or plan.biased or plan.logprobs or plan.masks)
+        greedy = not (plan.random or plan.penalized or plan.biased or plan.logprobs or plan.masked)
         best = self.greedy(rows, step) if greedy else None
         if best is not None:
-            return self._store_ids(plan, slots, positions, best)
+            return self._store_ids(plan, slots, positions, best, scores)
         logits = self.logits(rows, step)
         floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
         random, penalized, biased = (parts[n] if getattr(plan, n) else None for n in ("random", "penalized", "biased"))
@@ -192,18 +158,24 @@ class Runner:
         raw = logits.index_select(0, parts["logprobs"]) if plan.logprobs else logits
         longest = max(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
         logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
-        mask = self.device.upload(packed_masks(plan.masks, *logits.shape)) if plan.masks else None
-        ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
-        # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
-        logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
-        pending = self._store_ids(plan, slots, positions, ids)
-        if logprob_ids is not None:
-            found = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
-            pending.logprobs = list(map(self.device.readback, found))
-        return pending
 
-    def _store_ids(self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> PendingStep:
+        def draw(masks: Sequence[bytes]) -> PendingStep:
+            mask = self.device.upload(packed_masks(plan, masks, logits.shape[1])) if masks else None
+            ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
+            # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
+            logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
+            pending = self._store_ids(plan, slots, positions, ids, scores)
+            if logprob_ids is not None:
+                found = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
+                pending.logprobs = list(map(self.device.readback, found))
+            return pending
+
+        return draw if plan.masked else draw(())
+
+    def _store_ids(
+        self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, scores: Sequence[Readback]
+    ) -> PendingStep:
         self.tables.tokens[slots, positions] = ids
         if self.stages is not None:
             self.stages.send_ids(ids)
-        return PendingStep(plan, self.device.readback(ids))
+        return PendingStep(plan, self.device.readback(ids), scores)

@@ -20,8 +20,8 @@ import torch
 
 from evener.contracts.communicator import Communicator
 from evener.distributed.world import RankGroups
+from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.wire.plan import Plan
-from evener.engine.worker.device_tables import DeviceTables
 
 
 class _ExpectedIds(NamedTuple):

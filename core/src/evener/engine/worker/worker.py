@@ -6,27 +6,28 @@ import logging
 import time
 from dataclasses import replace
 
+import torch
+
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
 from evener.distributed.communicators import JointCapture
 from evener.distributed.world import RankGroups, RankPlacement
+from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import Sampling
-from evener.engine.wire.plan import Admission, Plan, TableUpdate
+from evener.engine.wire.plan import Admission, Order, Plan, StepMasks, TableUpdate
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, assemble, find_graph_capture
-from evener.engine.worker.device_tables import DeviceTables
 from evener.engine.worker.graphs import DecodeGraphs
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_memory_plan
-from evener.engine.worker.runner import PendingStep, Runner
+from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.match import match_context
 from evener.resolution.buckets import capture_sizes
-
-__all__ = ["PendingStep", "Worker", "WorkerFacts"]
 
 log = logging.getLogger("evener.worker")
 
@@ -60,6 +61,8 @@ class Worker:
         media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages, media)
         self._graphs: DecodeGraphs | None = None
+        #: Of the step that waits for its masks; None also on the stages that do not sample.
+        self._draw: Draw | None = None
         if resolved.kv_memory is None:
             resolved, plan = min_across_ranks(a, resolved, self._measure(a, plan))
         self._pool = a.geometry.bind(plan.blocks, a.device)
@@ -77,18 +80,26 @@ class Worker:
         """The model and everything that it runs with; for tests and ``evener explain``."""
         return self._assembly
 
-    def execute(self, plan: Plan) -> PendingStep:
-        """Submit one step.
+    def execute(self, order: Order) -> PendingStep | None:
+        """Submit one step. One that waits for its masks is returned when they come, and None before.
 
         Raises:
             PluginError: a kernel or state provider of a package raised an error.
         """
         try:
-            replayed = self._graphs.execute(plan) if self._graphs is not None else None
-            return replayed or self.runner.execute(plan)
+            if isinstance(order, StepMasks):
+                return self._draw_masked(order)
+            replayed = self._graphs.execute(order) if self._graphs is not None else None
+            step = replayed or self.runner.execute(order)
+            self._draw = None if isinstance(step, PendingStep) else step
+            return step if isinstance(step, PendingStep) else None
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
             raise
+
+    def _draw_masked(self, masks: StepMasks) -> PendingStep | None:
+        with torch.inference_mode():
+            return None if self._draw is None else self._draw(masks.masks)
 
     def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
         """The memory plan with as much state as really fits: the free memory is measured after a step of the largest
@@ -132,7 +143,8 @@ class Worker:
             updates=[TableUpdate(0, 0, [[0] * columns] * len(a.geometry.groups))],
             slots=[0], starts=[0], counts=[tokens], samples=[0],
         )  # fmt: skip
-        self.execute(step).wait()
+        if (warm := self.execute(step)) is not None:
+            warm.wait()
 
     def _report(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes) -> None:
         """Log the memory, estimated and measured, and what runs dequantized or on the reference kernels."""

@@ -1,0 +1,47 @@
+"""Steps that were submitted, and those that wait for their masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from evener.contracts.device import Readback
+from evener.engine.sampling.sampler import Sampler
+from evener.engine.wire.messages import TokenLogprobs
+from evener.engine.wire.plan import Plan, StepResult
+
+
+class PendingStep:
+    """A submitted step, whose results are being copied to the host.
+
+    Attributes:
+        logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``.
+        scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
+    """
+
+    logprobs: Sequence[Readback] = ()
+
+    def __init__(self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = ()) -> None:
+        self._plan, self._ids, self.scores = plan, ids, scores
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return (self._ids is None or self._ids.ready()) and all(r.ready() for r in (*self.logprobs, *self.scores))
+
+    def wait(self) -> StepResult:
+        """Wait until the step is done and return its result."""
+        ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()
+        logprobs, scores = [], []
+        if self.logprobs:
+            logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs)
+        if self.scores:
+            scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
+        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores)
+
+
+#: Samples the tokens of a step that waits for its masks, see ``StepMasks``.
+Draw = Callable[[Sequence[bytes]], PendingStep]
+
+
+def _rows(picked: list[int], tensors: Sequence[Readback]) -> list[TokenLogprobs]:
+    chosen, values, ids = (r.wait() for r in tensors)
+    return [TokenLogprobs(*row) for row in Sampler.unpack(chosen, values, ids, picked)]
