@@ -32,12 +32,16 @@ struct Scratch {
 
 // Sixteen elements in float32. A float8 number below the normal ones is its integer times a power of two.
 template <int KIND> INLINE v16 stored16(const uint8_t* p) {
-  typedef uint8_t b16 __attribute__((vector_size(16)));
-  typedef uint8_t b16u __attribute__((vector_size(16), aligned(1), may_alias));
-  typedef int8_t c16 __attribute__((vector_size(16)));
-  b16 b = (b16)(*(const b16u*)p);
-  if (KIND == STORED_INT8) return __builtin_convertvector(__builtin_convertvector((c16)b, i16x), v16);
-  u16x u = __builtin_convertvector(b, u16x), sign = (u & 0x80u) << 24, rest = u & 0x7fu;
+#if defined(__AVX512F__)  // GCC converts vectors of bytes one by one
+  __m128i b = _mm_loadu_si128((const __m128i*)p);
+  if (KIND == STORED_INT8) return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b));
+  u16x u = (u16x)_mm512_cvtepu8_epi32(b);
+#else
+  u16x u;
+  for (int i = 0; i < 16; i++) u[i] = p[i];
+  if (KIND == STORED_INT8) return __builtin_convertvector((i16x)(u << 24) >> 24, v16);
+#endif
+  u16x sign = (u & 0x80u) << 24, rest = u & 0x7fu;
   const int mantissa = KIND == STORED_E4M3 ? 3 : 2;
   const uint32_t bias = KIND == STORED_E4M3 ? 120 : 112, last = KIND == STORED_E4M3 ? 0x7e : 0x7b;
   u16x normal = (rest << (23 - mantissa)) + (bias << 23);
@@ -164,12 +168,16 @@ template <class T, int KIND> INLINE void convert_row(const uint8_t* from, long K
   memcpy((void*)(to + k), &v, (K - k) * sizeof(T));
 }
 
-// As ``gemm``. For more than four rows of x, four rows of weights are converted once for all of them.
+// As ``gemm``. For more than four rows of x, four rows of weights are converted once for a panel of them,
+// which stays in the cache.
 template <int KIND, class T, class O>
 __attribute__((noinline)) void stored_gemm(const Stored& p, const T* x, long M, long n0, long n1, long K, const T* bias, O* y, long ldy, Rows in,
                                            Rows out) {
   static thread_local Scratch memory;
   T* room = M > 4 ? (T*)memory.reserve(4 * K * sizeof(T)) : nullptr;  // without: converted again for every four rows of x
+  long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
+  if (panel < 32) panel = 32;
+  for (long m0 = 0; m0 < M; m0 += panel)
   for (long n = n0; n < n1; n += 4) {
     int count = n1 - n < 4 ? (int)(n1 - n) : 4;
     BytesRows<T, KIND> bytes;
@@ -183,17 +191,17 @@ __attribute__((noinline)) void stored_gemm(const Stored& p, const T* x, long M, 
     }
     const T* b = bias ? bias + (n - n0) : nullptr;
     O* to = y + (n - n0);
-    long m = 0;
+    long m = m0, m1 = M - m0 > panel ? m0 + panel : M;
     auto rows = [&](auto R) {
       constexpr int MR = decltype(R)::value;
       if (room) put_stored<T, O, MR, false>(converted, scale, p.wide, x, in.from(m), K, b, to, ldy, out.from(m), count);
       else put_stored<T, O, MR, true>(bytes, scale, p.wide, x, in.from(m), K, b, to, ldy, out.from(m), count);
       m += MR;
     };
-    while (m + 4 <= M) rows(std::integral_constant<int, 4>());
-    if (M - m == 3) rows(std::integral_constant<int, 3>());
-    if (M - m == 2) rows(std::integral_constant<int, 2>());
-    if (M - m == 1) rows(std::integral_constant<int, 1>());
+    while (m + 4 <= m1) rows(std::integral_constant<int, 4>());
+    if (m1 - m == 3) rows(std::integral_constant<int, 3>());
+    if (m1 - m == 2) rows(std::integral_constant<int, 2>());
+    if (m1 - m == 1) rows(std::integral_constant<int, 1>());
   }
 }
 
