@@ -19,6 +19,7 @@ from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import CheckpointError
+from evener.explanation.explain import explain
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.rank_threads import rank_threads
@@ -134,6 +135,16 @@ def test_logits_and_tokens_are_those_of_the_dequantized_weights(
     answer = greedy(folder, ids, ANSWER)
     compare_greedy(oracle, [ids], [answer], lambda tokens, n: greedy(folder, list(tokens), n), result)
     result.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cpu_keeps_eight_bits_a_weight(kind: str, tmp_path: Path) -> None:
+    # Matrices of two layers. Qwen: QKV, output, gate and up, down. DeepSeek: four of attention, two of the MLP; one
+    # layer has shared experts as well. Routers, the embedding and the head are not quantized.
+    for family, count in (("Qwen3", 8), ("Qwen3Moe", 8), ("DeepseekV3", 14)):
+        _, folder = checkpoint(tmp_path / family, family, kind)
+        found = explain(from_overrides(str(folder), SMALL))
+        assert found["packings"]["cpu.stored"] == count and not found["dequantized"]
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe", "DeepseekV3"])

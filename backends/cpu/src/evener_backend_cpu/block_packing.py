@@ -17,7 +17,7 @@ import torch
 from evener.backend.native_code import Unavailable
 from evener.contracts.quant import BLOCKS, DTYPE_BYTES, MXFP4, PackedWeight, Packing, WeightPart, block_format
 from evener_backend_cpu.huge_pages import Arena
-from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment
+from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment, Stored
 
 LAYOUT = "cpu.blocks"
 LANES = 16
@@ -40,10 +40,11 @@ class _Device(Protocol):
 
 @dataclass(frozen=True)
 class BlockData:
-    """Data of a ``BlockPacking`` weight: one tensor for each part, and the C struct that points to them."""
+    """Data of a ``BlockPacking`` or ``StoredPacking`` weight: its tensors, and the C structs that point to them."""
 
     tensors: tuple[torch.Tensor, ...]
     struct: Blocks
+    parts: tuple[Stored, ...] = ()
 
 
 def addresses(weight: PackedWeight) -> tuple[int | None, int | None]:

@@ -15,6 +15,7 @@ from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu import huge_pages, isa, memory
 from evener_backend_cpu.block_packing import BlockPacking
 from evener_backend_cpu.native_library import Native, load
+from evener_backend_cpu.stored_packing import StoredPacking
 
 
 class CpuDevice(Device):
@@ -22,7 +23,8 @@ class CpuDevice(Device):
 
     Attributes:
         native: the compiled kernels, or the reason why there are none.
-        plain, blocks: the packings of unquantized and of block-quantized weights.
+        plain, blocks, stored: the packings of unquantized weights, of block-quantized ones, and of those of one byte an
+            element with scales beside them.
         threads: threads that compute a step.
     """
 
@@ -47,6 +49,7 @@ class CpuDevice(Device):
         arena = huge_pages.Arena() if huge else None
         self.plain: Packing = PLAIN if arena is None else huge_pages.HugePacking(arena)
         self.blocks = BlockPacking(self, arena)
+        self.stored = StoredPacking(self, arena)
         self._options = options
         self._native: Native | Unavailable | None = None
 

@@ -66,6 +66,12 @@ class Segment(ctypes.Structure):
     _fields_ = [*((name, _I) for name in ("kind", "first", "rows")), ("data", _P)]
 
 
+class Stored(ctypes.Structure):
+    """``struct Stored`` of stored_gemm.h."""
+
+    _fields_ = [("weight", _P), ("scale", _P), *((name, _I) for name in ("high", "wide", "blocks"))]
+
+
 class Blocks(ctypes.Structure):
     """``struct Blocks`` of quant_gemm.h."""
 

@@ -28,7 +28,7 @@ class NativeKernel(Kernel):
         self.name = f"native_{self.op}"
         self.device = device
         if self.takes_weights:
-            self.packings = (device.plain, device.blocks)
+            self.packings = (device.plain, device.blocks, device.stored)
 
     def supports(self, call: OpCall) -> str | None:
         native = self.device.native
@@ -51,7 +51,8 @@ class NativeKernel(Kernel):
 
 
 class NativeLinear(NativeKernel):
-    """Linear layers at every token count: plain weights, which are read once and never repacked, and block formats."""
+    """Linear layers at every token count: plain weights, which are read once and never repacked, block formats, and
+    weights of one byte an element, read as stored."""
 
     op = "linear"
     takes_weights = True

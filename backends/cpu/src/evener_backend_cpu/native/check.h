@@ -47,6 +47,16 @@ static int check_pointer(const char* name, const void* p) {
   return DONE;
 }
 
+static int check_stored(const char* name, const Stored& p, long columns) {
+  PASS(check_pointer(name, p.weight));
+  PASS(check_pointer("a matrix of scales", p.scale));
+  PASS(check_size("the number of rows with one scale", p.high, 1, MOST_ROWS));
+  PASS(check_size("the number of columns with one scale", p.wide, 1, MOST_COLUMNS));
+  REQUIRE(p.blocks == (columns + p.wide - 1) / p.wide, "%s has %ld scales for %ld columns, not one for each %ld", name, (long)p.blocks, columns,
+          (long)p.wide);
+  return DONE;
+}
+
 static int check_matrix(const char* name, const Matrix& w, long rows, long columns) {
   PASS(check_size("a number of rows", rows, 1, MOST_ROWS));
   PASS(check_size("a number of columns", columns, 1, MOST_COLUMNS));
@@ -55,14 +65,16 @@ static int check_matrix(const char* name, const Matrix& w, long rows, long colum
   long at = 0, most = w.blocks->count;
   PASS(check_size("a number of parts", most, 1, 1 << 16));
   PASS(check_pointer(name, w.blocks->segments));
-  REQUIRE(columns % UNIT == 0, "%s in blocks has %ld columns, not a multiple of %ld", name, columns, UNIT);
+  REQUIRE(columns % UNIT == 0 || !needs_integers(w), "%s in blocks has %ld columns, not a multiple of %ld", name, columns, UNIT);
   for (long i = 0; i < most; i++) {
     const Segment& s = w.blocks->segments[i];
     PASS(check_pointer(name, s.data));
-    REQUIRE(s.kind == PLAIN_PART || with_block_format(s.kind, [](auto) {}), "%s has a part of kind %ld", name, (long)s.kind);
+    bool stored = with_stored_kind(s.kind, [](auto) {});
+    REQUIRE(stored || s.kind == PLAIN_PART || with_block_format(s.kind, [](auto) {}), "%s has a part of kind %ld", name, (long)s.kind);
     REQUIRE(s.first == at && s.rows > 0 && s.rows <= rows - at, "%s has rows %ld to %ld in a part, after %ld of %ld", name, (long)s.first,
             (long)s.first + (long)s.rows, at, rows);
     at += s.rows;
+    if (stored) PASS(check_stored(name, *(const Stored*)s.data, columns));
   }
   REQUIRE(at == rows, "%s has %ld rows, not %ld", name, at, rows);
   return DONE;
@@ -194,7 +206,6 @@ static int check_layer(const Layer* layer, const Step* step, long tokens, const 
   PASS(check_size("the hidden size", l.hidden, 1, MOST_COLUMNS));
   PASS(check_pointer("the stream", stream));
   PASS(check_pointer("the output", out));
-  REQUIRE(l.packed || !(l.qkv.blocks || l.o.blocks || l.gate_up.blocks || l.down.blocks), "a matrix in blocks was not announced");
   if (flags & ENTER) {
     const Geometry& g = l.g;
     PASS(check_geometry<T>(g));
@@ -212,6 +223,10 @@ static int check_layer(const Layer* layer, const Step* step, long tokens, const 
     PASS(check_pointer("the MLP's norm", l.mlp_norm));
     if (!(flags & ATTEND)) PASS(check_pointer("the input", x));
   }
+  bool integers = flags & ENTER && needs_integers(l.qkv);
+  integers |= flags & ATTEND && needs_integers(l.o);
+  integers |= flags & MLP && (needs_integers(l.gate_up) || needs_integers(l.down));
+  REQUIRE(l.packed || !integers, "a matrix in blocks was not announced");
   return DONE;
 }
 
@@ -238,18 +253,22 @@ static int check_experts(const Experts* experts, long tokens, const void* x, con
   PASS(check_matrix("the router", e.router, e.count, e.hidden));
   PASS(check_pointer("gate_up", e.gate_up));
   PASS(check_pointer("down", e.down));
-  bool outer = e.router.blocks || e.shared_gate_up.blocks || e.shared_gate.blocks, inner = false;
+  bool outer = needs_integers(e.router), inner = false, shared = false;
   for (long s = 0; s < e.slots; s++) {
     PASS(check_matrix("gate_up", e.gate_up[s], 2 * e.inner, e.hidden));
     PASS(check_matrix("down", e.down[s], e.hidden, e.inner));
-    outer |= e.gate_up[s].blocks != nullptr, inner |= e.down[s].blocks != nullptr;
+    outer |= needs_integers(e.gate_up[s]), inner |= needs_integers(e.down[s]);
   }
   if (e.shared_inner) {
     PASS(check_matrix("shared_gate_up", e.shared_gate_up, 2 * e.shared_inner, e.hidden));
     PASS(check_matrix("shared_down", e.shared_down, e.hidden, e.shared_inner));
+    outer |= needs_integers(e.shared_gate_up), shared = needs_integers(e.shared_down);
   }
-  if (e.gated()) PASS(check_matrix("shared_gate", e.shared_gate, 1, e.hidden));
-  REQUIRE((e.packed || !outer) && (e.packed_inner || !inner) && (e.packed_shared || !e.shared_down.blocks), "a matrix in blocks was not announced");
+  if (e.gated()) {
+    PASS(check_matrix("shared_gate", e.shared_gate, 1, e.hidden));
+    outer |= needs_integers(e.shared_gate);
+  }
+  REQUIRE((e.packed || !outer) && (e.packed_inner || !inner) && (e.packed_shared || !shared), "a matrix in blocks was not announced");
   PASS(check_indices("the copies of experts", e.copies, e.count, 0, e.copy_columns + 1));
   return check_indices("the slots of experts", e.slot_of, e.count * e.copy_columns, -1, e.slots);
 }
@@ -295,7 +314,7 @@ static int check_grouped(const void* x, long tokens, const int32_t* slots, long 
   PASS(check_pointer("the weight", w));
   for (long s = 0; s < count; s++) {
     PASS(check_matrix("the weight", w[s], N, K));
-    REQUIRE(!w[s].blocks == !w[0].blocks, "some matrices are in blocks and some are not");
+    REQUIRE(!w[s].blocks == !w[0].blocks && needs_integers(w[s]) == needs_integers(w[0]), "some matrices are in blocks and some are not");
   }
   PASS(check_indices("slots", slots, tokens * top, -1, count));
   if (tokens) PASS(check_pointer("the input", x));

@@ -330,7 +330,7 @@ template <class T> struct ExpertRun {
 template <class T>
 static int grouped(const T* x, long tokens, const int32_t* slots, long top, long count, const Matrix* w, const T* bias, long N, long K, T* y,
                    long threads, Scratch& memory) {
-  long pairs = tokens * top, packed = w[0].blocks != nullptr;
+  long pairs = tokens * top, packed = count && needs_integers(w[0]);
   long sorted = Sizes::up(SortedPairs::bytes(pairs, count)), from = Sizes::up(pairs * 4), ints = packed ? Sizes::up(Quantized::bytes(tokens, K)) : 0;
   char* base = memory.reserve(sorted + from + 2 * ints);
   if (!base) return 1;

@@ -37,9 +37,10 @@ static int linear(const T* x, int64_t M, const T* plain, const Blocks* blocks, c
   Matrix w{plain, blocks};
   PASS(check_linear(x, M, w, N, K, y, threads));
   if (!M) return DONE;
-  long all = blocks ? Sizes::up(Quantized::bytes(M, K)) : 0, few = blocks ? Sizes::up(Quantized::bytes(FEW, K)) : 0;
-  char* base = blocks ? scratch().reserve(all + few * threads) : nullptr;
-  if (blocks && !base) return 1;
+  bool integers = needs_integers(w);
+  long all = integers ? Sizes::up(Quantized::bytes(M, K)) : 0, few = integers ? Sizes::up(Quantized::bytes(FEW, K)) : 0;
+  char* base = integers ? scratch().reserve(all + few * threads) : nullptr;
+  if (integers && !base) return 1;
   WorkQueue queue;
   Barrier barrier;
   Pool::run(threads, [&](long tid, long n) {

@@ -20,20 +20,6 @@ struct Layer {
   int64_t positions;  // rows of cos_sin and of query_scale
 };
 
-struct Scratch {
-  char* data = nullptr;
-  size_t size = 0;
-  ~Scratch() { free(data); }
-  char* reserve(size_t n) {
-    if (n > size) {
-      free(data);
-      data = (char*)aligned_alloc(64, (n + 63) / 64 * 64);
-      size = data ? n : 0;
-    }
-    return data;
-  }
-};
-
 // A range of ``total`` that threads take in pieces until it is used up.
 struct WorkQueue {
   std::atomic<long> next{0};
@@ -73,7 +59,7 @@ INLINE Quantized quantized(const T* x, long M, long K, char* shared, char* mine,
 // The same, if the matrix needs integers.
 template <class T>
 INLINE Quantized quantized(const Matrix& w, const T* x, long M, long K, char* shared, char* mine, Barrier& barrier, long tid, long threads) {
-  return w.blocks ? quantized(x, M, K, shared, mine, barrier, tid, threads) : Quantized{};
+  return needs_integers(w) ? quantized(x, M, K, shared, mine, barrier, tid, threads) : Quantized{};
 }
 
 struct Norm {

@@ -6,12 +6,13 @@
 
 #include "gemm.h"
 #include "quant_blocks.h"
+#include "stored_gemm.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(EVENER_PORTABLE)
 #define EVENER_VNNI 1
 #endif
 
-// A part of a matrix: rows first <= n < first + rows.
+// A part of a matrix: rows first <= n < first + rows. ``data``: rows if plain, a Stored of such kinds, else tiles.
 struct Segment {
   int64_t kind, first, rows;
   const void* data;
@@ -26,6 +27,13 @@ struct Matrix {
   const void* plain;
   const Blocks* blocks;
 };
+
+// Whether some part multiplies rows of integers.
+INLINE bool needs_integers(const Matrix& w) {
+  for (long i = 0; w.blocks && i < w.blocks->count; i++)
+    if (w.blocks->segments[i].kind != PLAIN_PART && w.blocks->segments[i].kind < STORED_E4M3) return true;
+  return false;
+}
 
 // Rows as integers: x[m, c] = scale[m, c / 32] * q[m, c]; ``sum`` adds q over 16 columns.
 struct Quantized {
@@ -269,7 +277,7 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
   }
 }
 
-// As ``gemm``, over a matrix of either kind; ``q`` are the rows of x as integers, unused for plain weights.
+// As ``gemm``, over a matrix of either kind; ``q`` are the rows of x as integers, for parts in blocks.
 template <class T, class O>
 INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy,
                      Rows in = {}, Rows out = {}) {
@@ -284,7 +292,10 @@ INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, lo
       continue;
     }
     const T* b = bias ? bias + from : nullptr;
-    with_block_format(s.kind, [&](auto form) {
+    bool stored = with_stored_kind(s.kind, [&](auto kind) {
+      stored_gemm<decltype(kind)::value, T, O>(*(const Stored*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
+    });
+    if (!stored) with_block_format(s.kind, [&](auto form) {
       gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
     });
   }
