@@ -32,14 +32,15 @@ def test_server_started_once_per_node_execs_torchrun_with_the_same_arguments(
         raise ExecCalled(path, words)
 
     monkeypatch.setattr(os, "execv", execv)
-    typed = ["/m", "infer.tp_size=4", "--drain-timeout", "3", "--port", "8080"]
+    typed = ["/m", "infer.tp_size=4", "--drain-timeout", "3", "--port", "8080", "serve.api_keys=sk-secret"]
     for name, value in NODE.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ExecCalled) as became:
         main(typed)
     words = [*TOLD, "--nproc_per_node=2", "-m", "evener", "serve", *typed]
     assert became.value.args == (sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
-    assert f"starting torchrun here: {' '.join(words)}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"starting torchrun here: {' '.join(words[: -len(typed)])} …" in said and "sk-secret" not in said
     # Its own ranks have all these variables and torchrun's: they are none of it.
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")

@@ -127,6 +127,19 @@ def test_sigterm_without_requests_ends_with_0(serve: Any, http: httpx.Client) ->
     assert served.process.wait(120) == 0
 
 
+def test_a_process_with_a_key_in_its_environment_asks_for_it_and_does_not_log_it(
+    serve: Any, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENER_API_KEY", "sk-environ-51")
+    served = serve()
+    served.wait_for(r"requests need an API key \(number of keys: 1\)")
+    assert http.get(f"{served.url}/ready").status_code == 200
+    assert http.get(f"{served.url}/v1/models").status_code == 401
+    headers = {"authorization": "Bearer sk-environ-51"}
+    assert http.get(f"{served.url}/v1/models", headers=headers).status_code == 200
+    assert "sk-environ-51" not in "".join(served.log)
+
+
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(serve: Any, http: httpx.Client) -> None:
     served = serve()
     with _stream(http, served) as response:

@@ -52,6 +52,7 @@ class KeySpec:
         supported: the values that this version supports; empty means all.
         missing: what is not built yet, as in "data parallelism is"; for the error about an unsupported value.
         words: other spellings of values, ``{"bf16": "bfloat16"}``.
+        secret: its value is never shown, logged or written to a file.
     """
 
     help: str
@@ -66,6 +67,7 @@ class KeySpec:
     supported: tuple[Any, ...] = ()
     missing: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
+    secret: bool = False
 
     @classmethod
     def of_option(cls, option: Option) -> KeySpec:
@@ -160,21 +162,19 @@ def check(key: str, spec: KeySpec, value: object) -> None:
     Raises:
         ConfigError: it has the wrong type, is out of range, is not among the choices, or is not supported yet.
     """
-    is_kind = isinstance(value, tuple) if spec.kind == "names" else _is_kind(spec, value)
-    if spec.supported and not _is_among(value, spec.supported) and is_kind:
-        may = " or ".join(format_value(choice) for choice in spec.supported if choice != ())
-        # A list may contain secrets, such as API keys: it is not shown.
-        asked = key if spec.kind == "names" else f"{key}={format_value(value)}"
+    if spec.supported and not _is_among(value, spec.supported) and _is_kind(spec, value):
+        may = " or ".join(format_value(choice) for choice in spec.supported)
         raise ConfigError(
-            f"{asked} is not in this version: {spec.missing} not built yet; leave {key} out"
-            + (f", or set {key}={may}" if may else "")
+            f"{key}={format_value(value)} is not in this version: {spec.missing} not built yet; leave {key} out"
+            f", or set {key}={may}"
         )
     if (spec.none and value is None) or (spec.auto and value == "auto"):
         return
     if spec.choices:
         _check_choice(key, spec, value)
     elif not _is_kind(spec, value):
-        raise ConfigError(f"{key}={value!r} is not {_KIND_DESCRIPTIONS[spec.kind]}; it takes {spec.takes()}")
+        asked = key if spec.secret else f"{key}={value!r}"
+        raise ConfigError(f"{asked} is not {_KIND_DESCRIPTIONS[spec.kind]}; it takes {spec.takes()}")
     _check_limits(key, spec, value)
 
 

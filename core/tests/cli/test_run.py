@@ -146,13 +146,14 @@ def test_run_with_fixed_lengths_writes_config_and_result_to_outputs(
     llm: type[FakeLLM], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["request.prompt_tokens_len=6", "request.max_new_tokens=7", "ops.attention=reference", "seed=3"]
-    assert main(["run", str(folder), *words]) == 0
+    assert main(["run", str(folder), *words, "serve.api_keys=s3cret"]) == 0
     made = left(tmp_path / "outputs")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", str(made.relative_to(tmp_path / "outputs")))
     assert f"output folder: outputs/{made.parent.name}/{made.name}" in capsys.readouterr().err
     result = json.loads((made / "result.json").read_text())
     assert result["text"] == "Hello" and result["model"] == str(folder) and result["sampling"]["max_tokens"] == 7
     assert json.loads((made / "resolved.json").read_text())["dtype"]["reason"] == "as asked"
+    assert not any("s3cret" in path.read_text() for path in made.iterdir())
     # The keys are a whole file: the same run again.
     llm.asked.clear()
     assert main(["run", "--config", str(made / "config.yaml"), "outputs=again"]) == 0

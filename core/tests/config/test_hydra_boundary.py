@@ -19,6 +19,12 @@ def typed(*words: str, model: str | None = "/m", file: str | None = None, packag
     return from_command_line(model, split_command_line(words).overrides, file, packages).config
 
 
+def test_a_secret_that_cannot_be_read_is_not_shown(nothing_installed: Packages) -> None:
+    with pytest.raises(ConfigError, match=r"serve\.api_keys cannot be read; write it as") as caught:
+        typed("serve.api_keys=[s3cret,{", packages=nothing_installed)
+    assert "s3cret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "path",
     ["/data/a b", "/d/a=b,c", "/d/it's", '/d/"x"', "/d/a\\", "/d/(x)[1]{2}", "/d/#1 %~+!@&|;:<>?*", "[x]", "/d/é中"],

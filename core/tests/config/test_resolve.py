@@ -177,3 +177,10 @@ def test_hardware_threads_of_one_core_count_once_and_a_containers_share_limits_t
     assert usable_cores(cpus, tmp_path, cgroup) == (
         1, "the container's CPU quota is 1 of 2 physical cores among the 4 CPUs that this process may use"
     )  # fmt: skip
+
+
+def test_no_secret_is_shown_with_the_resolved_values() -> None:
+    resolved = resolve(asked={"serve.api_keys": ["s3cret", "other"]})
+    assert "s3cret" not in resolved.text() + json.dumps(resolved.to_json()) + repr(resolved)
+    assert resolved.to_json()["serve.api_keys"] == {"value": "(hidden)", "reason": "as asked"}
+    assert resolve().to_json()["serve.api_keys"] == {"value": [], "reason": "the default"}

@@ -93,8 +93,6 @@ def test_a_number_that_is_too_small_or_no_number_is_an_error_that_says_what_it_t
     [
         ("infer.dp_size", 2, "data parallelism"),
         ("infer.ep_size", 2, "expert parallelism"),
-        ("serve.api_keys", "secret", "API keys"),
-        ("serve.api_keys", [{"key": "secret", "priority": 2}], "API keys"),
         ("trust_model_code", True, "code from a model's folder"),
     ],
 )
@@ -103,6 +101,18 @@ def test_a_feature_that_is_not_built_yet_is_an_error_that_says_so(
 ) -> None:
     with pytest.raises(ConfigError, match=f"not in this version: {missing} (is|are) not built yet; leave {key} out"):
         from_overrides("m", {key: value}, nothing_installed)
+
+
+@pytest.mark.parametrize("value", [[{"key": "s3cret"}], [["s3cret"]], {"s3cret"}])
+def test_an_error_about_a_secret_does_not_show_it(value: object, nothing_installed: Packages) -> None:
+    with pytest.raises(ConfigError, match=r"serve\.api_keys is not a list of names") as caught:
+        from_overrides("m", {"serve.api_keys": value}, nothing_installed)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_the_config_s_own_text_has_no_secret(nothing_installed: Packages) -> None:
+    config = from_overrides("m", {"serve.api_keys": "s3cret"}, nothing_installed).config
+    assert config.serve.api_keys == ("s3cret",) and "s3cret" not in repr(config)
 
 
 def test_building_the_objects_by_hand_is_checked_too() -> None:

@@ -17,6 +17,7 @@ module                  content
 ``stats_logger``        the periodic log line
 ``nodes``               one process started per machine: starts torchrun
 ``service``             what the endpoints share
+``api_keys``            which keys requests may have, and the check of each
 ``middleware``          request ids, access log, unexpected errors
 ``body``                from a request's bytes to a JSON object
 ``protocol``            request bodies: every field, and what is refused
@@ -54,6 +55,9 @@ descriptor = Descriptor(
             type=str,
             default="auto",
             help="Which parser reads tool calls: its name, none, or auto: by the chat template.",
+        ),
+        "api_key_file": Option(
+            type=str, default=None, help="Text file with API keys, one a line, in addition to serve.api_keys."
         ),
         "reasoning_parser": Option(
             type=str,

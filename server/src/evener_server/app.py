@@ -15,6 +15,7 @@ from evener_server import status
 from evener_server.anthropic.body import ConversationBody, MessagesBody
 from evener_server.anthropic.job import ERROR_SCHEMA as ANTHROPIC_ERROR_SCHEMA
 from evener_server.anthropic.job import MessageJob, TokenCounter, error_body
+from evener_server.api_keys import ApiKeys, KeyCheck
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
@@ -35,6 +36,7 @@ B = TypeVar("B", bound=GenerationBody)
 
 _ERROR_TEXTS = {
     400: "The body, a field or the prompt is wrong; the message says which.",
+    401: "The API key is missing or wrong.",
     404: "The server has another model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -54,16 +56,20 @@ def _errors(texts: Mapping[int, str] = _ERROR_TEXTS, schema: str = "Error") -> d
 
 def create_app(
     llm: AsyncLLM, limits: BodyLimits | None = None, hosts: Collection[str] | None = None,
-    options: ServerOptions | None = None,
+    options: ServerOptions | None = None, keys: ApiKeys | None = None,
 ) -> FastAPI:  # fmt: skip
     """The application for one engine; the caller closes the engine. ``app.state.service`` is its ``Service``.
 
     Args:
         hosts: names that the ``Host`` header may have, see ``HostCheck``; None: any.
+        keys: API keys, one of which a request must have, see ``KeyCheck``; None or empty: none is needed.
     """
     service = Service(llm, limits or BodyLimits(), options)
     app = FastAPI(title="evener", version=service.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    # The middleware that is added last is called first: the key is checked after the host, and both are logged.
+    if keys:
+        app.add_middleware(KeyCheck, keys=keys)
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RequestLog)

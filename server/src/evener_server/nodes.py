@@ -24,7 +24,9 @@ def exec_torchrun_if_multi_node(command: Command, argv: Sequence[str], environ: 
         return
     _, config = read_config(command, argv, environ, ranks=False)
     typed = [*torchrun_args(environ, config.infer.tp_size, config.infer.pp_size), "-m", "evener", command.name, *argv]
-    print(f"WORLD_SIZE counts machines; starting torchrun here: {' '.join(typed)}", file=sys.stderr)
+    # Not what was typed after it: that may have an API key.
+    started = " ".join(typed[: len(typed) - len(argv)])
+    print(f"WORLD_SIZE counts machines; starting torchrun here: {started} …", file=sys.stderr)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *typed])
 

@@ -19,11 +19,13 @@ class ServerOptions:
     Attributes:
         vllm_metrics: serve metrics under vLLM's names too.
         tool_parser, reasoning_parser: names of parsers.
+        api_key_file: a file with API keys.
     """
 
     vllm_metrics: bool = True
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
+    api_key_file: str | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Mapping[str, Any]]) -> ServerOptions:

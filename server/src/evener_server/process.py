@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -21,6 +23,7 @@ import uvicorn
 from evener.async_llm import AsyncLLM
 from evener.config import Config
 from evener.errors import ConfigError
+from evener_server.api_keys import ApiKeys, read_api_keys
 from evener_server.app import create_app
 from evener_server.connections import AcceptErrors, Listener, Protocol, max_connections
 from evener_server.options import ServerOptions
@@ -55,7 +58,7 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
     A signal during the engine's start ends the start, with exit code 128 + its number.
 
     Raises:
-        ConfigError: the address cannot be used.
+        ConfigError: the address or an API key cannot be used.
         EvenerError: the engine does not start.
     """
     dead_grace = 0.0 if restart else _DEAD_GRACE_SECONDS
@@ -66,7 +69,10 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
 
 async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace: float) -> int | None:
     """Start one engine and serve it. Returns the exit code; None if the engine died."""
-    # Before the weights are read, so that a wrong port is an error at once.
+    # Before the weights are read, so that a wrong key or port is an error at once.
+    keys = read_api_keys(config.serve.api_keys, ServerOptions.of(config.options).api_key_file, os.environ)
+    # The engine and its processes have no use for the keys.
+    config = dataclasses.replace(config, serve=dataclasses.replace(config.serve, api_keys=()))
     listener = bind(config.serve.host, config.serve.port)
     with contextlib.closing(listener):
         llm = await _until_signal(start(config))
@@ -75,7 +81,7 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
             return 128 + llm
         try:
             await llm.warm_up_chat()
-            return await _ServerRun(llm, config, listener, drain_timeout, dead_grace).run()
+            return await _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys).run()
         finally:
             await llm.close()
 
@@ -154,11 +160,13 @@ class _Server(uvicorn.Server):
 
 class _ServerRun:
     def __init__(
-        self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float, dead_grace: float
-    ) -> None:
+        self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float, dead_grace: float,
+        keys: ApiKeys,
+    ) -> None:  # fmt: skip
         self._llm, self._config, self._listener, self._drain_timeout = llm, config, listener, drain_timeout
         self._dead_grace = dead_grace
-        app = create_app(llm, hosts=allowed_hosts(config), options=ServerOptions.of(config.options))
+        app = create_app(llm, hosts=allowed_hosts(config), options=ServerOptions.of(config.options), keys=keys)
+        self._key_count = len(keys)
         protocol = type("_Protocol", (Protocol,), {"connection_limit": max_connections(config.serve.max_connections)})
         self._service: Service = app.state.service
         self._server = _Server(
@@ -225,6 +233,8 @@ class _ServerRun:
             "serving %s at %s on backend %s (%s)",
             info.served_name, url(self._listener), info.backend, info.backend_reason,
         )  # fmt: skip
+        if self._key_count:
+            logger.info("requests need an API key (number of keys: %d)", self._key_count)
 
     def _raise(self, error: BaseException | None) -> None:
         if isinstance(error, OSError):

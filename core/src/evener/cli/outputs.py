@@ -52,10 +52,11 @@ class OutputFolder:
                               "outputs=none") from error  # fmt: skip
 
     def save_config(self, config: Config) -> Config:
-        """Write the keys of ``config`` to ``config.yaml``; returns ``config`` with its log file in the folder."""
+        """Write ``config`` without its secrets to ``config.yaml``; returns it with its log file in the folder."""
         # A key without a default is always written.
-        defaults = {key: spec.default for key, spec in key_specs().items()}
-        flat = {key: value for key, value in to_flat(config).items() if key not in defaults or value != defaults[key]}
+        specs, flat = key_specs(), to_flat(config)
+        unset = [key for key, spec in specs.items() if spec.secret or flat[key] == spec.default]
+        flat = {key: value for key, value in flat.items() if key not in unset}
         flat["model"] = str(Path(config.model).absolute())
         tree = OmegaConf.create({})
         for key, value in flat.items():

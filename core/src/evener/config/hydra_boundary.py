@@ -104,7 +104,7 @@ def compose_flat(base: Iterable[Override], typed: Iterable[Override], packages: 
             return _compose(list(expressions.values()))
         except (HydraException, OmegaConfBaseException):
             for override, expression in expressions.items():
-                _compose_one(override, expression)
+                _compose_one(override, expression, packages)
             raise
 
 
@@ -113,10 +113,12 @@ def _compose(expressions: list[str]) -> dict[str, Any]:
     return dict(flatten(cast("dict[str, Any]", tree)))
 
 
-def _compose_one(override: Override, expression: str) -> None:
+def _compose_one(override: Override, expression: str, packages: Packages) -> None:
     try:
         _compose([expression])
     except (HydraException, OmegaConfBaseException) as error:
+        if find_key_spec(override, packages)[1].secret:
+            raise ConfigError(f"{override.key} cannot be read; write it as [KEY,KEY], in quotes") from None
         raise ConfigError(f"{override.original!r} cannot be read: {_first_line(error)}") from error
 
 

@@ -106,7 +106,7 @@ LEGACY_KEYS: Mapping[str, RenamedKey | RemovedKey] = {
     "skip_preprocess": RemovedKey(_CONVERT, _OFF),
     "cpu_layer_num": RemovedKey("this version has no experts on the host"),
     "request.frequency_penalty": RemovedKey("this version has no default penalties; requests may set their own"),
-    "serve.validate_api_key": RemovedKey("this version has no API keys", _OFF),
+    "serve.validate_api_key": RemovedKey("list the keys in serve.api_keys", _OFF),
     "models.*": RemovedKey(_SHAPES),
     "boot.*": RemovedKey(_LAUNCH),
     "hydra.*": RemovedKey("Hydra only reads options here; it starts no jobs and creates no folders"),

@@ -106,14 +106,14 @@ class ResolvedConfig:
         return dataclasses.replace(self, **changes)
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """Every key with its value and reason, in the order of the documents."""
+        """Every key with its value and reason, in the order of the documents; a secret's value is ``(hidden)``."""
         specs, own = key_specs(), {f.name for f in dataclasses.fields(self)} - {"config", "reasons"}
         rows: list[tuple[str, Any, str]] = []
         for key, asked in to_flat(self.config).items():
-            name = key.rpartition(".")[2]
-            default = specs[key].default if key in specs else None
-            reason = self.reasons.get(key) or ("the default" if asked == default else "as asked")
-            rows.append((key, getattr(self, name) if name in own and key in specs else asked, reason))
+            name, spec = key.rpartition(".")[2], specs.get(key)
+            reason = self.reasons.get(key) or ("the default" if spec and asked == spec.default else "as asked")
+            value = getattr(self, name) if name in own and spec else asked
+            rows.append((key, "(hidden)" if spec and spec.secret and asked else value, reason))
         return rows
 
     def text(self) -> str:

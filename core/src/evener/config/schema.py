@@ -31,7 +31,8 @@ DTYPE_ALIASES = {
 
 def option(default: Any, kind: Kind, help: str, **limits: Any) -> Any:
     """A dataclass field that is a key; ``limits`` are further fields of ``KeySpec``."""
-    return field(default=default, metadata={"spec": KeySpec(help=help, kind=kind, **limits)})
+    spec = KeySpec(help=help, kind=kind, **limits)
+    return field(default=default, metadata={"spec": spec}, repr=not spec.secret)
 
 
 class Section:
@@ -145,9 +146,7 @@ class ServeConfig(Section):
 
     host: str = option("127.0.0.1", "str", "Address to listen on; 0.0.0.0: all interfaces.")
     port: int = option(21002, "int", "Port to listen on; 0: any free port.", minimum=0, maximum=65535)
-    api_keys: tuple[str, ...] = option(
-        (), "names", "API keys, one of which a request must have.", supported=((),), missing="API keys are"
-    )  # fmt: skip
+    api_keys: tuple[str, ...] = option((), "names", "API keys, one of which a request must have.", secret=True)
     served_model_name: str | None = option(
         None, "str", "The model's name in the API; none: the folder's name.", none=True
     )  # fmt: skip
