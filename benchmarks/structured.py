@@ -11,6 +11,7 @@ early. Writes one line of JSON to standard output and, with ``--out``, to that f
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import random
 import shutil
@@ -81,7 +82,9 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         device = llm.info.device
     rounded = {f"{kind}_step_ms": round(value, 3) for kind, value in best.items()}
     over = round(best["schema"] / best["free"], 3)
-    return {"model": args.model, "requests": args.requests, "device": device, **rounded, "ratio": over}
+    command = " ".join(["python benchmarks/structured.py --model", args.model, *(f"--set {pair}" for pair in args.set)])
+    what = {"device": device, "model": args.model, "requests": args.requests, **rounded, "ratio": over}
+    return {**what, "date": datetime.date.today().isoformat(), "command": command}
 
 
 def seconds(llm: Any, requests: int, tokens: int, grammar: Any, seed: int) -> float:
