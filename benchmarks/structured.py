@@ -82,9 +82,10 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         device = llm.info.device
     rounded = {f"{kind}_step_ms": round(value, 3) for kind, value in best.items()}
     over = round(best["schema"] / best["free"], 3)
-    command = " ".join(["python benchmarks/structured.py --model", args.model, *(f"--set {pair}" for pair in args.set)])
+    settings = [f"--set {pair}" for pair in args.set]
+    words = ["python benchmarks/structured.py --tokenizer FOLDER --model", args.model, *settings]
     what = {"device": device, "model": args.model, "requests": args.requests, **rounded, "ratio": over}
-    return {**what, "date": datetime.date.today().isoformat(), "command": command}
+    return {**what, "date": datetime.date.today().isoformat(), "command": " ".join(words)}
 
 
 def seconds(llm: Any, requests: int, tokens: int, grammar: Any, seed: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import gguf
 import numpy
 import pytest
 import torch
+from row_invariance import check_invariance
 
 from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Bucket, OpCall
@@ -147,16 +149,7 @@ def test_parts_of_one_layer_may_have_different_formats_or_none(device: CpuDevice
 def test_rows_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice, dtype: str) -> None:
     packed = device.blocks.pack([part("q4_k", 50, 512), part("q6_k", 41, 512)], dtype, torch.device("cpu"))
     x = rows_of(512, 512, dtype)
-    whole = multiply(device, packed, x)
-    for count in (1, 2, 5, 16, 130):
-        assert torch.equal(multiply(device, packed, x[:count]), whole[:count])
-    before = device.threads
-    try:
-        for threads in (1, 3):
-            device.limit_threads(threads)
-            assert torch.equal(multiply(device, packed, x), whole)
-    finally:
-        device.limit_threads(before)
+    check_invariance(device, partial(multiply, device, packed), x, (1, 2, 5, 16, 130))
 
 
 def test_mxfp4_scales_cover_every_power_of_two(device: CpuDevice) -> None:
@@ -191,7 +184,7 @@ def test_sizes_are_known_before_anything_is_packed(device: CpuDevice) -> None:
 def test_refusals_name_the_reason(device: CpuDevice) -> None:
     blocks = device.blocks
     cases = (
-        ([part("float32", 8, 64)], "float32", "no part is block-quantized"),
+        ([part("float32", 8, 64)], "float32", "every part is plain"),
         ([part("q8_0", 8, 64)], "float16", "not float16"),
         ([WeightPart("x", 8, 320, block_format("q4_k"))], "float32", "320 columns"),
         ([WeightPart("x", 8, 320, replace(MXFP4, group=16))], "float32", "block format float4_e2m1"),

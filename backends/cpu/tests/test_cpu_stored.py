@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from row_invariance import check_invariance
 
 from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Bucket, OpCall
@@ -153,16 +155,7 @@ def test_parts_of_one_layer_may_differ_and_have_a_bias(device: CpuDevice, dtype:
 def test_rows_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice, dtype: str) -> None:
     packed = device.stored.pack([part("float8_e4m3fn", 30, 4200, 128, 128)], dtype, CPU)
     x = rows_of(107, 4200, dtype)  # more than a panel
-    whole = multiply(device, packed, x)
-    for count in (1, 2, 3, 4, 5, 16):
-        assert torch.equal(multiply(device, packed, x[:count]), whole[:count])
-    before = device.threads
-    try:
-        for threads in (1, 3):
-            device.limit_threads(threads)
-            assert torch.equal(multiply(device, packed, x), whole)
-    finally:
-        device.limit_threads(before)
+    check_invariance(device, partial(multiply, device, packed), x, (1, 2, 3, 4, 5, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,7 +188,7 @@ def test_a_packed_weight_takes_one_byte_an_element_and_its_scales(device: CpuDev
 def test_refusals_name_the_reason(device: CpuDevice) -> None:
     form = QuantFormat("int8", scale="float32")
     cases = (
-        (plain("float32"), "float32", "no part has scales"), (form, "float16", "not float16"),
+        (plain("float32"), "float32", "every part is plain"), (form, "float16", "not float16"),
         (MXFP4, "float32", "not float4_e2m1"), (replace(form, scale="int32"), "float32", "not int32"),
         (replace(form, zero="int8"), "float32", "zero points"),
         (replace(form, activation="int8"), "float32", "rounded activations"),

@@ -122,6 +122,7 @@ def test_exactly_the_rows_of_requests_with_a_grammar_have_masks(opened: Any, pla
         if isinstance(plan, StepMasks):
             assert len(plan.masks) == counts[-1][0] and all(plan.masks)
             submit(plan)
+            assert controller.executor.worker._draw is None, "the memory plan has room for the logits of one step"
             return
         asked = {each.slot for each in controller.scheduler.running if each.message.sampling.grammar is not None}
         expected = [index for index, row in enumerate(plan.samples) if plan.slots[row] in asked]
@@ -149,6 +150,20 @@ def test_a_step_starts_before_the_tokens_are_read_on_which_its_masks_depend(open
     for plan in range(1, 23):
         at = [log.index((what, number)) for what, number in (("submit", plan), ("read", plan - 1), ("masks", plan))]
         assert at == sorted(at), f"plan {plan}: {log}"
+
+
+def test_masks_of_another_plan_are_never_used(opened: Any) -> None:
+    controller, _ = opened(1)
+    submit = controller.executor.submit
+
+    def wrong(order: Order) -> None:
+        submit(StepMasks(plan=order.plan + 1, masks=order.masks) if isinstance(order, StepMasks) else order)
+
+    controller.executor.submit = wrong
+    controller.handle([request("r0")])
+    with pytest.raises(AssertionError, match="plan 0 waits for masks, and those of plan 1 came"):
+        for _ in range(10):
+            controller.step()
 
 
 def test_a_text_that_ends_while_the_next_step_runs_ends_with_stop(opened: Any, play: Any) -> None:

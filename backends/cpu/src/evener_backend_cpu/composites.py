@@ -14,9 +14,9 @@ from evener.contracts.statics import DecoderLayerStatic, MLPStatic, QKVStatic
 from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener_backend_cpu.arguments import require, require_count, require_indices, require_weight
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
-from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.native_library import Layer, Matrix
 from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
+from evener_backend_cpu.segments import addresses
 from evener_backend_cpu.state import LAYOUT, MAX_HEAD_DIM, PagedMeta, PagedViews
 
 _ENTER, _ATTEND, _MLP = 1, 2, 4

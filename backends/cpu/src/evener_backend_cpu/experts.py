@@ -14,9 +14,9 @@ from evener.contracts.statics import MoEStatic
 from evener.contracts.weights import MoEWeights
 from evener_backend_cpu.arguments import optional, require, require_count, require_weight
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
-from evener_backend_cpu.block_packing import addresses, matrices
 from evener_backend_cpu.native_library import Experts, Matrix
 from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
+from evener_backend_cpu.segments import addresses, matrices
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_top": 2}
 _KINDS = {**ACTIVATIONS, "clamped_swiglu": 3}

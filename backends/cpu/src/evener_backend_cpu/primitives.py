@@ -10,9 +10,9 @@ from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener_backend_cpu.arguments import optional, require, require_count, require_indices, require_weight
-from evener_backend_cpu.block_packing import addresses
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Native
+from evener_backend_cpu.segments import addresses
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 

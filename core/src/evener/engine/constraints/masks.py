@@ -52,7 +52,8 @@ class GrammarMasks(Grammars):
                 self._matchers[admission.slot] = matcher
             except Exception as error:  # a package may raise anything: it ends one request, not the engine
                 self._failed[admission.slot] = str(error)
-        if masked := [index for index, row in enumerate(plan.samples) if plan.slots[row] in self._matchers]:
+        samples = enumerate(plan.samples) if self._matchers else ()
+        if masked := [index for index, row in samples if plan.slots[row] in self._matchers]:
             plan = self.owed = msgspec.structs.replace(plan, masked=masked)
         self._plans.append(plan)
         executor.submit(plan)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from evener.contracts.device import Readback
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.messages import TokenLogprobs
-from evener.engine.wire.plan import Plan, StepResult
+from evener.engine.wire.plan import Plan, StepMasks, StepResult
 
 
 class PendingStep:
@@ -38,8 +38,8 @@ class PendingStep:
         return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores)
 
 
-#: Samples the tokens of a step that waits for its masks, see ``StepMasks``.
-Draw = Callable[[Sequence[bytes]], PendingStep]
+#: Samples the tokens of a step with its masks; None: it has none.
+Draw = Callable[[StepMasks | None], PendingStep]
 
 
 def _rows(picked: list[int], tensors: Sequence[Readback]) -> list[TokenLogprobs]:

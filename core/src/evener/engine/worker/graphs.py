@@ -12,7 +12,7 @@ replay, and a copy of the result is sent after it; only the last stage samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture, Replay
 from evener.engine.sampling.masks import packed_masks
 from evener.engine.sampling.pending import Draw, PendingStep
-from evener.engine.wire.plan import Plan
+from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.step_layout import StepShape, aligned
 from evener.errors import EngineError
@@ -106,8 +106,8 @@ class DecodeGraphs:
                 stages.send_stream(captured.outputs["stream"][:rows].clone(), plan, parts)
                 return PendingStep(plan, None)
 
-            def draw(masks: Sequence[bytes]) -> PendingStep:
-                if masks:
+            def draw(masks: StepMasks | None) -> PendingStep:
+                if masks is not None:
                     buffer = captured.outputs["masks"]
                     buffer[:rows].copy_(self._device.upload(packed_masks(plan, masks, 32 * buffer.shape[1])))
                 self._replay(sample[0], lengths)
@@ -116,7 +116,7 @@ class DecodeGraphs:
                     stages.send_ids(ids.clone())
                 return PendingStep(plan, self._device.readback(ids))
 
-            return draw if plan.masked else draw(())
+            return draw if plan.masked else draw(None)
 
     def _replay(self, replay: Replay, lengths: list[int]) -> None:
         if self._device.capabilities.graph_update:

@@ -17,7 +17,7 @@ from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.masks import packed_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.sampler import Sampler
-from evener.engine.wire.plan import Plan
+from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.stages import PipelineChannel
@@ -159,8 +159,8 @@ class Runner:
         longest = max(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
         logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
 
-        def draw(masks: Sequence[bytes]) -> PendingStep:
-            mask = self.device.upload(packed_masks(plan, masks, logits.shape[1])) if masks else None
+        def draw(masks: StepMasks | None) -> PendingStep:
+            mask = self.device.upload(packed_masks(plan, masks, logits.shape[1])) if masks is not None else None
             ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
             # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
             logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
@@ -170,7 +170,7 @@ class Runner:
                 pending.logprobs = list(map(self.device.readback, found))
             return pending
 
-        return draw if plan.masked else draw(())
+        return draw if plan.masked else draw(None)
 
     def _store_ids(
         self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, scores: Sequence[Readback]

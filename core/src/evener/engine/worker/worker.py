@@ -98,8 +98,10 @@ class Worker:
             raise
 
     def _draw_masked(self, masks: StepMasks) -> PendingStep | None:
+        # It holds the step's logits, and the memory plan has room for those of one step.
+        draw, self._draw = self._draw, None
         with torch.inference_mode():
-            return None if self._draw is None else self._draw(masks.masks)
+            return None if draw is None else draw(masks)
 
     def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
         """The memory plan with as much state as really fits: the free memory is measured after a step of the largest
