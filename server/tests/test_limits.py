@@ -146,7 +146,7 @@ def test_a_panic_of_the_tokenizer_is_an_error_of_its_request(
         for response in (api.complete(), api.complete(prompt="hello " * 40), api.chat()):
             assert response.status_code == 400 and "tokenizer failed" in error(response)["message"]
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenizer, "_text_bytes", lambda *_: FastVocabulary.decode(broken, [1]))
+        patch.setattr(Tokenizer, "token_bytes", lambda *_: FastVocabulary.decode(broken, [1]))
         broken = object.__new__(FastVocabulary)
         broken._library = types.SimpleNamespace(decode=panic)
         assert api.complete().status_code == 500

@@ -24,7 +24,7 @@ def test_a_conversation_is_rendered_first(api: Any) -> None:
     found = api.post("/tokenize", {"messages": USER, "return_token_strs": True}).json()
     text = api.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"]
     assert text.startswith("<|im_start|>user\nhi") and text.endswith("<|im_start|>assistant\n")
-    assert "".join(found["token_strs"]) == text and found["count"] == len(found["tokens"])
+    assert "".join(found["token_strs"]) == text.replace("\n", "Ċ") and found["count"] == len(found["tokens"])
     shorter = api.post("/tokenize", {"messages": USER, "add_generation_prompt": False}).json()
     assert shorter["count"] < found["count"]
 

@@ -125,6 +125,15 @@ def test_reasoning_is_separated(says: Callable[..., Any], sse: Callable[..., Any
     assert message["reasoning"] == "I need the weather." and not message["content"]
 
 
+def test_reasoning_that_the_template_opened_is_separated_though_the_prompt_was_cut(says: Callable[..., Any]) -> None:
+    """The server then has the prompt's ids only; its end is decoded again."""
+    fields = {"chat_template_kwargs": {"open_think": True}, "truncate_prompt_tokens": 20, "return_token_ids": True}
+    body = ask(says("I see.</think>\n\nYes."), **fields).json()
+    message = body["choices"][0]["message"]
+    assert len(body["prompt_token_ids"]) == 20
+    assert (message["reasoning"], message["content"]) == ("I see.", "Yes.")
+
+
 def test_reasoning_can_be_left_out(says: Callable[..., Any]) -> None:
     message = ask(says("<think>hm</think>Yes."), include_reasoning=False).json()["choices"][0]["message"]
     assert message["content"] == "Yes." and not {"reasoning", "reasoning_content"} & message.keys()

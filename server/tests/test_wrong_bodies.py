@@ -97,7 +97,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["a", ""]}, "guided_choice[1]"),
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
     ({"temprature": 1}, "temprature"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"logprob_token_ids": [5]}, "logprob_token_ids"),
 ]
@@ -144,7 +144,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"audio": {"voice": "x"}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo"),
+    ({"echo": "x"}, "echo"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),

@@ -59,6 +59,11 @@ descriptor = Descriptor(
         "api_key_file": Option(
             type=str, default=None, help="Text file with API keys, one a line, in addition to serve.api_keys."
         ),
+        "model_aliases": Option(
+            type=str,
+            default="",
+            help="Other names under which requests find the model, separated by commas; answers have its own name.",
+        ),
         "reasoning_parser": Option(
             type=str,
             default="auto",

@@ -92,7 +92,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{model:path}", responses=_errors({404: _ERROR_TEXTS[404]}))
     async def get_model(model: str) -> Response:
         service.check_model(model)
-        return _json(status.model_card(service))
+        return _json(status.model_card(service, model))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

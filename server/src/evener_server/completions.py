@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from evener.contracts.outputs import Delta
 from evener_server.echo import with_echo
+from evener_server.fill_in_middle import with_suffix
 from evener_server.generation import Generation
-from evener_server.logprobs import CompletionLogprobs, TokenNames, extend
+from evener_server.logprobs import CompletionLogprobs, TokenNames, extend, prompt_logprobs
+from evener_server.prompt_tokens import left_of
 from evener_server.protocol import CompletionBody
 from evener_server.service import Service
 from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
@@ -22,6 +25,7 @@ class CompletionJob(Job):
         self.stream = bool(body.stream)
         self._service, self._body = service, body
         self._params, self._tokenizer = service.sampling(body), service.llm.tokenizer
+        self._names = TokenNames(self._tokenizer, bool(body.return_tokens_as_token_ids))
         self._head = service.head("cmpl", "text_completion")
 
     async def start(self) -> Generation:
@@ -30,13 +34,28 @@ class CompletionJob(Job):
         request_id = self._head["id"]
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         with service.llm.reserve(len(prompts) * samples, "n" if len(prompts) == 1 else "prompt") as room:
+            began = time.monotonic()
+            given = [await self._prompt(prompt) for prompt in prompts]
+            params = left_of(self._params, began)
             submits = [
-                functools.partial(service.llm.submit, prompt, self._params, request_id=name, reservation=room)
-                for prompt, name in zip(prompts, names, strict=True)
+                functools.partial(service.llm.submit, prompt, params, request_id=name, reservation=room)
+                for prompt, name in zip(given, names, strict=True)
             ]
             generation = await service.running.start(submits, samples, self._body.max_tokens)
         generation.prompt_only = self._body.max_tokens == 0
         return generation
+
+    async def _prompt(self, prompt: str | list[int]) -> str | list[int]:
+        """What the engine gets for one of the request's prompts."""
+        body, prompts = self._body, self._service.prompts
+        if body.suffix:
+            prompt = with_suffix(prompt, body.suffix, prompts.gap_marks)
+        if not body.own_prompt_tokens:
+            return prompt
+        if isinstance(prompt, str):
+            special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
+            prompt = await prompts.text(prompt, special, "prompt", any_length=cut)
+        return prompts.cut(prompt, body)
 
     def _deltas(self, generation: Generation) -> AsyncIterator[tuple[int, Delta]]:
         if not self._body.echo:
@@ -45,9 +64,11 @@ class CompletionJob(Job):
 
     async def full_response(self, generation: Generation) -> bytes:
         texts: list[list[str]] = [[] for _ in range(generation.choices)]
+        ids: list[list[int]] = [[] for _ in texts]
         logprob_builders = self._logprob_builders(generation)
         logprobs: list[dict[str, list[Any]]] = [{} for _ in texts]
         async for choice, delta in self._deltas(generation):
+            ids[choice] += self._answer_ids(generation, choice, delta, first=not texts[choice])
             texts[choice].append(delta.text)
             if logprob_builders:
                 extend(logprobs[choice], logprob_builders[choice].add(delta.token_ids, delta.logprobs or []))
@@ -57,10 +78,27 @@ class CompletionJob(Job):
                 "text": "".join(texts[i]),
                 "logprobs": logprobs[i] if logprob_builders else None,
                 "finish_reason": generation.finish_reasons[i],
+                **self._of_tokens(generation, i, ids[i]),
             }
             for place, i in enumerate(self._best_choices(generation))
         ]
         return to_json({**self._head, "choices": choices, "usage": generation.usage()})
+
+    def _answer_ids(self, generation: Generation, choice: int, delta: Delta, first: bool) -> list[int]:
+        """A delta's tokens without an echoed prompt, which a choice's first delta has."""
+        echoed = first and self._body.echo and self._body.logprobs is not None
+        return delta.token_ids[len(generation.streams[choice // generation.n].prompt_token_ids) if echoed else 0 :]
+
+    def _of_tokens(self, generation: Generation, choice: int, ids: list[int]) -> dict[str, Any]:
+        """The fields of a choice that were asked for with ``prompt_logprobs`` and ``return_token_ids``."""
+        body, prompt = self._body, choice // generation.n
+        prompt_ids, fields = generation.streams[prompt].prompt_token_ids, dict[str, Any]()
+        if body.prompt_logprobs is not None:
+            entries = generation.prompt_logprobs[prompt]
+            fields["prompt_logprobs"] = prompt_logprobs(self._names, prompt_ids, entries, body.prompt_logprobs)
+        if body.return_token_ids:
+            fields |= {"prompt_token_ids": prompt_ids, "token_ids": ids}
+        return fields
 
     def _best_choices(self, generation: Generation) -> list[int]:
         """The samples to return. If ``best_of`` is larger than ``n``: of each prompt the ``n`` with the highest total
@@ -75,14 +113,21 @@ class CompletionJob(Job):
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
         end = ChunkEnd(generation, self._body.include_usage, self._body.continuous_usage)
-        chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b}]%b'
-        logprob_builders = self._logprob_builders(generation)
+        chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b'
+        logprob_builders, begun = self._logprob_builders(generation), set[int]()
         async for choice, delta in self._deltas(generation):
             logprobs = b"null"
             if logprob_builders and delta.token_ids:
                 logprobs = to_json(logprob_builders[choice].add(delta.token_ids, delta.logprobs or []))
-            if delta.text or logprobs != b"null" or delta.finish_reason is not None:
-                yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason), end())
+            ids = b""
+            if self._body.return_token_ids:
+                ids = b',"token_ids":' + to_json(self._answer_ids(generation, choice, delta, choice not in begun))
+                if choice not in begun:
+                    prompt_ids = generation.streams[choice // generation.n].prompt_token_ids
+                    ids += b',"prompt_token_ids":' + to_json(prompt_ids)
+                begun.add(choice)
+            if delta.text or logprobs != b"null" or ids or delta.finish_reason is not None:
+                yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason), ids, end())
         if self._body.include_usage:
             yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
         yield DONE
@@ -92,5 +137,4 @@ class CompletionJob(Job):
         count = self._body.num_logprobs()
         if count is None:
             return []
-        names = TokenNames(self._tokenizer)
-        return [CompletionLogprobs(names, self._tokenizer, count) for _ in range(generation.choices)]
+        return [CompletionLogprobs(self._names, self._tokenizer, count) for _ in range(generation.choices)]

@@ -18,13 +18,12 @@ async def with_echo(
 
     Only sample 0 of a prompt has the prompt's log-probabilities: deltas of the other samples wait for them.
     """
-    entries: list[list[dict[int, float] | None]] = [[] for _ in generation.streams]
+    entries = generation.prompt_logprobs
     held: dict[int, Delta] = {}
     begun: set[int] = set()
     async for choice, delta in generation:
         prompt = choice // generation.n
         stream = generation.streams[prompt]
-        entries[prompt] += delta.prompt_logprobs or []
         if choice in held:
             held[choice].merge(delta)
         else:

@@ -72,6 +72,7 @@ class Generation:
         finish_reasons: by choice; only choices that have ended.
         completion_tokens: tokens sampled so far, over all choices.
         cumulative_logprobs: by choice, the sum of the sampled tokens' log-probabilities, if they were requested.
+        prompt_logprobs: by prompt, the entries of its tokens so far, if they were requested; None for the first token.
         prompt_only: only the prompt was requested; sampled tokens are neither returned nor counted.
     """
 
@@ -81,6 +82,7 @@ class Generation:
         self.finish_reasons: dict[int, str] = {}
         self.completion_tokens = 0
         self.cumulative_logprobs = [0.0] * (len(streams) * n)
+        self.prompt_logprobs: list[list[dict[int, float] | None]] = [[] for _ in streams]
         self.prompt_only = False
         self._running = running
         self._cached: dict[int, int] = {}
@@ -150,6 +152,8 @@ class Generation:
         if delta.token_ids:
             self.completion_tokens += len(delta.token_ids)
             self._meter.tokens(choice, len(delta.token_ids))
+        # Only sample 0 has them.
+        self.prompt_logprobs[prompt] += delta.prompt_logprobs or ()
         # The first entry at a position is the token that was sampled.
         self.cumulative_logprobs[choice] += sum(next(iter(entry.values())) for entry in delta.logprobs or ())
         self._cached[choice] = max(self._cached.get(choice, 0), delta.num_cached_tokens)

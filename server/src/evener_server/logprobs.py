@@ -12,10 +12,10 @@ _LOWEST = -9999.0
 
 
 class TokenNames:
-    """How tokens are written in responses. ``tokenizer`` None: as their ids."""
+    """How tokens are written in responses. ``tokenizer`` None, or ``as_ids``: as their ids."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
 
     def bytes(self, token_id: int) -> bytes | None:
         """The token's bytes; None without a tokenizer."""
@@ -24,7 +24,7 @@ class TokenNames:
     def name(self, token_id: int, prefix: str = "") -> str:
         """The token's text; part of a character is written ``<prefix>\\xe2\\x80``, so that different parts differ."""
         raw = self.bytes(token_id)
-        if raw is None:
+        if raw is None or self._as_ids:
             return f"token_id:{token_id}"
         try:
             return raw.decode("utf-8")
@@ -54,6 +54,26 @@ def chat_logprobs(
     ]
 
 
+def prompt_logprobs(
+    names: TokenNames, ids: Iterable[int], entries: Iterable[dict[int, float] | None], count: int
+) -> list[dict[int, dict[str, Any]] | None]:
+    """vLLM's ``prompt_logprobs``: for each token of a prompt an object by token id, with its own and the ``count``
+    likeliest; None for the first. ``rank`` counts from 1; None: behind those that are known."""
+    return [
+        None if entry is None else _prompt_entry(names, token_id, entry, count)
+        for token_id, entry in zip(ids, entries, strict=True)
+    ]
+
+
+def _prompt_entry(names: TokenNames, token_id: int, entry: dict[int, float], count: int) -> dict[int, dict[str, Any]]:
+    # With the token itself there are up to count + 1 entries, of which the last has an unknown place.
+    places = {other: place for place, (other, _) in enumerate(ranked(entry, count), 1)}
+    shown = dict.fromkeys([token_id, *places])
+    return {
+        i: {"logprob": max(entry[i], _LOWEST), "rank": places.get(i), "decoded_token": names.name(i)} for i in shown
+    }
+
+
 class CompletionLogprobs:
     """The ``logprobs`` of one choice of a completion, which grow as tokens come.
 
@@ -72,9 +92,8 @@ class CompletionLogprobs:
         """The lists for the next tokens only. ``entries`` is empty for the prompt's first token."""
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(ids, entries, strict=True):
-            top = dict(ranked(entry, self._count))
-            if entry:
-                top.setdefault(token_id, max(entry[token_id], _LOWEST))
+            # The token itself comes first, as in vLLM's answers.
+            top = {token_id: max(entry[token_id], _LOWEST)} | dict(ranked(entry, self._count)) if entry else {}
             out["tokens"].append(self._name(token_id))
             out["token_logprobs"].append(top.get(token_id))
             out["top_logprobs"].append({self._name(i): value for i, value in top.items()} or None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -157,6 +157,16 @@ class GenerationBody(Body):
     #: Seconds that the whole request may take, waiting included.
     max_time: Annotated[float | None, Field(gt=0)] = None
 
+    #: Tokens that are left of a longer prompt; -1: as many as fit.
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=_INT32)] = None
+    #: What is cut off. Default: left, so that the prompt's end is left.
+    truncation_side: Literal["left", "right"] | None = None
+    #: Default: true for a text, false for a conversation, whose template has them.
+    add_special_tokens: bool | None = None
+    #: Default: true.
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # Earlier names of the same.
@@ -171,12 +181,8 @@ class GenerationBody(Body):
     bad_words: Annotated[Any, allowed_values([])] = None
     allowed_token_ids: Annotated[Any, allowed_values([])] = None
     logits_processors: Annotated[Any, allowed_values([])] = None
-    truncate_prompt_tokens: Annotated[Any, allowed_values()] = None
     prompt_embeds: Annotated[Any, allowed_values()] = None
-    add_special_tokens: Annotated[Any, allowed_values()] = None
-    skip_special_tokens: Annotated[Any, allowed_values(True)] = None
     spaces_between_special_tokens: Annotated[Any, allowed_values(True)] = None
-    include_stop_str_in_output: Annotated[Any, allowed_values(False)] = None
     logprob_token_ids: Annotated[Any, allowed_values([])] = None
     return_token_ids: Annotated[Any, allowed_values(False)] = None
     return_tokens_as_token_ids: Annotated[Any, allowed_values(False)] = None
@@ -211,6 +217,11 @@ class GenerationBody(Body):
         """As ``num_logprobs``, for the prompt's tokens."""
         return None
 
+    @property
+    def own_prompt_tokens(self) -> bool:
+        """Whether the prompt is tokenized otherwise than by default, or cut."""
+        return self.truncate_prompt_tokens is not None or self.add_special_tokens is not None
+
     def without_effect(self) -> list[str]:
         """Paths of fields that were sent and that change nothing."""
         return []
@@ -227,6 +238,8 @@ class GenerationBody(Body):
         """
         if self.stop_with_eos is not None and self.ignore_eos is not None and self.stop_with_eos == self.ignore_eos:
             raise RequestError("stop_with_eos and ignore_eos contradict each other; send one of them", "ignore_eos")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens is 0; send 1 or more, or -1", "truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for stream=true only; leave it out", "stream_options")
         if self.min_tokens and self.grammar() is not None:
@@ -287,11 +300,33 @@ class GenerationBody(Body):
             prompt_logprobs=self.num_prompt_logprobs(),
             max_time=self.max_time,
             detokenize=detokenize,
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
             grammar=self.grammar(),
         )
 
 
-class ChatBody(GenerationBody):
+class TokenOutputs(GenerationBody):
+    """What chats and completions can say of tokens, besides log-probabilities: fields of vLLM's API."""
+
+    #: The ids of the prompt's and the answer's tokens.
+    return_token_ids: bool | None = None
+    #: Log-probabilities name tokens by their ids.
+    return_tokens_as_token_ids: bool | None = None
+    #: Likeliest tokens to return at each position of the prompt, besides the prompt's own.
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    def check(self) -> None:
+        super().check()
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs is not streamed: send stream=false, or leave it out"
+            raise RequestError(message, "prompt_logprobs")
+
+
+class ChatBody(TokenOutputs):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -314,8 +349,8 @@ class ChatBody(GenerationBody):
     audio: Annotated[Any, allowed_values()] = None
     web_search_options: Annotated[Any, allowed_values()] = None
     chat_template: Annotated[Any, allowed_values()] = None
-    echo: Annotated[Any, allowed_values(False)] = None
-    prompt_logprobs: Annotated[Any, allowed_values(hint="; completions have them: echo=true with logprobs")] = None
+    #: Begin the answer with the last message, if the assistant wrote it.
+    echo: bool | None = None
     #: Variables for the chat template, such as ``{"enable_thinking": false}``.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -356,7 +391,7 @@ class ChatBody(GenerationBody):
         }
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(TokenOutputs):
     """POST /v1/completions."""
 
     #: Always a list of prompts here, each a text or a list of ids.
@@ -369,8 +404,8 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     #: Samples to draw, of which the ``n`` likeliest are returned.
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
-    suffix: Annotated[Any, allowed_values("")] = None
-    prompt_logprobs: Annotated[Any, allowed_values(hint="; send echo=true with logprobs")] = None
+    #: The text after the gap that the answer fills.
+    suffix: str | None = None
 
     @property
     def samples(self) -> int:
@@ -384,10 +419,13 @@ class CompletionBody(GenerationBody):
         return 1 if self.max_tokens == 0 else self.max_tokens
 
     def num_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in asked if count is not None), default=None)
 
     def check(self) -> None:
         super().check()
+        if self.suffix and self.echo:
+            raise RequestError("echo cannot be used with suffix: the prompt is two texts; leave it out", "echo")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens is 0, which is only allowed with echo=true; send 1 or more", "max_tokens")
         if self.samples < self.choices:

@@ -18,6 +18,7 @@ from evener_server.grammar_check import GrammarChecks
 from evener_server.metrics import Metrics
 from evener_server.options import ServerOptions
 from evener_server.parsers import Parsers
+from evener_server.prompt_tokens import PromptTokens
 from evener_server.protocol import GenerationBody
 
 
@@ -30,6 +31,7 @@ class Service:
         options: keys of the server itself.
         parsers: readers of tool calls and reasoning.
         grammars: verdicts on the grammars of requests.
+        prompts: token ids of texts and conversations.
         metrics: counters and histograms.
         running: the running generations.
         version: version of this package.
@@ -41,6 +43,7 @@ class Service:
         self.options = options or ServerOptions()
         self.parsers = Parsers(self.options)
         self.grammars = GrammarChecks()
+        self.prompts = PromptTokens(llm)
         self.metrics = Metrics()
         self.running = RunningGenerations(llm, self.metrics)
         self.version = version("evener-server")
@@ -76,7 +79,7 @@ class Service:
         """Raises:
         ApiError: 404, ``name`` is another model.
         """
-        if name != self.model_name:
+        if name not in (self.model_name, *self.options.aliases):
             shown = name if len(name) <= 200 else name[:200] + "…"
             raise ApiError(
                 404,

@@ -13,14 +13,14 @@ from evener_server.service import Service
 from evener_server.vllm_metrics import VllmFamilies
 
 
-def model_card(service: Service) -> dict[str, Any]:
-    """The model as ``/v1/models`` shows it.
+def model_card(service: Service, name: str | None = None) -> dict[str, Any]:
+    """The model as ``/v1/models`` shows it under ``name``; default: its own name.
 
     Raises:
         ApiError: 503, the engine is not ready yet.
     """
     return {
-        "id": service.model_name,
+        "id": name or service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "evener",
@@ -32,7 +32,8 @@ def model_card(service: Service) -> dict[str, Any]:
 
 def model_list(service: Service) -> dict[str, Any]:
     """``GET /v1/models``."""
-    return {"object": "list", "data": [model_card(service)]}
+    names = (service.model_name, *service.options.aliases)
+    return {"object": "list", "data": [model_card(service, name) for name in names]}
 
 
 def not_ready_reason(llm: AsyncLLM) -> str | None:

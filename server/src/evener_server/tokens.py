@@ -9,9 +9,6 @@ from pydantic import Field
 
 from evener.contracts.media import MediaPrompt
 from evener.errors import ContextLengthError, RequestError
-from evener.frontend.tokenizer import Tokenizer
-from evener_server.images import decode_images
-from evener_server.logprobs import TokenNames
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody
 from evener_server.service import Service
 from evener_server.streaming import to_json
@@ -45,10 +42,10 @@ class DetokenizeBody(GenerationBody):
 
 
 class TokenService:
-    """Tokenizes for clients, one request at a time: whoever asks much does not hold up those who generate."""
+    """What ``/tokenize`` and ``/detokenize`` answer."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._turn = service, asyncio.Semaphore(1)
+        self._service = service
 
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> bytes:
         """The tokens of a text or a conversation.
@@ -56,20 +53,15 @@ class TokenService:
         Raises:
             RequestError: there is no tokenizer, the text is too long, or the template refuses the messages.
         """
-        tokenizer = self._tokenizer()
+        prompts = self._service.prompts
         if isinstance(body, TokenizeChat):
             ids = await self.chat_ids(body, bool(body.add_special_tokens))
         elif len(body.prompt) != 1 or not isinstance(body.prompt[0], str):
             raise RequestError("prompt must be one text: send one request for each", "prompt")
         else:
-            ids = await self._ids(body.prompt[0], body.add_special_tokens is not False, "prompt")
-        names = TokenNames(tokenizer)
-        return to_json(
-            {
-                "count": len(ids), "max_model_len": self._service.max_model_len, "tokens": ids,
-                "token_strs": [names.name(token) for token in ids] if body.return_token_strs else None,
-            }
-        )  # fmt: skip
+            ids = await prompts.text(body.prompt[0], body.add_special_tokens is not False, "prompt")
+        entries = [prompts.tokenizer.token(token) for token in ids] if body.return_token_strs else None
+        return to_json({"count": len(ids), "max_model_len": prompts.context, "tokens": ids, "token_strs": entries})
 
     async def chat_ids(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a conversation.
@@ -77,20 +69,8 @@ class TokenService:
         Raises:
             RequestError: as ``tokenize``.
         """
-        self._tokenizer()
-        service, chat = self._service, self._service.llm.chat
-        assert chat is not None, "it is ready together with the tokenizer"
-        messages = [message.plain() for message in body.messages]
-
-        def render() -> str | MediaPrompt:
-            read = decode_images(messages) if service.info.encoders else messages
-            return chat.prompt(read, **body.template())
-
-        async with self._turn:
-            prompt = await asyncio.to_thread(render)
-        if isinstance(prompt, MediaPrompt):
-            return prompt.ids
-        return await self._ids(prompt, add_special_tokens, "messages")
+        prompt = await self._service.prompts.conversation(body, add_special_tokens)
+        return prompt.ids if isinstance(prompt, MediaPrompt) else prompt
 
     async def detokenize(self, body: DetokenizeBody) -> bytes:
         """The text of tokens, special ones included.
@@ -98,35 +78,15 @@ class TokenService:
         Raises:
             RequestError: there is no tokenizer, or an id is not in the vocabulary.
         """
-        tokenizer, size, limit = self._tokenizer(), self._service.info.vocab_size, self._service.max_model_len
+        tokenizer, limit = self._service.prompts.tokenizer, self._service.max_model_len
+        size = self._service.info.vocab_size
         if len(body.tokens) > limit:
             raise ContextLengthError(f"tokens has {len(body.tokens)} ids, more than the context of {limit}", "tokens")
         wrong = [token for token in body.tokens if token >= size]
         if wrong:
             raise RequestError(f"tokens has {wrong[0]}: ids are integers from 0 to {size - 1}", "tokens")
-        async with self._turn:
-            text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
         return to_json({"prompt": text})
-
-    def _tokenizer(self) -> Tokenizer:
-        if self._service.llm.tokenizer is None:
-            raise RequestError("the model folder has no tokenizer: start the server with tokenizer=FOLDER", None)
-        return self._service.llm.tokenizer
-
-    async def _ids(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        tokenizer, limit = self._tokenizer(), self._service.max_model_len
-
-        def encode() -> list[int]:
-            # Before the whole text is tokenized, which cannot be interrupted.
-            if tokenizer.exceeds(text, limit):
-                raise ContextLengthError(
-                    f"the text of {len(text)} characters is longer than the context of {limit} tokens: shorten it",
-                    param,
-                )
-            return tokenizer.encode(text, add_special_tokens)
-
-        async with self._turn:
-            return await asyncio.to_thread(encode)
 
 
 def tokenize_body(value: dict[str, Any]) -> type[TokenizeText] | type[TokenizeChat]:

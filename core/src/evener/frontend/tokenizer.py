@@ -212,8 +212,11 @@ class Tokenizer:
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if self._rule is None:
             return WindowDetokenizer(self._vocabulary.decode, lambda i: i not in skipped)
-        lookup = self._text_bytes if skip_special_tokens else self.token_bytes
-        return ByteDetokenizer(lookup, self._rule.strip_first_space)
+        return ByteDetokenizer(lambda i: b"" if i in skipped else self.token_bytes(i), self._rule.strip_first_space)
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it, such as ``Ġis``; None for an unknown id."""
+        return self._vocabulary.token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, special or not; empty for an unknown id. They may be part of a character."""
@@ -228,9 +231,6 @@ class Tokenizer:
                 found = self._rule.to_bytes(spelling)
             self._bytes[token_id] = found
         return found
-
-    def _text_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self.token_bytes(token_id)
 
 
 def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str | list[str]]:

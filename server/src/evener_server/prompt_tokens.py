@@ -1,0 +1,112 @@
+"""Token ids of texts and conversations, made by the server itself: to show or count them, or to cut a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from dataclasses import replace
+
+from evener.async_llm import AsyncLLM
+from evener.contracts.media import MediaPrompt
+from evener.errors import ContextLengthError, RequestError
+from evener.frontend.tokenizer import Tokenizer
+from evener.sampling_params import SamplingParams
+from evener_server.fill_in_middle import GapMarks, spelling_of
+from evener_server.images import decode_images
+from evener_server.protocol import ChatBody, GenerationBody
+
+
+class PromptTokens:
+    """Tokenizes, one text at a time: whoever asks much does not hold up those who generate."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm, self._turn = llm, asyncio.Semaphore(1)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RequestError: it has none.
+        """
+        if self._llm.tokenizer is None:
+            raise RequestError("the model folder has no tokenizer: start the server with tokenizer=FOLDER", None)
+        return self._llm.tokenizer
+
+    @functools.cached_property
+    def gap_marks(self) -> GapMarks | None:
+        """The model's marks around a gap to be filled; None: it has none, or no tokenizer."""
+        return None if self._llm.tokenizer is None else spelling_of(self._llm.tokenizer)
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        assert self._llm.info is not None, "the server is ready"
+        return self._llm.info.max_model_len
+
+    async def text(self, text: str, add_special_tokens: bool, param: str, *, any_length: bool = False) -> list[int]:
+        """The token ids of ``text``. ``any_length``: the caller cuts them (the limit of bytes still holds).
+
+        Raises:
+            RequestError: there is no tokenizer, or the text is longer than the context; ``param`` is its field.
+        """
+        tokenizer, limit = self.tokenizer, self.context
+
+        def encode() -> list[int]:
+            # Before the whole text is tokenized, which cannot be interrupted.
+            if not any_length and tokenizer.exceeds(text, limit):
+                raise ContextLengthError(
+                    f"the text of {len(text)} characters is longer than the context of {limit} tokens: shorten it",
+                    param,
+                )
+            return tokenizer.encode(text, add_special_tokens)
+
+        async with self._turn:
+            return await asyncio.to_thread(encode)
+
+    async def conversation(
+        self, body: ChatBody, add_special_tokens: bool = False, *, any_length: bool = False
+    ) -> list[int] | MediaPrompt:
+        """The token ids of a conversation; with images, these too.
+
+        Raises:
+            RequestError: as ``text``, or the template refuses the messages.
+        """
+        _, chat, info = self.tokenizer, self._llm.chat, self._llm.info
+        assert chat is not None and info is not None, "they are ready together with the tokenizer"
+        messages = [message.plain() for message in body.messages]
+
+        def render() -> str | MediaPrompt:
+            read = decode_images(messages) if info.encoders else messages
+            return chat.prompt(read, **body.template())
+
+        async with self._turn:
+            prompt = await asyncio.to_thread(render)
+        if isinstance(prompt, MediaPrompt):
+            return prompt
+        return await self.text(prompt, add_special_tokens, "messages", any_length=any_length)
+
+    def cut(self, ids: list[int], body: GenerationBody) -> list[int]:
+        """The part of a prompt that ``truncate_prompt_tokens`` leaves: its end, or with ``truncation_side="right"`` its
+        beginning. -1 leaves what fits the context together with ``max_tokens``.
+
+        Raises:
+            RequestError: more tokens are to be left than the context has.
+        """
+        left = body.truncate_prompt_tokens
+        if left is None:
+            return ids
+        if left > self.context:
+            param, why = "truncate_prompt_tokens", f"more than the context of {self.context} tokens"
+            raise RequestError(f"{param} is {left}, {why}; send less, or -1", param)
+        if left == -1:
+            left = max(self.context - (body.requested_max_tokens() or 1), 1)
+        return ids[:left] if body.truncation_side == "right" else ids[-left:]
+
+
+def left_of(params: SamplingParams, began: float) -> SamplingParams:
+    """``params`` with the rest of ``max_time``, which began at ``began`` (of ``time.monotonic``)."""
+    if params.max_time is None:
+        return params
+    return replace(params, max_time=max(params.max_time - (time.monotonic() - began), 1e-3))
