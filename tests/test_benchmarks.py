@@ -17,6 +17,7 @@ from typing import Any
 import gpu_check
 import offline
 import pytest
+import quantized_checkpoint
 import sanitize
 import serving
 from arrivals import offsets
@@ -455,3 +456,19 @@ def test_a_machine_without_the_checker_is_told_where_it_comes_from(
     monkeypatch.setattr(sanitize, "find_tool", lambda: None)
     assert sanitize.main([]) == 2
     assert "comes with the CUDA toolkit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", quantized_checkpoint.QUANTIZATION)
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_a_written_folder_of_8_bit_weights_is_read_as_it_is_stored(model: str, form: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    small = {"intermediate_size": 384, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    known = {name: size for name, size in {**sizes, **small}.items() if name in CONFIGS[model]}
+    folder = quantized_checkpoint.write(model, form, tmp_path, num_hidden_layers=2, **known)
+    options = ["--backend", "cpu", "infer.max_seq_len=64", "infer.kv_memory=8MiB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "evener", "explain", str(folder), *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    layouts = next(line for line in done.stdout.splitlines() if line.startswith("packings:"))
+    assert "cpu.stored" in layouts and "it fits" in done.stdout, layouts

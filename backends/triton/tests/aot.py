@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,24 +31,25 @@ from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import Family, families
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import grouped, scores, sort
-from evener_kernels_triton.linear import few_tokens_linear, gemv
+from evener_kernels_triton.linear import dequantized_linear, few_tokens_linear, gemv
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
 from evener_kernels_triton.sampling import choose, sample_filtered
-from evener_kernels_triton.tuning import Tuning
+from evener_kernels_triton.stored import Form, StoredMatrix
+from evener_kernels_triton.tuning import MAX_OWN_TOKENS_STORED, Tuning
 
 META = torch.device("meta")
 #: Of the kit's families with latent state, those whose blocks these kernels compute.
 LATENT = ("latent", "latent queries")
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 #: What such a device says of itself: units, shared memory, bfloat16, and what else it can.
 FACTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
-    "cuda:75": (40, 64 << 10, False, ()), "cuda:80": (108, 163 << 10, True, ()),
-    "cuda:90": (132, 227 << 10, True, ("overlap", "fp8", "warpgroups")),
-    "cuda:100": (148, 227 << 10, True, ("overlap", "fp8")), "hip": (104, 64 << 10, True, ()),
+    "cuda:75": (40, 64 << 10, False, ()), "cuda:80": (108, 163 << 10, True, ("ptx",)),
+    "cuda:90": (132, 227 << 10, True, ("overlap", "ptx", "fp8", "warpgroups")),
+    "cuda:100": (148, 227 << 10, True, ("overlap", "ptx", "fp8")), "hip": (104, 64 << 10, True, ()),
 }  # fmt: skip
 
 
@@ -96,15 +98,19 @@ def record(target: str) -> Recorder:
     large = Family("large", AttentionConfig(heads=32, kv_heads=8, head_dim=128, rotary=RotaryConfig(128), qk_norm=True),
                    MLPConfig(inner=192))  # fmt: skip
     many = Family("many experts", large.attention, MoEConfig(experts=128, top=8, inner=768))
-    noise = torch.randn(64, 96)
+    noise, wide = torch.randn(64, 96), torch.randn(64, 256)
     small = [family for family in families() if family.hidden == noise.shape[1]]
     served = [f for f in small if f.calls("attention_block") or f.calls("moe_block") or f.name in LATENT]
-    for family in (large, many, *_large_latent(states[1], device, dtype), *served):
+    stored = [
+        replace(family, name=f"{family.name}, {storage}", storage=storage, hidden=256)
+        for family, storage in ((large, "e4m3 by row"), (many, "e4m3 by block"))
+    ]
+    for family in (large, many, *stored, *_large_latent(states[1], device, dtype), *served):
         latent = isinstance(family.attention, LatentConfig)
         model = TinyModel(device, dtype, family, kernels, states[latent], BUILTIN)
         with torch.inference_mode():
             for counts, before in (((1, 1), (3, 9)), ((1,), (5,)), ((33, 30), (0, 0))):
-                model.step(noise[: sum(counts)], before, counts)
+                model.step((wide if family.storage else noise)[: sum(counts)], before, counts)
     tuning = Tuning.of(device.capabilities)
     for tokens in (1, 4, 16, 64):
         for rows, columns in ((6144, 4096), (24576, 4096), (4096, 12288), (1024, 3072)):
@@ -114,6 +120,7 @@ def record(target: str) -> Recorder:
             if tokens == 1:
                 gemv(tuning, x, w, x.dtype, activation="silu")
     _experts(tuning, getattr(torch, dtype))
+    _stored(tuning, getattr(torch, dtype))
     logits = torch.empty(4, 151936, device=META)
     ints = torch.empty(4, dtype=torch.int32, device=META)
     choose(tuning, logits)
@@ -164,6 +171,29 @@ def _experts(tuning: Tuning, kind: torch.dtype) -> None:
             )
             down_output = torch.empty(slots.numel(), down_weight[1], dtype=kind, device=META)
             grouped(tuning, inside, torch.empty(down_weight, dtype=kind, device=META), down_output, work, share=False)
+
+
+def _stored(tuning: Tuning, kind: torch.dtype) -> None:
+    """Products with weights of one byte an element, of large models."""
+    for name, high, wide in (("e4m3", 128, 128), ("e5m2", 1, 0), ("int8", 1, 0)):
+        element, form = torch.int8 if name == "int8" else torch.uint8, Form(name, high, wide)
+
+        def matrix(*shape: int, element: torch.dtype = element, form: Form = form) -> StoredMatrix:
+            blocks = -(-shape[-1] // form.wide) if form.wide else 1
+            scales = torch.empty(*shape[:-2], -(-shape[-2] // form.high), blocks, device=META)
+            return StoredMatrix(torch.empty(shape, dtype=element, device=META), scales, form)
+
+        for tokens in (1, 64, 256, 1024):
+            product = few_tokens_linear if tokens <= MAX_OWN_TOKENS_STORED else dequantized_linear
+            product(tuning, kind, torch.empty(tokens, 12288, dtype=kind, device=META), matrix(4096, 12288))
+        for tokens in (2, 1024):
+            slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
+            x = torch.empty(tokens, 2048, dtype=kind, device=META)
+            inside = torch.empty(slots.numel(), 768, dtype=kind, device=META)
+            work = sort(tuning, slots, 128, tokens)
+            grouped(tuning, x, matrix(128, 1536, 2048), inside, work, share=True, activation="silu")
+            grouped(tuning, inside, matrix(128, 2048, 768), torch.empty(slots.numel(), 2048, device=META), work,
+                    share=False)  # fmt: skip
 
 
 def _large_latent(provider: Any, device: HostDevice, dtype: str) -> tuple[Family, ...]:

@@ -27,6 +27,7 @@ from evener_kernels_triton.experts import Choice, route, scores, sort
 from evener_kernels_triton.latent_state import LatentState
 from evener_kernels_triton.linear import gemv, skinny
 from evener_kernels_triton.sampling import sample_filtered
+from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import MAX_OWN_TOKENS_FEW_ROWS, Tuning
 
 DTYPES = ("float32", "bfloat16")
@@ -44,7 +45,9 @@ def tiny_tensors(one_thread: None) -> None:
 def primitives() -> list[Any]:
     """Those that search and that list make many passes, which the interpreter takes its time for."""
     slow = {"sample": [pytest.mark.slow], "logprobs": [pytest.mark.slow]}
-    return [pytest.param(k, id=k.name, marks=slow.get(k.op, [])) for k in host_kernels(composite=False)]
+    # Stored elements have tests of their own (test_triton_stored.py): the ops' cases are plain.
+    plain = [k for k in host_kernels(composite=False) if k.packings != (STORED,)]
+    return [pytest.param(k, id=k.name, marks=slow.get(k.op, [])) for k in plain]
 
 
 @pytest.mark.parametrize("kernel", primitives())
@@ -87,6 +90,19 @@ def test_a_composite_agrees_with_its_expansion(kernel: Any, monkeypatch: pytest.
         results += check_composite(kernel, every, HostDevice(0), host_states(), linears, (dtype,), kinds=kinds)
     assert not [str(r) for r in results if r.outcome == "failed"]
     assert "float32" in {r.dtype for r in results if r.outcome == "passed"}
+
+
+@pytest.mark.parametrize("op", ["attention_block", "mlp_block", "moe_block"])
+def test_a_block_with_stored_weights_agrees_with_its_expansion(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token, which takes paths of its own, and a few."""
+    (kernel,) = (k for k in host_kernels(composite=True) if k.op == op)
+    linears = [k for k in host_kernels(composite=False) if k.op in ("linear", "grouped_linear")]
+    kinds = ("int8 quantized expert", "float8 quantized expert") if op == "moe_block" else ("float8 quantized",)
+    monkeypatch.setattr(family_list, "STEPS", ((3, 1), (1,), (1,)))
+    every = list(schemas().values())
+    results = check_composite(kernel, every, HostDevice(0), host_states(), linears, ("float32",), kinds=kinds)
+    assert not [str(r) for r in results if r.outcome == "failed"]
+    assert sum(r.outcome == "passed" for r in results) >= len(kinds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

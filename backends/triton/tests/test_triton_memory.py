@@ -55,7 +55,7 @@ def packed(*shape: int) -> PackedWeight:
 
 def declared(weight: PackedWeight) -> Any:
     *experts, rows, columns = weight.shape
-    return SimpleNamespace(rows=rows, columns=columns, experts=experts[0] if experts else 0)
+    return SimpleNamespace(rows=rows, columns=columns, layout="plain", experts=experts[0] if experts else 0)
 
 
 def attention(tuning: Tuning, tokens: int) -> tuple[dict[str, Any], AttentionWeights, Any, Any]:

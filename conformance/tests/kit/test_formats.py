@@ -10,13 +10,29 @@ import pytest
 import torch
 
 from evener.contracts.ops import STATIC_DEFAULTS, Kernel, OpCall, OpFunction
-from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, Packing, QuantFormat, QuantScheme, WeightPart
+from evener.contracts.quant import (
+    BLOCKS,
+    DTYPE_BYTES,
+    MXFP4,
+    PackedWeight,
+    Packing,
+    QuantFormat,
+    QuantScheme,
+    WeightPart,
+)
 from evener.errors import CheckpointError
 from evener.loading.scheme import Unquantized
 from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN, PRIMITIVES
-from evener_conformance.kit.cases.blocks import STORAGES, is_known_format, random_part, reference_dequantize
+from evener_conformance.kit.cases.blocks import (
+    SCALED,
+    STORAGES,
+    format_of,
+    is_known_format,
+    random_part,
+    reference_dequantize,
+)
 from evener_conformance.kit.checklist import ReferenceKernel
 from evener_conformance.kit.composites import check_composite
 from evener_conformance.kit.formats import kernel_results, scheme_results
@@ -30,19 +46,28 @@ FEW = ("float32", "q8_0", "q4_1")
 CHECK = Check("formats", "linear", "mine", lambda: ())
 
 
+def stored_bytes(part: WeightPart) -> int:
+    """Bytes of a part's tensors, from its format alone."""
+    form = part.format
+    if form not in SCALED.values():
+        return form.nbytes(part.rows, part.columns)
+    groups = -(-part.rows // form.group_out) * -(-part.columns // (form.group or part.columns))
+    return part.rows * part.columns + int(DTYPE_BYTES[str(form.scale)]) * (1 if form.group == -1 else groups)
+
+
 class Stored(Packing):
     """Weights in blocks, kept as they are; ``spoil`` changes the result of ``pack``."""
 
     layout = "stored"
 
     def __init__(self, spoil: Callable[[PackedWeight], PackedWeight] = lambda p: p, of: Sequence[str] = ()) -> None:
-        self._spoil, self._of = spoil, of or ("float32", *STORAGES)
+        self._spoil, self._of = spoil, of or ("float32", *(format_of(storage).storage for storage in STORAGES))
 
     def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
         return None if all(p.format.storage in self._of for p in parts) else "of no use here"
 
     def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
-        return sum(p.format.nbytes(p.rows, p.columns) for p in parts)
+        return sum(map(stored_bytes, parts))
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         shape = sum(p.rows for p in parts), parts[0].columns
@@ -348,11 +373,11 @@ def test_a_refused_cut_must_name_the_group_size(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_random_parts_of_every_block_format_have_rows_of_about_unit_norm() -> None:
-    assert set(STORAGES) == {*BLOCKS, MXFP4.storage}
+    assert set(STORAGES) == {*BLOCKS, MXFP4.storage, *SCALED}
     for storage in STORAGES:
         part = random_part(storage, 4, 512, torch.Generator().manual_seed(1))
         assert is_known_format(part) and 0.5 < float(reference_dequantize(part).norm(dim=1).mean()) < 2
-        assert part.format.nbytes(4, 512) == sum(t.nbytes for t in part.tensors.values())
+        assert stored_bytes(part) == sum(t.nbytes for t in part.tensors.values())
 
 
 def test_a_plain_packing_is_right() -> None:

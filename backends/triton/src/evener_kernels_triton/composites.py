@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,33 +16,22 @@ from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel, rotation_refusal
-from evener_kernels_triton.linear import few_tokens_linear, gemv, library_linear, partial_sums, persistent_gemv
+from evener_kernels_triton.linear import gemv, is_stored, persistent_gemv, product_bytes, project_rows
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
+from evener_kernels_triton.stored import STORED, Matrix
 from evener_kernels_triton.tuning import Tuning, power_of_two
-from evener_kernels_triton.variants import combined, products
-
-Project = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
-
-
-def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype, rows: int) -> Project:
-    """The linear function for a token bucket and a weight of ``rows`` rows."""
-    return (
-        partial(few_tokens_linear, tuning, out)
-        if tuning.uses_own_product(call.bucket.high, rows)
-        else partial(library_linear, out)
-    )
-
+from evener_kernels_triton.variants import combined, products, stored_products
 
 Enter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def enter_rows(tuning: Tuning, call: OpCall, rows: int, activation: str = "") -> Enter:
-    """(Add,) norm and projection to ``rows``, with an optional activation; returns those rows and the float32
+def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: str = "") -> Enter:
+    """(Add,) norm and projection with ``weight``, with an optional activation; returns its rows and the float32
     stream."""
     s = cast(NormStatic, call.static)
     eps, offset, dtype = s["eps"], s["offset"], getattr(torch, s["dtype"])
-    project = project_rows(tuning, call, dtype, rows)
+    project = project_rows(tuning, call, dtype, weight)
 
     def one(
         x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
@@ -63,39 +51,42 @@ def enter_rows(tuning: Tuning, call: OpCall, rows: int, activation: str = "") ->
         return y, total
 
     def some(
-        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: Matrix, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
         after = x.float() if total is None else total
-        if activation and call.bucket.high == 1:  # measured: for more tokens, gate and up rows in one tile are slower
+        # Measured: for more tokens, gate and up rows in one tile are slower.
+        if activation and call.bucket.high == 1 and isinstance(w, torch.Tensor):
             return gemv(tuning, y, w, dtype, bias=bias, activation=activation), after
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), after
 
     halves = 2 if activation else 1
-    fits = tuning.persistent_gemv(rows // halves, s["hidden"], halves) is not None
+    fits = tuning.persistent_gemv(weight.rows // halves, s["hidden"], halves) is not None and not is_stored(weight)
     return one if call.bucket.high == 1 and fits else some
 
 
 class _Composite(TritonKernel):
     """Base of the kernels below."""
 
-    packings = (PLAIN,)
+    packings = (PLAIN, STORED)
     priority = 100
 
-    def _entry(self, call: OpCall, rows: int, activation: str = "") -> Sequence[Variant]:
+    def _entry(self, call: OpCall, weight: LinearWeight, activation: str = "") -> Sequence[Variant]:
         """Variants of ``enter_rows``."""
-        return products(self.tuning, call, rows, call.static["hidden"], 2 if activation else 1)
+        if is_stored(weight):
+            return stored_products(self.tuning, call, weight.rows, weight.columns)
+        return products(self.tuning, call, weight.rows, call.static["hidden"], 2 if activation else 1)
 
     def _exit(self, call: OpCall, weight: LinearWeight) -> Sequence[Variant]:
         """Variants of ``project_rows`` with ``weight``."""
-        return products(self.tuning, call, weight.rows, weight.columns)
+        return (stored_products if is_stored(weight) else products)(self.tuning, call, weight.rows, weight.columns)
 
     def _held(self, call: OpCall, width: int, **weights: LinearWeight) -> int:
         """Bytes of ``width`` numbers for each token, and of the largest partial sums of its products."""
         tuning, size = self.tuning.with_changes(call.variant), getattr(torch, call.static["dtype"]).itemsize
-        sums = (partial_sums(tuning.part(part), call, w.rows, w.columns) for part, w in weights.items())
-        return int(call.bucket.high * width * size) + max(sums)
+        own = (product_bytes(tuning.part(part), call, weight) for part, weight in weights.items())
+        return int(call.bucket.high * width * size) + max(own)
 
 
 class TritonNormQkvRotaryWrite(_Composite):
@@ -114,7 +105,7 @@ class TritonNormQkvRotaryWrite(_Composite):
         return self._held(call, wide + max(0, s["hidden"] - query), enter=s["qkv"])
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
-        return combined({"enter": self._entry(call, cast(QKVStatic, call.static)["qkv"].rows)})
+        return combined({"enter": self._entry(call, cast(QKVStatic, call.static)["qkv"])})
 
     def build(self, call: OpCall) -> OpFunction:
         return _write_heads(self.tuning.with_changes(call.variant), call)
@@ -125,7 +116,7 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
     heads, kv_heads, d, dv = s["heads"], s["kv_heads"], s["head_dim"], s["value_dim"]
     # For many tokens, fewer and larger programs: 61 µs instead of 120 for 8,192 tokens of 32 + 8 + 8 heads of 128.
     each, warps = (8, 2) if call.bucket.high > 64 else (4, 1)
-    enter = enter_rows(tuning.part("enter"), call, s["qkv"].rows)
+    enter = enter_rows(tuning.part("enter"), call, s["qkv"])
     tiles = -(-heads // each) + 2 * -(-kv_heads // each)
     sizes = {
         "eps": s["eps"], "offset": s["offset"], "HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": s["rotary_dim"],
@@ -182,13 +173,13 @@ class TritonAttentionBlock(_Composite):
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s = cast(AttentionStatic, call.static)
-        return combined({"enter": self._entry(call, s["qkv"].rows), "project": self._exit(call, s["o"])})
+        return combined({"enter": self._entry(call, s["qkv"]), "project": self._exit(call, s["o"])})
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s = self.tuning.with_changes(call.variant), cast(AttentionStatic, call.static)
         dtype = getattr(torch, s["dtype"])
         write = _write_heads(tuning, call)
-        project = project_rows(tuning.part("project"), call, dtype, s["o"].rows)
+        project = project_rows(tuning.part("project"), call, dtype, s["o"])
         provider: Any = s["state"].provider
 
         def run(
@@ -226,14 +217,14 @@ class TritonMlpBlock(_Composite):
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s = cast(MLPStatic, call.static)
-        entry = self._entry(call, s["gate_up"].rows, s["activation"])
+        entry = self._entry(call, s["gate_up"], s["activation"])
         return combined({"enter": entry, "project": self._exit(call, s["down"])})
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s = self.tuning.with_changes(call.variant), cast(MLPStatic, call.static)
         dtype = getattr(torch, s["dtype"])
-        enter = enter_rows(tuning.part("enter"), call, s["gate_up"].rows, s["activation"])
-        project = project_rows(tuning.part("project"), call, dtype, s["down"].rows)
+        enter = enter_rows(tuning.part("enter"), call, s["gate_up"], s["activation"])
+        project = project_rows(tuning.part("project"), call, dtype, s["down"])
 
         def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
             inner, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
@@ -255,7 +246,7 @@ class TritonHead(_Composite):
         s = cast(HeadStatic, call.static)
         if s["cap"]:
             return "has no soft cap"
-        few = self.tuning.uses_own_product(call.bucket.high, s["weight"].rows)
+        few = self.tuning.uses_own_product(call.bucket.high, s["weight"].rows, is_stored(s["weight"]))
         if call.device.host_memory and not few and s["dtype"] != "float32":
             return "torch has no such product on the host"
         return None
@@ -270,7 +261,7 @@ class TritonHead(_Composite):
     def build(self, call: OpCall) -> OpFunction:
         tuning, s = self.tuning.with_changes(call.variant), cast(HeadStatic, call.static)
         dtype = getattr(torch, s["dtype"])
-        project = project_rows(tuning.part("project"), call, torch.float32, s["weight"].rows)
+        project = project_rows(tuning.part("project"), call, torch.float32, s["weight"])
 
         def run(x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
             y, _ = norm_rows(tuning, x, None, norm, s["eps"], s["offset"], dtype)

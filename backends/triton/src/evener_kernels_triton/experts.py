@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import MoEStatic, RouteStatic
@@ -22,8 +23,17 @@ from evener_kernels_triton.jit.experts import (
 )
 from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
-from evener_kernels_triton.linear import few_tokens_linear, gemv, library_linear, partial_sums, persistent_gemv
+from evener_kernels_triton.linear import (
+    few_tokens_linear,
+    gemv,
+    is_stored,
+    persistent_gemv,
+    product_bytes,
+    project_rows,
+    within,
+)
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
+from evener_kernels_triton.stored import STORED, Matrix, pieces
 from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
 from evener_kernels_triton.variants import combined, gemv_variants, grouped_variants, persistent_gemv_variants
 
@@ -134,7 +144,7 @@ def sort(tuning: Tuning, slots: torch.Tensor, matrices: int, room: int) -> Exper
 
 
 def grouped(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, work: ExpertAssignment, *, share: bool,
+    tuning: Tuning, x: torch.Tensor, weight: Matrix, y: torch.Tensor, work: ExpertAssignment, *, share: bool,
     bias: torch.Tensor | None = None, activation: str = "", alpha: float = 1.0, limit: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """y [pairs, rows] = weight [matrices, rows, columns] of the pair's matrix times x, which has one row for each pair,
@@ -143,25 +153,27 @@ def grouped(
     pairs = tokens * top
     columns, halves = weight.shape[2], 2 if activation else 1
     rows = weight.shape[1] // halves
-    p = tuning.grouped(pairs, matrices, rows, columns, halves, weight.element_size())
+    elements, scales, blocks, form = pieces(weight)
+    p = within(tuning.grouped(pairs, matrices, rows, columns, halves, x.element_size()), form)
     lists, counts = (work.lists, work.counts) if listed else (work.slots, work.slots)
     assert lists is not None, "listed"
     extra = bias if bias is not None else x
     common = {
         "TOP": top, "SHARE": share, "ACT": activation, "BIAS": bias is not None, "BM": p.m, "BN": p.n,
         "BK": p.k, "EVEN": columns % p.k == 0, "PRECISION": PRECISION, "OVERLAP": tuning.overlap, "num_warps": p.warps,
-        "num_stages": p.stages, **tuning.launch,
+        "num_stages": p.stages, **form.constants(tuning.ptx), **tuning.launch,
     }  # fmt: skip
+    each = scales.stride(0) if form.kind else 0
     across = -(-rows // p.n)
     if p.flip or not listed:
         grouped_small_kernel[(matrices * across,)](
-            x, weight, extra, y, work.slots, lists, counts, tokens, lists.shape[1], rows, columns, x.stride(0),
-            y.stride(0), alpha, limit, TP=0 if listed else power_of_two(top), **common,
+            x, elements, scales, extra, y, work.slots, lists, counts, tokens, lists.shape[1], rows, columns, blocks,
+            each, x.stride(0), y.stride(0), alpha, limit, TP=0 if listed else power_of_two(top), **common,
         )  # fmt: skip
     else:
         grouped_large_kernel[((pairs // p.m + min(pairs, matrices)) * across,)](
-            x, weight, extra, y, lists, counts, matrices, lists.shape[1], rows, columns, x.stride(0), y.stride(0),
-            alpha, limit, EP=power_of_two(matrices), **common,
+            x, elements, scales, extra, y, lists, counts, matrices, lists.shape[1], rows, columns, blocks, each,
+            x.stride(0), y.stride(0), alpha, limit, EP=power_of_two(matrices), **common,
         )  # fmt: skip
     return y
 
@@ -208,7 +220,7 @@ class TritonGroupedLinear(TritonKernel):
     """Pairs are sorted by matrix, then one launch covers all matrices with pairs; very many pairs go in parts."""
 
     op = "grouped_linear"
-    packings = (PLAIN,)
+    packings = (PLAIN, STORED)
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, rows = self.tuning, call.static["rows"]
@@ -254,6 +266,12 @@ def _too_many_experts(call: OpCall) -> str | None:
     return None if places <= MAX_EXPERTS else f"routes among at most {MAX_EXPERTS} experts"
 
 
+def _shared_weights(s: MoEStatic) -> list[LinearWeight]:
+    """The weights of the shared experts; none if the layer has no such experts."""
+    declared = (s["shared_gate_up"], s["shared_down"], s["shared_gate"]) if s["shared_inner"] else ()
+    return [weight for weight in declared if weight is not None]
+
+
 #: From normed rows (for one token, the stream) and weights to the sum of all experts.
 Experts = Callable[[torch.Tensor, MoEWeights], torch.Tensor]
 
@@ -262,10 +280,12 @@ class TritonMoeBlock(TritonKernel):
     """One token: norm and router, then the rows of its experts in one pass. More tokens: sorted by expert."""
 
     op = "moe_block"
-    packings = (PLAIN,)
+    packings = (PLAIN, STORED)
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         s = cast(MoEStatic, call.static)
+        if is_stored(s["router"]):
+            return "reads the router's weight in the compute dtype"
         if s["activation"] not in GATED:
             return f"does not know activation {s['activation']!r}"
         if s["shared_inner"] and s["activation"] not in ACTIVATIONS:
@@ -280,9 +300,8 @@ class TritonMoeBlock(TritonKernel):
         # Normed rows and the shared experts' result are kept until the final sum; the shared experts' products come
         # first.
         wide = 3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])
-        shared = (s["shared_gate_up"], s["shared_down"], s["shared_gate"]) if s["shared_inner"] else ()
         tuning = self.tuning.with_changes(call.variant)
-        sums = max((partial_sums(tuning, call, w.rows, w.columns) for w in shared if w is not None), default=0)
+        sums = max((product_bytes(tuning, call, w) for w in _shared_weights(s)), default=0)
         return int(tokens * ((s["hidden"] + max(wide)) * size + 4 * s["experts"])) + sums
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
@@ -324,10 +343,13 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
     choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
     act: dict[str, Any] = {"activation": s["activation"], "alpha": float(s["alpha"]), "limit": float(s["limit"])}
 
-    def project(x: torch.Tensor, weight: PackedWeight | None) -> torch.Tensor:
+    names = ("shared_gate_up", "shared_down", "shared_gate")
+    declared = {name: s[name] for name in names if s["shared_inner"]}  # type: ignore[literal-required]
+    projects = {name: project_rows(tuning, call, dtype, w) for name, w in declared.items() if w is not None}
+
+    def project(name: str, x: torch.Tensor, weight: PackedWeight | None) -> torch.Tensor:
         assert weight is not None, "declared with shared experts"
-        own = tuning.uses_own_product(call.bucket.high, weight.data.shape[0])
-        return few_tokens_linear(tuning, dtype, x, weight.data) if own else library_linear(dtype, x, weight.data)
+        return projects[name](x, weight.data, None)
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
         y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)
@@ -337,9 +359,13 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
             return y, total
         extra = gate = None
         if s["shared_inner"]:
-            extra = project(act_rows(tuning, project(y, w.shared_gate_up), s["shared_inner"], s["activation"]),
-                            w.shared_down)  # fmt: skip
-            gate = project(y, w.shared_gate) if s["shared_gate"] is not None else None
+            # Not named: the wide rows are free while the next product runs.
+            extra = project(
+                "shared_down",
+                act_rows(tuning, project("shared_gate_up", y, w.shared_gate_up), s["shared_inner"], s["activation"]),
+                w.shared_down,
+            )
+            gate = project("shared_gate", y, w.shared_gate) if s["shared_gate"] is not None else None
         matrices, lists, counts = w.gate_up.data.shape[0], None, None
         if tokens > MAX_DIRECT_TOKENS:
             # A token's experts are distinct, and so are their slots: a slot gets a token at most once.
@@ -366,12 +392,21 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
     choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
     norm: dict[str, Any] = {"eps": s["eps"], "offset": s["offset"]}
     up, down = sizes.up, sizes.down
+    # Products with stored weights have neither norm nor activation in them.
+    stored = any(is_stored(w) for w in _shared_weights(s))
 
     def shared(total: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not s["shared_inner"]:
             return None, None
         assert w.shared_gate_up is not None and w.shared_down is not None, "declared with shared experts"
         gate_up_weight, down_weight, gate = w.shared_gate_up.data, w.shared_down.data, None
+        if stored:
+            y, _ = norm_rows(tuning, total, None, w.norm, s["eps"], s["offset"], dtype)
+            wide = few_tokens_linear(tuning, dtype, y, gate_up_weight)
+            if w.shared_gate is not None:
+                gate = few_tokens_linear(tuning, torch.float32, y, w.shared_gate.data)
+            inside = act_rows(tuning, wide, s["shared_inner"], s["activation"])
+            return few_tokens_linear(tuning, dtype, inside, down_weight), gate
         if tuning.persistent_gemv(s["shared_inner"], hidden, 2) is not None:
             inside = persistent_gemv(
                 tuning, total, gate_up_weight, dtype, gain=w.norm, activation=s["activation"], **norm
@@ -395,18 +430,24 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
         y = torch.empty(1, hidden, dtype=dtype, device=x.device)
         common = {"CORRECT": w.correction is not None, "OVERLAP": tuning.overlap, **choice.sizes, **tuning.launch}
         correction, most = w.correction if w.correction is not None else logits, w.slots.shape[1]
+        up_elements, up_scales, up_blocks, up_form = pieces(w.gate_up.data)
+        down_elements, down_scales, down_blocks, down_form = pieces(w.down.data)
+        tile = within(down, down_form).k
         # Keep these two in order: the second reads what the first has waited for.
         single_token_up_kernel[(top, min(up.m, -(-inner // up.n)))](
-            logits, correction, w.slots, total, w.norm, w.gate_up.data,
-            w.gate_up_bias if w.gate_up_bias is not None else x, inside, most, inner, hidden, choice.scale, s["eps"],
-            s["offset"], float(s["alpha"]), float(s["limit"]), BIAS=w.gate_up_bias is not None, ACT=s["activation"],
-            BN=up.n, BK=up.k, num_warps=up.warps, **common,
+            logits, correction, w.slots, total, w.norm, up_elements, up_scales,
+            w.gate_up_bias if w.gate_up_bias is not None else x, inside, most, inner, hidden, up_blocks,
+            up_scales.stride(0) if up_form.kind else 0, choice.scale, s["eps"], s["offset"], float(s["alpha"]),
+            float(s["limit"]), BIAS=w.gate_up_bias is not None, ACT=s["activation"], BN=up.n, BK=up.k,
+            num_warps=up.warps, **up_form.constants(tuning.ptx), **common,
         )  # fmt: skip
         single_token_down_kernel[(-(-hidden // down.n),)](
-            logits, correction, w.slots, inside, w.down.data, w.down_bias if w.down_bias is not None else x,
-            extra if extra is not None else x, gate if gate is not None else x, y, most, hidden, inner, choice.scale,
-            BIAS=w.down_bias is not None, ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top),
-            BN=down.n, BK=down.k, AHEAD=min(3, -(-inner // down.k)), num_warps=down.warps, **common,
+            logits, correction, w.slots, inside, down_elements, down_scales,
+            w.down_bias if w.down_bias is not None else x, extra if extra is not None else x,
+            gate if gate is not None else x, y, most, hidden, inner, down_blocks,
+            down_scales.stride(0) if down_form.kind else 0, choice.scale, BIAS=w.down_bias is not None,
+            ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top), BN=down.n, BK=tile,
+            AHEAD=min(3, -(-inner // tile)), num_warps=down.warps, **down_form.constants(tuning.ptx), **common,
         )  # fmt: skip
         return y, total
 

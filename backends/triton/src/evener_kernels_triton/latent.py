@@ -13,11 +13,11 @@ from evener.contracts.statics import LatentStatic
 from evener.contracts.weights import LatentWeights
 from evener.ops.latent import INNER_EPS
 from evener.ops.reference.linear import PLAIN
-from evener_kernels_triton.composites import enter_rows, project_rows
+from evener_kernels_triton.composites import enter_rows
 from evener_kernels_triton.jit.latent import latent_prefill_kernel, latent_query_kernel, latent_value_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.latent_state import LATENT_LAYOUT, LOG2_E, LatentMeta, LatentState, LatentViews, Parts
-from evener_kernels_triton.linear import library_linear, partial_sums, persistent_gemv
+from evener_kernels_triton.linear import library_linear, partial_sums, persistent_gemv, project_rows
 from evener_kernels_triton.primitives import norm_rows
 from evener_kernels_triton.tuning import MIN_TILES, Tuning, power_of_two
 from evener_kernels_triton.variants import combined, products
@@ -84,8 +84,8 @@ class TritonLatentAttentionBlock(TritonKernel):
         tuning, s = self.tuning.with_changes(call.variant), cast(LatentStatic, call.static)
         dtype = getattr(torch, s["dtype"])
         width = s["q_rank"] or s["heads"] * (s["nope_dim"] + s["rope_dim"])
-        enter = enter_rows(tuning.part("enter"), call, s["down"].rows)
-        leave = project_rows(tuning.part("project"), call, dtype, s["o"].rows)
+        enter = enter_rows(tuning.part("enter"), call, s["down"])
+        leave = project_rows(tuning.part("project"), call, dtype, s["o"])
         queries, inward, outward = (
             _queries(tuning, call),
             _to_latent_space(tuning, call),
@@ -139,7 +139,7 @@ def _queries(tuning: Tuning, call: OpCall) -> Callable[[torch.Tensor, LatentWeig
     dtype = getattr(torch, s["dtype"])
     if s["q"] is None or s["q_rank"] is None:
         return lambda x, w: x
-    project = project_rows(tuning, call, dtype, s["q"].rows)
+    project = project_rows(tuning, call, dtype, s["q"])
 
     def one(x: torch.Tensor, w: LatentWeights) -> torch.Tensor:
         assert w.q is not None and w.q_norm is not None, "queries have a rank"

@@ -1,23 +1,30 @@
-"""Linear layers over plain weights: our kernels if the time is that of reading the weights, else the vendor's
-library."""
+"""Linear layers: our kernels if the time is that of reading the weights, else the vendor's library."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpCall, OpFunction, Variant
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import DTYPE_BYTES, PackedWeight
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.linear import gemv_kernel, persistent_gemv_kernel, skinny_kernel
+from evener_kernels_triton.jit.stored import dequantize_kernel, stored_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.primitives import rows_of
-from evener_kernels_triton.tuning import Product, Tuning, memoized
-from evener_kernels_triton.variants import products
+from evener_kernels_triton.stored import STORED, Form, Matrix, StoredMatrix, pieces
+from evener_kernels_triton.tuning import Product, Sizes, Tuning, memoized
+from evener_kernels_triton.variants import products, stored_products
+
+#: Rows and columns of a matrix that a program dequantizes.
+_DEQUANTIZED_ROWS, _DEQUANTIZED_COLUMNS = 16, 256
 
 
 def persistent_gemv(
@@ -85,43 +92,50 @@ def _gemv(
 
 
 def skinny(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None
+    tuning: Tuning, x: torch.Tensor, weight: Matrix, out: torch.dtype, *, bias: torch.Tensor | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel``."""
+    """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel`` and ``stored_kernel``."""
     x_row, apart = x.stride()
     if apart != 1:
         x, x_row = x.contiguous(), x.shape[1]
     tokens, where, (rows, columns) = x.shape[0], x.device, weight.shape
-    launch, grid, sums = _skinny(tuning, tokens, rows, columns, weight.dtype.itemsize, bias is not None)
+    elements, scales, blocks, form = pieces(weight)
+    launch, grid, sums = _skinny(tuning, tokens, rows, columns, x.dtype.itemsize, form, bias is not None)
     y = torch.empty(tokens, rows, dtype=out, device=where)
     parts = arrived = y
     if sums is not None:
         parts = torch.empty(sums, dtype=torch.float32, device=where)
         arrived = tuning.arrivals.of(where, grid[0] * grid[1])
-    launch(grid, x, weight, bias if bias is not None else x, y, parts, arrived, tokens, rows, columns, x_row)
+    extra = bias if bias is not None else x
+    if form.kind:
+        launch(grid, x, elements, scales, extra, y, parts, arrived, tokens, rows, columns, blocks, x_row)
+    else:
+        launch(grid, x, elements, extra, y, parts, arrived, tokens, rows, columns, x_row)
     return y
 
 
 @memoized
 def _skinny(
-    tuning: Tuning, tokens: int, rows: int, columns: int, element: int, bias: bool
+    tuning: Tuning, tokens: int, rows: int, columns: int, element: int, form: Form, bias: bool
 ) -> tuple[PreparedLaunch, tuple[int, int, int], tuple[int, int, int] | None]:
     """(launch, its grid, shape of its partial sums or None)."""
-    p = tuning.skinny(tokens, rows, columns, element)
+    rule = tuning.stored if form.kind else tuning.skinny
+    p = within(rule(tokens, rows, columns, element), form)
     across, down, each, splits = _grid(p, tokens, rows, columns)
-    launch = _skinny_launch(tuning, p, rows, columns, each, splits, bias)
+    launch = _skinny_launch(tuning, p, rows, columns, each, splits, form, bias)
     return launch, (across, down, splits), (across * down * splits, p.n, p.m) if splits > 1 else None
 
 
 @memoized
 def _skinny_launch(
-    tuning: Tuning, p: Product, rows: int, columns: int, each: int, splits: int, bias: bool
+    tuning: Tuning, p: Product, rows: int, columns: int, each: int, splits: int, form: Form, bias: bool
 ) -> PreparedLaunch:  # fmt: skip
     """The same for all numbers of tokens that have the same sizes."""
+    kernel, stored = (stored_kernel, form.constants(tuning.ptx)) if form.kind else (skinny_kernel, {})
     return PreparedLaunch(
-        skinny_kernel, y_row=rows, each=each, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n, BK=p.k,
+        kernel, y_row=rows, each=each, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n, BK=p.k,
         EVEN=rows % p.n == 0 and columns % p.k == 0, PRECISION=PRECISION, OVERLAP=tuning.overlap,
-        num_warps=p.warps, num_stages=p.stages, **tuning.launch,
+        num_warps=p.warps, num_stages=p.stages, **stored, **tuning.launch,
     )  # fmt: skip
 
 
@@ -131,26 +145,56 @@ def _grid(p: Product, tokens: int, rows: int, columns: int) -> tuple[int, int, i
     return -(-rows // p.n), -(-tokens // p.m), each, -(-columns // each)
 
 
-def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int) -> int:
+def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int, stored: bool = False) -> int:
     """Bytes of the partial sums of ``few_tokens_linear``, if it serves the tokens of ``call``."""
     tokens = call.bucket.high
-    if tokens == 1 or not tuning.uses_own_product(tokens, rows):
+    if (tokens == 1 and not stored) or not tuning.uses_own_product(tokens, rows, stored):
         return 0
-    p = tuning.skinny(tokens, rows, columns, getattr(torch, call.static["dtype"]).itemsize)
+    rule = tuning.stored if stored else tuning.skinny
+    p = rule(tokens, rows, columns, getattr(torch, call.static["dtype"]).itemsize)
     across, down, _, splits = _grid(p, tokens, rows, columns)
+    # With fewer columns at a time, as scales may ask for, there may be more spans, up to what the rule asks for.
+    splits = p.splits if stored else splits
     return across * down * splits * p.n * p.m * 4 if splits > 1 else 0
 
 
 def few_tokens_linear(
-    tuning: Tuning, out: torch.dtype, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    tuning: Tuning, out: torch.dtype, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``gemv`` or ``skinny``, by the number of tokens."""
+    """Our own product for the weight and the number of tokens."""
     tokens = x.shape[0]
-    if tokens > 1:
-        return skinny(tuning, x, weight, out, bias=bias)
     if not tokens:
         return x.new_empty(0, weight.shape[0], dtype=out)
+    if tokens > 1 or isinstance(weight, StoredMatrix):
+        return skinny(tuning, x, weight, out, bias=bias)
     return gemv(tuning, rows_of(x), weight, out, bias=bias)
+
+
+def within(p: Sizes, form: Form) -> Sizes:
+    """The sizes with no more columns at a time than share a scale."""
+    return replace(p, k=form.wide) if 0 < form.wide < p.k else p
+
+
+def dequantized(tuning: Tuning, weight: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix in ``dtype``."""
+    rows, columns = weight.shape
+    elements, scales, blocks, form = pieces(weight)
+    y = torch.empty(rows, columns, dtype=dtype, device=elements.device)
+    wide = min(form.wide or _DEQUANTIZED_COLUMNS, _DEQUANTIZED_COLUMNS)
+    dequantize_kernel[(-(-rows // _DEQUANTIZED_ROWS), -(-columns // wide))](
+        elements, scales, y, rows, columns, blocks, BN=_DEQUANTIZED_ROWS, BK=wide, OVERLAP=tuning.overlap,
+        **form.constants(tuning.ptx), **tuning.launch,
+    )  # fmt: skip
+    return y
+
+
+def dequantized_linear(
+    tuning: Tuning, out: torch.dtype, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The library's product with a copy of ``weight`` in the dtype of x, for so many tokens that the copy takes little
+    of the time."""
+    plain = dequantized(tuning, weight, x.dtype) if isinstance(weight, StoredMatrix) else weight
+    return library_linear(out, x, plain, bias)
 
 
 def library_linear(
@@ -164,6 +208,50 @@ def library_linear(
         return F.linear(x, weight, bias)
     y = torch.mm(x, weight.t(), out_dtype=out)
     return y if bias is None else y.add_(bias)
+
+
+def library_refusal(call: OpCall) -> str | None:
+    """Why ``library_linear`` cannot serve a ``linear``; None if it can."""
+    out = call.static.get("out", call.static["dtype"])
+    if call.device.host_memory and out != call.static["dtype"]:
+        return f"torch has no product in {call.static['dtype']} with sums in {out} on the host"
+    return None
+
+
+def library_workspace(call: OpCall) -> int:
+    """Bytes that ``library_linear`` needs for a ``linear`` besides its result."""
+    # Sums of float16 products with a bias are kept in float32 until the bias is added.
+    wide = "float16" == call.static["dtype"] == call.static.get("out", "float16")
+    return 4 * call.bucket.high * call.static["rows"] if wide and not call.device.host_memory else 0
+
+
+def dequantized_bytes(call: OpCall, rows: int, columns: int) -> int:
+    """Bytes of the copy of a weight that ``dequantized_linear`` makes."""
+    return rows * columns * int(DTYPE_BYTES[call.static["dtype"]])
+
+
+Project = Callable[[torch.Tensor, Matrix, "torch.Tensor | None"], torch.Tensor]
+
+
+def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype, weight: LinearWeight) -> Project:
+    """The linear function for a token bucket and a weight."""
+    stored = is_stored(weight)
+    if tuning.uses_own_product(call.bucket.high, weight.rows, stored):
+        return partial(few_tokens_linear, tuning, out)
+    return partial(dequantized_linear, tuning, out) if stored else partial(library_linear, out)
+
+
+def is_stored(weight: LinearWeight) -> bool:
+    """Whether resolution chose the layout of stored elements for ``weight``."""
+    return weight.layout == STORED.layout
+
+
+def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
+    """Bytes that the product with ``weight`` needs besides its result: partial sums, or a copy of stored elements."""
+    stored = is_stored(weight)
+    if stored and not tuning.uses_own_product(call.bucket.high, weight.rows, stored):
+        return dequantized_bytes(call, weight.rows, weight.columns)
+    return partial_sums(tuning, call, weight.rows, weight.columns, stored)
 
 
 class TritonLinear(TritonKernel):
@@ -205,15 +293,10 @@ class LibraryLinear(TritonKernel):
         self.name = "torch.linear"
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
-        out = call.static.get("out", call.static["dtype"])
-        if call.device.host_memory and out != call.static["dtype"]:
-            return f"torch has no product in {call.static['dtype']} with sums in {out} on the host"
-        return None
+        return library_refusal(call)
 
     def workspace(self, call: OpCall) -> int:
-        # Sums of float16 products with a bias are kept in float32 until the bias is added.
-        wide = "float16" == call.static["dtype"] == call.static.get("out", "float16")
-        return 4 * call.bucket.high * call.static["rows"] if wide and not call.device.host_memory else 0
+        return library_workspace(call)
 
     def build(self, call: OpCall) -> OpFunction:
         out = getattr(torch, call.static.get("out", call.static["dtype"]))
@@ -224,4 +307,42 @@ class LibraryLinear(TritonKernel):
         return run
 
 
-LINEAR = (TritonLinear, LibraryLinear)
+class StoredLinear(TritonKernel):
+    """Weights of one byte an element: read as they are stored, or for many tokens from a copy in the compute dtype."""
+
+    op = "linear"
+    priority = 110
+    packings = (STORED,)
+
+    def __init__(self, device: Any, tuning: Tuning) -> None:
+        super().__init__(device, tuning)
+        self.name = "triton.stored_linear"
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        return None if self._few(call) else library_refusal(call)
+
+    def _few(self, call: OpCall) -> bool:
+        tuning = self.tuning.with_changes(call.variant)
+        return tuning.uses_own_product(call.bucket.high, call.static["rows"], stored=True)
+
+    def workspace(self, call: OpCall) -> int:
+        rows, columns = call.static["rows"], call.static["columns"]
+        if self._few(call):
+            return partial_sums(self.tuning.with_changes(call.variant), call, rows, columns, stored=True)
+        return library_workspace(call) + dequantized_bytes(call, rows, columns)
+
+    def variants(self, call: OpCall) -> Sequence[Variant]:
+        return stored_products(self.tuning, call, call.static["rows"], call.static["columns"])
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning = self.tuning.with_changes(call.variant)
+        out = getattr(torch, call.static.get("out", call.static["dtype"]))
+        product = few_tokens_linear if self._few(call) else dequantized_linear
+
+        def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return product(tuning, out, x, weight.data, bias)
+
+        return run
+
+
+LINEAR = (TritonLinear, StoredLinear, LibraryLinear)

@@ -49,6 +49,22 @@ def products(tuning: Tuning, call: OpCall, rows: int, columns: int, halves: int 
     return [*tried, {"library": 1}] if usual else [{"own": 1, **one} for one in tried]
 
 
+def stored_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> Sequence[Variant]:
+    """As ``products``, for weights of one byte an element."""
+    tokens, element = call.bucket.high, _size(call)
+    if not tuning.uses_own_product(tokens, rows, stored=True):
+        return []
+    own, tried = tuning.stored(tokens, rows, columns, element), list[Variant]()
+    for n, k in ((own.n, own.k), (own.n // 2, own.k), (own.n * 2, own.k), (own.n, own.k // 2), (own.n, own.k * 2)):
+        for stages in (3, 5):
+            sizes = (own.m * element + n) * k * stages <= tuning.shared - 1024 and 16 <= n <= 128 and 32 <= k <= 256
+            if sizes and (n, k, stages) != (own.n, own.k, own.stages):
+                tried.append({"n": n, "k": k, "stages": stages})
+    if 4 * own.splits * own.k <= columns:
+        tried.append({"splits": 2 * own.splits})
+    return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
+
+
 def persistent_gemv_variants(p: Product) -> Sequence[Variant]:
     """Variants for one token and rows in one tile: programs, rows at a time, warps."""
     other = 4 if p.warps == 8 else 8

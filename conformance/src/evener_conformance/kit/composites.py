@@ -18,7 +18,7 @@ import torch
 from evener.contracts.declared import LinearWeight, StateSlot, Table, Weight
 from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall, OpSchema
-from evener.contracts.quant import WeightPart, block_format, plain
+from evener.contracts.quant import WeightPart, plain
 from evener.contracts.state import StateProvider, StateStep
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer
@@ -30,7 +30,7 @@ from evener.plugins.catalog import Provided
 from evener.resolution.buckets import bucket_index, token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.resolver import Resolver
-from evener_conformance.kit.cases.blocks import TOLERANCE, random_part, reference_dequantize
+from evener_conformance.kit.cases.blocks import TOLERANCE, format_of, random_part, reference_dequantize, storage_of
 from evener_conformance.kit.compare import join_problems
 from evener_conformance.kit.fallback_monitor import FallbackMonitor
 from evener_conformance.kit.families import (
@@ -93,8 +93,9 @@ class TinyModel:
         norms = norm_common(build, family.hidden, family.eps, family.offset, family.norm)
         self.head = LMHead(build, "head.weight", "norm", family.vocab, norms, cap=family.cap, scale=family.scale)
         for weight in build.weights:
-            if family.storage and isinstance(weight, LinearWeight):
-                weight.parts = _in_blocks(weight.parts, family.storage)
+            # Checkpoints leave routers as they are.
+            if family.storage and isinstance(weight, LinearWeight) and not weight.name.endswith(".mlp.gate"):
+                weight.parts = _stored_as(weight.parts, family.storage)
         available = Candidates(
             schemas={s.name: s for s in schemas}, kernels=[Provided(k, _PACKAGE, _PACKAGE, "0") for k in kernels],
             states=[Provided(provider, _PACKAGE, _PACKAGE, "0")], reference_state=ReferenceState(),
@@ -150,8 +151,8 @@ class TinyModel:
         """The part with these values, or with random blocks if it is in blocks."""
         if part.format.plain:
             return replace(part, format=plain(self.dtype), tensors={"weight": values})
-        blocks = random_part(part.format.storage, part.rows, part.columns, noise)
-        return replace(part, tensors=blocks.tensors)
+        found = random_part(storage_of(part.format), part.rows, part.columns, noise)
+        return replace(part, tensors=found.tensors)
 
     def _read(
         self, weight: Weight, made: list[torch.Tensor], parts: dict[str, torch.Tensor]
@@ -241,9 +242,9 @@ class TinyModel:
         return found
 
 
-def _in_blocks(parts: Sequence[WeightPart], storage: str) -> tuple[WeightPart, ...]:
-    """The parts in a block format, which each of their rows is a multiple of."""
-    return tuple(replace(part, format=block_format(storage)) for part in parts)
+def _stored_as(parts: Sequence[WeightPart], storage: str) -> tuple[WeightPart, ...]:
+    """The parts in the format of ``storage``, whose unit each of their rows is a multiple of."""
+    return tuple(replace(part, format=format_of(storage)) for part in parts)
 
 
 def _spread_map(key: Any, table: torch.Tensor) -> torch.Tensor:
@@ -327,8 +328,8 @@ def check_composite(
 
 
 def _takes(kernel: Kernel, storage: str) -> bool:
-    """Whether a packing of the kernel takes a block format in some compute dtype."""
-    part = WeightPart("part", 64, 256, block_format(storage))
+    """Whether a packing of the kernel takes a storage in some compute dtype."""
+    part = WeightPart("part", 64, 256, format_of(storage))
     return any(p.supports((part,), dtype) is None for p in kernel.packings for dtype in (*DTYPES, "float16"))
 
 

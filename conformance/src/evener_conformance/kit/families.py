@@ -51,7 +51,7 @@ _DEPENDENT_FIELDS = {
 class Family:
     """One kind of decoder layer.
 
-    ``spread``: its first expert has two copies, and its last one is on another rank. ``storage``: the block format of
+    ``spread``: its first expert has two copies, and its last one is on another rank. ``storage``: the storage of
     its linear weights; plain if empty.
     """
 
@@ -256,12 +256,15 @@ def _deep_and_wide() -> tuple[Family, ...]:
 
 
 def _quantized() -> tuple[Family, ...]:
-    """Layers whose weights stay in blocks, for kernels whose packings take them."""
+    """Layers whose weights stay as they are stored, for kernels whose packings take them."""
     attention = AttentionConfig(heads=4, kv_heads=2, head_dim=32, rotary=RotaryConfig(32))
     experts = MoEConfig(experts=4, top=2, inner=64, shared_inner=32, shared_gate="gate")
+    kinds = (("quantized", MLPConfig(inner=160)), ("quantized expert", experts))
+    stored = (("", 128, "q8_0"), ("float8 ", 256, "e4m3 by block"), ("int8 ", 128, "int8 by row"))
     return tuple(
-        Family(name, attention, mlp, hidden=128, vocab=80, storage="q8_0")
-        for name, mlp in (("quantized", MLPConfig(inner=160)), ("quantized expert", experts))
+        Family(before + name, attention, mlp, hidden=hidden, vocab=80, storage=storage)
+        for before, hidden, storage in stored
+        for name, mlp in kinds
     )
 
 

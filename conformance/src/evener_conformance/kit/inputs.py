@@ -20,8 +20,9 @@ def strided_rows(value: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def followed_by_nan(value: torch.Tensor) -> torch.Tensor:
-    """The same values in new memory, with NaN behind the last: a kernel that reads on there must not use it."""
+def followed_by_nan(value: torch.Tensor, real: int) -> torch.Tensor:
+    """The same values in new memory, with NaN in place of rows from ``real``, which only pad a step, and behind the
+    last: a kernel that reads on there must not use it."""
     flat = value.new_full((value.numel() + 512,), torch.nan)
-    flat[: value.numel()] = value.flatten()
+    flat[: value[:real].numel()] = value[:real].flatten()
     return flat[: value.numel()].view(value.shape)

@@ -328,8 +328,8 @@ class _ProviderCheck:
         if self.spec.kind == "latent" and self.attention.top is None:
             yield from self._check_pieces(meta, rows, counts)
         self.chosen = self._choose(rows, counts) if self.attention.top is not None else None
-        made = self._attend(self.views, meta, asked := followed_by_nan(query), self.chosen)
-        if not bitwise_equal(asked, query):
+        made = self._attend(self.views, meta, asked := followed_by_nan(query, sum(counts)), self.chosen)
+        if not bitwise_equal(asked, followed_by_nan(query, sum(counts))):
             yield "attend changed its query"
         if shares_memory(made, asked):
             yield "attend returns the query's memory"

@@ -16,6 +16,8 @@ class Codes(Packing):
         form = parts[0].format
         if form.storage != "int8" or form.scale != "float32" or form.zero or form.activation or form.order != "row":
             return f"reads int8 codes with float32 scales, and this weight is stored as {form.storage}"
+        if form.group < 1 or form.group_out != 1:
+            return "reads one scale for each group of a row"
         return None if all(part.format == form for part in parts) else "its parts are stored in different formats"
 
     def nbytes(self, parts, dtype):

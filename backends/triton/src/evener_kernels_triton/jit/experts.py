@@ -7,6 +7,7 @@ import triton.language as tl
 from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.routing import chosen
 from evener_kernels_triton.jit.rows import activate
+from evener_kernels_triton.jit.stored import row_scales, scaled_sum, widened
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def gated(gate, up, alpha, limit, ACT: tl.constexpr):
 def _weights(own, row, c, columns, EVEN: tl.constexpr):
     """Rows of a matrix [len(row), len(c)]."""
     at = own + row[:, None] * columns + c[None, :]
-    return tl.load(at) if EVEN else tl.load(at, mask=(c < columns)[None, :], other=0.0)
+    return tl.load(at) if EVEN else tl.load(at, mask=(c < columns)[None, :], other=0)
 
 
 @triton.jit
@@ -35,13 +36,30 @@ def _rows_of(at, there, c, columns, EVEN: tl.constexpr):
     return tl.load(at + c[None, :], mask=mask, other=0.0)
 
 
+@triton.jit
+def _add_product(
+    acc, own, scales, row, inside, k, columns, blocks, a,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr,
+    WIDE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc + BK columns of rows ``row`` from column ``k``, times ``a``. Scales of whole rows are left to the caller."""
+    left = widened(_weights(own, row, k + tl.arange(0, BK), columns, EVEN), KIND, PTX, a.dtype)
+    if KIND != "" and WIDE > 0:
+        scale = row_scales(scales, row, inside, blocks, k, HIGH, WIDE)
+        acc += tl.dot(left, a, input_precision=PRECISION) * scale[:, None]
+    else:
+        acc = tl.dot(left, a, acc, input_precision=PRECISION)
+    return acc
+
+
 @fast_launch
 @triton.jit
 def grouped_small_kernel(
-    x, w, bias, y, slots, lists, counts, tokens, room, rows, columns, x_row, y_row, alpha, limit,
+    x, w, scales, bias, y, slots, lists, counts, tokens, room, rows, columns, blocks, scale_each, x_row, y_row, alpha,
+    limit,
     TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, TP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y[p] = w[slots[p]] @ x[p] for few pairs per matrix: a program takes BN rows of one matrix, BM pairs at a time.
     SHARE: x has one row for the TOP pairs of a token. ACT: matrices have 2 * rows rows, which ``gated`` combines.
@@ -62,6 +80,7 @@ def grouped_small_kernel(
     halves: tl.constexpr = 1 if ACT == "" else 2
     own = w + matrix.to(tl.int64) * rows * halves * columns
     own_bias = bias + matrix.to(tl.int64) * rows * halves
+    own_scales = scales + matrix.to(tl.int64) * scale_each
     if TP > 0:
         t = tl.arange(0, BM)
         rank = tl.arange(0, TP)
@@ -87,9 +106,19 @@ def grouped_small_kernel(
         for k in range(0, columns, BK):
             c = k + tl.arange(0, BK)
             a = tl.trans(_rows_of(x_at, there, c, columns, EVEN))
-            acc = tl.dot(_weights(own, gate_row, c, columns, EVEN), a, acc, input_precision=PRECISION)
+            acc = _add_product(
+                acc, own, own_scales, gate_row, inside, k, columns, blocks, a, EVEN, PRECISION, KIND, PTX, HIGH, WIDE,
+                BK,
+            )  # fmt: skip
             if ACT != "":
-                high = tl.dot(_weights(own, up_row, c, columns, EVEN), a, high, input_precision=PRECISION)
+                high = _add_product(
+                    high, own, own_scales, up_row, inside, k, columns, blocks, a, EVEN, PRECISION, KIND, PTX, HIGH,
+                    WIDE, BK,
+                )  # fmt: skip
+        if KIND != "" and WIDE == 0:
+            acc *= row_scales(own_scales, gate_row, inside, blocks, 0, HIGH, WIDE)[:, None]
+            if ACT != "":
+                high *= row_scales(own_scales, up_row, inside, blocks, 0, HIGH, WIDE)[:, None]
         if BIAS:
             acc += tl.load(own_bias + gate_row).to(tl.float32)[:, None]
             if ACT != "":
@@ -106,10 +135,10 @@ def grouped_small_kernel(
 @fast_launch
 @triton.jit
 def grouped_large_kernel(
-    x, w, bias, y, lists, counts, experts, room, rows, columns, x_row, y_row, alpha, limit,
+    x, w, scales, bias, y, lists, counts, experts, room, rows, columns, blocks, scale_each, x_row, y_row, alpha, limit,
     TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The same for many pairs per matrix: BM pairs and BN rows for each program. Tiles are numbered over all lists; the
     grid has the largest number of tiles that is possible.
@@ -140,13 +169,21 @@ def grouped_large_kernel(
         elif ACT != "":
             row = safe + (r % 2) * rows
         own = w + matrix.to(tl.int64) * rows * halves * columns
+        own_scales = scales + matrix.to(tl.int64) * scale_each
         source = pair // TOP if SHARE else pair
         x_at = x + source.to(tl.int64)[:, None] * x_row
         acc = tl.zeros([BM, BN * halves], tl.float32)
         for k in range(0, columns, BK):
             c = k + tl.arange(0, BK)
             a = _rows_of(x_at, there, c, columns, EVEN)
-            acc = tl.dot(a, tl.trans(_weights(own, row, c, columns, EVEN)), acc, input_precision=PRECISION)
+            right = tl.trans(widened(_weights(own, row, c, columns, EVEN), KIND, PTX, x.dtype.element_ty))
+            if KIND != "" and WIDE > 0:
+                scale = row_scales(own_scales, row, row >= 0, blocks, k, HIGH, WIDE)
+                acc += tl.dot(a, right, input_precision=PRECISION) * scale[None, :]
+            else:
+                acc = tl.dot(a, right, acc, input_precision=PRECISION)
+        if KIND != "" and WIDE == 0:
+            acc *= row_scales(own_scales, row, row >= 0, blocks, 0, HIGH, WIDE)[None, :]
         if BIAS:
             acc += tl.load(bias + matrix.to(tl.int64) * rows * halves + row).to(tl.float32)[None, :]
         if ACT != "":
@@ -193,8 +230,10 @@ def mix_kernel(
 @fast_launch
 @triton.jit
 def single_token_up_kernel(
-    logits, correction, slots, x, gain, w, bias, y, most, rows, columns, scale, eps, offset, alpha, limit,
+    logits, correction, slots, x, gain, w, scales, bias, y, most, rows, columns, blocks, scale_each, scale, eps, offset,
+    alpha, limit,
     BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
@@ -216,6 +255,7 @@ def single_token_up_kernel(
     readable = tl.where(slot >= 0, rows, 0)
     halves: tl.constexpr = 2
     own = w + slot.to(tl.int64) * rows * halves * columns
+    own_scales = scales + slot.to(tl.int64) * scale_each
     c = tl.arange(0, BK)
     real = c < columns
     step = tl.num_programs(1) * BN
@@ -224,8 +264,8 @@ def single_token_up_kernel(
     gate_row = n * 2 if ACT == "clamped_swiglu" else n
     up_row = n * 2 + 1 if ACT == "clamped_swiglu" else rows + n
     mask = (n < readable)[:, None] & real[None, :]
-    a = tl.load(own + gate_row[:, None] * columns + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    u = tl.load(own + up_row[:, None] * columns + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    a = tl.load(own + gate_row[:, None] * columns + c[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    u = tl.load(own + up_row[:, None] * columns + c[None, :], mask=mask, other=0, eviction_policy="evict_first")
     b = tl.load(x + c, mask=real, other=0.0).to(tl.float32)
     b = b * tl.rsqrt(tl.sum(b * b, 0) / columns + eps)
     b = b * (tl.load(gain + c, mask=real, other=0.0).to(tl.float32) + offset)
@@ -235,19 +275,25 @@ def single_token_up_kernel(
         gate_row = coming * 2 if ACT == "clamped_swiglu" else coming
         up_row = coming * 2 + 1 if ACT == "clamped_swiglu" else rows + coming
         a_next = tl.load(
-            own + gate_row[:, None] * columns + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+            own + gate_row[:, None] * columns + c[None, :], mask=mask, other=0, eviction_policy="evict_first"
         )
         u_next = tl.load(
-            own + up_row[:, None] * columns + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+            own + up_row[:, None] * columns + c[None, :], mask=mask, other=0, eviction_policy="evict_first"
         )
         n = first + tl.arange(0, BN)
         inside = n < rows
-        gate = tl.sum(a.to(tl.float32) * b[None, :], 1)
-        up = tl.sum(u.to(tl.float32) * b[None, :], 1)
+        gate_row = n * 2 if ACT == "clamped_swiglu" else n
+        up_row = n * 2 + 1 if ACT == "clamped_swiglu" else rows + n
+        here = n < readable
+        products = widened(a, KIND, PTX, tl.float32) * b[None, :]
+        gate = scaled_sum(products, own_scales, gate_row, here, blocks, 0, KIND != "", HIGH, WIDE, BN, BK)
+        products = widened(u, KIND, PTX, tl.float32) * b[None, :]
+        up = scaled_sum(products, own_scales, up_row, here, blocks, 0, KIND != "", HIGH, WIDE, BN, BK)
+        if KIND != "" and WIDE == 0:
+            gate *= row_scales(own_scales, gate_row, here, blocks, 0, HIGH, WIDE)
+            up *= row_scales(own_scales, up_row, here, blocks, 0, HIGH, WIDE)
         if BIAS:
             own_bias = bias + slot.to(tl.int64) * rows * halves
-            gate_row = n * 2 if ACT == "clamped_swiglu" else n
-            up_row = n * 2 + 1 if ACT == "clamped_swiglu" else rows + n
             gate += tl.load(own_bias + gate_row, mask=n < readable, other=0.0).to(tl.float32)
             up += tl.load(own_bias + up_row, mask=n < readable, other=0.0).to(tl.float32)
         r = gated(gate, up, alpha, limit, ACT)
@@ -262,22 +308,43 @@ def _load_down_weights(w, n, slot, hidden, inner, c):
     own = slot.to(tl.int64) * hidden * inner
     at = own[None, :, None] + (n * inner)[:, None, None] + c[None, None, :]
     mask = (n < hidden)[:, None, None] & (slot >= 0)[None, :, None] & (c < inner)[None, None, :]
-    return tl.load(w + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(w + at, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _accumulate(acc, a, x, k, c, inner, TOP: tl.constexpr):
-    """Add columns ``c``, whose weights are ``a``, to the sums."""
+def _down_scales(scales, n, slot, hidden, blocks, scale_each, first, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """Scales [BN, TP] of output rows ``n`` and matrices ``slot`` at column ``first``."""
+    at = scales + slot.to(tl.int64)[None, :] * scale_each + ((n // HIGH) * blocks)[:, None]
+    if WIDE > 0:
+        at += first // WIDE
+    return tl.load(at, mask=(n < hidden)[:, None] & (slot >= 0)[None, :], other=0.0)
+
+
+@triton.jit
+def _accumulate(
+    acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each,
+    TOP: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add BK columns from ``first``, whose weights are ``a``, to the sums: [BN, TP, BK], or [BN, TP] where columns have
+    scales of their own."""
+    c = first + tl.arange(0, BK)
     b = tl.load(x + k[:, None] * inner + c[None, :], mask=(k < TOP)[:, None] & (c < inner)[None, :], other=0.0)
-    return acc + a.to(tl.float32) * b.to(tl.float32)[None, :, :]
+    products = widened(a, KIND, PTX, tl.float32) * b.to(tl.float32)[None, :, :]
+    if KIND != "" and WIDE > 0:
+        y = acc + tl.sum(products, 2) * _down_scales(scales, n, slot, hidden, blocks, scale_each, first, HIGH, WIDE)
+    else:
+        y = acc + products
+    return y
 
 
 @fast_launch
 @triton.jit
 def single_token_down_kernel(
-    logits, correction, slots, x, w, bias, extra, gate, y, most, hidden, inner, scale,
+    logits, correction, slots, x, w, scales, bias, extra, gate, y, most, hidden, inner, blocks, scale_each, scale,
     BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, TP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
@@ -303,15 +370,27 @@ def single_token_down_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros([BN, TP, BK], tl.float32)
-    acc = _accumulate(acc, a0, x, k, c, inner, TOP)
+    by_block: tl.constexpr = KIND != "" and WIDE > 0
+    acc = tl.zeros([BN, TP], tl.float32) if by_block else tl.zeros([BN, TP, BK], tl.float32)
+    acc = _accumulate(
+        acc, a0, x, k, 0, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, PTX, HIGH, WIDE
+    )  # fmt: skip
     if AHEAD > 1:
-        acc = _accumulate(acc, a1, x, k, BK + c, inner, TOP)
+        acc = _accumulate(
+            acc, a1, x, k, BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, PTX, HIGH, WIDE
+        )  # fmt: skip
     if AHEAD > 2:
-        acc = _accumulate(acc, a2, x, k, 2 * BK + c, inner, TOP)
+        acc = _accumulate(
+            acc, a2, x, k, 2 * BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, PTX, HIGH, WIDE
+        )  # fmt: skip
     for first in range(AHEAD * BK, inner, BK):
-        acc = _accumulate(acc, _load_down_weights(w, n, slot, hidden, inner, first + c), x, k, first + c, inner, TOP)
-    each = tl.sum(acc, 2)
+        a = _load_down_weights(w, n, slot, hidden, inner, first + c)
+        acc = _accumulate(
+            acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, PTX, HIGH, WIDE
+        )  # fmt: skip
+    each = acc if by_block else tl.sum(acc, 2)
+    if KIND != "" and WIDE == 0:
+        each *= _down_scales(scales, n, slot, hidden, blocks, scale_each, 0, HIGH, WIDE)
     inside = n < hidden
     if BIAS:
         at = slot.to(tl.int64)[None, :] * hidden + n[:, None]

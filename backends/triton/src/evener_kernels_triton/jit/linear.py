@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from evener_kernels_triton.jit.arrival import is_last_program
+from evener_kernels_triton.jit.arrival import sum_of_spans
 from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.rows import activate
 
@@ -169,17 +169,7 @@ def skinny_kernel(
     # Dependents that start earlier would occupy units that this launch still needs.
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    finish = True
-    if SPLITS > 1:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        cells = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        own = parts + tile.to(tl.int64) * (SPLITS * BN * BM) + cells
-        tl.store(own + part * (BN * BM), acc)
-        finish = is_last_program(arrived, tile, SPLITS)
-        if finish:
-            acc = tl.zeros([BN, BM], tl.float32)
-            for other in tl.static_range(SPLITS):
-                acc += tl.load(own + other * (BN * BM), cache_modifier=".cg")
+    acc, finish = sum_of_spans(acc, parts, arrived, SPLITS, BN, BM)
     if finish:
         if BIAS:
             acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]

@@ -12,15 +12,25 @@ import torch
 
 from evener.contracts.declared import LinearWeight, StackedWeight
 from evener.contracts.ops import OpCase
-from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format, plain
+from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, WeightPart, block_format, plain
 
 #: A kernel may round activations to 16-bit integers with a shared scale: an error of at most 9e-5 of the two rows'
 #: norms.
 TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (1.6e-2, 1e-2), "float16": (4e-3, 4e-3)}
+#: One byte an element with a scale for the whole tensor, for each row, or for blocks of rows and columns.
+SCALED = {
+    "e4m3 by tensor": QuantFormat("float8_e4m3fn", -1, scale="float32"),
+    "e4m3 by row": QuantFormat("float8_e4m3fn", scale="float32"),
+    "e4m3 by block": QuantFormat("float8_e4m3fn", 128, 128, scale="float32"),
+    "e5m2 by row": QuantFormat("float8_e5m2", scale="bfloat16"),
+    "int8 by row": QuantFormat("int8", scale="float32"),
+    "int8 by group": QuantFormat("int8", 32, scale="float16"),
+}
 #: Every storage that core knows, except the plain ones.
-STORAGES = (*BLOCKS, MXFP4.storage)
+STORAGES = (*BLOCKS, MXFP4.storage, *SCALED)
 #: Storages of the parts of one matrix: QKV of Q4_K_M and Q5_0 files, and other mixes that a layer may have.
-MIXES = (("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("q8_0", "plain", "q4_1"), ("plain", MXFP4.storage))
+MIXES = (("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("q8_0", "plain", "q4_1"), ("plain", MXFP4.storage),
+         ("e4m3 by tensor",) * 3, ("e4m3 by block", "e4m3 by block"), ("plain", "int8 by row"))  # fmt: skip
 #: Offsets of the float16 numbers in a block, in bytes.
 _FLOAT16_OFFSETS = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
@@ -29,8 +39,20 @@ _FLOAT16_OFFSETS = {
 _FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+def format_of(storage: str) -> QuantFormat:
+    """The format of parts of a storage that is not plain."""
+    return MXFP4 if storage == MXFP4.storage else SCALED[storage] if storage in SCALED else block_format(storage)
+
+
+def storage_of(form: QuantFormat) -> str:
+    """The storage whose parts have this format, which is not plain."""
+    return next((name for name, scaled in SCALED.items() if scaled == form), form.storage)
+
+
 def unit_of(storage: str) -> int:
     """Columns of one block."""
+    if storage in SCALED:
+        return max(32, SCALED[storage].group)
     return MXFP4.group if storage == MXFP4.storage else BLOCKS.get(storage, (1, 0))[0]
 
 
@@ -43,6 +65,8 @@ def random_part(storage: str, rows: int, columns: int, generator: torch.Generato
     if storage not in STORAGES:
         values = torch.randn(rows, columns, generator=generator) * columns**-0.5
         return WeightPart("part", rows, columns, plain(storage), {"weight": values.to(getattr(torch, storage))})
+    if storage in SCALED:
+        return _random_scaled(SCALED[storage], rows, columns, generator)
     count = columns // unit_of(storage)
     if storage == MXFP4.storage:
         weight = torch.randint(256, (rows, count, 16), generator=generator, dtype=torch.uint8)
@@ -58,11 +82,36 @@ def random_part(storage: str, rows: int, columns: int, generator: torch.Generato
     return WeightPart("part", rows, columns, block_format(storage), {"weight": data.flatten(1)})
 
 
+def _random_scaled(form: QuantFormat, rows: int, columns: int, generator: torch.Generator) -> WeightPart:
+    """Scales differ by up to a factor of four, so that one in the wrong place is seen."""
+    if form.storage == "int8":
+        weight = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
+        size = 74.0  # their standard deviation
+    else:
+        weight = torch.randn(rows, columns, generator=generator).to(getattr(torch, form.storage))
+        size = 1.0
+    shape = () if form.group == -1 else (-(-rows // form.group_out), -(-columns // (form.group or columns)))
+    scale = (0.5 * 4 ** torch.rand(shape, generator=generator)) * columns**-0.5 / size
+    tensors = {"weight": weight, "scale": scale.to(getattr(torch, str(form.scale)))}
+    return WeightPart("part", rows, columns, form, tensors)
+
+
+def _spread(scale: torch.Tensor, part: WeightPart) -> torch.Tensor:
+    """The scale of each element of a part in one of the formats ``SCALED``."""
+    form = part.format
+    if form.group == -1:
+        return scale
+    rows = scale.float().repeat_interleave(form.group_out, 0)[: part.rows]
+    return rows.repeat_interleave(form.group or part.columns, 1)[:, : part.columns]
+
+
 def reference_dequantize(part: WeightPart) -> torch.Tensor:
     """A part of a known format, dequantized: [rows, columns] of float32."""
     data, storage = part.tensors["weight"], part.format.storage
     if part.format.plain:
         return data.float()
+    if part.format in SCALED.values():
+        return data.float() * _spread(part.tensors["scale"].float(), part)
     if part.format == MXFP4:
         values = torch.tensor([*_FLOATS, *(-value for value in _FLOATS)])
         pairs = torch.stack((values[(data & 15).long()], values[(data >> 4).long()]), dim=-1).flatten(-2)
@@ -73,7 +122,12 @@ def reference_dequantize(part: WeightPart) -> torch.Tensor:
 def is_known_format(part: WeightPart) -> bool:
     """Whether ``reference_dequantize`` knows a part's format."""
     form = part.format
-    return form.plain or form == MXFP4 or (form.storage in BLOCKS and form == block_format(form.storage))
+    return (
+        form.plain
+        or form == MXFP4
+        or form in SCALED.values()
+        or (form.storage in BLOCKS and form == block_format(form.storage))
+    )
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

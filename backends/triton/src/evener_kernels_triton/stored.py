@@ -1,0 +1,175 @@
+"""Weights of one byte an element (float8, int8) with scales, as they are stored.
+
+The kernels convert an element to the compute dtype, which holds it exactly, sum the products of a block in float32, and
+multiply the sum by the block's scale. Activations are not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
+from evener_kernels_triton.kernel import DTYPES
+
+#: Kinds of elements, by ``QuantFormat.storage``.
+KINDS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
+_SCALES = ("float32", "float16", "bfloat16", "float8_e8m0fnu")
+_SCALE_BYTES = 4
+#: A tile of columns is at least so wide, and has whole blocks or is within one.
+_LEAST_WIDE = 16
+
+
+class Form(NamedTuple):
+    """How a matrix is stored, as the kernels' constants.
+
+    Attributes:
+        kind: a value of ``KINDS``; "" for plain numbers.
+        high: rows that share a scale.
+        wide: columns that share a scale, a power of two; 0: all of a row.
+    """
+
+    kind: str = ""
+    high: int = 1
+    wide: int = 0
+
+    def constants(self, ptx: bool) -> dict[str, str | int | bool]:
+        """Arguments of the kernels. ``ptx``: the device takes PTX of compute capability 8.0."""
+        return {"KIND": self.kind, "PTX": ptx, "HIGH": self.high, "WIDE": self.wide}
+
+
+PLAIN_FORM = Form()
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix of stored elements, or a stack of such.
+
+    Attributes:
+        elements: uint8 (float8) or int8 [rows, columns], or [matrices, rows, columns].
+        scales: float32 [rows / form.high, blocks] on the same device, rounded up; a stack's has one more axis before.
+        form: how it is stored.
+    """
+
+    elements: torch.Tensor
+    scales: torch.Tensor
+    form: Form
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the matrix or stack."""
+        return self.elements.shape
+
+    def __getitem__(self, index: int) -> StoredMatrix:
+        return StoredMatrix(self.elements[index], self.scales[index], self.form)
+
+
+Matrix = torch.Tensor | StoredMatrix
+
+
+def pieces(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor, int, Form]:
+    """(elements, scales, blocks of a row, form), as the kernels take them; plain numbers have themselves as scales."""
+    if isinstance(weight, StoredMatrix):
+        return weight.elements, weight.scales, weight.scales.shape[-1], weight.form
+    return weight, weight, 1, PLAIN_FORM
+
+
+class StoredPacking(Packing):
+    """Row-major elements, and float32 scales for equal blocks of all parts."""
+
+    layout = "triton.stored"
+
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        if dtype not in DTYPES:
+            return f"computes in {', '.join(DTYPES)}, not {dtype}"
+        storages, widths = {part.format.storage for part in parts}, {_wide(part) for part in parts}
+        odd = storages - KINDS.keys()
+        if odd:
+            return f"reads {', '.join(KINDS)}, not {min(odd)}"
+        if len(storages) > 1 or len(widths) > 1:
+            return "the parts are stored differently"
+        for part in parts:
+            if part.format.scale not in _SCALES:
+                return f"reads scales in {', '.join(_SCALES)}, not {part.format.scale}"
+            if part.format.zero is not None or part.format.order != "row" or part.format.activation is not None:
+                return "does not know zero points, orders of columns, or rounded activations"
+        (wide,) = widths
+        if wide and (wide & (wide - 1) or wide < _LEAST_WIDE):
+            return f"reads blocks of a power of two of columns, from {_LEAST_WIDE}, not {wide}"
+        return None
+
+    def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
+        rows, columns, high = sum(part.rows for part in parts), parts[0].columns, _shared_rows(parts)
+        return rows * columns + -(-rows // high) * _blocks(parts[0]) * _SCALE_BYTES
+
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        return self._stacked([parts], None, device)
+
+    def pack_stack(
+        self, matrices: Iterable[Sequence[WeightPart]], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        return self._stacked(matrices, count, device)
+
+    def _stacked(
+        self, matrices: Iterable[Sequence[WeightPart]], count: int | None, device: torch.device
+    ) -> PackedWeight:
+        """A stack of ``count`` matrices; None: the only matrix itself."""
+        made: StoredMatrix | None = None
+        formats: tuple[QuantFormat, ...] = ()
+        for index, parts in enumerate(matrices):
+            if made is None:  # the first matrix has the sizes
+                made, formats = _room(parts, count or 1, device), tuple(part.format for part in parts)
+            _write(made[index], parts)
+        assert made is not None, "there is at least one matrix"
+        made = made if count is not None else made[0]
+        held = made.elements.nbytes + made.scales.nbytes
+        return PackedWeight(self.layout, tuple(made.shape), made, held, formats)
+
+
+STORED = StoredPacking()
+
+
+def _wide(part: WeightPart) -> int:
+    """Columns that share a scale; 0: all of a row."""
+    group = max(0, part.format.group)
+    return 0 if group >= part.columns else group
+
+
+def _blocks(part: WeightPart) -> int:
+    return -(-part.columns // _wide(part)) if _wide(part) else 1
+
+
+def _shared_rows(parts: Sequence[WeightPart]) -> int:
+    """Rows that share a scale once the parts are one matrix: those of the format if every part ends with a whole block,
+    else one."""
+    highs = {part.format.group_out if part.format.group > 0 else 1 for part in parts}
+    (high,) = highs if len(highs) == 1 else (1,)
+    return high if all(part.rows % high == 0 for part in parts[:-1]) else 1
+
+
+def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> StoredMatrix:
+    rows, columns, high = sum(part.rows for part in parts), parts[0].columns, _shared_rows(parts)
+    form = Form(KINDS[parts[0].format.storage], high, _wide(parts[0]))
+    dtype = torch.int8 if form.kind == "int8" else torch.uint8
+    elements = torch.empty(count, rows, columns, dtype=dtype, device=device)
+    scales = torch.empty(count, -(-rows // high), _blocks(parts[0]), dtype=torch.float32, device=device)
+    return StoredMatrix(elements, scales, form)
+
+
+def _write(to: StoredMatrix, parts: Sequence[WeightPart]) -> None:
+    at, high = 0, to.form.high
+    for part in parts:
+        stored, scale = part.tensors["weight"], part.tensors["scale"].float()
+        shape, dtype = (part.rows, part.columns), getattr(torch, part.format.storage)
+        if tuple(stored.shape) != shape or stored.dtype is not dtype:
+            raise ValueError(f"{part.name} is {stored.dtype} {list(stored.shape)}, not {dtype} {list(shape)}")
+        to.elements[at : at + part.rows].copy_(stored.view(to.elements.dtype))
+        own = part.rows if part.format.group == -1 else part.format.group_out
+        scale = scale.reshape(-(-part.rows // own), to.scales.shape[1])
+        if own != high:
+            scale = scale.repeat_interleave(own, 0)[: part.rows]
+        to.scales[at // high : at // high + scale.shape[0]].copy_(scale)
+        at += part.rows

@@ -1,0 +1,122 @@
+"""Weights of one byte an element under Triton's interpreter, against their dequantized values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from interpreted import every_access_checked
+
+from evener.contracts.quant import QuantFormat, WeightPart
+from evener_kernels_triton.linear import dequantized, few_tokens_linear
+from evener_kernels_triton.stored import KINDS, STORED, StoredMatrix
+from evener_kernels_triton.tuning import Tuning
+
+HOST = torch.device("cpu")
+SMALL, LARGE = Tuning(4, 48 << 10, False), Tuning(132, 227 << 10, False)
+
+
+@pytest.fixture(autouse=True)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread."""
+
+
+def part(
+    rows: int, columns: int, storage: str, group: int, high: int, seed: int = 0, scale: str = "float32"
+) -> WeightPart:
+    draw = torch.Generator().manual_seed(seed)
+    if storage == "int8":
+        weight = torch.randint(-128, 128, (rows, columns), generator=draw, dtype=torch.int8)
+    else:
+        weight = torch.randn(rows, columns, generator=draw).to(getattr(torch, storage))
+    wide, tall = (columns if group <= 0 else group), (rows if group == -1 else high)
+    shape = (-(-rows // tall), -(-columns // wide))
+    scales = (torch.rand(shape, generator=draw) + 0.5).to(getattr(torch, scale))
+    form = QuantFormat(storage, group, high if group != -1 else 1, scale=scale)
+    return WeightPart(f"part {seed}", rows, columns, form, {"weight": weight, "scale": scales})
+
+
+def values(one: WeightPart) -> torch.Tensor:
+    """The part's numbers in float32, by the definition of its format."""
+    form, scale = one.format, one.tensors["scale"].float()
+    tall, wide = (one.rows if form.group == -1 else form.group_out), (form.group if form.group > 0 else one.columns)
+    spread = scale.repeat_interleave(tall, 0)[: one.rows].repeat_interleave(wide, 1)[:, : one.columns]
+    return one.tensors["weight"].float() * spread
+
+
+FORMS = [(-1, 1), (0, 1), (64, 1), (32, 16), (128, 128)]
+
+
+def packed(parts: list[WeightPart]) -> StoredMatrix:
+    assert STORED.supports(parts, "float32") is None
+    made = STORED.pack(parts, "float32", HOST)
+    assert made.nbytes == STORED.nbytes([replace(p, tensors={}) for p in parts], "float32")
+    assert made.shape == (sum(p.rows for p in parts), parts[0].columns)
+    return made.data
+
+
+@pytest.mark.parametrize("storage", KINDS)
+@pytest.mark.parametrize(("group", "high"), FORMS)
+@pytest.mark.parametrize("rows", [(128, 32), (50, 14)], ids=["whole blocks", "torn blocks"])
+def test_a_stored_matrix_of_two_parts_has_their_values(
+    storage: str, group: int, high: int, rows: tuple[int, ...]
+) -> None:
+    parts = [part(count, 200, storage, group, high, seed) for seed, count in enumerate(rows)]
+    want = torch.cat([values(p) for p in parts])
+    with every_access_checked():
+        torch.testing.assert_close(dequantized(SMALL, packed(parts), torch.float32), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("group", "high"), FORMS)
+@pytest.mark.parametrize("storage", KINDS)
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_products_with_a_stored_matrix_are_those_of_its_values(
+    tuning: Tuning, storage: str, group: int, high: int, tokens: int
+) -> None:
+    parts = [part(count, 200, storage, group, high, seed) for seed, count in enumerate((48, 32))]
+    draw = torch.Generator().manual_seed(7)
+    x, bias = torch.randn(tokens, 200, generator=draw), torch.randn(80, generator=draw)
+    want = x @ torch.cat([values(p) for p in parts]).T + bias
+    with every_access_checked():
+        got = few_tokens_linear(tuning, torch.float32, x, packed(parts), bias)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_every_float8_keeps_its_value_without_the_devices_own_conversion() -> None:
+    bytes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    for storage in ("float8_e4m3fn", "float8_e5m2"):
+        floats = bytes.view(getattr(torch, storage))
+        finite = floats.float().isfinite()
+        form = QuantFormat(storage, 0, scale="float32")
+        one = WeightPart("all", 16, 16, form, {"weight": floats, "scale": torch.ones(16)})
+        got = dequantized(SMALL, packed([one]), torch.float32)
+        assert torch.equal(got[finite], floats.float()[finite])
+
+
+def test_parts_that_cannot_be_one_matrix_are_refused() -> None:
+    e4m3, int8 = part(16, 64, "float8_e4m3fn", 0, 1), part(16, 64, "int8", 0, 1)
+    blocks, plain = part(16, 64, "float8_e4m3fn", 32, 16), WeightPart("p", 16, 64, QuantFormat("bfloat16"))
+    for parts, said in (
+        ([e4m3, int8], "differently"), ([e4m3, blocks], "differently"), ([plain], "not bfloat16"),
+        ([replace(e4m3, format=replace(e4m3.format, zero="int8"))], "zero points"),
+        ([replace(blocks, format=replace(blocks.format, group=24))], "power of two"),
+        ([replace(e4m3, format=replace(e4m3.format, scale="float64"))], "scales"),
+    ):  # fmt: skip
+        assert said in (STORED.supports(parts, "float32") or "")
+    assert "float64" in (STORED.supports([e4m3], "float64") or "")
+
+
+def test_a_part_with_another_shape_than_it_says_is_refused() -> None:
+    one = part(16, 64, "int8", 0, 1)
+    with pytest.raises(ValueError, match="part 0"):
+        STORED.pack([replace(one, columns=32)], "float32", HOST)
+
+
+def test_a_stack_is_indexed_by_matrix() -> None:
+    matrices = [[part(32, 64, "float8_e4m3fn", 32, 16, seed)] for seed in range(3)]
+    made = STORED.pack_stack(iter(matrices), 3, "float32", HOST)
+    assert made.shape == (3, 32, 64) and made.nbytes == 3 * STORED.nbytes(matrices[0], "float32")
+    for index, parts in enumerate(matrices):
+        torch.testing.assert_close(dequantized(SMALL, made.data[index], torch.float32), values(parts[0]))
