@@ -35,6 +35,8 @@ LIMIT = 4
 def f(x, n=3):
     """Nor i + 1."""
     if n < 2 and x.dtype is torch.float32:
+        n = n.float()
+    if n > 5:
         raise ValueError(f"{n + 1}")
     return tl.load(x + 1, mask=(x < n) & real, num_warps=4)
 '''
@@ -58,9 +60,9 @@ def test_cpp_mutants_change_code_and_leave_comments_strings_and_templates_alone(
     }  # fmt: skip
 
 
-def test_python_mutants_change_what_is_computed_and_leave_messages_and_launch_speed_alone() -> None:
+def test_python_mutants_change_what_is_computed_and_leave_refusals_and_launch_speed_alone() -> None:
     found = list(python_code.mutants("a.py", PYTHON))
-    assert {m.line for m in found} == {6, 8}
+    assert {m.line for m in found} == {6, 10}
     assert changes(found) >= {
         ("bound", "if n <= 2 and x.dtype is torch.float32:"), ("mask", "if n < 2 or x.dtype is torch.float32:"),
         ("wrong dtype", "if n < 2 and x.dtype is torch.float16:"),

@@ -48,8 +48,8 @@ class _Places:
 
 
 def mutants(file: str, source: str) -> Iterator[Mutant]:
-    """Every mutant inside of the functions of a file, in the order of its text. Annotations, defaults, messages and
-    ``assert`` are left alone."""
+    """Every mutant inside of the functions of a file, in the order of its text. Annotations, defaults, messages,
+    ``assert`` and conditions under which a function only raises are left alone."""
     places = _Places(source)
     for start, end, after, operator in _changes(_bodies(ast.parse(source)), places):
         if "\n" not in source[start:end]:
@@ -74,6 +74,8 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
         return
     yield node
     for name, value in ast.iter_fields(node):
+        if name == "test" and _only_refuses(node):
+            continue
         if name in ("annotation", "returns", "defaults", "kw_defaults", "decorator_list"):
             continue
         if isinstance(node, ast.keyword) and node.arg in _SPEED:
@@ -81,6 +83,11 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, ast.AST):
                 yield from _walk(each)
+
+
+def _only_refuses(node: ast.AST) -> bool:
+    """Whether this is ``if …: raise …``, a check of arguments that no caller of the kit gets wrong."""
+    return isinstance(node, ast.If) and not node.orelse and all(isinstance(each, ast.Raise) for each in node.body)
 
 
 def _changes(statements: Iterator[ast.stmt], places: _Places) -> Iterator[tuple[int, int, str, str]]:

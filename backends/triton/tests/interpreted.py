@@ -89,6 +89,17 @@ def _start_in_order() -> None:
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None
 
 
+def _run_backwards() -> None:
+    """A device runs programs in any order. The last one comes first here: what a program stores behind its own part then
+    stays, while from first to last the next program would store the right numbers over it."""
+    place = interpreter.InterpreterBuilder.set_grid_idx
+
+    def mirrored(self: Any, *at: int) -> None:
+        place(self, *(n - 1 - i for n, i in zip(self.grid_dim, at, strict=True)))
+
+    interpreter.InterpreterBuilder.set_grid_idx = mirrored
+
+
 class _CheckedMemory:
     """The interpreter's memory, where a launch reaches nothing but the tensors it was given: what a device answers with
     an error that ends the process, or with nothing at all, raises here. So does an address between two elements."""
@@ -181,18 +192,17 @@ def every_access_checked(*others: torch.Tensor) -> Iterator[Counter[str]]:
 
 @contextmanager
 def last_programs_alone() -> Iterator[None]:
-    """Of each launch in here only the last program runs, the one with the largest offsets."""
+    """Of each launch in here only the last program runs, the one with the largest offsets: it comes first."""
     call, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
 
     def alone(self: Any, *args: Any, **kwargs: Any) -> None:
         whole = (*self.grid, 1, 1)[:3]
         builder.set_grid_dim = lambda *one: type(builder).set_grid_dim(builder, *whole)
-        builder.set_grid_idx = lambda *first: type(builder).set_grid_idx(builder, *(n - 1 for n in whole))
         self.grid = (1,)
         try:
             call(self, *args, **kwargs)
         finally:
-            del builder.set_grid_dim, builder.set_grid_idx
+            del builder.set_grid_dim
 
     interpreter.GridExecutor.__call__ = alone
     try:
@@ -205,6 +215,7 @@ _widen_bf16_products()
 _make_bf16_constants()
 _read_loop_bounds()
 _start_in_order()
+_run_backwards()
 _compare_as_devices_do()
 # A device's exponential is infinite without a word, and its quotients are not defined where nothing is stored.
 np.seterr(over="ignore", invalid="ignore", divide="ignore")

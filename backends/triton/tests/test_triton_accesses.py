@@ -242,7 +242,7 @@ def test_sampled_ids_are_in_the_vocabulary_for_nan_and_inf_logits() -> None:
 def test_nan_tokens_are_routed_to_existing_experts(family: Any, tokens: int) -> None:
     kernels = [k for k in host_kernels(composite=True) if k.op == "moe_block"]
     model = TinyModel(HostDevice(0), "float32", family, kernels, ReferenceState(), list(schemas().values()))
-    x = torch.randn(tokens, 96)
+    x = torch.randn(tokens, family.hidden)
     x[0] = float("nan")
     with torch.inference_mode():
         hidden, _ = model.step(x, (0,), (tokens,))

@@ -115,7 +115,7 @@ def test_single_token_experts_match_their_expansion(family: Family, dtype: str) 
     model = TinyModel(place, dtype, family, kernels, ReferenceState(), every)
     reference = TinyModel(place, "float32", family, (), ReferenceState(), every, model)
     for before in range(3):
-        x = torch.randn(1, 96, generator=noise).to(getattr(torch, dtype))
+        x = torch.randn(1, family.hidden, generator=noise).to(getattr(torch, dtype))
         with torch.inference_mode():
             got, want = (m.step(x, (before,), (1,))[0].float() for m in (model, reference))
         assert (got - want).abs().max() <= (1e-4 if dtype == "float32" else 3e-2) * want.abs().max()
@@ -220,7 +220,7 @@ def test_a_chunked_prefill_runs_beside_a_whole_new_prompt() -> None:
     noise = torch.Generator().manual_seed(8)
     with torch.inference_mode():
         for before, counts in (((0,), (9,)), ((9, 0), (5, 7))):
-            x = torch.randn(sum(counts), 96, generator=noise)
+            x = torch.randn(sum(counts), family.hidden, generator=noise)
             for got, want in zip(*(m.step(x, before, counts) for m in (model, reference)), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
     assert [[(run.whole, rows.stop) for run, rows in meta.runs] for meta in metas] == [[], [(False, 5), (True, 12)]]

@@ -167,6 +167,7 @@ def families() -> tuple[Family, ...]:
                 experts=6, top=2, inner=40, scoring="sigmoid", correction="correction", groups=3, top_groups=2,
                 group_best=2, scale=2.5, shared_inner=24, shared_gate="gate", post_norm="post_mlp",
             ),
+            hidden=104,  # no multiple of 16, 32 or 64: the end of a row is a path of its own in vector code
         ),
         Family(
             "plain expert", AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
