@@ -14,7 +14,7 @@ from mutation import cpp_code, python_code
 from mutation.mutant import Mutant
 from mutation.reviewed import Review, read_reviews, review_of
 from mutation.targets import NATIVE, TARGETS, TRITON
-from mutation.trial import CAUGHT, EQUAL, NOT_BUILT, SURVIVED, Bench, Verdict, judge
+from mutation.trial import CAUGHT, EQUAL, NO_CASE, NOT_BUILT, SURVIVED, Bench, Verdict, judge
 from planted_defects import PACKAGE
 
 from evener_conformance.distributions import write_distribution
@@ -125,13 +125,14 @@ def test_of_two_mutants_the_kit_catches_the_wrong_one_and_the_equivalent_one_sur
 
 @dataclass(frozen=True)
 class PretendedBench(Bench):
-    """A kit whose check ``wrong`` fails, with a mutant only unless ``always``.
+    """A kit whose check ``wrong`` fails, with a mutant only unless ``always``, and whose check ``empty`` has no case.
 
     ``calls``: with a mutant or not, and which check.
     """
 
     wrong: str = ""
     always: bool = False
+    empty: str = ""
     calls: list[tuple[bool, str]] = field(default_factory=list)
 
     def run(self, mutant: Mutant | None, **more: Any) -> Verdict:
@@ -140,6 +141,8 @@ class PretendedBench(Bench):
             return Verdict(SURVIVED, "", 1.0, {"checks": names})
         (check,) = more["only"]
         self.calls.append((mutant is not None, check))
+        if check == self.empty:
+            return Verdict(CAUGHT, NO_CASE, 1.0, {"seconds": {check: 1.0}})
         if check == self.wrong and (self.always or mutant is not None):
             return Verdict(CAUGHT, "it is off", 1.0)
         return Verdict(SURVIVED, "", 1.0, {"seconds": {check: 1.0}})
@@ -160,6 +163,10 @@ def test_likely_checks_run_in_their_order_and_each_once_without_a_mutant() -> No
     runs = mutants.LikelyRuns(TRITON, bench)
     assert [runs.judge(each).outcome for each in (one, other)] == [CAUGHT, CAUGHT]
     assert bench.calls == [(False, SOFTCAP), (True, SOFTCAP), (True, SOFTCAP)]
+    bench = PretendedBench(TRITON.sources, {}, empty=SOFTCAP)
+    runs = mutants.LikelyRuns(TRITON, bench)
+    assert runs.judge(one).outcome == SURVIVED
+    assert bench.calls == [(False, SOFTCAP), (False, rows), (True, rows)]
     with pytest.raises(RuntimeError, match=r"softcap.* does not pass without a mutant: it is off"):
         mutants.LikelyRuns(TRITON, PretendedBench(TRITON.sources, {}, wrong=SOFTCAP, always=True)).judge(one)
 

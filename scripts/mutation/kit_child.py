@@ -27,6 +27,8 @@ import sys
 import time
 from typing import Any
 
+from mutation.trial import NO_CASE
+
 #: Address space: a mutant may ask for any amount of memory.
 _MOST_BYTES = 24 << 30
 
@@ -84,7 +86,7 @@ def _run_kit(spec: dict[str, Any]) -> dict[str, Any]:
         if wrong:
             break
     if not passed and not wrong:
-        wrong = "no case passed"
+        wrong = NO_CASE
     return {"wrong": wrong, "seconds": seconds}
 
 

@@ -19,6 +19,8 @@ from mutation.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CAUGHT, SURVIVED, NOT_BUILT, EQUAL = "caught", "survived", "not built", "equal code"
+#: What a child says of checks without a case that the kernel takes.
+NO_CASE = "no case passed"
 
 
 @dataclass(frozen=True)
