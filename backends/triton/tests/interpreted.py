@@ -90,7 +90,7 @@ def _start_in_order() -> None:
 
 
 def _run_backwards() -> None:
-    """A device runs programs in any order. The last one comes first here: what a program stores behind its own part then
+    """A device runs programs in any order. The last one comes first here: what a program stores behind its own part
     stays, while from first to last the next program would store the right numbers over it."""
     place = interpreter.InterpreterBuilder.set_grid_idx
 
