@@ -24,12 +24,13 @@ from performance_page import generated as performance
 from support_page import generated as support
 
 from evener.cli.main import BUILTIN_NAMES, find_command
-from evener.cli.models import facts
 from evener.config.schema import key_specs
 from evener.contracts.descriptor import Descriptor
 from evener.contracts.ops import OpSchema, Tensor
 from evener.ops.schemas import BUILTIN
 from evener_conformance import descriptor as conformance
+from evener_inspection import descriptor as inspection
+from evener_inspection.models_command import facts
 from evener_models import descriptor
 from evener_server import descriptor as server
 
@@ -197,7 +198,7 @@ def configuration() -> str:
 
 def commands() -> str:
     """The reference of the command line."""
-    found = {*BUILTIN_NAMES, *server.commands, *conformance.commands}
+    found = {*BUILTIN_NAMES, *server.commands, *inspection.commands, *conformance.commands}
     if found != set(COMMANDS):
         raise SystemExit(f"COMMANDS in {__file__} and those that there are differ: {sorted(found ^ set(COMMANDS))}")
     parts = [

@@ -56,7 +56,7 @@ class Report:
 def plan(folder: Path) -> str:
     """Everything up to the weights: configuration, architecture, ops, memory, file headers; the tokenizer too."""
     from evener.config import from_overrides
-    from evener.explanation.explain import explain
+    from evener_inspection.explanation import explain
 
     found = explain(from_overrides(folder, KEYS))
     _read_texts(folder)
@@ -69,7 +69,7 @@ def run(folder: Path) -> str:
     """As ``plan``; if the model is small, load it and generate three tokens."""
     from evener import LLM, SamplingParams
     from evener.config import from_overrides
-    from evener.explanation.explain import explain
+    from evener_inspection.explanation import explain
 
     found = explain(from_overrides(folder, KEYS))
     if found["memory"]["problem"] or found["memory"]["weights"] > LOADED_BYTES:

@@ -19,9 +19,10 @@ FORMATS = modules(ROOT / "formats/src")
 GENERATION = modules(ROOT / "generation/src")
 MODELS = modules(ROOT / "models/src")
 CONFORMANCE = modules(ROOT / "conformance/src")
+INSPECTION = modules(ROOT / "inspection/src")
 SERVER = modules(ROOT / "server/src")
 BACKENDS = modules(*sorted(ROOT.glob("backends/*/src")))
-ALL = {**CORE, **FORMATS, **GENERATION, **MODELS, **CONFORMANCE, **SERVER, **BACKENDS}
+ALL = {**CORE, **FORMATS, **GENERATION, **MODELS, **INSPECTION, **CONFORMANCE, **SERVER, **BACKENDS}
 
 VENDOR_WORDS = {
     *("ascend", "npu", "cann", "hccl", "huawei"),
@@ -40,7 +41,7 @@ ALLOWED = {
 Judge = Callable[[str], bool]
 
 #: Distributions that know no vendor.
-SHARED_FOLDERS = ("core", "formats", "generation", "models", "conformance", "server")
+SHARED_FOLDERS = ("core", "formats", "generation", "models", "inspection", "conformance", "server")
 SHARED_TEXT = {".py", ".pyi", ".toml", ".md", ".json", ".yaml", ".yml", ".html", ".js", ".css", ".jinja", ".txt"}
 
 
@@ -134,6 +135,10 @@ def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_fil
 def test_the_server_imports_neither_models_nor_backends_nor_what_lies_below_the_engine() -> None:
     below = ("evener_models", "evener_backend", "evener_kernels", "evener.layers", "evener.ops", "torch")
     assert violations(SERVER, lambda target: not belongs(target, *below) and not target.startswith(below[1:3])) == []
+
+
+def test_the_inspection_commands_import_only_the_core() -> None:
+    assert violations(INSPECTION, allow_of_evener("evener_inspection", "evener"), typing=True) == []
 
 
 #: Beside the contracts: what ops mean, and ready-made parts for those who want them. Parts that name vendors' libraries

@@ -17,7 +17,7 @@ from evener.ops.schemas import BUILTIN
 from evener.plugins.hook_check import hook_arguments
 
 _LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
-_FOLDERS = r"core|formats|generation|models|conformance|server|backends|tests|scripts|benchmarks|docs|\.ci"
+_FOLDERS = r"core|formats|generation|models|inspection|conformance|server|backends|tests|scripts|benchmarks|docs|\.ci"
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 

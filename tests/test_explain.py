@@ -10,8 +10,8 @@ import pytest
 
 from evener.config import from_overrides
 from evener.errors import ConfigError
-from evener.explanation.explain import explain
 from evener_conformance.naive.model import find_architecture
+from evener_inspection.explanation import explain
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import CheckpointError
-from evener.explanation.explain import explain
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 from evener_formats.scaled import CompressedTensors, Fp8Scheme
+from evener_inspection.explanation import explain
 
 BLOCK = 16
 SIZES: dict[str, dict[str, Any]] = {

@@ -17,10 +17,10 @@ from evener import LLM, SamplingParams
 from evener.config import from_overrides
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
-from evener.explanation.explain import explain
 from evener.loading.checkpoint import open_checkpoint
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
+from evener_inspection.explanation import explain
 
 WIDTH, INNER, VOCAB, LAYERS = 64, 96, 259, 2
 KEYS = {

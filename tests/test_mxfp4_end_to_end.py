@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener.explanation.explain import explain
-from evener.explanation.text import render
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.reference.engine import play
 from evener_formats.mxfp4 import Mxfp4Scheme
+from evener_inspection.explanation import explain
+from evener_inspection.explanation_text import render
 
 CONFIG = {**find_architecture("GptOssForCausalLM").tiny_config(), "num_hidden_layers": 2}
 CONFIG["layer_types"] = CONFIG["layer_types"][:2]

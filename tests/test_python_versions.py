@@ -14,7 +14,7 @@ import pytest
 from evener_conformance.distributions import write_distribution
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("core", "formats", "generation", "models", "conformance", "server", "backends/cpu")
+FOLDERS = ("core", "formats", "generation", "models", "inspection", "conformance", "server", "backends/cpu")
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 #: What the torch-free parts need; the ranges stand in core/pyproject.toml.
 NEEDED = ("pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "jinja2", "tokenizers", "pyzmq",
@@ -22,7 +22,7 @@ NEEDED = ("pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "jinj
 TESTING = ("pytest", "hypothesis", "pytest-timeout", "pytest-asyncio", "packaging")
 MODULES = ("evener", "evener.plugins.choose", "evener.config", "evener.cli.main", "evener.engine.controller.scheduler",
            "evener.backend_search", "evener.layers", "evener.ops.schemas", "evener_models", "evener_server",
-           "evener_backend_cpu")  # fmt: skip
+           "evener_inspection", "evener_backend_cpu")  # fmt: skip
 
 
 def interpreter(version: str) -> str | None:

@@ -18,10 +18,10 @@ from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.worker import Worker
-from evener.explanation.explain import explain
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import RunResult, play
+from evener_inspection.explanation import explain
 
 SMALL = {"backend": "cpu", "load": "dummy", "dtype": "float32", "infer.max_seq_len": 160, "infer.max_reqs": 4,
          "infer.step_tokens": 24, "infer.threads": 1, "infer.kv_memory": 2**24, "infer.block_size": 16,

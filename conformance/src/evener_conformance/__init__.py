@@ -18,6 +18,7 @@ package or module   holds
 ``fake_engine``     an engine client without a model, for tests of front ends
 ``rank_threads``    a controller over ranks that are threads of this process
 ``distributions``   temporary distributions with entry points
+``package_site``    packages in a temporary folder, for tests of plugin discovery
 ``tiny_tokenizer``  a small tokenizer
 ==================  ====================================================================================
 """

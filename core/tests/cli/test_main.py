@@ -6,19 +6,14 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import evener.__main__ as module
 from evener.cli import main as cli
 from evener.cli import version
-from evener.cli.config import keys
-from evener.config.schema import key_specs
 from evener.errors import DescriptorError, EngineError
 from evener.plugins.catalog import LazyImport
-from evener_conformance.distributions import write_distribution
 
 Calls = list[list[str]]
 
@@ -218,53 +213,18 @@ def test_help_imports_neither_torch_nor_hydra() -> None:
     assert done.stdout.startswith("usage: evener COMMAND")
 
 
-def test_config_keys_lists_every_key_with_its_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: dict[str, LazyImport]
-) -> None:
-    assert key_specs().keys() <= {row["key"] for row in keys()}
-    assert cli.main(["config", "--keys", "--json"]) == 0
-    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    assert all(row["help"] and row["takes"] for row in rows)
-    assert cli.main(["config", "--keys"]) == 0
-    out = capsys.readouterr().out
-    assert "serve.port\n    Port to listen on; 0: any free port.\n" in out
-    assert "\n    It takes an integer from 0 to 65535; default 21002.\n" in out
-
-
 def test_version_names_what_is_installed_without_importing_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"evener", "torch", "python", "system"} <= version.versions().keys()
     assert cli.main(["version", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["evener"]
 
 
-@pytest.mark.parametrize("name", ["plugins", "doctor", "models", "version"])
+@pytest.mark.parametrize("name", ["plugins", "doctor", "version"])
 def test_commands_without_a_model_refuse_stray_words(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "what"]) == 2
     assert f"evener {name}: unexpected argument 'what'" in capsys.readouterr().err
 
 
-def test_plugins_and_models_speak_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plugins_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plugins", "--json"]) == 0
     assert {"candidates", "warnings"} == json.loads(capsys.readouterr().out).keys()
-    assert cli.main(["models", "--json"]) == 0
-    assert isinstance(json.loads(capsys.readouterr().out), list)
-
-
-def test_models_says_family_state_and_oracle_and_why_one_cannot_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_distribution(tmp_path, "odd", {"evener.plugins": {"odd": "odd_models:descriptor"}})
-    (tmp_path / "odd_models.py").write_text(
-        "from evener.contracts.descriptor import Descriptor\n"
-        "descriptor = Descriptor(name='odd', summary='for tests', contracts={'descriptor': 1, 'architecture': 2},\n"
-        "    architectures={'NoneForCausalLM': 'odd_gone:Gone', 'OddForCausalLM': 'odd_model:Odd'})\n"
-    )
-    (tmp_path / "odd_model.py").write_text(
-        "from evener.layers import CausalLM\nclass Odd(CausalLM):\n    oracle = 'own'\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("EVENER_PLUGINS", "odd")
-    assert cli.main(["models"]) == 0
-    broken, odd = capsys.readouterr().out.splitlines()
-    assert "'NoneForCausalLM' of odd cannot be used: importing odd_gone failed" in broken
-    assert odd.split() == ["OddForCausalLM", "-", "-", "own", "odd"]

@@ -15,9 +15,9 @@ from evener.cli.main import main
 from evener.config.schema import Config
 from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError, UnknownNameError
-from evener.explanation.explain import explain
 from evener.loading.safetensors_files import SafetensorsFile
 from evener.ops.reference.state import ReferenceState
+from evener_inspection.explanation import explain
 
 #: 405 billion weights.
 GIANT = {

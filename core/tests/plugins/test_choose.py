@@ -9,8 +9,7 @@ import pytest
 from evener.errors import BackendError, NoBackendError, ProbeError
 from evener.plugins.choose import assess, choose
 from evener.plugins.probe import ProbeRun
-
-from .conftest import MARKS_FIT, Site, probing, score_of
+from evener_conformance.package_site import MARKS_FIT, Site, probing, score_of
 
 NO_MARKS = score_of(1).replace('Marks(True, ("its device node is there",)', 'Marks(False, ("no /dev/chip",)')
 

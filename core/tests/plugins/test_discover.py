@@ -11,8 +11,7 @@ import pytest
 from evener.contracts.descriptor import Descriptor
 from evener.errors import ContractVersionError, DescriptorError, DuplicateNameError, UnknownNameError
 from evener.plugins.discover import discover, installed_catalog
-
-from .conftest import Site
+from evener_conformance.package_site import Site
 
 
 def test_every_group_is_read_in_order_and_nothing_but_descriptors_is_imported(site: Site) -> None:

@@ -21,8 +21,7 @@ from evener.errors import (
 )
 from evener.plugins.catalog import Package
 from evener.plugins.load import PluginRegistry
-
-from .conftest import DEVICE, Site, score_of
+from evener_conformance.package_site import DEVICE, Site, score_of
 
 NAMED = """
 from types import SimpleNamespace

@@ -15,8 +15,7 @@ from evener.errors import ConfigError, DescriptorError, ProbeError
 from evener.folders.cache import cache_folder
 from evener.plugins.probe import ProbeCache, ProbeRun
 from evener.plugins.report import error_text
-
-from .conftest import MARKS_FIT, Site, probing, score_of
+from evener_conformance.package_site import MARKS_FIT, Site, probing, score_of
 
 ANSWER = 'return ProbeResult(50, (ProbedDevice(0, "chip", 8),), ("fine",))'
 

@@ -7,8 +7,7 @@ import json
 from evener.plugins.choose import assess
 from evener.plugins.probe import ProbeRun
 from evener.plugins.report import Report, catalog_report, render, to_json
-
-from .conftest import Site, probing, score_of
+from evener_conformance.package_site import Site, probing, score_of
 
 
 def _report(site: Site, requested: str | None = None, **environ: str) -> Report:

@@ -24,13 +24,9 @@ Main = Callable[[list[str]], int]
 #: Commands of the core's own: module and summary.
 _BUILTIN: Mapping[str, tuple[str, str]] = {
     "run": ("evener.cli.run", "answer one prompt and exit"),
-    "explain": ("evener.cli.explain", "show which kernel would run each op, and the memory plan"),
     "tune": ("evener.cli.tune", "benchmark kernels and save the choices"),
-    "config": ("evener.cli.config", "show the resolved value of every option, and why"),
-    "why-not": ("evener.cli.why_not", "explain why a backend, package, op, kernel or scheme was or wasn't used"),
     "plugins": ("evener.cli.plugins", "list installed packages"),
     "doctor": ("evener.cli.doctor", "show how the backend is chosen, step by step"),
-    "models": ("evener.cli.models", "list the supported model architectures"),
     "version": ("evener.cli.version", "show versions"),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
@@ -39,6 +35,12 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "serve": ("serve a model over HTTP", 'pip install "evener[serve]"'),
     "chat": ("chat with a model in the terminal", 'pip install "evener[serve]"'),
     "completion": ("print a shell completion script", 'pip install "evener[serve]"'),
+    "explain": ("show which kernel would run each op, and the memory plan", 'pip install "evener[serve]"'),
+    "why-not": (
+        "explain why a backend, package, op, kernel or scheme was or wasn't used", 'pip install "evener[serve]"'
+    ),
+    "config": ("show the resolved value of every option, and why", 'pip install "evener[serve]"'),
+    "models": ("list the supported model architectures", 'pip install "evener[serve]"'),
     "conformance": ("check whether a backend keeps the contracts", "pip install evener-conformance"),
     "new": ("create a package to start from: new backend NAME, new model NAME", "pip install evener-conformance"),
     "first-contact": ("try a backend on its hardware, and write an evidence file", "pip install evener-conformance"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 
 from evener.cli.command import Command, print_result, read_config
-from evener.explanation.explain import explain
-from evener.explanation.text import render
+from evener_inspection.explanation import explain
+from evener_inspection.explanation_text import render
 
 
 def main(argv: list[str]) -> int:

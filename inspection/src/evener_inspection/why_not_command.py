@@ -163,7 +163,7 @@ def _loaded(name: str, selection: Selection, known: set[str]) -> Iterator[Answer
 def _in_model(name: str, words: list[str], known: set[str]) -> list[Answer]:
     """Answers from one model's manifest, or the reason why the model cannot run."""
     _, config = read_config(Command("why-not", ""), words, ranks=False)
-    from evener.explanation.explain import explain
+    from evener_inspection.explanation import explain
 
     try:
         found = explain(config)

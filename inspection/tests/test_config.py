@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from evener.cli.main import main
+from evener.config.schema import key_specs
 from evener.contracts.device import DeviceCapabilities, MemoryInfo
+from evener.plugins.catalog import LazyImport
+from evener_inspection import descriptor
+from evener_inspection.config_command import keys
+
+CONFIG = LazyImport(
+    kind="command", name="config", path=descriptor.commands["config"], package="inspection",
+    distribution="evener-inspection",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -37,7 +46,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return call
 
     monkeypatch.setattr(
-        "evener.plugins.discover.installed_catalog", lambda: SimpleNamespace(packages=(), commands=dict)
+        "evener.plugins.discover.installed_catalog",
+        lambda: SimpleNamespace(packages=(), commands=lambda: {"config": CONFIG}),
     )
     monkeypatch.setattr("evener.plugins.choose.choose", record("selection"))
     selection = SimpleNamespace(reason="highest score 10")
@@ -82,3 +92,14 @@ def test_a_folder_without_a_checkpoint_is_an_error_before_a_backend_is_chosen(
     assert main(["config", str(tmp_path / "no")]) == 1
     assert "give a model folder or file" in capsys.readouterr().err
     assert chosen == []
+
+
+def test_config_keys_lists_every_key_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert key_specs().keys() <= {row["key"] for row in keys()}
+    assert main(["config", "--keys", "--json"]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert all(row["help"] and row["takes"] for row in rows)
+    assert main(["config", "--keys"]) == 0
+    out = capsys.readouterr().out
+    assert "serve.port\n    Port to listen on; 0: any free port.\n" in out
+    assert "\n    It takes an integer from 0 to 65535; default 21002.\n" in out

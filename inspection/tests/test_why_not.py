@@ -10,8 +10,7 @@ import pytest
 
 from evener.cli.main import main
 from evener_conformance.distributions import install_reference_backend
-
-from ..plugins.conftest import Site, score_of
+from evener_conformance.package_site import Site, score_of
 
 KERNEL = """
 from evener.contracts.hooks import hookimpl

@@ -1,0 +1,3 @@
+from __future__ import annotations
+
+from evener_conformance.package_site import site as site
