@@ -13,13 +13,13 @@ import torch
 from served import Served, tiny_model
 from source_tree import ROOT
 
-from evener.engine.processes.rank_threads import RankThreads
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener_conformance.reference.engine import RunResult, play, small_config
 from evener_conformance.simulated import DEVICES, descriptor, install_simulated_backend
 from evener_conformance.simulated.constraints import Constraints
 from evener_conformance.simulated.device import SimulatedDevice
+from evener_inspection.rank_threads import RankThreads
 
 LIMITS = {"infer.max_seq_len": 256, "infer.kv_memory": 2**24}
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 16}

@@ -11,10 +11,11 @@ from family_oracles import logits_of
 from family_runner import prompt_of
 from family_table import Row
 
-from evener.distributed.thread_communicator import MirrorCommunicator, run_on_threads
 from evener.errors import ConfigError
 from evener.layers import Builder
+from evener_conformance.mirror_communicator import MirrorCommunicator
 from evener_conformance.naive.model import NaiveModel, find_architecture
+from evener_inspection.thread_communicator import run_on_threads
 from evener_models import descriptor
 
 PLAIN_ROPE = {"rope_theta": 20000.0, "rope_type": "default"}

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from evener.distributed.thread_communicator import MirrorCommunicator, ThreadCommunicator, run_on_threads
 from evener_backend_cuda import communicator as module
 from evener_backend_cuda.communicator import PEER_SUM_MAX_BYTES, open_communicator
 from evener_backend_parts.gpu import connect_pairs
+from evener_conformance.mirror_communicator import MirrorCommunicator
+from evener_inspection.thread_communicator import ThreadCommunicator, run_on_threads
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
-from evener.engine.processes.rank_threads import RankThreads
 from evener.engine.processes.start import set_up_controller
+from evener_inspection.rank_threads import RankThreads
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from evener.contracts.graph import GraphCapture, Replay
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Packing, WeightPart
 from evener.contracts.state import AttentionSpec, StateSpec
-from evener.distributed.thread_communicator import ThreadCommunicator, run_on_threads
 from evener.errors import BackendError, ConfigError
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
@@ -42,6 +41,7 @@ from evener_conformance.kit.result import Result
 from evener_conformance.kit.run import run_on
 from evener_conformance.kit.subject import Subject, open_subject
 from evener_conformance.reference.device import HostDevice
+from evener_inspection.thread_communicator import ThreadCommunicator, run_on_threads
 
 SCHEMAS = {schema.name: schema for schema in PRIMITIVES}
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from evener.distributed.thread_communicator import run_on_threads, thread_group
 from evener.errors import EngineError
+from evener_inspection.thread_communicator import run_on_threads, thread_group
 
 RANKS = Path(__file__).with_name("ranks.py")
 _SPEC = importlib.util.spec_from_file_location("communicator_ranks", RANKS)

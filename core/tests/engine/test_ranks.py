@@ -10,13 +10,13 @@ import pytest
 
 from evener.engine.processes.local_clients import InlineClient
 from evener.engine.processes.process_executor import ProcessExecutor
-from evener.engine.processes.rank_threads import RankThreads
 from evener.engine.processes.start import build_controller, start_engine
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.wire.worker_facts import WorkerFacts, merge_facts
 from evener.errors import ArchitectureError, EngineDeadError, EngineError
 from evener_conformance.reference.engine import RunResult
+from evener_inspection.rank_threads import RankThreads
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
 PATIENCE = 120.0

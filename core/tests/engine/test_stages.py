@@ -13,7 +13,6 @@ import torch
 
 from evener.config.schema import Config
 from evener.contracts.media import make_item
-from evener.distributed.thread_communicator import ThreadCommunicator
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import MicroBatches
 from evener.engine.processes.start import build_controller
@@ -21,6 +20,7 @@ from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.stages import PipelineChannel
 from evener.errors import ArchitectureError, ConfigError
 from evener_conformance.rank_threads import rank_threads
+from evener_inspection.thread_communicator import ThreadCommunicator
 
 GREEDY = Sampling(temperature=0.0)
 FAMILIES: dict[str, dict[str, Any]] = {

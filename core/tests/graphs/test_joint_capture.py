@@ -12,13 +12,13 @@ import torch
 
 from evener.config import from_overrides, to_flat
 from evener.contracts.graph import GraphCapture, Replay
-from evener.distributed import thread_communicator
 from evener.distributed.communicators import JointCapture
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import EngineError
 from evener_conformance.graph.device import GraphDevice
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
+from evener_inspection import thread_communicator
 
 
 class Again(Replay):

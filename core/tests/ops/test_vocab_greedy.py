@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from evener.distributed.thread_communicator import ThreadCommunicator, run_on_threads
 from evener.ops.ranks import vocab_greedy
+from evener_inspection.thread_communicator import ThreadCommunicator, run_on_threads
 
 
 def picked(logits: torch.Tensor, ranks: int) -> list[list[int]]:

@@ -28,10 +28,10 @@ def explain(config: Config) -> dict[str, Any]:
             no error but part of the result (``problem``).
     """
     search = BackendSearch(config.backend)
-    from evener.distributed.communicators import ExplainCommunicator
     from evener.distributed.world import RankGroups, World
     from evener.engine.worker.assembly import assemble, find_graph_capture
     from evener.engine.worker.memory import estimate_memory_plan
+    from evener_inspection.absent_ranks import ExplainCommunicator
 
     described = config.load == "auto" and not _has_weights(Path(config.model))
     infer = config.infer

@@ -1,15 +1,19 @@
 """Legacy keys: those of the projects that this one grew from, and our own that were renamed.
 
 A legacy key that has an equivalent is rewritten, with a warning that names the new key. One that has none is an error
-that says why. ``models=NAME`` used to name a file with a model's shape; shapes are now read from the checkpoint, so
-NAME becomes the served name and must match the checkpoint's family (``check_model_family``).
+that says why. The tables are in ``legacy_keys.json``; its rows "renamed in 0.1" go after one release. ``models=NAME``
+used to name a file with a model's shape; shapes are now read from the checkpoint, so NAME becomes the served name and
+must match the checkpoint's family (``check_model_family``).
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from evener.config.keys import Override
 from evener.errors import ConfigError
@@ -18,11 +22,28 @@ from evener.key_spec import format_value
 
 @dataclass(frozen=True)
 class RenamedKey:
-    """A legacy key with an equivalent. ``value`` turns the old value into the new one; None: there is no new value for
-    it, which is an error."""
+    """A legacy key with an equivalent, ``key``.
+
+    Attributes:
+        values: the new values of old ones, which are compared in lower case. Another value stays as it is.
+        otherwise: what to type instead of a value that is not in ``values``, which then is an error.
+        unit: what is written after the value.
+    """
 
     key: str
-    value: Callable[[str], str | None] = lambda value: value
+    values: Mapping[str, str] = field(default_factory=dict)
+    otherwise: str = ""
+    unit: str = ""
+
+    def value(self, old: str) -> str:
+        """The new value.
+
+        Raises:
+            ConfigError: ``old`` has no equivalent.
+        """
+        if self.otherwise and old.lower() not in self.values:
+            raise ConfigError(f"the value {old!r} has no equivalent: {self.otherwise}")
+        return self.values.get(old.lower(), old) + self.unit
 
 
 @dataclass(frozen=True)
@@ -30,7 +51,7 @@ class RemovedKey:
     """A legacy key without an equivalent, and why. ``ignored_values`` ask for what happens anyway: only a warning."""
 
     reason: str
-    ignored_values: frozenset[str] = frozenset()
+    ignored_values: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -43,29 +64,7 @@ class Rewritten:
     claimed: tuple[str, ...]
 
 
-def _bool_to(on: str, off: str) -> Callable[[str], str | None]:
-    def convert(value: str) -> str | None:
-        return {"true": on, "1": on, "false": off, "0": off}.get(value.lower(), value)
-
-    return convert
-
-
-def _only(word: str, instead: str) -> Callable[[str], str | None]:
-    def convert(value: str) -> str | None:
-        if value.lower() != word:
-            raise ConfigError(f"the value {value!r} has no equivalent: {instead}")
-        return "auto"
-
-    return convert
-
-
 _OFF = frozenset({"false", "0", "none", "null", ""})
-_ON = frozenset({"true", "1"})
-_NO_PHASES = "there is no prefill phase; a step computes up to infer.step_tokens tokens of any requests"
-_FORMATS = "the device decides in which dtype a stored format is computed; dtype sets the dtype of everything else"
-_SHAPES = "a model's shape is read from its config.json and cannot be set"
-_LAUNCH = "processes on other nodes are started by torchrun, Slurm or SSH"
-_CONVERT = "checkpoints are read as published; nothing is converted beforehand"
 
 #: Legacy switches that are on by default, and the numbers that apply only if they are off.
 _PIPELINE = {
@@ -73,66 +72,16 @@ _PIPELINE = {
     "scheduler.pp_config.enforce_decode_num_tasks_max": "scheduler.pp_config.decode_num_tasks",
 }
 
-#: Legacy keys of the command line and of config files.
+_TABLES: Mapping[str, Any] = json.loads(Path(__file__).with_name("legacy_keys.json").read_text("utf-8"))
+#: Legacy keys of the command line and of config files; ``name.*`` stands for every key below ``name``.
 LEGACY_KEYS: Mapping[str, RenamedKey | RemovedKey] = {
-    "models.ckpt_dir": RenamedKey("model"),
-    "models.tokenizer_path": RenamedKey("tokenizer"),
-    "infer.do_load": RenamedKey("load", _bool_to("auto", "dummy")),
-    "infer.seed": RenamedKey("seed"),
-    "infer.max_batch_size": RenamedKey("infer.max_reqs"),
-    "infer.prefill_chunk_size": RenamedKey("infer.step_tokens"),
-    # Our own names until 0.1; these two rows go after one release.
-    "infer.silence_limit": RenamedKey("infer.heartbeat_timeout"),
-    "infer.step_limit": RenamedKey("infer.step_timeout"),
-    "infer.schedule_overlap": RenamedKey(
-        "infer.depth", lambda value: {"true": "2", "auto": "2", "false": "1"}.get(value.lower())
-    ),
-    "keep_dtype_in_checkpoint": RenamedKey("dtype", _only("true", "set the dtype, as in dtype=bfloat16")),
-    "float_16bit_dtype": RenamedKey("dtype"),
-    "infer.soft_fp8": RemovedKey(_FORMATS, _OFF),
-    "infer.raise_lower_bit_float_to": RemovedKey(_FORMATS),
-    "infer.memory_utilization": RemovedKey(
-        "it included the weights; infer.kv_memory sets the memory for state only, in bytes or as a fraction"
-    ),
-    "infer.num_blocks": RemovedKey("infer.kv_memory sets the memory for state in bytes"),
-    "infer.max_concurrent_requests": RemovedKey("infer.max_reqs limits running requests, serve.max_queue waiting ones"),
-    "scheduler.prefill_first.num_tasks": RemovedKey(_NO_PHASES),
-    "scheduler.pp_config.prefill_num_tasks": RenamedKey("infer.pp_prefill_reqs"),
-    "scheduler.pp_config.decode_num_tasks": RenamedKey("infer.pp_decode_reqs"),
-    **dict.fromkeys(_PIPELINE, RemovedKey("without it, set the number: prefill_num_tasks or decode_num_tasks", _ON)),
-    "scheduler.*": RemovedKey(_NO_PHASES),
-    "quant_on_load": RemovedKey(_CONVERT, _OFF),
-    "quant_ckpt_dir": RemovedKey("give the folder of the quantized checkpoint as the model"),
-    "skip_preprocess": RemovedKey(_CONVERT, _OFF),
-    "cpu_layer_num": RemovedKey("this version has no experts on the host"),
-    "request.frequency_penalty": RemovedKey("this version has no default penalties; requests may set their own"),
-    "serve.validate_api_key": RemovedKey("list the keys in serve.api_keys", _OFF),
-    "models.*": RemovedKey(_SHAPES),
-    "boot.*": RemovedKey(_LAUNCH),
-    "hydra.*": RemovedKey("Hydra only reads options here; it starts no jobs and creates no folders"),
-    "model_spec.base_model.model_dir": RenamedKey("model"),
-    "setting.global.tensor_para_size": RenamedKey("infer.tp_size"),
-    "setting.global.pipeline_para_size": RenamedKey("infer.pp_size"),
-    "setting.batch_scheduler.max_step_tokens": RenamedKey("infer.step_tokens"),
-    "setting.batch_scheduler.max_batch_size": RenamedKey("infer.max_reqs"),
-    "setting.batch_scheduler.max_token_len": RenamedKey("infer.max_seq_len"),
-    "setting.batch_scheduler.max_waiting_queue_len": RenamedKey("serve.max_queue"),
-    "setting.block_manager.block_token_num": RenamedKey("infer.block_size"),
-    "setting.*": RemovedKey("it has no equivalent here"),
-    "weight_path": RenamedKey("model"),
-    "kvcache_mem_gpu": RenamedKey("infer.kv_memory", lambda value: f"{value}MiB"),
-    "device_ids": RemovedKey("the platform's own environment variable sets which devices are visible"),
-    "multi_process": RemovedKey(
-        "executor=process gives each rank its own process, executor=inline runs all in one process"
-    ),
-    "host": RenamedKey("serve.host"),
-    "serve.log_level": RenamedKey("log.level"),
-    "port": RenamedKey("serve.port"),
+    **{key: RenamedKey(**row) for key, row in {**_TABLES["renamed"], **_TABLES["renamed in 0.1"]}.items()},
+    **{key: RemovedKey(**row) for key, row in _TABLES["removed"].items()},
 }
-
 #: Legacy values of keys that still exist, ``{key: {old value: new value}}``.
-LEGACY_VALUES: Mapping[str, Mapping[str, str]] = {"infer.op_impl": {"torch": "auto"}}
-
+LEGACY_VALUES: Mapping[str, Mapping[str, str]] = _TABLES["values"]
+#: Legacy environment variables that set a key, and the key.
+LEGACY_ENV_VARS: Mapping[str, str] = _TABLES["environment"]
 _UNUSED_LEGACY_ENV = re.compile(r"(CINFER|CHITU)_\w+")
 
 
@@ -190,8 +139,6 @@ def _rewrite_key(override: Override, notes: list[str]) -> Override | None:
         value = rule.value(text)
     except ConfigError as error:
         raise ConfigError(f"{legacy} the legacy name of {rule.key}, and {error}") from error
-    if value is None:
-        raise ConfigError(f"{legacy} the legacy name of {rule.key}, which has no value for {text!r}")
     notes.append(f"{legacy} a legacy key; write {rule.key}={value}")
     return override.to(rule.key, value)
 
@@ -228,10 +175,6 @@ def check_model_family(name: str, model: str, model_type: str) -> None:
 
 def _alphanumeric(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-#: Legacy environment variables that set a key, and the key.
-LEGACY_ENV_VARS: Mapping[str, str] = {"KLLM_LOG_LEVEL": "log.level", "KLLM_LOG_FILE": "log.file"}
 
 
 def legacy_env_overrides(environ: Mapping[str, str]) -> tuple[tuple[Override, ...], tuple[str, ...]]:

@@ -93,6 +93,8 @@ class Descriptor:
         model_sources: (optional) functions that download models by name, ``{"name": "module:function"}``. The function
             takes the model's name, whether weights are needed, and the package's options, and returns a path or
             None.
+        executors: (optional, for packages pinned to their core's version) ``{"inline": "module:Class"}``: runs several
+            ranks in one process; constructed with the configuration and the search for a backend.
     """
 
     name: str
@@ -119,4 +121,5 @@ class Descriptor:
     grammars: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
+    executors: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

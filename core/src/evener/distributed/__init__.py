@@ -1,11 +1,10 @@
 """Ranks: how many there are, which one this is, how they find each other, and what they do together.
 
-=======================  ==============================================================================================
-module                   holds, in reading order
-=======================  ==============================================================================================
-``world``                a worker's rank among the others, and its ends of its groups
-``torchrun``             ranks that torchrun has started, how they find the controller, and the keys between machines
-``communicators``        which communicator is used, also by ``evener explain``; graphs that all ranks capture, or none
-``thread_communicator``  a communicator for ranks that are threads; for tests and debuggers
-=======================  ==============================================================================================
+==================  ================================================================================
+module              holds, in reading order
+==================  ================================================================================
+``world``           a worker's rank among the others, and its ends of its groups
+``torchrun``        ranks that torchrun has started, how they find the controller, and the keys between machines
+``communicators``   which communicator is used; graphs that all ranks capture, or none
+==================  ================================================================================
 """

@@ -1,14 +1,14 @@
-"""How ranks communicate: through a package's communicator, or through gloo on the CPU; for ``evener explain``, ranks
-that never run; and graphs that either all ranks of a group capture, or none."""
+"""How ranks communicate: through a package's communicator, or through gloo on the CPU; and graphs that either all ranks
+of a group capture, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
-from evener.contracts.communicator import Communicator, CommunicatorCapabilities
+from evener.contracts.communicator import Communicator
 from evener.contracts.graph import GraphCapture, Replay
 from evener.errors import BackendError, EngineError
 
@@ -35,20 +35,6 @@ def communicator_factory(offer: Provided[CommunicatorFactory] | None, device: De
         return open_torch_communicator("gloo", name, ranks, rank, world_size, init_method)
 
     return default
-
-
-class ExplainCommunicator(Communicator):
-    """Rank 0 of ``size`` ranks that do not exist: with it ``evener explain`` declares and resolves the model. Every
-    collective raises ``EngineError``."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self.rank, self.size = name, 0, size
-        self.capabilities = CommunicatorCapabilities(capturable=True)
-
-    def _absent(self, *_: Any, **__: Any) -> NoReturn:
-        raise EngineError(f"group {self.name!r} of {self.size} ranks is only planned; start the ranks to run a step")
-
-    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = send = receive = barrier = _absent
 
 
 class JointCapture(GraphCapture):

@@ -9,8 +9,8 @@ import torch
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpCase
 from evener.contracts.quant import WeightPart, plain
-from evener.distributed.thread_communicator import MirrorCommunicator
 from evener_conformance.kit.cases.basic import EPS, InputFactory
+from evener_conformance.mirror_communicator import MirrorCommunicator
 
 
 def all_reduce(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:

@@ -7,7 +7,6 @@ module                holds, in reading order
 ``local_clients``     engine clients whose controller runs in this process: inline, or in a thread
 ``process_client``    the engine client whose controller runs in a child process
 ``process_executor``  the executor whose workers run in child processes, one for each rank
-``rank_threads``      the executor whose workers are threads of this process; for debuggers and tests
 ``child``             the entry point of a child process: runs a worker or a controller
 ``child_process``     starting and ending a child, and the channel between it and its parent
 ``control_channel``   the sockets between a controller and its workers

@@ -22,6 +22,8 @@ from evener.engine.wire.client import EngineClient
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Ready
 from evener.engine.wire.worker_facts import WorkerFacts
+from evener.errors import ConfigError
+from evener.plugins.discover import installed_catalog
 
 
 def start_engine(config: Config, mode: Literal["inline", "thread", "process"]) -> EngineClient:
@@ -58,16 +60,24 @@ def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
         return process, process.facts
     search = BackendSearch(config.backend)
     if config.infer.tp_size * config.infer.pp_size > 1:
-        from evener.engine.processes.rank_threads import RankThreads
-
-        threads = RankThreads(config, search)
-        return threads, threads.facts
+        return _several_ranks_inline(config, search)
     # Imported here: ``search`` probes the backends in the background while this imports torch.
     from evener.engine.worker.inline_executor import InlineExecutor
     from evener.engine.worker.worker import Worker
 
     worker = Worker(config, search, serving)
     return InlineExecutor(worker), worker.facts
+
+
+def _several_ranks_inline(config: Config, search: BackendSearch) -> tuple[Executor, WorkerFacts]:
+    found = installed_catalog().lazy_imports("executor")
+    if "inline" not in found:
+        raise ConfigError(
+            "executor=inline with more than one rank is for debugging and needs a package that is not installed; type: "
+            "pip install evener-inspection, or leave executor=inline out"
+        )
+    threads = found["inline"].load()(config, search)
+    return threads, threads.facts
 
 
 def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, streaming: bool = False) -> Controller:

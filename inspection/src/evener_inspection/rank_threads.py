@@ -12,12 +12,12 @@ import threading
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
-from evener.distributed.thread_communicator import ThreadCommunicator, thread_group
 from evener.distributed.world import RankGroups, World
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Order, StepResult
 from evener.engine.wire.worker_facts import merge_facts
 from evener.engine.worker.worker import Worker
+from evener_inspection.thread_communicator import ThreadCommunicator, thread_group
 
 log = logging.getLogger("evener.ranks")
 
