@@ -192,9 +192,9 @@ def test_no_descriptor_imports_torch() -> None:
 #: more moves something out first.
 CAPS: Mapping[str, int] = {
     "evener.engine.wire": 268, "evener.engine.batching": 76, "evener.engine.controller": 817,
-    "evener.engine.worker": 991, "evener.engine.processes": 804, "evener.ops": 1_328, "evener.plugins": 1_485,
+    "evener.engine.worker": 991, "evener.engine.processes": 804, "evener.ops": 1_328, "evener.plugins": 1_486,
     "evener.frontend": 1_253, "evener.layers": 1_105, "evener.config": 922, "evener.cli": 521,
-    "evener.contracts": 1_125, "evener.loading": 835, "evener.resolution": 646, "evener.distributed": 209,
+    "evener.contracts": 1_138, "evener.loading": 784, "evener.resolution": 646, "evener.distributed": 209,
     "evener.tuning": 318, "evener.folders": 62, "evener.backend": 274, "evener.builtin": 65,
     "evener.contracts.generation": 39, "evener.contracts.grammar": 23, "evener.engine.constraints": 134,
     "evener.engine.sampling": 178,
@@ -202,7 +202,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 931
 #: The whole core.
-TOTAL_CAP = 14_409
+TOTAL_CAP = 14_372
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -5,6 +5,11 @@ such folders. A package can add a reader for single files, by their ending::
 
     Descriptor(name="my-reader", checkpoints={".xyz": "my_reader:XyzCheckpoint"}, …)
 
+A package can also add a reader for the weight files in a model folder, by the name of a single one. Others are found
+through its index, ``<name>.index.json``, and have its ending::
+
+    Descriptor(name="my-reader", weight_files={"weights.xyz": "my_reader:XyzFile"}, …)
+
 Opening a checkpoint and reading its texts and headers must not import torch, and must check offsets and sizes in the
 file against the size of the file.
 """
@@ -80,6 +85,35 @@ class ModelFiles(ABC):
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.where(name)} must hold a JSON object, not a {type(value).__name__}")
         return value
+
+
+class WeightFile(ABC):
+    """One weight file of a model folder. The constructor takes the path and reads only the description of the tensors.
+
+    Attributes:
+        path: of the file.
+        headers: as ``Checkpoint.headers``.
+        copied: as ``Checkpoint.copied``.
+    """
+
+    path: Path
+    headers: Headers
+    copied: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def __init__(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def tensor(self, name: str) -> torch.Tensor:
+        """As ``Checkpoint.tensor``."""
+
+    def extent(self, name: str) -> Extent | None:
+        """(optional) As ``Checkpoint.extent``."""
+        del name
+        return None
+
+    def close(self) -> None:  # noqa: B027  # optional
+        """(optional) Close the file. Tensors that were returned stay valid. Default: nothing."""
 
 
 class Checkpoint(ModelFiles):

@@ -60,8 +60,8 @@ class Descriptor:
             Required: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states`` and ``state_kinds``, ``quant`` for
             ``formats``, ``architecture`` for ``architectures``, ``request_plugin`` for ``request_plugins``,
-            ``checkpoint`` for ``checkpoints`` and ``model_sources``, ``generation`` for ``tool_parsers``,
-            ``reasoning_parsers`` and ``grammars``.
+            ``checkpoint`` for ``checkpoints``, ``weight_files`` and ``model_sources``, ``generation`` for
+            ``tool_parsers``, ``reasoning_parsers`` and ``grammars``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -88,6 +88,7 @@ class Descriptor:
         reasoning_parsers: (optional) readers of a model's reasoning, ``{"name": "module:Class"}``.
         grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
+        weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
         tuning: (optional) dotted path of a folder in the package with files that ``evener tune`` wrote (``*.json``);
             they are read if the package is chosen.
         model_sources: (optional) functions that download models by name, ``{"name": "module:function"}``. The function
@@ -120,6 +121,7 @@ class Descriptor:
     reasoning_parsers: Mapping[str, str] = field(default_factory=dict)
     grammars: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
+    weight_files: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

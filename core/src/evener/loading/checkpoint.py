@@ -3,15 +3,14 @@ its ending. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.contracts.checkpoint import Checkpoint, Extent, Headers, ModelFiles
+from evener.contracts.checkpoint import Checkpoint, Extent, Headers, ModelFiles, WeightFile
 from evener.errors import CheckpointError, did_you_mean
 from evener.loading.safetensors_files import SafetensorsFile
-from evener.loading.torch_files import TorchFile
 
 if TYPE_CHECKING:
     import torch
@@ -50,11 +49,14 @@ def _open_file(path: Path) -> Checkpoint:
 MAX_TEXT = 100_000_000
 
 
-#: One weight file; ``headers`` and ``copied`` as a checkpoint's.
-WeightFile = SafetensorsFile | TorchFile
-#: Kinds of weight files: the name of a single file, the ending of others, and the reader. The first kind that is there
-#: is taken, as in transformers, so that a folder with both loads the same weights.
-WEIGHT_FILE_KINDS = (("model.safetensors", ".safetensors", SafetensorsFile), ("pytorch_model.bin", ".bin", TorchFile))
+def weight_file_kinds() -> Iterator[tuple[str, Callable[[], type[WeightFile]]]]:
+    """Kinds of weight files: the name of a single file, and what imports the reader. The first kind that is there is
+    taken, safetensors before those of packages, as in transformers: a folder with both loads the same weights."""
+    from evener.plugins.discover import installed_catalog
+
+    yield "model.safetensors", lambda: SafetensorsFile
+    for name, reader in sorted(installed_catalog().lazy_imports("weight file reader").items()):
+        yield name, reader.load
 
 
 class FolderFiles(ModelFiles):
@@ -112,8 +114,7 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
         return self._files[name].tensor(name)
 
     def extent(self, name: str) -> Extent | None:
-        file = self._files[name]
-        return file.extent(name) if isinstance(file, SafetensorsFile) else None
+        return self._files[name].extent(name)
 
     def close(self) -> None:
         for file in self.__dict__.get("_files", {}).values():
@@ -122,15 +123,18 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
     @cached_property
     def _files(self) -> Mapping[str, WeightFile]:
         """The file of each tensor."""
-        for single, ending, reader in WEIGHT_FILE_KINDS:
+        for single, load in weight_file_kinds():
             if (self.path / single).is_file():
-                return _by_tensor([reader(self.path / single)], {})
+                return _by_tensor([load()(self.path / single)], {})
             name = f"{single}.index.json"
             if self.text(name) is not None:
-                where = _weight_map(self.path / name, self.json(name), ending)
-                return _by_tensor([reader(self.path / file) for file in sorted(set(where.values()))], where)
-        names = ", ".join(f"{single}, {single}.index.json" for single, _, _ in WEIGHT_FILE_KINDS)
-        raise _missing_error(self.path, f"weights: no {names}", "save the model as safetensors, or use load=dummy")
+                where = _weight_map(self.path / name, self.json(name), Path(single).suffix)
+                return _by_tensor([load()(self.path / file) for file in sorted(set(where.values()))], where)
+        kinds = [single for single, _ in weight_file_kinds()]
+        names = ", ".join(f"{single}, {single}.index.json" for single in kinds)
+        more = "" if len(kinds) > 1 else ", or type pip install evener-formats for *.bin files"
+        advice = f"save the model as safetensors, or use load=dummy{more}"
+        raise _missing_error(self.path, f"weights: no {names}", advice)
 
 
 def _by_tensor(files: Sequence[WeightFile], where: Mapping[str, str]) -> dict[str, WeightFile]:

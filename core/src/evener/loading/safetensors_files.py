@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.contracts.checkpoint import Extent
+from evener.contracts.checkpoint import Extent, WeightFile
 from evener.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,14 +25,12 @@ DTYPES: Mapping[str, str] = {
 MAX_RANK = 16
 
 
-class SafetensorsFile:
+class SafetensorsFile(WeightFile):
     """One file.
 
     Raises:
         CheckpointError: its header is broken, or does not fit the file.
     """
-
-    copied: frozenset[str] = frozenset()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +39,6 @@ class SafetensorsFile:
         self._open: Any = None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor ``name``, mapped."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -52,11 +49,9 @@ class SafetensorsFile:
         return tensor
 
     def extent(self, name: str) -> Extent:
-        """The file and the offset of the bytes of ``name``."""
         return Extent(self.path, self._data + self._entries[name]["data_offsets"][0])
 
     def close(self) -> None:
-        """Close the file."""
         self._open = None
 
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evener.contracts.checkpoint import WeightFile
 from evener.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
 
-class TorchFile:
+class TorchFile(WeightFile):
     """One file.
 
     Raises:
@@ -29,9 +30,6 @@ class TorchFile:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor ``name``, mapped unless it is stored with other strides."""
         return self._tensors[name].contiguous()
-
-    def close(self) -> None:
-        """Does nothing: no file is held open."""
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
