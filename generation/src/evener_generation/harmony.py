@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from evener.contracts.generation.parsed import Content, Parsed, Reasoning
 from evener.contracts.generation.parsers import ReasoningParser
+from evener.contracts.writing import CallFormat, CallWriter, ReasoningFormat, ReasoningWriter
 from evener_generation.text_stream import TextStream
 from evener_generation.tools.base import StepParser
+from evener_generation.tools.writing import json_tags
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
@@ -21,7 +24,7 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _CALL = "<|start|>assistant"
 
 
-class HarmonyReasoning(ReasoningParser):
+class HarmonyReasoning(ReasoningParser, ReasoningWriter):
     """Gives out the channel ``analysis`` as reasoning, and calls unchanged as content, for ``HarmonyTools``."""
 
     special_tokens = MARKS
@@ -33,6 +36,13 @@ class HarmonyReasoning(ReasoningParser):
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return "<|channel|>" in chat_template
+
+    @classmethod
+    def reasoning_format(cls, prompt_end: str) -> ReasoningFormat | None:
+        return ReasoningFormat(
+            begin="<|channel|>analysis<|message|>", end="<|end|><|start|>assistant",
+            answer="<|channel|>final<|message|>",
+        )  # fmt: skip
 
     def feed(self, text: str) -> Sequence[Parsed]:
         self._stream.text += text
@@ -75,7 +85,7 @@ class HarmonyReasoning(ReasoningParser):
         self._head = ""
 
 
-class HarmonyTools(StepParser):
+class HarmonyTools(StepParser, CallWriter):
     """Calls on the channel ``commentary``."""
 
     special_tokens = MARKS
@@ -83,6 +93,13 @@ class HarmonyTools(StepParser):
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return "<|channel|>" in chat_template
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        def begin(name: str) -> str:
+            return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+
+        return CallFormat(tags=json_tags(functions, begin, "<|call|>"))
 
     def content(self) -> bool:
         text, mark = self.stream.until((_CALL,))

@@ -6,11 +6,15 @@ https://github.com/guidance-ai/llguidance
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
 from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
+from evener_generation.after_reasoning import AfterReasoning, Reasoning
+from evener_generation.structural_tags import lark_of
 
 #: Of one grammar, in characters. Compiling takes time in proportion to it.
 MAX_CHARACTERS = 1 << 18
@@ -25,17 +29,22 @@ _NOISE = ("while parsing: ", "lexer error: ")
 
 class LlguidanceLibrary(GrammarLibrary):
     """JSON schemas as https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md lists them, regular
-    expressions of Rust's crate regex-syntax without look-around, and Lark grammars without imports of files."""
+    expressions of Rust's crate regex-syntax without look-around, Lark grammars without imports of files, grammars in
+    llama.cpp's GBNF, and structural tags."""
 
     def __init__(self, tokenizer: str, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._special = _special_tokens(tokenizer)
         #: By the ids that end a text; all requests of one model have the same, so this holds one entry.
         self._opened: dict[tuple[int, ...], LLTokenizer] = {}
 
     @classmethod
     def problem(cls, spec: GrammarSpec) -> str | None:
         try:
-            failed, texts = LLMatcher.validate_grammar_with_warnings(_compiled(spec), limits=_LIMITS)
+            _, answer = _parts(spec)
+            if answer is None:
+                return None
+            failed, texts = LLMatcher.validate_grammar_with_warnings(_compiled(answer, {}), limits=_LIMITS)
         except ValueError as error:
             return str(error)
         return _first_line(texts[0]) if failed else None
@@ -44,10 +53,37 @@ class LlguidanceLibrary(GrammarLibrary):
         if spec.ends not in self._opened:
             ends = list(spec.ends) or None
             self._opened[spec.ends] = LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)
-        matcher = LLMatcher(self._opened[spec.ends], _compiled(spec), log_level=0, limits=_LIMITS)
+        tokenizer = self._opened[spec.ends]
+        before, answer = _parts(spec)
+        found = None if answer is None else self._matcher(tokenizer, answer)
+        return found if before is None and found is not None else self._after(tokenizer, before or {}, spec, found)
+
+    def _matcher(self, tokenizer: LLTokenizer, spec: GrammarSpec) -> Matcher:
+        matcher = LLMatcher(tokenizer, _compiled(spec, self._special), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
-        return _LlguidanceMatcher(matcher, 4 * -(-self._vocab_size // 32))
+        return _LlguidanceMatcher(matcher, self._mask_bytes)
+
+    @property
+    def _mask_bytes(self) -> int:
+        return 4 * -(-self._vocab_size // 32)
+
+    def _after(
+        self, tokenizer: LLTokenizer, before: Mapping[str, Any], spec: GrammarSpec, answer: Matcher | None
+    ) -> Matcher:
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.tokenize_str(text, parse_special=True))
+
+        def read(token: int) -> bytes:
+            marks = [text for text, each in self._special.items() if each == token]
+            return marks[0].encode() if marks else tokenizer.decode_bytes([token])
+
+        reasoning = Reasoning(
+            begin=ids(before.get("begin", "")), end=before["end"].encode(), end_ids=ids(before["end"]),
+            budget=before.get("budget"), mask_bytes=self._mask_bytes, vocab_size=self._vocab_size, ends=spec.ends,
+            read=read, write=tokenizer.tokenize_bytes,
+        )  # fmt: skip
+        return AfterReasoning(reasoning, answer)
 
 
 class _LlguidanceMatcher(Matcher):
@@ -68,7 +104,38 @@ class _LlguidanceMatcher(Matcher):
         self._matcher.consume_token(token)
 
 
-def _compiled(spec: GrammarSpec) -> str:
+def _parts(spec: GrammarSpec) -> tuple[Mapping[str, Any] | None, GrammarSpec | None]:
+    """What stands before the answer, and the answer's own grammar, if it has one.
+
+    Raises:
+        ValueError: the structural tag is no JSON object.
+    """
+    if spec.kind != "structural_tag":
+        return None, spec
+    found = _object(spec.text)
+    before = found.get("reasoning")
+    if before is not None and not (isinstance(before, dict) and isinstance(before.get("end"), str) and before["end"]):
+        raise ValueError("the reasoning of a structural tag needs a text as 'end'")
+    return before, spec if found.get("format") is not None or before is None else None
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("the structural tag is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("a structural tag is a JSON object")
+    return found
+
+
+def _special_tokens(tokenizer: str) -> dict[str, int]:
+    """Ids of special tokens by their texts."""
+    added = json.loads(tokenizer).get("added_tokens") or ()
+    return {each["content"]: each["id"] for each in added if each.get("special")}
+
+
+def _compiled(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     """The grammar in the library's own form.
 
     Raises:
@@ -82,7 +149,20 @@ def _compiled(spec: GrammarSpec) -> str:
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, _choices(spec.text))))
-    return LLMatcher.grammar_from_lark(spec.text)
+    if spec.kind == "structural_tag":
+        found = lark_of(_object(spec.text), special, _WHITESPACE)
+        return found if found.startswith("{") else LLMatcher.grammar_from_lark(found)
+    return LLMatcher.grammar_from_lark(_lark(spec.text))
+
+
+def _lark(text: str) -> str:
+    """The grammar in Lark's syntax, from that or from GBNF."""
+    try:
+        return any_to_lark(text)
+    except ValueError:
+        raise
+    except Exception as error:  # the converter has errors of its own kind
+        raise ValueError(str(error)) from error
 
 
 def _choices(text: str) -> list[str]:

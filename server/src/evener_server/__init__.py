@@ -59,6 +59,12 @@ descriptor = Descriptor(
         "api_key_file": Option(
             type=str, default=None, help="Text file with API keys, one a line, in addition to serve.api_keys."
         ),
+        "chat_template": Option(
+            type=str, default=None, help="File with a chat template (Jinja), used instead of the model's own."
+        ),
+        "force_include_usage": Option(
+            type=bool, default=False, help="End every stream with the usage, as if each request had asked for it."
+        ),
         "model_aliases": Option(
             type=str,
             default="",
@@ -68,6 +74,15 @@ descriptor = Descriptor(
             type=str,
             default="auto",
             help="Which parser reads reasoning: its name, none, or auto: by the chat template.",
+        ),
+        "root_path": Option(
+            type=str, default="", help="Path that a proxy puts before every route, such as /llm; both are answered."
+        ),
+        "thinking_budget": Option(
+            type=int, default=None, help="Tokens that reasoning may have, for requests that do not say."
+        ),
+        "token_ids": Option(
+            type=bool, default=False, help="Log-probabilities name tokens by their ids, for requests that do not say."
         ),
     },
     commands={

@@ -21,7 +21,7 @@ from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
 from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_unknown_url, log_fields
 from evener_server.metrics import CONTENT_TYPE
-from evener_server.middleware import HostCheck, RequestLog
+from evener_server.middleware import HostCheck, RequestLog, RootPath
 from evener_server.options import ServerOptions
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from evener_server.responses.body import ResponsesBody
@@ -73,6 +73,8 @@ def create_app(
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RequestLog)
+    if root := service.options.root_path.strip("/"):
+        app.add_middleware(RootPath, root=f"/{root}")
     app.add_exception_handler(HTTPException, handle_unknown_url)
     app.add_exception_handler(ApiError, handle_error)
     app.add_exception_handler(EvenerError, handle_error)

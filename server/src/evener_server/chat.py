@@ -11,12 +11,14 @@ from typing import Any
 
 from evener.contracts.generation.parsers import ReasoningParser, ToolParser
 from evener.contracts.media import MediaPrompt
+from evener.contracts.writing import ReasoningFormat, ReasoningWriter
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.capacity import Reservation
 from evener.frontend.stream import RequestStream
 from evener_server.generation import Generation, Submit
+from evener_server.held import Held, before, held_to
 from evener_server.images import decode_images
-from evener_server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from evener_server.logprobs import chat_logprobs, prompt_logprobs
 from evener_server.message_parts import MessageParts
 from evener_server.messages import TextPart
 from evener_server.prompt_tokens import left_of
@@ -36,10 +38,12 @@ class ChatJob(Job):
         self._service, self._body = service, body
         self._params, self._top = service.sampling(body), body.num_logprobs()
         self._reasoning, self._tools = self._parsers()
+        self._held = self._held_to()
+        self.without_effect = list(self._held.loose)
         if any(each and each.special_tokens for each in (self._reasoning, self._tools)):
             # Marks of the format are among them.
             self._params = replace(self._params, skip_special_tokens=False)
-        self._names = TokenNames(service.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._names = service.token_names(body.return_tokens_as_token_ids)
         self._echoed = _last_answer(body) if body.echo else ""
         self._head = service.head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion")
 
@@ -48,13 +52,27 @@ class ChatJob(Job):
         if chat is None or not self._params.detokenize:
             return None, None  # the request fails for it
         tools = self._service.parsers.tool(chat) if called else None
-        # An answer that follows a grammar has nothing before it.
-        free = self._params.grammar is None
-        return self._service.parsers.reasoning(chat, called) if free else None, tools
+        reasoning = self._service.parsers.reasoning(chat, called)
+        # An answer that follows a grammar has reasoning before it only if a grammar can say so.
+        free = self._params.grammar is None and not self._body.choice.forced
+        return reasoning if free or (reasoning and issubclass(reasoning, ReasoningWriter)) else None, tools
+
+    def _held_to(self) -> Held:
+        body, chat, params = self._body, self._service.llm.chat, self._params
+        budget = body.thinking_token_budget
+        if budget is not None and (self._reasoning is None or not issubclass(self._reasoning, ReasoningWriter)):
+            message = "thinking_token_budget was sent, but this model is not known to reason; leave it out"
+            raise RequestError(message, "thinking_token_budget", "unsupported_parameter")
+        if budget is None and self._reasoning is not None and issubclass(self._reasoning, ReasoningWriter):
+            budget = self._service.options.thinking_budget
+        if chat is None or self._tools is None:
+            return Held(answer=params.grammar, budget=budget)
+        several = body.parallel_tool_calls is not False
+        template = chat.template(with_tools=True)
+        return held_to(body.tools or (), body.choice, self._tools, template, several, params.grammar, budget)
 
     async def start(self) -> Generation:
         service, body = self._service, self._body
-        await service.check_grammar(body, self._params)
         with service.llm.reserve(body.samples) as room:
             try:
                 submit = await self._submit(room)
@@ -70,13 +88,19 @@ class ChatJob(Job):
         cut = body.truncate_prompt_tokens is not None
         if not cut:
             self._check_length()
-        if body.own_prompt_tokens:
+        # What stands before the answer depends on the prompt's end.
+        reasons = self._reasoning is not None and not self._held.anything
+        if not reasons:
+            await self._hold(None)
+        if body.own_prompt_tokens or reasons:
             prompts, began = self._service.prompts, time.monotonic()
             prompt = await prompts.conversation(body, bool(body.add_special_tokens), any_length=cut)
             if cut and isinstance(prompt, MediaPrompt):
                 message = "truncate_prompt_tokens cannot be used with images; leave it out"
                 raise RequestError(message, "truncate_prompt_tokens")
             given = prompt if isinstance(prompt, MediaPrompt) else prompts.cut(prompt, body)
+            if reasons:
+                await self._hold(before(self._reasoning, self._end_of(given)))
             params = left_of(self._params, began)
             return functools.partial(
                 llm.submit, given, params, request_id=self.request_id, kind="chat", reservation=room
@@ -87,6 +111,21 @@ class ChatJob(Job):
         return functools.partial(
             llm.submit_chat, messages, self._params, request_id=self.request_id, reservation=room, **body.template()
         )
+
+    async def _hold(self, reasoning: ReasoningFormat | None) -> None:
+        """Hold the answer to its grammar.
+
+        Raises:
+            RequestError: the grammar cannot be used.
+        """
+        self._params = replace(self._params, grammar=self._held.spec(reasoning))
+        field = "tools" if self._held.calls is not None else self._body.grammar_field
+        await self._service.check_grammar(self._params, field)
+
+    def _end_of(self, prompt: list[int] | MediaPrompt) -> str:
+        ids, tokenizer = prompt.ids if isinstance(prompt, MediaPrompt) else prompt, self._service.llm.tokenizer
+        assert tokenizer is not None, "the conversation was tokenized"
+        return tokenizer.decode(ids[-PROMPT_END:], skip_special_tokens=False)[-PROMPT_END:]
 
     def _check_length(self) -> None:
         """Before the template is rendered.
@@ -126,7 +165,7 @@ class ChatJob(Job):
         tokenizer = self._service.llm.tokenizer
         if stream.prompt is not None or tokenizer is None:
             return (stream.prompt or "")[-PROMPT_END:]
-        return tokenizer.decode(stream.prompt_token_ids[-PROMPT_END:], skip_special_tokens=False)[-PROMPT_END:]
+        return self._end_of(stream.prompt_token_ids)
 
     async def full_response(self, generation: Generation) -> bytes:
         messages, body = self.messages(generation), self._body
@@ -161,7 +200,8 @@ class ChatJob(Job):
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         # The parts of a chunk that do not change are encoded once.
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
-        end = ChunkEnd(generation, self._body.include_usage, self._body.continuous_usage)
+        usage = self._body.include_usage or self._service.options.force_include_usage
+        end = ChunkEnd(generation, usage, self._body.continuous_usage)
         chunk = head + b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}]%b'
         messages, head_sent = self.messages(generation), False
         async for choice, delta in generation:
@@ -188,7 +228,7 @@ class ChatJob(Job):
                 pieces.append(chunk % (choice, b"{}", b"null", reason, b"", end()))
             if pieces:
                 yield b"".join(pieces)
-        if self._body.include_usage:
+        if usage:
             yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
         yield DONE
 

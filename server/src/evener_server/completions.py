@@ -11,7 +11,7 @@ from evener.contracts.outputs import Delta
 from evener_server.echo import with_echo
 from evener_server.fill_in_middle import with_suffix
 from evener_server.generation import Generation
-from evener_server.logprobs import CompletionLogprobs, TokenNames, extend, prompt_logprobs
+from evener_server.logprobs import CompletionLogprobs, extend, prompt_logprobs
 from evener_server.prompt_tokens import left_of
 from evener_server.protocol import CompletionBody
 from evener_server.service import Service
@@ -25,12 +25,12 @@ class CompletionJob(Job):
         self.stream = bool(body.stream)
         self._service, self._body = service, body
         self._params, self._tokenizer = service.sampling(body), service.llm.tokenizer
-        self._names = TokenNames(self._tokenizer, bool(body.return_tokens_as_token_ids))
+        self._names = service.token_names(body.return_tokens_as_token_ids)
         self._head = service.head("cmpl", "text_completion")
 
     async def start(self) -> Generation:
         service, prompts, samples = self._service, self._body.prompt, self._body.samples
-        await service.check_grammar(self._body, self._params)
+        await service.check_grammar(self._params, self._body.grammar_field)
         request_id = self._head["id"]
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         with service.llm.reserve(len(prompts) * samples, "n" if len(prompts) == 1 else "prompt") as room:
@@ -112,7 +112,8 @@ class CompletionJob(Job):
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
-        end = ChunkEnd(generation, self._body.include_usage, self._body.continuous_usage)
+        usage = self._body.include_usage or self._service.options.force_include_usage
+        end = ChunkEnd(generation, usage, self._body.continuous_usage)
         chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b'
         logprob_builders, begun = self._logprob_builders(generation), set[int]()
         async for choice, delta in self._deltas(generation):
@@ -128,7 +129,7 @@ class CompletionJob(Job):
                 begun.add(choice)
             if delta.text or logprobs != b"null" or ids or delta.finish_reason is not None:
                 yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason), ids, end())
-        if self._body.include_usage:
+        if usage:
             yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
         yield DONE
 

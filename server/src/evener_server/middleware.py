@@ -70,6 +70,23 @@ class RequestLog:
             _write(scope, status or _CLIENT_GONE, time.perf_counter() - started)
 
 
+class RootPath:
+    """ASGI middleware that takes ``root`` from the beginning of paths: a proxy in front of the server may keep it.
+
+    Args:
+        root: begins with a slash and ends without one.
+    """
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
+            scope["path"] = scope["path"][len(self._root) :]
+            scope["raw_path"] = scope["path"].encode()
+        await self._app(scope, receive, send)
+
+
 class HostCheck:
     """ASGI middleware that refuses requests whose ``Host`` header is none of ``hosts``: a web page that lets its own
     name point to this machine (DNS rebinding) sends its own name.

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from evener.errors import ConfigError
 from evener_server import descriptor
 
 #: Values of the options that name a parser: by the model's chat template, or none.
 AUTO, NONE = "auto", "none"
+#: Of a chat template: the largest known have a few ten thousand.
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,42 @@ class ServerOptions:
         vllm_metrics: serve metrics under vLLM's names too.
         tool_parser, reasoning_parser: names of parsers.
         api_key_file: a file with API keys.
+        chat_template: a file with a chat template, instead of the model's.
+        force_include_usage: every stream ends with the usage.
         model_aliases: other names of the model, separated by commas.
+        root_path: a path before every route.
+        thinking_budget: tokens that reasoning may have by default.
+        token_ids: log-probabilities name tokens by their ids by default.
     """
 
     vllm_metrics: bool = True
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
     api_key_file: str | None = None
+    chat_template: str | None = None
+    force_include_usage: bool = False
     model_aliases: str = ""
+    root_path: str = ""
+    thinking_budget: int | None = None
+    token_ids: bool = False
+
+    def read_chat_template(self) -> str | None:
+        """The text of ``chat_template``.
+
+        Raises:
+            ConfigError: the file cannot be read, or is too large.
+        """
+        if self.chat_template is None:
+            return None
+        path = Path(self.chat_template).expanduser()
+        try:
+            with path.open("rb") as file:
+                content = file.read(MAX_TEMPLATE_BYTES + 1)
+            if len(content) > MAX_TEMPLATE_BYTES:
+                raise ValueError(f"it has more than {MAX_TEMPLATE_BYTES:,} bytes")
+            return content.decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"server.chat_template={path} cannot be used: {error}; give a text file") from error
 
     @functools.cached_property
     def aliases(self) -> tuple[str, ...]:

@@ -70,7 +70,8 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
 async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace: float) -> int | None:
     """Start one engine and serve it. Returns the exit code; None if the engine died."""
     # Before the weights are read, so that a wrong key or port is an error at once.
-    keys = read_api_keys(config.serve.api_keys, ServerOptions.of(config.options).api_key_file, os.environ)
+    options = ServerOptions.of(config.options)
+    keys, template = read_api_keys(config.serve.api_keys, options.api_key_file, os.environ), options.read_chat_template()
     # The engine and its processes have no use for the keys.
     config = dataclasses.replace(config, serve=dataclasses.replace(config.serve, api_keys=()))
     listener = bind(config.serve.host, config.serve.port)
@@ -80,6 +81,8 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
             logger.info("%s: stopped before the engine had started", llm.name)
             return 128 + llm
         try:
+            if template is not None and llm.chat is not None:
+                llm.chat.templates = {"default": template}
             await llm.warm_up_chat()
             return await _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys).run()
         finally:

@@ -26,7 +26,7 @@ from evener.sampling_params import (
 )
 from evener_server.messages import Body, ImagePart, Message, Messages, TextPart, allowed_values
 from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only
-from evener_server.tools import Tools
+from evener_server.tools import Choice, ToolChoice, Tools
 from evener_server.unknown_fields import drop_unknown
 
 MAX_STOPS = 16
@@ -334,14 +334,18 @@ class ChatBody(TokenOutputs):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     tools: Tools | None = None
-    #: What would force a call needs structured output.
-    tool_choice: Annotated[str | dict[str, Any] | None, allowed_values("none", "auto")] = None
-    #: False: only the first call of an answer is given out.
+    #: Default: auto.
+    tool_choice: Choice = None
+    #: False: an answer has one call at most.
     parallel_tool_calls: bool | None = None
     #: False: the answer is given without what the model wrote before it.
     include_reasoning: bool | None = None
     #: A variable for the chat template.
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
+    #: A switch of the chat template.
+    enable_thinking: bool | None = None
+    #: Tokens that the reasoning may have.
+    thinking_token_budget: Annotated[int | None, Field(ge=0, le=_INT32)] = None
 
     functions: Annotated[Any, allowed_values([])] = None
     function_call: Annotated[Any, allowed_values("none", "auto")] = None
@@ -369,20 +373,29 @@ class ChatBody(TokenOutputs):
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt contradict each other; send one of them"
             raise RequestError(message, "continue_final_message")
+        self.choice.check(self.tools or ())
+        if self.min_tokens and self.choice.forced:
+            message = "min_tokens cannot be used with a tool_choice that forces a call, which ends; leave it out"
+            raise RequestError(message, "min_tokens")
 
-    def without_effect(self) -> list[str]:
-        return ["tools[].function.strict"] if any(tool.function.strict for tool in self.tools or ()) else []
+    @property
+    def choice(self) -> ToolChoice:
+        """Which tools the answer calls."""
+        return ToolChoice() if self.tool_choice is None else self.tool_choice
 
     @property
     def calls_tools(self) -> bool:
         """Whether the answer may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.tools) and not self.choice.never
 
     def template(self) -> dict[str, Any]:
         """The chat template's arguments besides the messages."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.enable_thinking is not None:
+            # The names of the switch in templates; those of Qwen and GLM have the first, of DeepSeek the second.
+            variables = {"enable_thinking": self.enable_thinking, "thinking": self.enable_thinking, **variables}
         return {
             "template_kwargs": variables or None,
             "tools": [tool.plain() for tool in self.tools or ()] if self.calls_tools else None,

@@ -15,6 +15,7 @@ from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
 from evener_server.generation import RunningGenerations
 from evener_server.grammar_check import GrammarChecks
+from evener_server.logprobs import TokenNames
 from evener_server.metrics import Metrics
 from evener_server.options import ServerOptions
 from evener_server.parsers import Parsers
@@ -96,14 +97,18 @@ class Service:
         """
         return body.sampling(detokenize=self.llm.tokenizer is not None)
 
-    async def check_grammar(self, body: GenerationBody, params: SamplingParams) -> None:
-        """Check what the answer has to be, before the engine sees it.
+    def token_names(self, as_ids: bool | None) -> TokenNames:
+        """How log-probabilities name tokens; ``as_ids``: what the request says."""
+        return TokenNames(self.llm.tokenizer, self.options.token_ids if as_ids is None else as_ids)
+
+    async def check_grammar(self, params: SamplingParams, field: str) -> None:
+        """Check what the answer has to be, before the engine sees it; ``field`` asks for it.
 
         Raises:
             RequestError: the grammar cannot be used.
         """
         if params.grammar is not None:
-            await self.grammars.check(params.grammar, body.grammar_field)
+            await self.grammars.check(params.grammar, field)
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """The first fields of a response, with a new id."""

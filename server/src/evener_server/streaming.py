@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -70,9 +70,11 @@ class Job(ABC):
 
     Attributes:
         stream: whether the response is sent as server-sent events.
+        without_effect: fields of the request that change nothing, besides those that its body names.
     """
 
     stream: bool
+    without_effect: Sequence[str] = ()
 
     def error_event(self, error: ApiError) -> bytes:
         """The last event of a stream that fails after it began (optional; default: OpenAI's of chat completions)."""
@@ -112,6 +114,10 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         fields = log_fields(scope)
+        if self._job.without_effect:
+            # After those of the body.
+            named = [fields["ignored"]] if fields.get("ignored") else []
+            fields["ignored"] = ", ".join([*named, *self._job.without_effect])
         work = asyncio.ensure_future(self._answer(send, fields))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:

@@ -91,6 +91,7 @@ class TranslatedJob(Job):
 
     def __init__(self, service: Service, body: ChatBody, names: Names) -> None:
         self.chat, self.stream, self._names = ChatJob(service, body), bool(body.stream), names
+        self.without_effect = self.chat.without_effect
 
     async def start(self) -> Generation:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class MissingFeature(Exception):
@@ -12,10 +12,12 @@ class MissingFeature(Exception):
 
 @dataclass(frozen=True)
 class Key:
-    """The flag's value is the value of this key; ``value`` if the flag has none of its own."""
+    """The flag's value is the value of this key; ``value`` if the flag has none of its own. ``names``: what values of
+    the flag are called here."""
 
     name: str
     value: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Missing:
 Meaning = Key | Unneeded | Missing
 
 _ADAPTERS = "requests name the adapter; those for the base model need none"
-_TOOLS = "tool calls"
-_REASONING = "reasoning parsers"
+#: Parsers of the same formats.
+_TOOLS = {"llama3_json": "llama3", "openai": "harmony", "glm45": "glm4", "qwen3_xml": "qwen3_coder"}
+_REASONING = {"qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony", "mistral": "bracket_think"}
 _EMBEDS = "prompt embeddings"
 
 FLAGS: Mapping[str, Meaning] = {
@@ -64,20 +67,22 @@ FLAGS: Mapping[str, Meaning] = {
     "--max-logprobs": Unneeded("the limit is fixed; a test that asks for more is refused", words=1),
     "--show-hidden-metrics-for-version": Unneeded("no metric is hidden", words=1),
     "--trust-remote-code": Unneeded("the model needs no code of its own"),
-    "--chat-template": Missing("a chat template in a file"),
+    "--chat-template": Key("server.chat_template"),
     "--chat-template-content-format": Missing("message parts of the model's own kinds"),
-    "--enable-auto-tool-choice": Missing(_TOOLS),
-    "--enable-force-include-usage": Missing("usage in every stream by a server's option"),
+    "--enable-auto-tool-choice": Unneeded("tools are always read if the server has a parser"),
+    "--enable-force-include-usage": Key("server.force_include_usage", "true"),
     "--enable-prompt-embeds": Missing(_EMBEDS),
     "--enable-tokenizer-info-endpoint": Unneeded("tests of that endpoint ask for it themselves"),
-    "--reasoning-config": Missing(_REASONING),
-    "--reasoning-parser": Missing(_REASONING),
-    "--return-tokens-as-token-ids": Missing("tokens returned as token ids"),
-    "--root-path": Missing("a path before every route (root path)"),
+    "--no-async-scheduling": Unneeded("answers do not depend on it"),
+    "--reasoning-config": Unneeded("the parser knows its marks", words=1),
+    "--reasoning-parser": Key("server.reasoning_parser", names=_REASONING),
+    "--return-tokens-as-token-ids": Key("server.token_ids", "true"),
+    "--root-path": Key("server.root_path"),
     "--runner": Missing("embeddings", harmless="generate"),
     "--skip-tokenizer-init": Missing("a server without a tokenizer"),
     "--speculative-config": Missing("speculative decoding"),
-    "--tool-call-parser": Missing(_TOOLS),
+    "--structured-outputs-config.backend": Unneeded("the installed library is used", words=1),
+    "--tool-call-parser": Key("server.tool_parser", names=_TOOLS),
     "--tool-server": Missing("tools that the server runs"),
     "--watermark-config": Missing("watermarks"),
 }  # fmt: skip
@@ -95,7 +100,8 @@ def settings(model: str, flags: Sequence[str]) -> dict[str, str]:
         flag = words.pop(0)
         meaning = FLAGS.get(flag.replace("_", "-"))
         if isinstance(meaning, Key):
-            keys[meaning.name] = words.pop(0) if meaning.value is None else meaning.value
+            value = words.pop(0) if meaning.value is None else meaning.value
+            keys[meaning.name] = meaning.names.get(value, value)
         elif isinstance(meaning, Unneeded):
             del words[: meaning.words]
         elif isinstance(meaning, Missing) and words and words[0] == meaning.harmless:

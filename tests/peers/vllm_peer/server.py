@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from .flags import settings
 #: Seconds: the first start compiles kernels.
 _START = 300.0
 _STOP = 30.0
+_PARSERS = ("server.reasoning_parser", "server.tool_parser")
+_TEMPLATE = Path(__file__).with_name("template.jinja")
 
 
 @dataclass
@@ -84,6 +86,8 @@ class RemoteOpenAIServer:
             keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             keys["serve.api_keys"] = f"[{key}]"
+        if keys.keys() & _PARSERS:
+            keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
         command = [str(self.launcher.evener), "serve", str(self.launcher.model)]
         command += [f"{name}={value}" for name, value in keys.items()]
@@ -99,6 +103,17 @@ class RemoteOpenAIServer:
         except BaseException:
             self._stop()
             raise
+
+    @staticmethod
+    def _parsed(keys: Mapping[str, str]) -> dict[str, str]:
+        """For a server with parsers: a template whose format they know, as those of the models that tests name."""
+        reasons = _PARSERS[0] in keys
+        # The small model does not end its reasoning by itself.
+        more = {"server.thinking_budget": "32"} if reasons else {_PARSERS[0]: "none"}
+        template = tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False, encoding="utf-8")  # noqa: SIM115
+        with template:
+            template.write(f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}")
+        return more | ({} if "server.chat_template" in keys else {"server.chat_template": template.name})
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self

@@ -30,13 +30,16 @@ class Chat:
         special_tokens: variables for the template.
         renderer: renders the templates.
         images: creates the collector for a conversation's images; None: the model takes no images.
+
+    Attributes:
+        templates: as above; they may be replaced before the first conversation.
     """
 
     def __init__(
         self, templates: dict[str, str], special_tokens: dict[str, str | list[str]] | None = None,
         renderer: Renderer | None = None, images: Callable[[], ImageCollector] | None = None,
     ) -> None:  # fmt: skip
-        self._templates, self._special_tokens = templates, dict(special_tokens or {})
+        self.templates, self._special_tokens = templates, dict(special_tokens or {})
         self._renderer, self._images = renderer or Renderer(), images
 
     @classmethod
@@ -54,7 +57,7 @@ class Chat:
     @property
     def available(self) -> bool:
         """Whether the model has a chat template."""
-        return bool(self._templates)
+        return bool(self.templates)
 
     def prompt(self, messages: list[dict[str, Any]], **options: Any) -> str | MediaPrompt:
         """The result of ``render``; with images, its token ids and the images.
@@ -114,7 +117,7 @@ class Chat:
         Raises:
             TemplateError: it does not start.
         """
-        if self._templates:
+        if self.templates:
             self._renderer.start()
 
     def interrupt(self) -> None:
@@ -131,12 +134,12 @@ class Chat:
         Raises:
             TemplateError: there is none.
         """
-        if not self._templates:
+        if not self.templates:
             raise TemplateError("this model has no chat template: send a prompt to completions instead", "messages")
-        if with_tools and _TOOLS in self._templates:
-            return self._templates[_TOOLS]
-        if (found := self._templates.get(_DEFAULT)) is None:
-            message = f"this model has chat templates {sorted(self._templates)}, none named 'default': use completions"
+        if with_tools and _TOOLS in self.templates:
+            return self.templates[_TOOLS]
+        if (found := self.templates.get(_DEFAULT)) is None:
+            message = f"this model has chat templates {sorted(self.templates)}, none named 'default': use completions"
             raise TemplateError(message, "messages")
         return found
 

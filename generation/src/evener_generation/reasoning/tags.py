@@ -11,10 +11,11 @@ from typing import ClassVar
 
 from evener.contracts.generation.parsed import Content, Parsed, Reasoning
 from evener.contracts.generation.parsers import ReasoningParser
+from evener.contracts.writing import ReasoningFormat, ReasoningWriter
 from evener_generation.text_stream import TextStream
 
 
-class TagReasoning(ReasoningParser):
+class TagReasoning(ReasoningParser, ReasoningWriter):
     """The first text of an answer, if it begins with the opening mark, or if the prompt ended with it."""
 
     opening: ClassVar[str]
@@ -31,6 +32,13 @@ class TagReasoning(ReasoningParser):
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return cls.closing in chat_template
+
+    @classmethod
+    def reasoning_format(cls, prompt_end: str) -> ReasoningFormat | None:
+        end = prompt_end.rstrip()
+        if end.endswith(cls.closing):
+            return None  # the template wrote that there is no reasoning
+        return ReasoningFormat(begin="" if end.endswith(cls.opening) else cls.opening, end=cls.closing)
 
     def feed(self, text: str) -> Sequence[Parsed]:
         self._stream.text += text

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evener.contracts.writing import CallFormat, CallWriter
 from evener_generation.json_call import JsonCall, MalformedCall, ObjectEnd
 from evener_generation.tools.base import StepParser
+from evener_generation.tools.writing import json_tags, quoted
 
 
 class JsonParser(StepParser):
@@ -53,7 +55,7 @@ class JsonParser(StepParser):
         return True
 
 
-class Hermes(JsonParser):
+class Hermes(JsonParser, CallWriter):
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, of Hermes, Qwen 2.5 and Qwen 3."""
 
     opening, closing = "<tool_call>", "</tool_call>"
@@ -62,6 +64,14 @@ class Hermes(JsonParser):
     def recognizes(cls, chat_template: str) -> bool:
         other = any(mark in chat_template for mark in ("<function=", "<arg_key>"))
         return cls.opening in chat_template and not other
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        def begin(name: str) -> str:
+            return f'{cls.opening}\n{{"name": {quoted(name)}, "arguments": '
+
+        tags = json_tags(functions, begin, f"}}\n{cls.closing}")
+        return CallFormat(tags=tags, separator="\n", trigger=cls.opening)
 
     def content(self) -> bool:
         text, mark = self.stream.until((self.opening,))
@@ -80,7 +90,7 @@ class Hermes(JsonParser):
         return True
 
 
-class Llama3(JsonParser):
+class Llama3(JsonParser, CallWriter):
     """The whole answer is one call, ``{"name": …, "parameters": {…}}``, or several with ``;`` between them, as the chat
     templates of Llama 3.1 to 3.3. ``<|python_tag|>`` may stand before."""
 
@@ -89,6 +99,11 @@ class Llama3(JsonParser):
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return '"parameters": dictionary of argument name and its value' in chat_template
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        tags = json_tags(functions, lambda name: f'{{"name": {quoted(name)}, "parameters": ', "}")
+        return CallFormat(tags=tags, separator="; ")
 
     def content(self) -> bool:
         stripped = self.stream.text.lstrip()
@@ -134,7 +149,7 @@ class Llama3(JsonParser):
         return False
 
 
-class Mistral(JsonParser):
+class Mistral(JsonParser, CallWriter):
     """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or since version 11 of Mistral's tokenizer
     ``[TOOL_CALLS]name[ARGS]{…}`` for each call."""
 
@@ -143,6 +158,14 @@ class Mistral(JsonParser):
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return "[TOOL_CALLS]" in chat_template
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        if "[ARGS]" in chat_template:
+            tags = json_tags(functions, lambda name: f"[TOOL_CALLS]{name}[ARGS]", "")
+            return CallFormat(tags=tags, separator="", trigger="[TOOL_CALLS]")
+        tags = json_tags(functions, lambda name: f'{{"name": {quoted(name)}, "arguments": ', "}")
+        return CallFormat(tags=tags, begin="[TOOL_CALLS][", separator=", ", end="]")
 
     def content(self) -> bool:
         text, mark = self.stream.until(("[TOOL_CALLS]",))

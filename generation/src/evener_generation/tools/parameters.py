@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evener.contracts.writing import CallFormat, CallWriter
 from evener_generation.tools.base import StepParser
+from evener_generation.tools.writing import Format, optional, parameters, raw_value, sequence, tag
 
 
 class ParameterParser(StepParser):
@@ -68,13 +70,31 @@ def _unlined(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-class Qwen3Coder(ParameterParser):
+def _tagged(schema: Mapping[str, Any], begin: str, end: str) -> Format:
+    """All parameters in the order of the schema; ``begin`` has a place for the name."""
+    found = [(raw_value(begin.format(name), inner, end), required) for name, inner, required in parameters(schema)]
+    return sequence([each if required else optional(each) for each, required in found])
+
+
+class Qwen3Coder(ParameterParser, CallWriter):
     """``<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>``. Models may leave out the
     outer tag."""
 
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return "<function=" in chat_template and "<parameter=" in chat_template
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        tags = [
+            tag(
+                f"<tool_call>\n<function={name}>\n",
+                _tagged(schema, "<parameter={}>\n", "\n</parameter>\n"),
+                "</function>\n</tool_call>",
+            )
+            for name, schema in functions.items()
+        ]
+        return CallFormat(tags=tags, separator="\n", trigger="<tool_call>")
 
     def content(self) -> bool:
         text, mark = self.stream.until(("<tool_call>", "<function="))
@@ -144,12 +164,24 @@ class Qwen3Coder(ParameterParser):
         return True
 
 
-class Glm4(ParameterParser):
+class Glm4(ParameterParser, CallWriter):
     """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value>…</tool_call>``, of GLM-4.5 and later."""
 
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return "<arg_key>" in chat_template
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        tags = [
+            tag(
+                f"<tool_call>{name}\n",
+                _tagged(schema, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
+                "</tool_call>",
+            )
+            for name, schema in functions.items()
+        ]
+        return CallFormat(tags=tags, separator="\n", trigger="<tool_call>")
 
     def content(self) -> bool:
         text, mark = self.stream.until(("<tool_call>",))

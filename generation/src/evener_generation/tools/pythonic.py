@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from evener.contracts.writing import CallFormat, CallWriter
 from evener_generation.tools.base import StepParser
+from evener_generation.tools.writing import keywords, tag
 
 #: A longer list is content: parsing takes a hundred times its size.
 _MOST_CHARS = 1 << 17
 
 
-class Pythonic(StepParser):
+class Pythonic(StepParser, CallWriter):
     """The whole answer is the list. Its calls are certain only when it is complete."""
 
     special_tokens = ("<|python_start|>", "<|python_end|>")
@@ -20,6 +23,11 @@ class Pythonic(StepParser):
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return "[func_name1(params_name1=" in chat_template
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        tags = [tag(f"{name}(", keywords(schema, ", "), ")") for name, schema in functions.items()]
+        return CallFormat(tags=tags, begin="[", separator=", ", end="]")
 
     def content(self) -> bool:
         begin = self.stream.text.lstrip().removeprefix(self.special_tokens[0]).lstrip()
@@ -55,6 +63,15 @@ def _read(text: str) -> list[tuple[str, str]] | None:
         return None
 
 
+class _JsonWords(ast.NodeTransformer):
+    """The words of JSON as Python's: models write both, and forced values are in JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """A name is a word, or no literal."""
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
 def _call(node: ast.expr) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with names for its arguments")
@@ -62,5 +79,5 @@ def _call(node: ast.expr) -> tuple[str, str]:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("** is not a literal")
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
     return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -6,10 +6,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from evener.contracts.writing import CallFormat, CallWriter
 from evener_generation.tools.base import StepParser
+from evener_generation.tools.writing import arguments, constant, json_tags, sequence, tag
 
 
-class SectionParser(StepParser):
+class SectionParser(StepParser, CallWriter):
     """A section of calls; each has a head, a separator, and arguments up to its end.
 
     Attributes:
@@ -114,6 +116,14 @@ class DeepSeekV3(DeepSeek):
     def recognizes(cls, chat_template: str) -> bool:
         return cls.call[0] in chat_template and "```json" in chat_template
 
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        def begin(name: str) -> str:
+            return f"{cls.call[0]}function{cls.separator}{name}{cls._fence}"
+
+        tags = json_tags(functions, begin, cls.ends[0])
+        return CallFormat(tags=tags, begin=cls.section[0], separator="\n", end=cls.section[1])
+
 
 class DeepSeekV31(DeepSeek):
     """Of DeepSeek V3.1."""
@@ -121,6 +131,11 @@ class DeepSeekV31(DeepSeek):
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return cls.call[0] in chat_template and "```json" not in chat_template
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        tags = json_tags(functions, lambda name: f"{cls.call[0]}{name}{cls.separator}", cls.call[1])
+        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1])
 
 
 class KimiK2(SectionParser):
@@ -135,6 +150,19 @@ class KimiK2(SectionParser):
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
         return cls.section[0] in chat_template
+
+    @classmethod
+    def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        index = {"type": "regex", "pattern": "[0-9]{1,4}"}
+        tags = [
+            tag(
+                f"{cls.call[0]}functions.{name}:",
+                sequence([index, constant(cls.separator), arguments(schema)]),
+                cls.call[1],
+            )
+            for name, schema in functions.items()
+        ]
+        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1])
 
     def begin(self, head: str) -> bool:
         call_id = head.strip()

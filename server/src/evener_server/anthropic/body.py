@@ -98,10 +98,7 @@ class ConversationBody(GenerationBody):
         return [i for i, tool in enumerate(self.tools or ()) if _is_function(tool)]
 
     def without_effect(self) -> list[str]:
-        left_out = [f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if not _is_function(tool)]
-        strict = any(tool.get("strict") for tool in self.tools or ())
-        budget = self.thinking is not None and self.thinking.budget_tokens is not None
-        return left_out + ["tools[].strict"] * strict + ["thinking.budget_tokens"] * budget
+        return [f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if not _is_function(tool)]
 
 
 class MessagesBody(ConversationBody):

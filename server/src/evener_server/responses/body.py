@@ -106,8 +106,7 @@ class ResponsesBody(GenerationBody):
         return [tool for tool in self.tools or () if tool.get("type") == "function"]
 
     def without_effect(self) -> list[str]:
-        left_out = [f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if tool.get("type") != "function"]
-        return left_out + ["tools[].strict"] * any(tool.get("strict") for tool in self.functions())
+        return [f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if tool.get("type") != "function"]
 
     def chat_tool_choice(self) -> Any:
         """``tool_choice`` of a chat completion.

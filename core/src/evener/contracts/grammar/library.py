@@ -17,12 +17,15 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         kind: how ``text`` is to be read: a JSON schema, a regular expression for the whole text, a JSON list of texts
-            of which one is chosen, or a grammar in Lark's syntax.
+            of which one is chosen, a grammar in Lark's syntax or in GBNF, or a structural tag. That is a JSON object:
+            ``format`` is the answer's, as in ``evener.contracts.writing``; ``reasoning``, if it is there, is what may
+            stand before: ``{"begin": …, "end": …, "budget": …}`` as in ``ReasoningFormat``, the last in tokens. Without
+            ``format`` the answer is free.
         text: the grammar.
         ends: ids of the tokens that end a text; they are allowed where the text is complete. The front end sets them.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
+    kind: Literal["json_schema", "regex", "choice", "lark", "structural_tag"]
     text: str
     ends: tuple[int, ...] = ()
 

@@ -1,0 +1,135 @@
+"""A matcher for answers with reasoning before them: while the model reasons, any token may come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from evener.contracts.grammar.library import Matcher
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What stands before the answer.
+
+    Attributes:
+        begin: ids of the tokens with which reasoning begins; empty: it has begun already.
+        end: its last text; end_ids: the same as tokens.
+        budget: tokens that it may have, those of ``end`` left out; None: any number.
+        forced: without the first token of ``begin`` there is no reasoning, and the text is the answer.
+        mask_bytes: of a mask.
+        ends: ids that end a text, which reasoning does not.
+        read: the bytes of a token.
+        write: ids of a text that follows.
+    """
+
+    begin: tuple[int, ...]
+    end: bytes
+    end_ids: tuple[int, ...]
+    budget: int | None
+    mask_bytes: int
+    vocab_size: int
+    ends: tuple[int, ...]
+    read: Callable[[int], bytes]
+    write: Callable[[bytes], list[int]]
+
+
+@dataclass
+class _State:
+    """How far the text is.
+
+    Attributes:
+        where: "start", "begin" (its mark is being written), "reasoning", "end" (its mark is), or "answer".
+        place: tokens of the mark that were written.
+        count: tokens of reasoning.
+        tail: the last bytes of it.
+    """
+
+    where: str
+    place: int = 0
+    count: int = 0
+    tail: bytes = b""
+
+
+class AfterReasoning(Matcher):
+    """Reasoning, and then what another matcher allows.
+
+    Args:
+        reasoning: what stands before the answer.
+        answer: the matcher of the answer; None: any answer.
+    """
+
+    def __init__(self, reasoning: Reasoning, answer: Matcher | None, state: _State | None = None) -> None:
+        self._reasoning, self._answer = reasoning, answer
+        self._state = state or _State("start" if reasoning.begin else "reasoning")
+
+    def copy(self) -> Matcher:
+        answer = None if self._answer is None else self._answer.copy()
+        return AfterReasoning(self._reasoning, answer, replace(self._state))
+
+    def mask(self) -> bytes:
+        reasoning, state = self._reasoning, self._state
+        if state.where == "begin":
+            return self._only(reasoning.begin[state.place])
+        if state.where == "reasoning" and state.count == reasoning.budget:
+            state.where = "end"
+        if state.where == "end":
+            return self._only(reasoning.end_ids[state.place])
+        if state.where == "reasoning":
+            return self._any(but=reasoning.ends)
+        if self._answer is None:
+            return self._any(but=())
+        mask = self._answer.mask()
+        if state.where == "start":
+            begins = bytearray(mask)
+            _set(begins, reasoning.begin[0])
+            return bytes(begins)
+        return mask
+
+    def accept(self, token: int) -> None:
+        reasoning, state = self._reasoning, self._state
+        if state.where == "start":
+            state.where = "begin" if token == reasoning.begin[0] else "answer"
+        if state.where == "begin":
+            state.place += 1
+            if state.place == len(reasoning.begin):
+                state.where, state.place = "reasoning", 0
+        elif state.where == "end":
+            state.place += 1
+            if state.place == len(reasoning.end_ids):
+                state.where = "answer"
+        elif state.where == "reasoning":
+            self._reason(token)
+        elif self._answer is not None:
+            self._answer.accept(token)
+
+    def _reason(self, token: int) -> None:
+        reasoning, state = self._reasoning, self._state
+        text = state.tail + reasoning.read(token)
+        at = text.find(reasoning.end)
+        if at < 0:
+            state.tail, state.count = text[-len(reasoning.end) :], state.count + 1
+            return
+        state.where = "answer"
+        # Blank characters behind the mark belong to neither part.
+        rest = text[at + len(reasoning.end) :].lstrip()
+        if rest and self._answer is not None:
+            for each in reasoning.write(rest):
+                self._answer.accept(each)
+
+    def _only(self, token: int) -> bytes:
+        bits = bytearray(self._reasoning.mask_bytes)
+        _set(bits, token)
+        return bytes(bits)
+
+    def _any(self, but: tuple[int, ...]) -> bytes:
+        size = self._reasoning.vocab_size
+        bits = bytearray(b"\xff" * (size // 8) + bytes([(1 << size % 8) - 1]))
+        bits += bytes(max(0, self._reasoning.mask_bytes - len(bits)))
+        for token in but:
+            bits[token // 8] &= ~(1 << token % 8) & 0xFF
+        return bytes(bits[: self._reasoning.mask_bytes])
+
+
+def _set(bits: bytearray, token: int) -> None:
+    bits[token // 8] |= 1 << token % 8

@@ -1,0 +1,153 @@
+"""What an answer is held to: a grammar of its form, calls of tools that it must make, and reasoning before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evener.contracts.generation.parsers import ReasoningParser, ToolParser
+from evener.contracts.grammar.library import GrammarSpec
+from evener.contracts.writing import CallFormat, CallWriter, ReasoningFormat, ReasoningWriter
+from evener.errors import RequestError
+from evener_server.tools import Tool, ToolChoice
+
+Format = dict[str, Any]
+#: Arguments that nothing is said of: of a tool without parameters, and of one that is not strict.
+_NONE: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one answer is held to.
+
+    Attributes:
+        answer: the grammar of an answer that calls no tool; None: any text.
+        calls: the grammar of an answer that calls tools; None: any text.
+        forced: the answer must call a tool.
+        budget: tokens that the reasoning may have; None: any number.
+        loose: fields that nothing is held to, although they ask for it.
+    """
+
+    answer: GrammarSpec | None = None
+    calls: Format | None = None
+    forced: bool = False
+    budget: int | None = None
+    loose: Sequence[str] = ()
+
+    @property
+    def anything(self) -> bool:
+        """Whether the answer is held to nothing."""
+        return self.answer is None and self.calls is None and self.budget is None
+
+    def spec(self, reasoning: ReasoningFormat | None) -> GrammarSpec | None:
+        """The grammar; ``reasoning``: what may stand before; None: nothing."""
+        mark = "" if reasoning is None else reasoning.answer
+        if self.calls is None and reasoning is None:
+            return self.answer
+        found: Format | None = self.calls
+        if self.answer is not None and not self.forced:
+            answer = format_of(self.answer)
+            if mark:
+                answer = {"type": "sequence", "elements": [{"type": "const_string", "value": mark}, answer]}
+            found = answer if found is None else {"type": "or", "elements": [found, answer]}
+        before = None
+        if reasoning is not None and (found is not None or self.budget is not None):
+            before = {"begin": reasoning.begin, "end": reasoning.end, "budget": self.budget}
+        if found is None and before is None:
+            return None
+        return GrammarSpec(kind="structural_tag", text=json.dumps({"format": found, "reasoning": before}))
+
+
+def held_to(
+    tools: Sequence[Tool], choice: ToolChoice, parser: type[ToolParser] | None, template: str, several: bool,
+    answer: GrammarSpec | None, budget: int | None,
+) -> Held:  # fmt: skip
+    """What an answer is held to.
+
+    Args:
+        tools: the request's; ``choice``: which of them must or may be called.
+        parser: of the model's calls; None: the answer calls no tool.
+        template: the model's chat template.
+        several: the answer may have more than one call.
+        answer: the grammar of an answer without calls.
+        budget: tokens that the reasoning may have.
+
+    Raises:
+        RequestError: calls of this model's format cannot be forced.
+    """
+    if parser is None:
+        return Held(answer=answer, budget=budget)
+    strict = any(tool.function.strict for tool in tools)
+    if not (choice.forced or strict or answer is not None or choice.names is not None):
+        return Held(budget=budget)
+    if not issubclass(parser, CallWriter):
+        if choice.forced:
+            message = f"a call cannot be forced: {parser.__name__} does not say how calls are written; send auto"
+            raise RequestError(message, "tool_choice", "unsupported_parameter")
+        return Held(answer=answer, budget=budget, loose=_STRICT if strict else ())
+    whole = choice.forced or answer is not None
+    functions = {
+        tool.function.name: (tool.function.parameters or _NONE) if whole or tool.function.strict else _ANY
+        for tool in tools
+        if choice.names is None or tool.function.name in choice.names
+    }
+    written = parser.call_format(functions, template)
+    if whole:
+        calls = _only_calls(written, several and not choice.single)
+        return Held(answer=answer, calls=calls, forced=choice.forced, budget=budget)
+    if written.trigger is None:
+        return Held(budget=budget, loose=_STRICT)
+    return Held(calls=_among_text(written, several), budget=budget)
+
+
+_STRICT = ("tools[].function.strict",)
+
+
+def _only_calls(written: CallFormat, several: bool) -> Format:
+    """One call at least, and nothing else."""
+    tags: Format = {
+        "type": "tags_with_separator", "tags": list(written.tags), "separator": written.separator or "",
+        "at_least_one": True, "stop_after_first": not several or written.separator is None,
+    }  # fmt: skip
+    around = [{"type": "const_string", "value": text} for text in (written.begin, written.end)]
+    return {"type": "sequence", "elements": [around[0], tags, around[1]]}
+
+
+def _among_text(written: CallFormat, several: bool) -> Format:
+    """Any text, and calls in it."""
+    return {
+        "type": "triggered_tags", "triggers": [written.trigger], "tags": list(written.tags),
+        "stop_after_first": not several,
+    }  # fmt: skip
+
+
+def before(parser: type[ReasoningParser] | None, prompt_end: str) -> ReasoningFormat | None:
+    """The reasoning that may stand before an answer which is held to something."""
+    if parser is None or not issubclass(parser, ReasoningWriter):
+        return None
+    return parser.reasoning_format(prompt_end)
+
+
+def format_of(spec: GrammarSpec) -> Format:
+    """A grammar as a format of a structural tag.
+
+    Raises:
+        RequestError: its JSON is damaged.
+    """
+    if spec.kind == "regex":
+        return {"type": "regex", "pattern": spec.text}
+    if spec.kind == "lark":
+        return {"type": "grammar", "grammar": spec.text}
+    try:
+        found = json.loads(spec.text)
+    except ValueError as error:
+        raise RequestError(f"the grammar is not valid JSON: {error}", "structured_outputs") from error
+    if spec.kind == "json_schema":
+        return {"type": "json_schema", "json_schema": found}
+    if spec.kind == "choice":
+        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in found]}
+    inner: Format = found.get("format", found)
+    return inner
