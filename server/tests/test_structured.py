@@ -21,6 +21,15 @@ OF_SCHEMA = ("json_schema", json.dumps(SCHEMA))
 NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 
 
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</a>"}
+OF_TAG = ("structural_tag", json.dumps({"format": TAG}))
+#: As vLLM and SGLang had it first.
+EARLIER = {"structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}], "triggers": ["<a"]}
+OF_TRIGGERS = (
+    "structural_tag", json.dumps({"format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [TAG]}}),
+)  # fmt: skip
+
+
 @pytest.fixture
 def asked(make_api: Any) -> Any:
     """``asked(path, **fields)``: the grammar that the engine is asked for; None for none."""
@@ -55,6 +64,11 @@ def asked(make_api: Any) -> Any:
         ({"guided_regex": "[0-9]+"}, ("regex", "[0-9]+")),
         ({"guided_choice": ["yes"]}, ("choice", '["yes"]')),
         ({"guided_grammar": 'start: "a"+'}, ("lark", 'start: "a"+')),
+        ({"response_format": {"type": "structural_tag", "format": TAG}}, OF_TAG),
+        ({"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": TAG}}}, OF_TAG),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, OF_TAG),
+        ({"response_format": {"type": "structural_tag", **EARLIER}}, OF_TRIGGERS),
+        ({"structured_outputs": {"structural_tag": json.dumps(EARLIER)}}, OF_TRIGGERS),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

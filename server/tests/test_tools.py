@@ -150,15 +150,136 @@ def test_log_probabilities_come_with_the_parts(says: Callable[..., Any], sse: Ca
     assert "".join(tokens).startswith(CALL)
 
 
-def test_strict_is_named_as_ignored(says: Callable[..., Any]) -> None:
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    assert "tools[].function.strict" in ask(says("Hi."), tools=[strict]).headers["x-ignored-fields"]
+def held(api: Any, **fields: Any) -> Any:
+    """What the answer of a chat is held to: the structural tag that the engine gets."""
+    ask(api, **fields)
+    grammar = api.engine.sent[-1].sampling.grammar
+    return None if grammar is None else json.loads(grammar.text)
+
+
+def strict(tool: dict[str, Any] = WEATHER) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+THINK = {"begin": "<think>", "end": "</think>", "budget": None}
+ARGUMENTS = {"additionalProperties": False, **WEATHER["function"]["parameters"]}  # type: ignore[dict-item]
+
+
+def tag_of(name: str, schema: Any) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": schema}
+    begin = f'<tool_call>\n{{"name": "{name}", "arguments": '
+    return {"type": "tag", "begin": begin, "content": content, "end": "}\n</tool_call>"}
+
+
+def test_a_required_call_is_held_to_the_schemas_of_all_tools(says: Callable[..., Any]) -> None:
+    found = held(says(CALL), tools=[WEATHER, NOW], tool_choice="required")
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tags = found["format"]["elements"][1]
+    assert tags == {
+        "type": "tags_with_separator", "separator": "\n", "at_least_one": True, "stop_after_first": False,
+        "tags": [tag_of("get_weather", ARGUMENTS), tag_of("now", nothing)],
+    }  # fmt: skip
+    assert found["reasoning"] == THINK, "the model may reason before"
+    assert held(says(CALL), tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)["format"]["elements"][
+        1
+    ]["stop_after_first"]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_reasoning_before_a_forced_call_begins_where_the_template_left_it(
+    says: Callable[..., Any], opened: bool
+) -> None:
+    fields = {"tools": [WEATHER], "tool_choice": "required", "chat_template_kwargs": {"open_think": opened}}
+    text = ("" if opened else "<think>\n") + f"Hm.</think>\n{CALL}"
+    api = says(text)
+    message = ask(api, **fields).json()["choices"][0]["message"]
+    assert message["reasoning"] == "Hm." and message["tool_calls"][0]["function"]["name"] == "get_weather"
+    grammar = json.loads(api.engine.sent[0].sampling.grammar.text)
+    assert grammar["reasoning"] == {**THINK, "begin": "" if opened else "<think>"}
+
+
+def test_a_named_call_is_one_call_of_that_tool(says: Callable[..., Any], sse: Callable[..., Any]) -> None:
+    fields: dict[str, Any] = {"tools": [WEATHER, NOW], "tool_choice": {"type": "function", "function": {"name": "now"}}}
+    api = says('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    tags = held(api, **fields)["format"]["elements"][1]
+    assert tags["stop_after_first"] and [tag["begin"] for tag in tags["tags"]] == [tag_of("now", {})["begin"]]
+    message = joined(sse(ask(api, stream=True, **fields)))
+    assert [(call["name"], call["arguments"]) for call in message["tool_calls"]] == [("now", "{}")]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_narrow_what_may_be_called(says: Callable[..., Any], mode: str) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    found = held(says("Hi."), tools=[WEATHER, NOW], tool_choice=choice)["format"]
+    tags = found["elements"][1] if mode == "required" else found
+    assert [tag["begin"] for tag in tags["tags"]] == [tag_of("now", {})["begin"]]
+    assert tags["type"] == ("tags_with_separator" if mode == "required" else "triggered_tags")
+
+
+def test_calls_of_strict_tools_are_held_to_their_schema_once_they_begin(says: Callable[..., Any]) -> None:
+    api = says("Hi.")
+    found = held(api, tools=[strict(), NOW])["format"]
+    assert found == {
+        "type": "triggered_tags", "triggers": ["<tool_call>"], "stop_after_first": False,
+        "tags": [tag_of("get_weather", ARGUMENTS), tag_of("now", {"type": "object"})],
+    }  # fmt: skip
+    assert held(api, tools=[WEATHER]) is None, "an answer without strict tools is free"
+    assert held(api, tools=[strict()], tool_choice="none") is None
+
+
+def test_an_answer_with_a_form_and_tools_is_either(says: Callable[..., Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+    found = held(says("5"), tools=[WEATHER], response_format=form)["format"]
+    assert found["type"] == "or" and found["elements"][1] == {"type": "json_schema", "json_schema": {"type": "integer"}}
+    assert found["elements"][0]["elements"][1]["tags"] == [tag_of("get_weather", ARGUMENTS)]
+    found = held(says(CALL), tools=[WEATHER], response_format=form, tool_choice="required")["format"]
+    assert found["type"] == "sequence", "a forced call is no other answer"
+
+
+def test_strict_is_named_where_a_format_cannot_say_where_calls_begin(
+    says: Callable[..., Any], tmp_path: Path
+) -> None:
+    template = '{{ tools }}"parameters": dictionary of argument name and its value{% for m in messages %}{% endfor %}'
+    api = says("Hi.", write_tiny_tokenizer(tmp_path / "llama", template))
+    response = ask(api, tools=[strict()])
+    assert response.headers["x-ignored-fields"] == "tools[].function.strict"
+    assert "x-ignored-fields" not in ask(api, tools=[strict()], tool_choice="required").headers
+
+
+def test_a_budget_of_reasoning_is_kept_by_the_grammar(says: Callable[..., Any], make_api: Any, error: Any) -> None:
+    found = held(says("<think>hm</think>Yes."), thinking_token_budget=7)
+    assert found == {"format": None, "reasoning": {**THINK, "budget": 7}}
+    refused = make_api().chat(thinking_token_budget=7)
+    assert refused.status_code == 400 and error(refused)["param"] == "thinking_token_budget"
+
+
+def test_thinking_is_switched_by_its_own_field_or_the_templates(says: Callable[..., Any], tmp_path: Path) -> None:
+    template = "{{ enable_thinking }} {{ thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    api = says("Hi.", write_tiny_tokenizer(tmp_path / "switch", template))
+    for fields, text in [
+        ({"enable_thinking": False}, "False False"),
+        ({"enable_thinking": True}, "True True"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"thinking": False}}, "True False"),
+    ]:
+        ask(api, **fields)
+        assert api.llm.tokenizer.decode(api.engine.sent[-1].prompt).startswith(text)
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "none or auto"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", '"required"'),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", '"required"'),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", '"allowed_tools"'),
+        ({"tool_choice": "required"}, "tool_choice", "tools is missing"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ({"tools": [WEATHER], "tool_choice": "required", "min_tokens": 3}, "min_tokens", "forces a call"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}],
+             "tool_choice": "required"}, "tools", "strin",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "not support"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),

@@ -43,12 +43,14 @@ class _State:
         place: tokens of the mark that were written.
         count: tokens of reasoning.
         tail: the last bytes of it.
+        end: ids that still end it, once it must end.
     """
 
     where: str
     place: int = 0
     count: int = 0
     tail: bytes = b""
+    end: tuple[int, ...] = ()
 
 
 class AfterReasoning(Matcher):
@@ -72,9 +74,9 @@ class AfterReasoning(Matcher):
         if state.where == "begin":
             return self._only(reasoning.begin[state.place])
         if state.where == "reasoning" and state.count == reasoning.budget:
-            state.where = "end"
+            state.where, state.end = "end", self._left_of_end()
         if state.where == "end":
-            return self._only(reasoning.end_ids[state.place])
+            return self._only(state.end[state.place])
         if state.where == "reasoning":
             return self._any(but=reasoning.ends)
         if self._answer is None:
@@ -96,7 +98,7 @@ class AfterReasoning(Matcher):
                 state.where, state.place = "reasoning", 0
         elif state.where == "end":
             state.place += 1
-            if state.place == len(reasoning.end_ids):
+            if state.place == len(state.end):
                 state.where = "answer"
         elif state.where == "reasoning":
             self._reason(token)
@@ -116,6 +118,12 @@ class AfterReasoning(Matcher):
         if rest and self._answer is not None:
             for each in reasoning.write(rest):
                 self._answer.accept(each)
+
+    def _left_of_end(self) -> tuple[int, ...]:
+        """The rest of the end, of which some may be written already."""
+        end, tail = self._reasoning.end, self._state.tail
+        done = next((size for size in range(len(end) - 1, 0, -1) if tail.endswith(end[:size])), 0)
+        return tuple(self._reasoning.write(end[done:])) if done else self._reasoning.end_ids
 
     def _only(self, token: int) -> bytes:
         bits = bytearray(self._reasoning.mask_bytes)

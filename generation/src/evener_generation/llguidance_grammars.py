@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
 from evener_generation.after_reasoning import AfterReasoning, Reasoning
-from evener_generation.structural_tags import lark_of
+from evener_generation.structural_tags import in_lark, lark_of
 
 #: Of one grammar, in characters. Compiling takes time in proportion to it.
 MAX_CHARACTERS = 1 << 18
@@ -152,17 +151,7 @@ def _compiled(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     if spec.kind == "structural_tag":
         found = lark_of(_object(spec.text), special, _WHITESPACE)
         return found if found.startswith("{") else LLMatcher.grammar_from_lark(found)
-    return LLMatcher.grammar_from_lark(_lark(spec.text))
-
-
-def _lark(text: str) -> str:
-    """The grammar in Lark's syntax, from that or from GBNF."""
-    try:
-        return any_to_lark(text)
-    except ValueError:
-        raise
-    except Exception as error:  # the converter has errors of its own kind
-        raise ValueError(str(error)) from error
+    return LLMatcher.grammar_from_lark(in_lark(spec.text))
 
 
 def _choices(text: str) -> list[str]:

@@ -41,6 +41,18 @@ def lark_of(tag: Mapping[str, Any], special: Mapping[str, int], whitespace: str)
     return json.dumps({"grammars": [{"name": "tag", "lark_grammar": lark}, *writer.grammars]})
 
 
+def in_lark(text: str) -> str:
+    """A grammar in Lark's syntax, from that or from GBNF.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the converter has errors of its own kind, and may recurse too deeply
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
 class _Writer:
     """Writes rules; each method gives an expression for the right side of one."""
 
@@ -116,7 +128,7 @@ class _Writer:
 
     def _grammar(self, text: str) -> str:
         name = f"g{len(self.grammars)}"
-        self.grammars.append({"name": name, "lark_grammar": any_to_lark(text)})
+        self.grammars.append({"name": name, "lark_grammar": in_lark(text)})
         return f"@{name}"
 
     def _any_text(self, of: Mapping[str, Any]) -> str:

@@ -24,6 +24,8 @@ module                  content
 ``messages``            the messages of a chat
 ``images``              images in messages, decoded
 ``chat`` ``completions``  the two endpoints
+``batch``               several chats in one request
+``held``                grammars of answers: forms, forced calls, reasoning before them
 ``translated``          what APIs share that are translated into chat completions
 ``responses``           OpenAI's Responses API
 ``anthropic``           Anthropic's Messages API
@@ -80,6 +82,9 @@ descriptor = Descriptor(
         ),
         "thinking_budget": Option(
             type=int, default=None, help="Tokens that reasoning may have, for requests that do not say."
+        ),
+        "tokenizer_info": Option(
+            type=bool, default=False, help="Answer GET /tokenizer_info: the tokenizer's settings and the chat template."
         ),
         "token_ids": Option(
             type=bool, default=False, help="Log-probabilities name tokens by their ids, for requests that do not say."

@@ -16,6 +16,7 @@ from evener_server.anthropic.body import ConversationBody, MessagesBody
 from evener_server.anthropic.job import ERROR_SCHEMA as ANTHROPIC_ERROR_SCHEMA
 from evener_server.anthropic.job import MessageJob, TokenCounter, error_body
 from evener_server.api_keys import ApiKeys, KeyCheck
+from evener_server.batch import BatchBody, BatchJob
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
@@ -24,6 +25,7 @@ from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HostCheck, RequestLog, RootPath
 from evener_server.options import ServerOptions
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
+from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
 from evener_server.responses.job import ResponseJob
 from evener_server.responses.store import ResponseStore
@@ -138,6 +140,18 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         return GenerationResponse(ChatJob(service, await _read(request, service, ChatBody)))
 
+    @app.post("/v1/chat/completions/batch", openapi_extra=_schema(BatchBody), responses=_errors())
+    async def chat_batch(request: Request) -> Response:
+        return GenerationResponse(BatchJob(service, await _read(request, service, BatchBody)))
+
+    @app.post("/invocations", openapi_extra=_schema(ChatBody, CompletionBody), responses=_errors())
+    async def invocations(request: Request) -> Response:
+        """SageMaker's name for both: a conversation or a prompt."""
+        value = await read_object(request, service.limits)
+        if "messages" in value:
+            return GenerationResponse(ChatJob(service, _accept(request, service, ChatBody, value)))
+        return GenerationResponse(CompletionJob(service, _accept(request, service, CompletionBody, value)))
+
     @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_errors())
     async def completions(request: Request) -> Response:
         return GenerationResponse(CompletionJob(service, await _read(request, service, CompletionBody)))
@@ -152,6 +166,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         body: TokenizeText | TokenizeChat = _accept(request, service, tokenize_body(value), value)
         return Response(await tokens.tokenize(body), media_type="application/json")
 
+    if service.options.tokenizer_info:
+
+        @app.get("/tokenizer_info", responses=_errors({404: "The server has no tokenizer."}))
+        async def tokenizer_info() -> Response:
+            return Response(await tokens.info(), media_type="application/json")
+
     @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody), responses=_errors())
     async def detokenize(request: Request) -> Response:
         body = await _read(request, service, DetokenizeBody)
@@ -160,14 +180,23 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 def _add_translated(app: FastAPI, service: Service) -> None:
     responses = ResponseStore()
+    background = BackgroundResponses(responses)
 
     @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody), responses=_errors())
     async def create_response(request: Request) -> Response:
-        return GenerationResponse(ResponseJob(service, responses, await _read(request, service, ResponsesBody)))
+        body = await _read(request, service, ResponsesBody)
+        job = ResponseJob(service, responses, body)
+        if body.background:
+            return Response(background.start(job), media_type="application/json")
+        return GenerationResponse(job)
 
     @app.get("/v1/responses/{response_id}", responses=_errors({404: "The server does not keep this response."}))
     async def get_response(response_id: str) -> Response:
         return Response(responses.response(response_id), media_type="application/json")
+
+    @app.post("/v1/responses/{response_id}/cancel", responses=_errors({404: "The server does not keep this response."}))
+    async def cancel_response(response_id: str) -> Response:
+        return Response(await background.cancel(response_id), media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", responses=_errors({404: "The server does not keep this response."}))
     async def delete_response(response_id: str) -> Response:
@@ -205,8 +234,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        kinds = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, TokenizeText, TokenizeChat,
-                 DetokenizeBody)  # fmt: skip
+        kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, TokenizeText,
+                 TokenizeChat, DetokenizeBody)  # fmt: skip
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

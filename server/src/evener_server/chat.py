@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Any
 
 from evener.contracts.generation.parsers import ReasoningParser, ToolParser
 from evener.contracts.media import MediaPrompt
+from evener.contracts.outputs import Delta
 from evener.contracts.writing import ReasoningFormat, ReasoningWriter
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.capacity import Reservation
@@ -18,7 +19,7 @@ from evener.frontend.stream import RequestStream
 from evener_server.generation import Generation, Submit
 from evener_server.held import Held, before, held_to
 from evener_server.images import decode_images
-from evener_server.logprobs import chat_logprobs, prompt_logprobs
+from evener_server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from evener_server.message_parts import MessageParts
 from evener_server.messages import TextPart
 from evener_server.prompt_tokens import left_of
@@ -75,15 +76,19 @@ class ChatJob(Job):
         service, body = self._service, self._body
         with service.llm.reserve(body.samples) as room:
             try:
-                submit = await self._submit(room)
+                submit = await self.submit(room)
                 return await service.running.start([submit], body.samples, body.requested_max_tokens())
             except RequestError as error:
                 if error.param == "template_kwargs":
                     error.param = "chat_template_kwargs"
                 raise
 
-    async def _submit(self, room: Reservation) -> Submit:
-        """What sends the conversation to the engine."""
+    async def submit(self, room: Reservation) -> Submit:
+        """What sends the conversation to the engine.
+
+        Raises:
+            RequestError: the messages or what the answer is held to cannot be used.
+        """
         llm, body = self._service.llm, self._body
         cut = body.truncate_prompt_tokens is not None
         if not cut:
@@ -147,9 +152,9 @@ class ChatJob(Job):
         """The request's id in the engine and in a response of chat completions."""
         return str(self._head["id"])
 
-    def messages(self, generation: Generation) -> list[MessageParts]:
-        """Readers of the generated messages, one for each choice."""
-        body, prompt = self._body, self._prompt_end(generation.streams[0])
+    def messages(self, generation: Generation, place: int = 0) -> list[MessageParts]:
+        """Readers of the generated messages, one for each sample of the generation's prompt with this place."""
+        body, prompt = self._body, self._prompt_end(generation.streams[place])
         tools = [tool.plain() for tool in body.tools or ()]
         return [
             MessageParts(
@@ -158,7 +163,7 @@ class ChatJob(Job):
                 show_reasoning=body.include_reasoning is not False,
                 several_calls=body.parallel_tool_calls is not False,
             )
-            for _ in range(generation.choices)
+            for _ in range(generation.n)
         ]  # fmt: skip
 
     def _prompt_end(self, stream: RequestStream) -> str:
@@ -167,32 +172,31 @@ class ChatJob(Job):
             return (stream.prompt or "")[-PROMPT_END:]
         return self._end_of(stream.prompt_token_ids)
 
+    def choices(self, generation: Generation, place: int = 0) -> list[ChatChoice]:
+        """The choices of a response in one piece, still empty, of the prompt with this place."""
+        token_ids, messages = bool(self._body.return_token_ids), self.messages(generation, place)
+        return [ChatChoice(message, self._names, self._top, token_ids) for message in messages]
+
     async def full_response(self, generation: Generation) -> bytes:
-        messages, body = self.messages(generation), self._body
-        logprobs: list[list[dict[str, Any]]] = [[] for _ in messages]
-        ids: list[list[int]] = [[] for _ in messages]
+        choices = self.choices(generation)
         async for choice, delta in generation:
-            ids[choice] += delta.token_ids
-            messages[choice].feed(delta.text, last=delta.finish_reason is not None)
-            if self._top is not None:
-                logprobs[choice] += chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
-        choices = [
-            {
-                "index": i,
-                "message": self._with_echo(messages[i].message),
-                "logprobs": None if self._top is None else {"content": logprobs[i], "refusal": None},
-                "finish_reason": finish_reason(generation.finish_reasons[i], messages[i]),
-                **({"token_ids": ids[i]} if body.return_token_ids else {}),
-            }
-            for i in range(generation.choices)
-        ]
-        prompt_ids, fields = generation.streams[0].prompt_token_ids, dict[str, Any]()
+            choices[choice].add(delta)
+        shown = [self.shown(i, each, generation.finish_reasons[i]) for i, each in enumerate(choices)]
+        fields = self.of_prompt(generation, 0)
+        usage = with_reasoning(generation.usage(), (each.message for each in choices))
+        return to_json({**self._head, "choices": shown, "usage": usage, **fields})
+
+    def of_prompt(self, generation: Generation, prompt: int) -> dict[str, Any]:
+        """The fields that were asked for with ``prompt_logprobs`` and ``return_token_ids``; null without."""
+        body, ids = self._body, generation.streams[prompt].prompt_token_ids
+        entries = None
         if body.prompt_logprobs is not None:
-            entries = generation.prompt_logprobs[0]
-            fields["prompt_logprobs"] = prompt_logprobs(self._names, prompt_ids, entries, body.prompt_logprobs)
-        if body.return_token_ids:
-            fields["prompt_token_ids"] = prompt_ids
-        return to_json({**self._head, "choices": choices, "usage": generation.usage(), **fields})
+            entries = prompt_logprobs(self._names, ids, generation.prompt_logprobs[prompt], body.prompt_logprobs)
+        return {"prompt_logprobs": entries, "prompt_token_ids": ids if body.return_token_ids else None}
+
+    def shown(self, index: int, choice: ChatChoice, reason: str) -> dict[str, Any]:
+        """A choice as it is sent."""
+        return {"index": index, **choice.shown(reason), "message": self._with_echo(choice.message.message)}
 
     def _with_echo(self, message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "content": self._echoed + (message["content"] or "")} if self._echoed else message
@@ -219,7 +223,7 @@ class ChatJob(Job):
             if self._top is not None and delta.token_ids:
                 content = chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
                 logprobs = to_json({"content": content, "refusal": None})
-            parts = message.feed(delta.text, last=delta.finish_reason is not None)
+            parts = message.feed(delta.text, delta.finish_reason is not None, len(delta.token_ids))
             for part in parts or ([{"content": ""}] if logprobs != b"null" or ids else []):
                 pieces.append(chunk % (choice, to_json(part), logprobs, b"null", ids, end()))
                 logprobs, ids = b"null", b""
@@ -229,8 +233,47 @@ class ChatJob(Job):
             if pieces:
                 yield b"".join(pieces)
         if usage:
-            yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
+            found = with_reasoning(generation.usage(), messages)
+            yield event(to_json({**self._head, "choices": [], "usage": found}))
         yield DONE
+
+
+class ChatChoice:
+    """One choice of a response in one piece, which grows as tokens come.
+
+    Args:
+        message: reads its text.
+        names: how tokens are written.
+        top: log-probabilities of so many of the likeliest tokens; None: of none.
+        token_ids: show the ids of its tokens.
+    """
+
+    def __init__(self, message: MessageParts, names: TokenNames, top: int | None, token_ids: bool) -> None:
+        self.message, self._names, self._top = message, names, top
+        self._ids: list[int] | None = [] if token_ids else None
+        self._logprobs: list[dict[str, Any]] = []
+
+    def add(self, delta: Delta) -> None:
+        """What came next."""
+        self.message.feed(delta.text, delta.finish_reason is not None, len(delta.token_ids))
+        if self._ids is not None:
+            self._ids += delta.token_ids
+        if self._top is not None:
+            self._logprobs += chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
+
+    def shown(self, reason: str) -> dict[str, Any]:
+        """All fields but its place and its message; ``reason``: the engine's, why it has ended."""
+        return {
+            "logprobs": None if self._top is None else {"content": self._logprobs, "refusal": None},
+            "finish_reason": finish_reason(reason, self.message),
+            "token_ids": self._ids,
+        }
+
+
+def with_reasoning(usage: dict[str, Any], messages: Iterable[MessageParts]) -> dict[str, Any]:
+    """The usage with the tokens of reasoning, for a model that writes any."""
+    counts = [message.reasoning_tokens for message in messages if message.reasoning_tokens is not None]
+    return {**usage, "completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else usage
 
 
 def _last_answer(body: ChatBody) -> str:

@@ -90,15 +90,17 @@ class CompletionJob(Job):
         return delta.token_ids[len(generation.streams[choice // generation.n].prompt_token_ids) if echoed else 0 :]
 
     def _of_tokens(self, generation: Generation, choice: int, ids: list[int]) -> dict[str, Any]:
-        """The fields of a choice that were asked for with ``prompt_logprobs`` and ``return_token_ids``."""
+        """The fields of a choice for ``prompt_logprobs`` and ``return_token_ids``; null if they were not asked for."""
         body, prompt = self._body, choice // generation.n
-        prompt_ids, fields = generation.streams[prompt].prompt_token_ids, dict[str, Any]()
+        prompt_ids, entries = generation.streams[prompt].prompt_token_ids, None
         if body.prompt_logprobs is not None:
-            entries = generation.prompt_logprobs[prompt]
-            fields["prompt_logprobs"] = prompt_logprobs(self._names, prompt_ids, entries, body.prompt_logprobs)
-        if body.return_token_ids:
-            fields |= {"prompt_token_ids": prompt_ids, "token_ids": ids}
-        return fields
+            known = generation.prompt_logprobs[prompt]
+            entries = prompt_logprobs(self._names, prompt_ids, known, body.prompt_logprobs)
+        shown = bool(body.return_token_ids)
+        return {
+            "prompt_logprobs": entries, "prompt_token_ids": prompt_ids if shown else None,
+            "token_ids": ids if shown else None,
+        }  # fmt: skip
 
     def _best_choices(self, generation: Generation) -> list[int]:
         """The samples to return. If ``best_of`` is larger than ``n``: of each prompt the ``n`` with the highest total

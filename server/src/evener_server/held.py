@@ -94,7 +94,10 @@ def held_to(
         for tool in tools
         if choice.names is None or tool.function.name in choice.names
     }
-    written = parser.call_format(functions, template)
+    try:
+        written = parser.call_format(functions, template)
+    except ValueError as error:
+        raise RequestError(f"calls of these tools cannot be held to their schemas: {error}", "tools") from error
     if whole:
         calls = _only_calls(written, several and not choice.single)
         return Held(answer=answer, calls=calls, forced=choice.forced, budget=budget)

@@ -30,6 +30,7 @@ class ServerOptions:
         model_aliases: other names of the model, separated by commas.
         root_path: a path before every route.
         thinking_budget: tokens that reasoning may have by default.
+        tokenizer_info: show the tokenizer's settings.
         token_ids: log-probabilities name tokens by their ids by default.
     """
 
@@ -42,6 +43,7 @@ class ServerOptions:
     model_aliases: str = ""
     root_path: str = ""
     thinking_budget: int | None = None
+    tokenizer_info: bool = False
     token_ids: bool = False
 
     def read_chat_template(self) -> str | None:

@@ -342,7 +342,7 @@ class ChatBody(TokenOutputs):
     include_reasoning: bool | None = None
     #: A variable for the chat template.
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
-    #: A switch of the chat template.
+    #: A switch of the chat template. Default: its own, but false with the reasoning effort "none".
     enable_thinking: bool | None = None
     #: Tokens that the reasoning may have.
     thinking_token_budget: Annotated[int | None, Field(ge=0, le=_INT32)] = None
@@ -393,9 +393,12 @@ class ChatBody(TokenOutputs):
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
-        if self.enable_thinking is not None:
+        thinks = self.enable_thinking
+        if thinks is None and self.reasoning_effort == "none":
+            thinks = False
+        if thinks is not None:
             # The names of the switch in templates; those of Qwen and GLM have the first, of DeepSeek the second.
-            variables = {"enable_thinking": self.enable_thinking, "thinking": self.enable_thinking, **variables}
+            variables = {"enable_thinking": thinks, "thinking": thinks, **variables}
         return {
             "template_kwargs": variables or None,
             "tools": [tool.plain() for tool in self.tools or ()] if self.calls_tools else None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from evener.contracts.media import MediaPrompt
 from evener.errors import ContextLengthError, RequestError
+from evener.loading.checkpoint import open_files
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody
 from evener_server.service import Service
 from evener_server.streaming import to_json
@@ -71,6 +73,19 @@ class TokenService:
         """
         prompt = await self._service.prompts.conversation(body, add_special_tokens)
         return prompt.ids if isinstance(prompt, MediaPrompt) else prompt
+
+    async def info(self) -> bytes:
+        """The tokenizer's settings: ``tokenizer_config.json``, and the chat template that is used.
+
+        Raises:
+            RequestError: there is no tokenizer.
+        """
+        llm, tokenizer = self._service.llm, self._service.prompts.tokenizer
+        folder = self._service.info.config.get("tokenizer", {}).get("value") or self._service.info.model
+        settings = await asyncio.to_thread(lambda: open_files(Path(folder)).json("tokenizer_config.json"))
+        shown = {"tokenizer_class": type(tokenizer).__name__, **settings, **tokenizer.special_tokens}
+        templates = {} if llm.chat is None else llm.chat.templates
+        return to_json({**shown, "chat_template": templates.get("default")})
 
     async def detokenize(self, body: DetokenizeBody) -> bytes:
         """The text of tokens, special ones included.

@@ -72,7 +72,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--enable-auto-tool-choice": Unneeded("tools are always read if the server has a parser"),
     "--enable-force-include-usage": Key("server.force_include_usage", "true"),
     "--enable-prompt-embeds": Missing(_EMBEDS),
-    "--enable-tokenizer-info-endpoint": Unneeded("tests of that endpoint ask for it themselves"),
+    "--enable-tokenizer-info-endpoint": Key("server.tokenizer_info", "true"),
     "--no-async-scheduling": Unneeded("answers do not depend on it"),
     "--reasoning-config": Unneeded("the parser knows its marks", words=1),
     "--reasoning-parser": Key("server.reasoning_parser", names=_REASONING),

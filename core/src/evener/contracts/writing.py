@@ -43,6 +43,9 @@ class CallWriter(ABC):
 
         Args:
             functions: for each name the JSON schema of its arguments, which is one of an object.
+
+        Raises:
+            ValueError: the format has no place for one of their names.
         """
 
 

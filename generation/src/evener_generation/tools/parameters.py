@@ -71,7 +71,13 @@ def _unlined(value: str) -> str:
 
 
 def _tagged(schema: Mapping[str, Any], begin: str, end: str) -> Format:
-    """All parameters in the order of the schema; ``begin`` has a place for the name."""
+    """All parameters in the order of the schema; ``begin`` has a place for the name.
+
+    Raises:
+        ValueError: a name cannot stand in a tag.
+    """
+    if wrong := [name for name, _, _ in parameters(schema) if not name.strip() or set(name) & set("<>\n{}")]:
+        raise ValueError(f"the parameter {wrong[0][:64]!r} cannot stand in a tag, in which this model writes it")
     found = [(raw_value(begin.format(name), inner, end), required) for name, inner, required in parameters(schema)]
     return sequence([each if required else optional(each) for each, required in found])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from evener.contracts.writing import CallFormat, CallWriter
 from evener_generation.tools.base import StepParser
-from evener_generation.tools.writing import keywords, tag
+from evener_generation.tools.writing import keywords, parameters, tag
 
 #: A longer list is content: parsing takes a hundred times its size.
 _MOST_CHARS = 1 << 17
@@ -26,6 +26,9 @@ class Pythonic(StepParser, CallWriter):
 
     @classmethod
     def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
+        names = [*functions, *(name for schema in functions.values() for name, _, _ in parameters(schema))]
+        if wrong := [name for name in names if not all(part.isidentifier() for part in name.split("."))]:
+            raise ValueError(f"{wrong[0][:64]!r} is no name in Python, in which this model writes calls")
         tags = [tag(f"{name}(", keywords(schema, ", "), ")") for name, schema in functions.items()]
         return CallFormat(tags=tags, begin="[", separator=", ", end="]")
 

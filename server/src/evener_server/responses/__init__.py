@@ -8,5 +8,6 @@ module            content
 ``output``        a generated message as items, and its events
 ``store``         answers that a later request can go on from
 ``job``           one request
+``background``    requests that were answered before their generation
 ================  =====================================================
 """

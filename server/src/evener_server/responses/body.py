@@ -14,6 +14,8 @@ from evener_server.protocol import GenerationBody
 from evener_server.tools import MOST_TOOLS
 from evener_server.translated import TextOrList
 
+#: Between the name of a namespace and that of a function in it.
+SEPARATOR = "__"
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -64,7 +66,7 @@ class ResponsesBody(GenerationBody):
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     include: Annotated[list[str] | None, Field(max_length=32)] = None
-    #: Tools that are no functions run on OpenAI's servers; they are left out.
+    #: Tools that are neither functions nor namespaces of functions run on OpenAI's servers; they are left out.
     tools: Annotated[list[dict[str, Any]] | None, Field(max_length=MOST_TOOLS, fail_fast=True)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -72,12 +74,15 @@ class ResponsesBody(GenerationBody):
     text: TextOptions | None = None
     #: False: no later request can go on from the answer.
     store: bool | None = None
+    #: Answer at once, and generate behind that.
+    background: bool | None = None
+    #: Show the tokens of the prompt and of the answer.
+    enable_response_messages: bool | None = None
     #: Returned as it came.
     metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     truncation: Annotated[Any, allowed_values("disabled")] = None
-    background: Annotated[Any, allowed_values(False)] = None
     conversation: Annotated[Any, allowed_values(hint="; send previous_response_id")] = None
     prompt: Annotated[Any, allowed_values(hint="; send input")] = None
     n: Annotated[Any, allowed_values(1)] = None
@@ -85,6 +90,10 @@ class ResponsesBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
+        if self.background and self.store is False:
+            raise RequestError("background can only be used when `store` is true", "background")
+        if self.background and self.stream:
+            raise RequestError("background cannot be streamed by this server; send stream=false", "stream")
         if self.input is None:
             raise RequestError("input is missing; send it", "input", "missing_required_parameter")
 
@@ -97,16 +106,34 @@ class ResponsesBody(GenerationBody):
 
     def chat_tools(self) -> Iterator[dict[str, Any]]:
         """The functions as tools of a chat completion."""
-        for tool in self.functions():
+        for _, tool in self.functions():
             function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
             yield {"type": "function", "function": function}
 
-    def functions(self) -> list[dict[str, Any]]:
-        """The tools that are functions, as they came."""
-        return [tool for tool in self.tools or () if tool.get("type") == "function"]
+    def functions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The tools that are functions, each with its path. Those of a namespace have its name before theirs."""
+        for i, tool in enumerate(self.tools or ()):
+            inner = tool.get("tools")
+            if tool.get("type") == "function":
+                yield f"tools[{i}]", tool
+            elif _is_namespace(tool) and isinstance(inner, list):
+                for k, each in enumerate(inner):
+                    if isinstance(each, dict) and each.get("type", "function") == "function":
+                        yield f"tools[{i}].tools[{k}]", {**each, "name": f"{tool['name']}{SEPARATOR}{each.get('name')}"}
+
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """For each function of a namespace, the namespace and its name there."""
+        found = (tool for tool in self.tools or () if _is_namespace(tool) and isinstance(tool.get("tools"), list))
+        return {
+            f"{tool['name']}{SEPARATOR}{each.get('name')}": (tool["name"], str(each.get("name")))
+            for tool in found
+            for each in tool["tools"]
+            if isinstance(each, dict)
+        }
 
     def without_effect(self) -> list[str]:
-        return [f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if tool.get("type") != "function"]
+        kept = [tool.get("type") == "function" or _is_namespace(tool) for tool in self.tools or ()]
+        return [f"tools[{i}]" for i, each in enumerate(kept) if not each]
 
     def chat_tool_choice(self) -> Any:
         """``tool_choice`` of a chat completion.
@@ -117,10 +144,14 @@ class ResponsesBody(GenerationBody):
         choice = self.tool_choice
         if not isinstance(choice, dict):
             # Without functions there is nothing to choose from.
-            return choice if self.functions() else None
+            return choice if any(self.functions()) else None
         if choice.get("type") == "function" and isinstance(choice.get("name"), str):
             return {"type": "function", "function": {"name": choice["name"]}}
         raise RequestError(
             'tool_choice must be "none", "auto", "required" or {"type": "function", "name": …}', "tool_choice",
             "unsupported_parameter",
         )  # fmt: skip
+
+
+def _is_namespace(tool: dict[str, Any]) -> bool:
+    return tool.get("type") == "namespace" and isinstance(tool.get("name"), str)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.errors import RequestError
+from evener_server.responses.body import SEPARATOR
 
 Message = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
@@ -70,7 +71,9 @@ class Conversation:
             self._append({"role": role, "content": content}, where)
 
     def _call(self, item: Mapping[str, Any], where: str) -> None:
-        function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
+        name, space = _text(item, "name", where), item.get("namespace")
+        name = f"{space}{SEPARATOR}{name}" if isinstance(space, str) and space else name
+        function = {"name": name, "arguments": _text(item, "arguments", where)}
         call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
         if (turn := self._turn()) is None:
             turn = self._append({"role": "assistant"}, where)

@@ -42,13 +42,14 @@ class ResponseJob(TranslatedJob):
         system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         origins = [*(["instructions"] if system else []), *said.origins]
         # The API's tools have no inner object "function".
-        tools = {f"tools[{i}].function": f"tools[{place}]" for i, place in enumerate(_places(body))}
+        tools = {f"tools[{i}].function": place for i, (place, _) in enumerate(body.functions())}
         names = Names(origins, {**tools, **_FIELDS})
         super().__init__(service, chat_body(_chat_fields(body, [*system, *said.messages]), names), names)
         self._body, self._said, self._store, self._top = body, said, store, body.num_logprobs()
         self._tokenizer = service.llm.tokenizer
         self._names_of_tokens = TokenNames(self._tokenizer)
-        self._output, self._reasoning_tokens, self._sent = ResponseOutput(), 0, 0
+        self._output, self._reasoning_tokens, self._sent = ResponseOutput(body.namespaces()), 0, 0
+        self._ids: list[int] = []
         self._id, self._created = self.chat.request_id.replace("chatcmpl-", "resp_"), int(time.time())
         self._model = service.model_name
 
@@ -84,6 +85,8 @@ class ResponseJob(TranslatedJob):
         """The events of each delta."""
         (message,) = self.chat.messages(generation)
         async for _, delta in generation:
+            if self._body.enable_response_messages:
+                self._ids += delta.token_ids
             parts = message.feed(delta.text, last=delta.finish_reason is not None)
             events = list(self._read(delta, parts))
             if delta.finish_reason is not None:
@@ -116,6 +119,27 @@ class ResponseJob(TranslatedJob):
             self._store.add(self._id, answer, self._said.messages)
         return answer
 
+    def state(self, status: str, error: ApiError | None = None) -> bytes:
+        """The response while it has no answer; ``error``: why it will have none."""
+        found = self._response(status, [])
+        if error is not None:
+            found["error"] = {"code": "server_error", "message": error.message}
+        return to_json(found)
+
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return self._id
+
+    def _shown_tokens(self, generation: Generation) -> Event:
+        """Fields of vLLM's API."""
+        ids, tokenizer = generation.streams[0].prompt_token_ids, self._tokenizer
+        return {
+            name: [{"type": "raw_message_tokens", "tokens": each,
+                    "message": "" if tokenizer is None else tokenizer.decode(each, skip_special_tokens=False)}]
+            for name, each in (("input_messages", ids), ("output_messages", self._ids))
+        }  # fmt: skip
+
     def _status(self, generation: Generation) -> str:
         return "completed" if generation.finish_reasons.get(0) == "stop" else "incomplete"
 
@@ -124,25 +148,23 @@ class ResponseJob(TranslatedJob):
         body = self._body
         why = {"length": "max_output_tokens"}.get(reason := generation.finish_reasons.get(0, "") if generation else "")
         return {
-            "id": self._id, "object": "response", "created_at": self._created, "status": status, "background": False,
+            "id": self._id, "object": "response", "created_at": self._created, "status": status,
+            "background": bool(body.background),
             "completed_at": int(time.time()) if generation and status == "completed" else None,
             "error": None, "incomplete_details": {"reason": why or reason} if status == "incomplete" else None,
+            **(self._shown_tokens(generation) if generation and body.enable_response_messages else {}),
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self._model,
             "output": items, "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": body.store is not False, "temperature": body.temperature, "top_p": body.top_p,
             "text": {"format": _text_format(body)}, "tool_choice": body.tool_choice or "auto",
-            "tools": [{"parameters": None, "strict": None, **tool} for tool in body.functions()],
+            "tools": [{"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
+                      for i, tool in enumerate(body.tools or ()) if f"tools[{i}]" not in body.without_effect()],
             "top_logprobs": body.top_logprobs or 0, "truncation": "disabled", "user": body.user,
             "metadata": body.metadata or {},
             "usage": None if generation is None else _usage(generation.usage(), self._reasoning_tokens),
         }  # fmt: skip
-
-
-def _places(body: ResponsesBody) -> list[int]:
-    """Where the functions stand among the tools."""
-    return [i for i, tool in enumerate(body.tools or ()) if tool.get("type") == "function"]
 
 
 def _chat_fields(body: ResponsesBody, messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,11 +16,15 @@ _KINDS = {"reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text
 class ResponseOutput:
     """Items that grow with the deltas of a chat message. One item is open at a time.
 
+    Args:
+        namespaces: for functions of a namespace, the namespace and their names there.
+
     Attributes:
         items: all items so far; complete after ``finish``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]] | None = None) -> None:
+        self._namespaces = namespaces or {}
         self.items: list[dict[str, Any]] = []
         self._open = False
         self._logprobs: list[dict[str, Any]] = []
@@ -34,7 +38,10 @@ class ResponseOutput:
             yield from self._text("message", delta["content"])
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                more = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+                name = call["function"]["name"]
+                space, short = self._namespaces.get(name, (None, name))
+                more = {"call_id": call["id"], "name": short, "arguments": ""}
+                more |= {} if space is None else {"namespace": space}
                 yield from self._begin("function_call", more)
             elif text := call["function"]["arguments"]:
                 self.items[-1]["arguments"] += text

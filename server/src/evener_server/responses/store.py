@@ -26,9 +26,15 @@ class ResponseStore:
 
     def add(self, name: str, response: bytes, messages: list[dict[str, Any]]) -> None:
         """Keep an answer: its JSON text, and all messages of the conversation, its own included."""
-        entry = (response, msgspec.json.encode(messages))
+        self._replace(name, (response, msgspec.json.encode(messages)))
+
+    def replace(self, name: str, response: bytes) -> None:
+        """Keep another JSON text of an answer that is kept, or one whose conversation is not known yet."""
+        self._replace(name, (response, self._kept[name][1] if name in self._kept else b"[]"))
+
+    def _replace(self, name: str, entry: tuple[bytes, bytes]) -> None:
+        self._bytes += _size(entry) - (_size(self._kept[name]) if name in self._kept else 0)
         self._kept[name] = entry
-        self._bytes += _size(entry)
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= _size(oldest)

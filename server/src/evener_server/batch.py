@@ -1,0 +1,66 @@
+"""POST /v1/chat/completions/batch: several conversations in one request, a field of vLLM's API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from evener_server.chat import ChatJob, with_reasoning
+from evener_server.generation import Generation
+from evener_server.messages import Messages, allowed_values
+from evener_server.protocol import ChatBody
+from evener_server.service import Service
+from evener_server.streaming import Job, to_json
+
+#: Conversations of one request.
+MOST_CONVERSATIONS = 1024
+
+
+class BatchBody(ChatBody):
+    """The fields of a chat, of which ``messages`` has one list for each conversation."""
+
+    messages: Annotated[  # type: ignore[assignment]  # lists of what a chat has
+        list[Messages], Field(min_length=1, max_length=MOST_CONVERSATIONS, fail_fast=True)
+    ]
+    stream: Annotated[Any, allowed_values(False)] = None
+    n: Annotated[Any, allowed_values(1)] = None
+
+    def chats(self) -> Iterator[ChatBody]:
+        """The same request for each conversation."""
+        fields = {name: getattr(self, name) for name in ChatBody.model_fields}
+        for messages in self.messages:
+            yield ChatBody.model_construct(**{**fields, "messages": messages})
+
+
+class BatchJob(Job):
+    """One request with several conversations; choice i is the answer to conversation i."""
+
+    stream = False
+
+    def __init__(self, service: Service, body: BatchBody) -> None:
+        self._service, self._body = service, body
+        self._chats = [ChatJob(service, each) for each in body.chats()]
+        self.without_effect = self._chats[0].without_effect
+        self._head = service.head("chatcmpl", "chat.completion")
+
+    async def start(self) -> Generation:
+        service = self._service
+        with service.llm.reserve(len(self._chats), "messages") as room:
+            submits = [await chat.submit(room) for chat in self._chats]
+            return await service.running.start(submits, 1, self._body.requested_max_tokens())
+
+    async def full_response(self, generation: Generation) -> bytes:
+        choices = [chat.choices(generation, place)[0] for place, chat in enumerate(self._chats)]
+        async for choice, delta in generation:
+            choices[choice].add(delta)
+        shown = [
+            {**chat.shown(i, choices[i], generation.finish_reasons[i]), **chat.of_prompt(generation, i)}
+            for i, chat in enumerate(self._chats)
+        ]
+        usage = with_reasoning(generation.usage(), (each.message for each in choices))
+        return to_json({**self._head, "choices": shown, "usage": usage})
+
+    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        raise AssertionError("such a request is not streamed")
