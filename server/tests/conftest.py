@@ -21,6 +21,7 @@ from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 from evener_server.app import create_app
 from evener_server.body import BodyLimits
+from evener_server.options import ServerOptions
 from evener_server.process import bind
 
 T = TypeVar("T")
@@ -42,9 +43,10 @@ class Api:
     """The application, called without a socket, on an event loop of its own."""
 
     def __init__(
-        self, settings: FrontendSettings, engine: FakeEngine, limits: BodyLimits, max_queue: int | None, wait: bool
-    ) -> None:
-        self.engine = engine
+        self, settings: FrontendSettings, engine: FakeEngine, limits: BodyLimits, max_queue: int | None, wait: bool,
+        options: ServerOptions | None = None,
+    ) -> None:  # fmt: skip
+        self.engine, self.options = engine, options
         self.loop = asyncio.new_event_loop()
         self.run(self._open(settings, limits, max_queue, wait))
 
@@ -52,7 +54,7 @@ class Api:
         self.llm = AsyncLLM(self.engine, settings=settings, max_queue=max_queue)
         if wait:
             await self.llm.wait_ready()
-        self.app = create_app(self.llm, limits)
+        self.app = create_app(self.llm, limits, options=self.options)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -187,7 +189,7 @@ def make_api(folder: Path) -> Iterator[Callable[..., Api]]:
 
     def make(
         engine: FakeEngine | None = None, *, limits: BodyLimits | None = None, max_queue: int | None = None,
-        model: Path = folder, wait: bool = True, **settings: Any,
+        model: Path = folder, wait: bool = True, options: ServerOptions | None = None, **settings: Any,
     ) -> Api:  # fmt: skip
         made.append(
             Api(
@@ -196,6 +198,7 @@ def make_api(folder: Path) -> Iterator[Callable[..., Api]]:
                 limits or BodyLimits(),
                 max_queue,
                 wait,
+                options,
             )
         )
         return made[-1]
@@ -226,11 +229,11 @@ def says(make_api: Callable[..., Api], tmp_path: Path) -> Callable[..., Api]:
     folder = write_tiny_tokenizer(tmp_path / "tools", TOOLS_TEMPLATE)
     encode = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode
 
-    def make(text: str, model: Path = folder, **settings: Any) -> Api:
+    def make(text: str, model: Path = folder, options: ServerOptions | None = None, **settings: Any) -> Api:
         engine = FakeEngine(
             lambda request: [*encode(text, add_special_tokens=False).ids, 258],
             info_overrides={"max_model_len": 4096}, **settings,
         )  # fmt: skip
-        return make_api(engine, model=model)
+        return make_api(engine, model=model, options=options)
 
     return make

@@ -174,8 +174,26 @@ def test_what_runs_on_anthropics_servers_is_left_out_and_named(says: Callable[..
     tools = [{"type": "web_search_20250305", "name": "web_search"}, {**WEATHER, "type": "custom", "strict": True}]
     response = send(says("Hi."), tools=tools, metadata={"user_id": "u"}, service_tier="auto", **THINKING)
     assert response.status_code == 200, response.text
-    named = set(response.headers["x-ignored-fields"].split(", "))
-    assert {"tools[0]", "tools[].strict", "thinking.budget_tokens", "service_tier"} <= named
+    assert set(response.headers["x-ignored-fields"].split(", ")) == {"tools[0]", "service_tier"}
+
+
+def test_a_budget_of_thinking_is_kept_by_models_that_think_and_named_for_others(
+    says: Callable[..., Any], make_api: Any
+) -> None:
+    api = says("<think>hm</think>Yes.")
+    assert "x-ignored-fields" not in send(api, **THINKING).headers
+    assert json.loads(api.engine.sent[0].sampling.grammar.text)["reasoning"]["budget"] == 1024
+    other = make_api()
+    assert send(other, **THINKING, max_tokens=8).headers["x-ignored-fields"] == "thinking.budget_tokens"
+    assert other.engine.sent[0].sampling.grammar is None
+
+
+def test_a_forced_tool_is_a_grammar(says: Callable[..., Any]) -> None:
+    api = says(CALL)
+    (block,) = message(api, tools=[WEATHER], tool_choice={"type": "any"})["content"]
+    assert block["type"] == "tool_use"
+    tags = json.loads(api.engine.sent[0].sampling.grammar.text)["format"]["elements"][1]
+    assert tags["at_least_one"] and not tags["stop_after_first"]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,10 @@ def test_an_answer_has_the_shape_of_openai(make_api: Any) -> None:
             "message": {"role": "assistant", "content": "Hello.", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "token_ids": None,
         }
     ]
+    assert body["prompt_token_ids"] is None and body["prompt_logprobs"] is None, "clients of vLLM look for them"
     assert body["usage"] == {
         "prompt_tokens": 21, "completion_tokens": 7, "total_tokens": 28, "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip

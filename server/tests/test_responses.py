@@ -212,6 +212,84 @@ def test_what_runs_on_openais_servers_is_left_out_and_named(says: Callable[..., 
     assert only.status_code == 200, "nothing is left to choose from"
 
 
+def test_a_response_in_the_background_is_read_later(says: Callable[..., Any], eventually: Any) -> None:
+    api = says(ALL)
+    queued = answer(api, background=True, tools=[WEATHER])
+    assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
+
+    def state() -> Any:
+        body = api.get(f"/v1/responses/{queued['id']}").json()
+        Response.model_validate(body)
+        return body
+
+    eventually(lambda: state()["status"] == "completed")
+    assert [item["type"] for item in state()["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert api.post(f"/v1/responses/{queued['id']}/cancel", {}).json()["status"] == "completed", "it has ended"
+    answer(api, previous_response_id=queued["id"])
+    assert "Let me see." in prompt(api)
+
+
+def test_a_response_in_the_background_can_be_cancelled(says: Callable[..., Any], eventually: Any) -> None:
+    api = says("Hello.", hold_after=2)
+    queued = answer(api, background=True)
+    eventually(lambda: api.get(f"/v1/responses/{queued['id']}").json()["status"] == "in_progress")
+    for _ in range(2):
+        cancelled = api.post(f"/v1/responses/{queued['id']}/cancel", {})
+        assert cancelled.status_code == 200 and cancelled.json()["status"] == "cancelled"
+    assert api.get(f"/v1/responses/{queued['id']}").json()["status"] == "cancelled"
+    api.engine.release()
+    eventually(lambda: not api.engine.open_ids)
+
+
+def test_only_a_response_in_the_background_is_cancelled(says: Callable[..., Any], error: Any) -> None:
+    api = says("Hello.")
+    found = api.post(f"/v1/responses/{answer(api)['id']}/cancel", {})
+    assert found.status_code == 400 and "synchronous" in error(found)["message"]
+    assert api.post("/v1/responses/resp_none/cancel", {}).status_code == 404
+
+
+def test_a_response_in_the_background_that_fails_says_so(says: Callable[..., Any], eventually: Any) -> None:
+    api = says("Hello.")
+    queued = answer(api, background=True, input="x" * 100_000)
+    eventually(lambda: api.get(f"/v1/responses/{queued['id']}").json()["status"] == "failed")
+    assert "context" in api.get(f"/v1/responses/{queued['id']}").json()["error"]["message"]
+
+
+def test_functions_of_a_namespace_are_called_by_their_own_names(says: Callable[..., Any]) -> None:
+    space = {"type": "namespace", "name": "maps", "tools": [{**WEATHER, "strict": True}]}
+    api = says(CALL.replace("get_weather", "maps__get_weather"))
+    body = respond(api, tools=[space]).json()
+    (call,) = body["output"]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "get_weather", "maps")
+    assert body["tools"] == [space] and '"maps__get_weather"' in prompt(api)
+    calls = [event["item"] for event in events_of(respond(api, tools=[space], stream=True)) if "item" in event]
+    assert {(each["name"], each["namespace"]) for each in calls} == {("get_weather", "maps")}
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": ""}
+    respond(api, tools=[space], input=[call, output])
+    assert '"name": "maps__get_weather", "arguments": {"city": "Paris"}' in prompt(api)
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Without the check of their types: a namespace is newer than the pinned client."""
+    return [json.loads(text.partition("\ndata: ")[2]) for text in response.text.split("\n\n")[:-1]]
+
+
+def test_the_tokens_of_prompt_and_answer_are_shown_to_who_asks(says: Callable[..., Any]) -> None:
+    api = says("Hello.")
+    body = answer(api, enable_response_messages=True)
+    (read,), (written,) = body["input_messages"], body["output_messages"]
+    assert read["tokens"] == api.engine.sent[0].prompt and read["message"].startswith("<|im_start|>user")
+    assert written["message"] == "Hello.<|im_end|>" and len(written["tokens"]) == 7
+    assert "input_messages" not in answer(api)
+
+
+def test_the_effort_none_switches_reasoning_off(says: Callable[..., Any], tmp_path: Path) -> None:
+    template = "{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    api = says("Hi.", write_tiny_tokenizer(tmp_path / "switch", template))
+    answer(api, reasoning={"effort": "none"})
+    assert prompt(api).startswith("False")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
@@ -234,7 +312,8 @@ def test_what_runs_on_openais_servers_is_left_out_and_named(says: Callable[..., 
         ({"tools": [{"type": "x"}, {"type": "function"}]}, "tools[1].name", "missing"),
         ({"tools": [WEATHER], "tool_choice": {"type": "x"}}, "tool_choice", "none"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
-        ({"background": True}, "background", "not supported"),
+        ({"background": True, "store": False}, "background", "`store` is true"),
+        ({"background": True, "stream": True}, "stream", "stream=false"),
         ({"conversation": "c"}, "conversation", "previous_response_id"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),

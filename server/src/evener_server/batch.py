@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from evener_server.chat import ChatJob, with_reasoning
+from evener_server.chat import ChatJob
 from evener_server.generation import Generation
 from evener_server.messages import Messages, allowed_values
 from evener_server.protocol import ChatBody
@@ -59,7 +59,7 @@ class BatchJob(Job):
             {**chat.shown(i, choices[i], generation.finish_reasons[i]), **chat.of_prompt(generation, i)}
             for i, chat in enumerate(self._chats)
         ]
-        usage = with_reasoning(generation.usage(), (each.message for each in choices))
+        usage = await self._service.usage(generation, [each.message.reasoned for each in choices])
         return to_json({**self._head, "choices": shown, "usage": usage})
 
     def events(self, generation: Generation) -> AsyncIterator[bytes]:

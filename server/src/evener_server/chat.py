@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -183,7 +183,7 @@ class ChatJob(Job):
             choices[choice].add(delta)
         shown = [self.shown(i, each, generation.finish_reasons[i]) for i, each in enumerate(choices)]
         fields = self.of_prompt(generation, 0)
-        usage = with_reasoning(generation.usage(), (each.message for each in choices))
+        usage = await self._service.usage(generation, [each.message.reasoned for each in choices])
         return to_json({**self._head, "choices": shown, "usage": usage, **fields})
 
     def of_prompt(self, generation: Generation, prompt: int) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class ChatJob(Job):
             if self._top is not None and delta.token_ids:
                 content = chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
                 logprobs = to_json({"content": content, "refusal": None})
-            parts = message.feed(delta.text, delta.finish_reason is not None, len(delta.token_ids))
+            parts = message.feed(delta.text, last=delta.finish_reason is not None)
             for part in parts or ([{"content": ""}] if logprobs != b"null" or ids else []):
                 pieces.append(chunk % (choice, to_json(part), logprobs, b"null", ids, end()))
                 logprobs, ids = b"null", b""
@@ -233,7 +233,7 @@ class ChatJob(Job):
             if pieces:
                 yield b"".join(pieces)
         if usage:
-            found = with_reasoning(generation.usage(), messages)
+            found = await self._service.usage(generation, [each.reasoned for each in messages])
             yield event(to_json({**self._head, "choices": [], "usage": found}))
         yield DONE
 
@@ -255,7 +255,7 @@ class ChatChoice:
 
     def add(self, delta: Delta) -> None:
         """What came next."""
-        self.message.feed(delta.text, delta.finish_reason is not None, len(delta.token_ids))
+        self.message.feed(delta.text, last=delta.finish_reason is not None)
         if self._ids is not None:
             self._ids += delta.token_ids
         if self._top is not None:
@@ -268,12 +268,6 @@ class ChatChoice:
             "finish_reason": finish_reason(reason, self.message),
             "token_ids": self._ids,
         }
-
-
-def with_reasoning(usage: dict[str, Any], messages: Iterable[MessageParts]) -> dict[str, Any]:
-    """The usage with the tokens of reasoning, for a model that writes any."""
-    counts = [message.reasoning_tokens for message in messages if message.reasoning_tokens is not None]
-    return {**usage, "completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else usage
 
 
 def _last_answer(body: ChatBody) -> str:

@@ -27,38 +27,26 @@ class MessageParts:
         self._reasoning, self._tools = reasoning, tools
         self._show_reasoning, self._several_calls = show_reasoning, several_calls
         self.message: Delta = {"role": "assistant", "content": None if tools else "", "refusal": None}
-        #: Tokens up to the end of the reasoning, its marks included; None: the model writes none.
-        self.reasoning_tokens: int | None = None if reasoning is None else 0
-        self._reasons, self._waiting = False, 0
+        #: All reasoning, whether it is given out or not; None: the model writes none.
+        self.reasoned: str | None = None if reasoning is None else ""
 
     @property
     def called(self) -> bool:
         """Whether a tool was called."""
         return "tool_calls" in self.message
 
-    def feed(self, text: str, last: bool, tokens: int = 0) -> list[Delta]:
-        """Deltas for the next piece of text, of so many tokens; ``last``: no more comes."""
+    def feed(self, text: str, last: bool) -> list[Delta]:
+        """Deltas for the next piece of text; ``last``: no more comes."""
         if self._reasoning is None:
             found: Sequence[Parsed] = [Content(text)] if text else []
         else:
             found = [*self._reasoning.feed(text), *(self._reasoning.finish() if last else ())]
-            self._count(found, tokens)
         if self._tools is not None:
             found = [*self._called(self._tools, found), *(self._tools.finish() if last else ())]
         deltas = [delta for each in found if (delta := self._delta(each))]
         if last and not self.called:
             self.message["content"] = self.message["content"] or ""
         return deltas
-
-    def _count(self, found: Sequence[Parsed], tokens: int) -> None:
-        """Tokens of which no text came are the next part's."""
-        self._waiting += tokens
-        if any(isinstance(each, Reasoning) for each in found):
-            self._reasons = True
-            self.reasoning_tokens = (self.reasoning_tokens or 0) + self._waiting
-            self._waiting = 0
-        elif found:
-            self._waiting = 0
 
     @staticmethod
     def _called(tools: ToolParser, found: Iterable[Parsed]) -> Iterable[Parsed]:
@@ -71,6 +59,7 @@ class MessageParts:
             self.message["content"] = (self.message["content"] or "") + part.text
             return {"content": part.text}
         if isinstance(part, Reasoning):
+            self.reasoned = (self.reasoned or "") + part.text
             if not self._show_reasoning:
                 return None
             # Clients read it under either name.

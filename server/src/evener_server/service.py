@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from importlib_metadata import version
 
 from evener.async_llm import AsyncLLM
+from evener.contracts.writing import ReasoningWriter
 from evener.engine.wire.engine_info import EngineInfo
 from evener.sampling_params import SamplingParams
 from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
-from evener_server.generation import RunningGenerations
+from evener_server.generation import Generation, RunningGenerations
 from evener_server.grammar_check import GrammarChecks
 from evener_server.logprobs import TokenNames
 from evener_server.metrics import Metrics
@@ -97,9 +100,28 @@ class Service:
         """
         return body.sampling(detokenize=self.llm.tokenizer is not None)
 
+    def reasons(self, with_tools: bool) -> bool:
+        """Whether the model writes reasoning that can be held to a budget."""
+        kind = None if self.llm.chat is None else self.parsers.reasoning(self.llm.chat, with_tools)
+        return kind is not None and issubclass(kind, ReasoningWriter)
+
     def token_names(self, as_ids: bool | None) -> TokenNames:
         """How log-probabilities name tokens; ``as_ids``: what the request says."""
         return TokenNames(self.llm.tokenizer, self.options.token_ids if as_ids is None else as_ids)
+
+    async def usage(self, generation: Generation, reasoned: Sequence[str | None]) -> dict[str, Any]:
+        """The usage with the tokens of reasoning, for a model that writes any; ``reasoned``: each choice's."""
+        usage, texts = generation.usage(), [text for text in reasoned if text is not None]
+        if not texts:
+            return usage
+        count = sum([await self.count_tokens(text) for text in texts])
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": count}}
+
+    async def count_tokens(self, text: str) -> int:
+        """Tokens of a text of the model's own. In a thread: a long one takes a while."""
+        if not text or self.llm.tokenizer is None:
+            return 0
+        return len(await asyncio.to_thread(self.llm.tokenizer.encode, text, add_special_tokens=False))
 
     async def check_grammar(self, params: SamplingParams, field: str) -> None:
         """Check what the answer has to be, before the engine sees it; ``field`` asks for it.

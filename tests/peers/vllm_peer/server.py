@@ -81,7 +81,7 @@ class RemoteOpenAIServer:
         if override_hf_configs:
             flags += ["--hf-overrides", str(override_hf_configs)]
         # An answer that nobody limits ends before it fills the context, which takes minutes on a CPU.
-        keys = {"serve.port": str(_free_port()), "request.max_new_tokens": "512"} | settings(model, flags)
+        keys = {"serve.port": str(_free_port()), "request.max_new_tokens": "256"} | settings(model, flags)
         if length := keys.get("infer.max_seq_len"):
             keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
         if key := (env_dict or {}).get("VLLM_API_KEY"):

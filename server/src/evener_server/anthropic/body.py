@@ -30,8 +30,8 @@ class Thinking(Body):
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["enabled", "disabled", "adaptive"]
-    #: Without an effect.
-    budget_tokens: int | None = None
+    #: Tokens that the reasoning may have.
+    budget_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
 
 
 class ToolChoice(Body):

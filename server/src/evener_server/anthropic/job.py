@@ -53,7 +53,11 @@ class MessageJob(TranslatedJob):
     """
 
     def __init__(self, service: Service, body: MessagesBody) -> None:
-        super().__init__(service, *_translated(body))
+        budget = body.thinking.budget_tokens if body.thinking is not None and body.thinks else None
+        held = budget is not None and service.reasons(bool(body.places()))
+        super().__init__(service, *_translated(body, budget if held else None))
+        if budget is not None and not held:
+            self.without_effect = [*self.without_effect, "thinking.budget_tokens"]
         self._id = self.chat.request_id.replace("chatcmpl-", "msg_")
         self._model, self._output = service.model_name, MessageOutput()
         self._stop_reason = ""
@@ -125,7 +129,7 @@ class TokenCounter:
             raise
 
 
-def _translated(body: ConversationBody) -> tuple[ChatBody, Names]:
+def _translated(body: ConversationBody, budget: int | None = None) -> tuple[ChatBody, Names]:
     said = Conversation(body.system, body.messages)
     places = body.places()
     schemas = {f"tools[{i}].function.parameters": f"tools[{place}].input_schema" for i, place in enumerate(places)}
@@ -144,7 +148,7 @@ def _translated(body: ConversationBody) -> tuple[ChatBody, Names]:
         "response_format": _response_format(config.format) if config and config.format else None,
         # The names of the switch in templates; those of Qwen and GLM have the first, of DeepSeek the second.
         "chat_template_kwargs": {"enable_thinking": body.thinks, "thinking": body.thinks},
-        "user": body.metadata and body.metadata.user_id,
+        "user": body.metadata and body.metadata.user_id, "thinking_token_budget": budget,
     }  # fmt: skip
     return chat_body(fields, names), names
 

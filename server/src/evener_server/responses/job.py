@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -46,7 +45,7 @@ class ResponseJob(TranslatedJob):
         names = Names(origins, {**tools, **_FIELDS})
         super().__init__(service, chat_body(_chat_fields(body, [*system, *said.messages]), names), names)
         self._body, self._said, self._store, self._top = body, said, store, body.num_logprobs()
-        self._tokenizer = service.llm.tokenizer
+        self._service, self._tokenizer = service, service.llm.tokenizer
         self._names_of_tokens = TokenNames(self._tokenizer)
         self._output, self._reasoning_tokens, self._sent = ResponseOutput(body.namespaces()), 0, 0
         self._ids: list[int] = []
@@ -91,7 +90,7 @@ class ResponseJob(TranslatedJob):
             events = list(self._read(delta, parts))
             if delta.finish_reason is not None:
                 events += self._output.finish(self._status(generation) == "completed")
-                await self._count_reasoning()
+                self._reasoning_tokens = await self._service.count_tokens(message.reasoned or "")
             yield events
 
     def _read(self, delta: Delta, parts: list[dict[str, Any]]) -> Iterator[Event]:
@@ -101,13 +100,6 @@ class ResponseJob(TranslatedJob):
         for part in parts or [{}]:
             yield from self._output.add(part, logprobs)
             logprobs = []
-
-    async def _count_reasoning(self) -> None:
-        """In a thread: a long text takes a while."""
-        text = "".join(item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning")
-        if text and self._tokenizer is not None:
-            ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=False)
-            self._reasoning_tokens = len(ids)
 
     def _finished(self, generation: Generation) -> bytes:
         """The complete answer, which is kept if it may be."""
