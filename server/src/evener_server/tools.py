@@ -105,7 +105,7 @@ def _name(value: Any) -> str | None:
 
 #: ``tool_choice`` of a request.
 Choice = Annotated[
-    Any,
+    ToolChoice | None,
     BeforeValidator(lambda value: None if value is None else _tool_choice(value)),
     WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}),
 ]

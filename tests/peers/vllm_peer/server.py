@@ -81,7 +81,7 @@ class RemoteOpenAIServer:
         if override_hf_configs:
             flags += ["--hf-overrides", str(override_hf_configs)]
         # An answer that nobody limits ends before it fills the context, which takes minutes on a CPU.
-        keys = {"serve.port": str(_free_port()), "request.max_new_tokens": "256"} | settings(model, flags)
+        keys = {"serve.port": str(_free_port()), "request.max_new_tokens": "160"} | settings(model, flags)
         if length := keys.get("infer.max_seq_len"):
             keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
         if key := (env_dict or {}).get("VLLM_API_KEY"):
@@ -109,7 +109,7 @@ class RemoteOpenAIServer:
         """For a server with parsers: a template whose format they know, as those of the models that tests name."""
         reasons = _PARSERS[0] in keys
         # The small model does not end its reasoning by itself.
-        more = {"server.thinking_budget": "32"} if reasons else {_PARSERS[0]: "none"}
+        more = {"server.thinking_budget": "16"} if reasons else {_PARSERS[0]: "none"}
         template = tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False, encoding="utf-8")  # noqa: SIM115
         with template:
             template.write(f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}")
