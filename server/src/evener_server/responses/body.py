@@ -81,6 +81,8 @@ class ResponsesBody(GenerationBody):
     #: Returned as it came.
     metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
     chat_template_kwargs: dict[str, Any] | None = None
+    #: Tokens that the reasoning may have.
+    thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
 
     truncation: Annotated[Any, allowed_values("disabled")] = None
     conversation: Annotated[Any, allowed_values(hint="; send previous_response_id")] = None

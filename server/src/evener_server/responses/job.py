@@ -168,6 +168,7 @@ def _chat_fields(body: ResponsesBody, messages: list[dict[str, Any]]) -> dict[st
         "tools": list(body.chat_tools()) or None, "tool_choice": body.chat_tool_choice(),
         "parallel_tool_calls": body.parallel_tool_calls, "reasoning_effort": body.reasoning and body.reasoning.effort,
         "response_format": form and form.of_chat(), "chat_template_kwargs": body.chat_template_kwargs,
+        "thinking_token_budget": body.thinking_token_budget,
     }  # fmt: skip
 
 
