@@ -98,7 +98,8 @@ def judge(code: int, out: str, errors: str, seconds: float) -> Verdict:
     """The verdict from how the child ended and what it printed."""
     lines = out.strip().splitlines()
     if code < 0:
-        return Verdict(CAUGHT, f"the kit was ended by {signal.Signals(-code).name}", seconds)
+        last = "".join(f", in {line}" for line in errors.strip().splitlines()[-1:])  # the child names each check
+        return Verdict(CAUGHT, f"the kit was ended by {signal.Signals(-code).name}{last}", seconds)
     if code or not lines:
         last = errors.strip().splitlines()[-1:] or [f"exit code {code}"]
         return Verdict(CAUGHT, f"the kit ended with an error: {last[0]}", seconds)

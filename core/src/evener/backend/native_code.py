@@ -15,6 +15,8 @@ from pathlib import Path
 from evener.folders.cache import cache_folder, is_trusted, make_private
 
 log = logging.getLogger("evener.native")
+#: Processor time after which a compiler is ended.
+_MOST_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def compile_library(
         trusted = filter(is_trusted, folder.glob(f"{key}-*.so"))
         whole = (path for path in trusted if path.name == _file_name(key, path))
         return next(whole, None) or _compile([found, str(source), *flags], folder, key, what)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return Unavailable(f"{what} could not be compiled into {folder}: {error}")
 
 
@@ -84,4 +86,7 @@ def _compile(command: Sequence[str], folder: Path, key: str, what: str) -> Path 
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    # Processor time of each process: on a busy machine compilation takes long, and is right to. A limit on wall time would
+    # also leave the compiler running that its driver started.
+    limited = ["/bin/sh", "-c", f'ulimit -t {_MOST_SECONDS}; exec "$@"', "sh", *command]
+    return subprocess.run(limited, capture_output=True, text=True, check=False)
