@@ -78,7 +78,7 @@ def test_a_compiler_that_computes_without_end_is_ended_with_all_that_it_started(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is on processor time: one on wall time ended compilations on busy machines."""
-    monkeypatch.setattr("evener.backend.native_code._MOST_SECONDS", 1)
+    monkeypatch.setattr("evener.backend.native_code._LIMITED", ("/bin/sh", "-c", 'ulimit -t 1; exec "$@"', "sh"))
     part = script(tmp_path / "part", "#!/bin/sh\nwhile :; do :; done\n")
     driver = script(tmp_path / "cc", f'#!/bin/sh\ntest "$1" = --version && exit\n{part} || exit 1\n')
     found = compile_library(source, (), "parts", "the parts", compiler=driver)

@@ -15,8 +15,9 @@ from pathlib import Path
 from evener.folders.cache import cache_folder, is_trusted, make_private
 
 log = logging.getLogger("evener.native")
-#: Processor time after which a compiler is ended.
-_MOST_SECONDS = 300
+#: Ends a compiler after seconds of processor time: on a busy machine compilation takes long, and is right to. A limit on
+#: wall time would also leave the compiler running that its driver started.
+_LIMITED = ("/bin/sh", "-c", 'ulimit -t 300; exec "$@"', "sh")
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ def compile_library(
     folder = cache_folder(part)
     try:
         key = _key(found, source, (*flags, *depends))
-        trusted = filter(is_trusted, folder.glob(f"{key}-*.so"))
-        whole = (path for path in trusted if path.name == _file_name(key, path))
+        whole = (p for p in folder.glob(f"{key}-*.so") if is_trusted(p) and p.name == _file_name(key, p))
         return next(whole, None) or _compile([found, str(source), *flags], folder, key, what)
     except OSError as error:
         return Unavailable(f"{what} could not be compiled into {folder}: {error}")
@@ -86,7 +86,4 @@ def _compile(command: Sequence[str], folder: Path, key: str, what: str) -> Path 
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    # Processor time of each process: on a busy machine compilation takes long, and is right to. A limit on wall time would
-    # also leave the compiler running that its driver started.
-    limited = ["/bin/sh", "-c", f'ulimit -t {_MOST_SECONDS}; exec "$@"', "sh", *command]
-    return subprocess.run(limited, capture_output=True, text=True, check=False)
+    return subprocess.run([*_LIMITED, *command], capture_output=True, text=True, check=False)
