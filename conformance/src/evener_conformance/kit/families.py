@@ -33,9 +33,9 @@ _CONFIGS_SEEN_BY_OP = {
 }  # fmt: skip
 #: Fields of a family and its configs that are names and sizes, not details.
 _SIZE_FIELDS = {
-    "name", "storage", "routers", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads", "head_dim", "inner",
-    "experts", "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width", "nope_dim",
-    "rope_dim", "rank",
+    "name", "storage", "routers", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads",
+    "head_dim", "inner", "experts", "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width",
+    "nope_dim", "rope_dim", "rank",
 }  # fmt: skip
 #: Static parameters that are sizes, or the same in every family.
 UNINFORMATIVE_PARAMETERS = (_SIZE_FIELDS | {"dtype", "rotary_dim", "q_rank", "shared_inner"}) - {"eps"}

@@ -15,8 +15,8 @@ from pathlib import Path
 from evener.folders.cache import cache_folder, is_trusted, make_private
 
 log = logging.getLogger("evener.native")
-#: Ends a compiler after seconds of processor time: on a busy machine compilation takes long, and is right to. A limit on
-#: wall time would also leave the compiler running that its driver started.
+#: Ends a compiler after 300 seconds of processor time: on a busy machine it may take long. A limit on wall time would
+#: also leave the compiler running that its driver started.
 _LIMITED = ("/bin/sh", "-c", 'ulimit -t 300; exec "$@"', "sh")
 
 
