@@ -271,7 +271,7 @@ class _KernelCheck:
         if not all(map(bitwise_equal, self._read(made), got)):
             problems.append("its results are changed by the next call: they need memory of their own")
         with self._watch.profiled():
-            again = self._outputs(run, self._inputs(self._case, flush=True))
+            again = self._outputs(run, self._inputs(self._case))
         if self._kernel.deterministic and not all(map(bitwise_equal, got, again)):
             problems.append("it claims to be deterministic, but a second run gave other bits")
         if self._kernel.batch_invariant:
@@ -312,9 +312,8 @@ class _KernelCheck:
                 ]
         return []
 
-    def _inputs(self, case: OpCase, sliced: bool = False, flush: bool = False) -> list[Any]:
-        """Fresh inputs on the device, with guards. ``sliced``: rows are cut from wider ones; ``flush``: rows end where
-        memory ends (see ``GuardedMemory.copy``)."""
+    def _inputs(self, case: OpCase, sliced: bool = False) -> list[Any]:
+        """Fresh inputs on the device, with guards. ``sliced``: rows are cut from wider ones, at any address."""
         where, memory = self._device.torch_device, self._watch.memory
         batched = {index for index, _ in _batched(self._schema.inputs, case.inputs)}
         inputs: list[Any] = []
@@ -324,11 +323,9 @@ class _KernelCheck:
                 value = _packed(self._packing, value, self._dtype, where)
                 value = replace(value, data=memory.place(value.data, name))
             elif isinstance(value, torch.Tensor):
-                cut = sliced and index in batched and value.dim() > 1
-                value = (
-                    strided_rows(value, memory, name) if cut
-                    else memory.copy(value, name, flush=flush and index in batched)
-                )  # fmt: skip
+                cut = sliced and index in batched
+                made = strided_rows(value, memory, name) if cut and value.dim() > 1 else None
+                value = memory.copy(value, name, flush=cut) if made is None else made
             inputs.append(value)
         return inputs
 
