@@ -98,8 +98,8 @@ def judge(code: int, out: str, errors: str, seconds: float) -> Verdict:
     """The verdict from how the child ended and what it printed."""
     lines = out.strip().splitlines()
     if code < 0:
-        last = "".join(f", in {line}" for line in errors.strip().splitlines()[-1:])  # the child names each check
-        return Verdict(CAUGHT, f"the kit was ended by {signal.Signals(-code).name}{last}", seconds)
+        check = "".join(f", in {line}" for line in errors.strip().splitlines()[-1:])  # the child names each check
+        return Verdict(CAUGHT, f"the kit was ended by {signal.Signals(-code).name}{check}", seconds)
     if code or not lines:
         last = errors.strip().splitlines()[-1:] or [f"exit code {code}"]
         return Verdict(CAUGHT, f"the kit ended with an error: {last[0]}", seconds)

@@ -15,7 +15,8 @@ def strided_rows(value: torch.Tensor, memory: GuardedMemory, name: str) -> torch
     size = math.prod(value.shape[1:])
     wide = poison(value.new_empty(value.shape[0], size + 5))
     wide[:, 3 : 3 + size].copy_(value.flatten(1))
-    return memory.copy(wide, name, flush=True)[:, 3 : 3 + size].unflatten(1, value.shape[1:])
+    part: torch.Tensor = memory.copy(wide, name, flush=True)[:, 3 : 3 + size].unflatten(1, value.shape[1:])
+    return part
 
 
 def followed_by_nan(value: torch.Tensor, real: int, memory: GuardedMemory, name: str) -> torch.Tensor:
