@@ -94,11 +94,12 @@ def test_weights_of_layers_are_checked(op: str, one_thread: None) -> None:
     family = next(f for f in families() if f.name == "grouped")
     kernels = [k for k in host_kernels(composite=True) if k.op == op]
     model = TinyModel(DEVICE, "float32", family, kernels, host_states()[0], list(schemas().values()))
-    site = next(site for site in model.build.sites if site.op == op)
+    layer = next(site.static for site in model.build.sites if site.op == "decoder_layer")
+    static = layer["attention" if op == "attention_block" else "mlp"]
     record = AttentionWeights if op == "attention_block" else MLPWeights
     right = next(group.values for group in model.build.groups if group.kind is record)
     stream = [torch.ones(2, family.hidden)] * 2 + [torch.zeros(2, dtype=torch.int32)] * (op == "attention_block")
-    check_inputs(schemas()[op], site.static, (*stream, right))
+    check_inputs(schemas()[op], static, (*stream, right))
     wrong = []
     for name, value in right._asdict().items():
         if isinstance(value, torch.Tensor) and name != "cos_sin":
@@ -108,7 +109,7 @@ def test_weights_of_layers_are_checked(op: str, one_thread: None) -> None:
     assert len(wrong) >= 3
     for weights in wrong:
         with pytest.raises(ValueError, match="wrong arguments: weights is given "):
-            check_inputs(schemas()[op], site.static, (*stream, weights))
+            check_inputs(schemas()[op], static, (*stream, weights))
 
 
 def a_step(**changes: Any) -> StateStep:
