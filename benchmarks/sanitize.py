@@ -106,7 +106,8 @@ def results(dtype: str) -> Iterator[tuple[str, int, list[str]]]:
     from evener.backend_search import BackendSearch
     from evener_conformance.kit.composites import check_composite
     from evener_conformance.kit.ops import check_kernel
-    from evener_conformance.kit.state import SHAPES, check_provider
+    from evener_conformance.kit.shapes import SHAPES
+    from evener_conformance.kit.state import check_provider
 
     loaded = BackendSearch(None).load({})
     device = loaded.open_device()

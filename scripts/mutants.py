@@ -1,11 +1,13 @@
 """Mutants of our own kernels, each judged by the default conformance kit: how much "the kit passes" is worth.
 
-    python scripts/mutants.py [--seed 1] [--target NAME …] [--only TEXT] [--list] [--out FILE]
+    python scripts/mutants.py [--seed 1] [--target NAME …] [--only TEXT] [--list] [--jobs N] [--out FILE]
 
 A mutant is a copy of a backend with one small fault: a bound off by one, a wrong stride, a dropped bias, a narrower
 dtype, a swapped operator. ``mutation/targets.py`` says what is mutated and what is not. The mutants of a seed are
 always the same while the files are. Each runs in a process of its own with a time limit; the kit stops at the first
-wrong case. A mutant that crashes or hangs the kit, or ends it with an error, is caught.
+wrong case. A mutant that crashes or hangs the kit, or ends it with an error, is caught. Limits are on processor time,
+so that a busy machine catches no more. With ``--out``, mutants that the file has already are not run again: a run that
+was broken off goes on.
 
 - ``cpu-native``: C++, compiled with -O1 into a cache folder of its own. A mutant whose library has the same bytes as
   that of the original is equivalent, and one that does not compile is none. The whole kit runs.
@@ -30,8 +32,10 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,13 +133,15 @@ class LikelyRuns:
         self._all: list[str] = bench.run(None, list=True).answer["checks"]
         self._seconds: dict[str, float] = {}
         self._empty: set[str] = set()
+        self._one = threading.Lock()
 
     def judge(self, mutant: Mutant) -> Verdict:
         """The kit's verdict on a mutant; one that survives might not survive the rest of the kit."""
         seconds = 0.0
         for check in self._likely(mutant):
-            if check not in self._seconds:
-                self._run_without(check)
+            with self._one:
+                if check not in self._seconds:
+                    self._run_without(check)
             if check in self._empty:
                 continue
             found = replace(self._bench, limit=120.0 + 10 * self._seconds[check]).run(mutant, only=[check])
@@ -188,16 +194,25 @@ def _where(command: str) -> Record:
     }  # fmt: skip
 
 
+def earlier(wanted: argparse.Namespace) -> list[Record]:
+    """What the file of ``--out`` holds already."""
+    if wanted.out is None or not wanted.out.exists():
+        return []
+    return [json.loads(line) for line in wanted.out.read_text("utf-8").splitlines()]
+
+
 def generated(name: str, wanted: argparse.Namespace, reviews: Sequence[Review], command: str) -> Iterator[Record]:
     """Records of a target's mutants."""
     mutants = [m for m in TARGETS[name].sample(wanted.seed) if wanted.only in str(m)]
     if wanted.list or not mutants:
         print(*mutants, sep="\n")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        runs = runs_of(name, Path(folder))
-        for mutant in mutants:
-            found = runs.judge(mutant)
+    done = {(r["file"], r["line"], r["now"]) for r in earlier(wanted) if r["target"] == name}
+    mutants = [m for m in mutants if (m.file, m.line, m.now) not in done]
+    if not mutants:
+        return
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(wanted.jobs) as pool:
+        for mutant, found in zip(mutants, pool.map(runs_of(name, Path(folder)).judge, mutants), strict=True):
             if found.outcome == NOT_BUILT:
                 print(f"not built: {mutant}: {found.by}", flush=True)
                 continue
@@ -211,18 +226,19 @@ def generated(name: str, wanted: argparse.Namespace, reviews: Sequence[Review], 
 
 def planted(wanted: argparse.Namespace, command: str) -> Iterator[Record]:
     """Records of the planted faults."""
-    faults = {name: what for name, what in known_defects().items() if wanted.only in f"{name}: {what}"}
+    done = {r["operator"] for r in earlier(wanted) if r["target"] == "planted"}
+    faults = {n: what for n, what in known_defects().items() if wanted.only in f"{n}: {what}" and n not in done}
     if wanted.list or not faults:
         print(*faults, sep="\n")
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(wanted.jobs) as pool:
         site = Path(folder) / "site"
         install(site)
         right = planted_bench(site, "").run(None)
         if right.outcome != SURVIVED:
             raise RuntimeError(f"the backend without a planted fault does not pass: {right.by}")
-        for name, what in faults.items():
-            found = planted_bench(site, name).run(None)
+        judged = pool.map(lambda name: planted_bench(site, name).run(None), faults)
+        for (name, what), found in zip(faults.items(), judged, strict=True):
             print(f"{found.outcome}: {name}: {found.by or what} ({found.seconds:.0f} s)", flush=True)
             yield {**_where(command), "target": "planted", "operator": name, "was": "", "now": what,
                    "outcome": found.outcome, ("by" if found.outcome == CAUGHT else "why"): found.by[:300]}  # fmt: skip
@@ -256,16 +272,18 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose description contains this text")
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
-    parser.add_argument("--out", type=Path, help="write a record of each mutant to this file")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time (default: 1)")
+    parser.add_argument("--out", type=Path, help="add a record of each mutant to this file, unless it has one")
     wanted = parser.parse_args(argv)
     command = f"python scripts/mutants.py --seed {wanted.seed}"
-    reviews, records = read_reviews(), list[Record]()
+    reviews, records = read_reviews(), [] if wanted.list else earlier(wanted)
     for name in wanted.target or [*TARGETS, "planted"]:
         rows = planted(wanted, command) if name == "planted" else generated(name, wanted, reviews, command)
         for row in rows:
             records.append(row)
             if wanted.out is not None:
-                wanted.out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), "utf-8")
+                with wanted.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
     if wanted.list:
         return 0
     wrong = summary(records)

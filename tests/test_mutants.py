@@ -178,9 +178,26 @@ def test_a_verdict_names_files_from_the_root_of_the_repository(tmp_path: Path) -
 
 
 def test_a_mutant_that_hangs_is_ended_and_counts_as_caught(tmp_path: Path) -> None:
+    """Computing has a limit on processor time, so that a busy machine catches no more; waiting has one on wall time."""
     (tmp_path / "evener_conformance.py").write_text("import time\ntime.sleep(600)\n")
-    found = Bench(str(tmp_path), {"backend": "cpu", "seed": 1}, limit=1.0).run(None)
+    found = Bench(str(tmp_path), {"backend": "cpu", "seed": 1}, limit=0.1).run(None)
     assert (found.outcome, found.by) == (CAUGHT, "the kit did not end within 1 s")
+    (tmp_path / "evener_conformance.py").write_text(
+        "import sys\nprint('linear', file=sys.stderr, flush=True)\nwhile 1: 0\n"
+    )
+    found = Bench(str(tmp_path), {"backend": "cpu", "seed": 1}, limit=1.0).run(None)
+    assert (found.outcome, found.by) == (CAUGHT, "the kit was ended by SIGXCPU, in linear")
+
+
+def test_a_run_that_was_broken_off_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, faults = tmp_path / "out.jsonl", list(mutants.known_defects())
+    done = [{"target": "planted", "operator": name, "outcome": CAUGHT} for name in faults]
+    done += [{"target": t.name, "file": m.file, "line": m.line, "now": m.now, "outcome": CAUGHT}
+             for t in TARGETS.values() for m in t.sample(1)]  # fmt: skip
+    out.write_text("".join(json.dumps(each) + "\n" for each in done))
+    assert mutants.main(["--seed", "1", "--out", str(out)]) == 0
+    assert f"{len(done) - len(faults)} of {len(done) - len(faults)} mutants" in capsys.readouterr().out
+    assert out.read_text().count("\n") == len(done), "nothing ran again"
 
 
 def test_reviews_that_lack_a_reason_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ The specification has:
   check that fails makes the whole kit fail, so the order cannot change the verdict;
 - ``only``: names of the checks to run, no others; in this order if each names one;
 - ``list``: the names of all checks are the answer, as ``checks``;
+- ``limit``: seconds of processor time, after which the process ends with SIGXCPU; a mutant may compute without end;
 - ``library``: the CPU backend's kernels are compiled first. A hash here is that of the library without a mutant: the
   kit does not run if the mutant's is the same;
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import os
 import resource
 import sys
@@ -38,6 +40,9 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if "limit" in spec:
+        limit = math.ceil(spec["limit"])
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
     found: dict[str, Any] = {}
     if "library" in spec:
         found |= _library()

@@ -51,7 +51,7 @@ class Bench:
         spec: specification of ``kit_child``, without what depends on the mutant.
         paths: further folders of Python's path.
         environ: further variables.
-        limit: seconds of one trial.
+        limit: seconds of processor time of one trial. It may take ten times as long on a busy machine.
     """
 
     sources: str
@@ -68,7 +68,7 @@ class Bench:
             if mutant is not None:
                 path = overlay / Path(mutant.file).relative_to(self.sources)
                 path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
-            spec = {**self.spec, **more}
+            spec = {**self.spec, "limit": self.limit, **more}
             return self._child(spec, overlay, Path(scratch))
 
     def _child(self, spec: Mapping[str, Any], overlay: Path, scratch: Path) -> Verdict:
@@ -84,11 +84,11 @@ class Bench:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace", start_new_session=True,
         )  # fmt: skip
         try:
-            out, errors = process.communicate(timeout=self.limit)
+            out, errors = process.communicate(timeout=10 * self.limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its ranks too
             process.communicate()
-            return Verdict(CAUGHT, f"the kit did not end within {self.limit:g} s", time.monotonic() - start)
+            return Verdict(CAUGHT, f"the kit did not end within {10 * self.limit:g} s", time.monotonic() - start)
         found = judge(process.returncode, out, errors, time.monotonic() - start)
         # Paths from the root of the repository: records do not depend on where it lies.
         return replace(found, by=found.by.replace(str(overlay), self.sources).replace(f"{ROOT}{os.sep}", ""))
@@ -98,7 +98,8 @@ def judge(code: int, out: str, errors: str, seconds: float) -> Verdict:
     """The verdict from how the child ended and what it printed."""
     lines = out.strip().splitlines()
     if code < 0:
-        return Verdict(CAUGHT, f"the kit was ended by {signal.Signals(-code).name}", seconds)
+        check = "".join(f", in {line}" for line in errors.strip().splitlines()[-1:])  # the child names each check
+        return Verdict(CAUGHT, f"the kit was ended by {signal.Signals(-code).name}{check}", seconds)
     if code or not lines:
         last = errors.strip().splitlines()[-1:] or [f"exit code {code}"]
         return Verdict(CAUGHT, f"the kit ended with an error: {last[0]}", seconds)

@@ -101,7 +101,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     api = make_api()
     monkeypatch.setattr(FastVocabulary, "encode", lambda *_: pytest.fail("the text was tokenized"))
     monkeypatch.setattr(Renderer, "render", lambda *_: pytest.fail("the template was rendered"))
-    text = "a" * (api.llm.info.max_model_len * api.llm.tokenizer.longest_token + 1)
+    text = "a" * (int(api.llm.info.max_model_len * api.llm.tokenizer.most_bytes) + 1)
     parts = [{"role": "user", "content": [{"type": "text", "text": text[i::2]} for i in range(2)]}]
     for response in (api.complete(prompt=text), api.chat(messages=parts)):
         assert (response.status_code, error(response)["code"]) == (400, "context_length_exceeded")
@@ -113,7 +113,7 @@ def test_of_a_long_text_only_the_beginning_is_tokenized(
     api = make_api()
     limit, tokenizer = api.llm.info.max_model_len, api.llm.tokenizer
     # With one long token in the vocabulary, the number of bytes refuses little.
-    tokenizer.longest_token = 100
+    tokenizer.most_bytes = 100
     sizes: list[int] = []
     encode = FastVocabulary.encode
 
@@ -139,7 +139,7 @@ def test_a_panic_of_the_tokenizer_is_an_error_of_its_request(
     def panic(*_: Any, **__: Any) -> None:
         raise PanicException("index out of bounds")
 
-    assert api.llm.tokenizer.longest_token
+    assert api.llm.tokenizer.most_bytes
     library = types.SimpleNamespace(encode_batch_fast=panic, encode=panic)
     with monkeypatch.context() as patch:
         patch.setattr(api.llm.tokenizer._vocabulary, "_library", library)

@@ -23,7 +23,8 @@ from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
 from evener_backend_cuda.library import CudaLibrary as Library
 from evener_conformance.kit.ops import forbid_nested_ops
-from evener_conformance.kit.state import SHAPES, Shape, check_provider
+from evener_conformance.kit.shapes import SHAPES, Shape
+from evener_conformance.kit.state import check_provider
 from evener_conformance.reference.device import HostDevice
 
 PAIRS = (

@@ -21,7 +21,8 @@ from evener_conformance.kit import families as family_list
 from evener_conformance.kit.composites import TinyModel, check_composite
 from evener_conformance.kit.families import Family, families
 from evener_conformance.kit.ops import check_kernel, forbid_nested_ops
-from evener_conformance.kit.state import SHAPES, check_provider
+from evener_conformance.kit.shapes import SHAPES
+from evener_conformance.kit.state import check_provider
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import Choice, route, scores, sort
 from evener_kernels_triton.latent_state import LatentState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import secrets
@@ -64,6 +65,8 @@ def main(argv: list[str]) -> int:
     arguments, words = command().parse(argv)
     check_core_version()
     options = package_options(words)
+    # A kernel that reaches behind its tensors may end the process (see ``kit.guards``): show where.
+    faulthandler.enable()
     # Otherwise torch's profiler prints its own start and stop messages between the lines of progress.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from evener_conformance.kit import report

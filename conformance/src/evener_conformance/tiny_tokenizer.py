@@ -12,7 +12,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from evener.frontend.token_bytes import byte_level_table
+from evener.tokenization.token_bytes import byte_level_table
 
 EOS_ID = 258
 VOCAB_SIZE = 259

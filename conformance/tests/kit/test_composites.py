@@ -68,6 +68,23 @@ def test_the_expansion_of_every_composite_passes(op: str) -> None:
     assert len(results) == count and all(r.outcome == "passed" for r in results), "\n".join(map(str, results))
 
 
+def test_a_composite_that_writes_in_front_of_what_it_is_given_is_found() -> None:
+    class Writer(Expansion):
+        def build(self, call: OpCall) -> OpFunction:
+            run = super().build(call)
+
+            def go(x: torch.Tensor, *rest: Any) -> Any:
+                if x.storage_offset():  # it lies inside a buffer: the first layer's input
+                    torch.as_strided(x, (1,), (1,), x.storage_offset() - 1).zero_()
+                return run(x, *rest)
+
+            return go
+
+    writer = Writer("decoder_layer")
+    results = check_composite(writer, BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=["grouped"])
+    assert [r.detail for r in results] == ["it writes in front of the hidden states"]
+
+
 @pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
 def test_a_composite_that_is_two_percent_off_is_found(op: str) -> None:
     results = check_composite(Expansion(op, 1.02), BUILTIN, HostDevice(0), [], dtypes=["float32"])

@@ -15,7 +15,8 @@ from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
 from evener_conformance.kit.composites import check_composite
 from evener_conformance.kit.fallback_monitor import FallbackMonitor
-from evener_conformance.kit.state import Shape, check_provider
+from evener_conformance.kit.shapes import Shape
+from evener_conformance.kit.state import check_provider
 from evener_conformance.kit.wrapped_kernel import WrappedKernel
 from evener_conformance.reference.device import HostDevice
 

@@ -19,7 +19,7 @@ from evener_conformance.kit.cases.basic import act_and_mul
 from evener_conformance.kit.memory import composite_memory, kernel_memory, memory_not_measurable, provider_memory
 from evener_conformance.kit.ops import bucket_of
 from evener_conformance.kit.outcome import CaseResult, Check
-from evener_conformance.kit.state import Shape
+from evener_conformance.kit.shapes import Shape
 from evener_conformance.reference.device import HostDevice
 from evener_conformance.simulated.constraints import Constraints
 from evener_conformance.simulated.device import SimulatedDevice

@@ -12,7 +12,8 @@ import torch
 from evener.contracts.state import AttentionSpec, LatentProvider, Piece, StateProvider, StateSpec, StateStep
 from evener.ops.reference.state import PlainPages, ReferenceState
 from evener_conformance.graph.state import MaskedState
-from evener_conformance.kit.state import SHAPES, Shape, check_provider
+from evener_conformance.kit.shapes import SHAPES, Shape
+from evener_conformance.kit.state import check_provider
 from evener_conformance.reference.device import HostDevice
 
 PLAIN = Shape(4, 2, 16, 16)

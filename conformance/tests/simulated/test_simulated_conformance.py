@@ -14,7 +14,8 @@ from evener_conformance.kit.checklist import Checklist, CheckRequest
 from evener_conformance.kit.graphs import graph_results
 from evener_conformance.kit.outcome import AREAS, Check
 from evener_conformance.kit.run import run
-from evener_conformance.kit.state import Shape, check_provider
+from evener_conformance.kit.shapes import Shape
+from evener_conformance.kit.state import check_provider
 from evener_conformance.kit.subject import open_subject
 from evener_conformance.simulated import kernels, rows  # noqa: F401  (imports `aligned_contiguous` before a test replaces it)
 from evener_conformance.simulated.constraints import CHIPS, Constraints

@@ -67,7 +67,22 @@ def test_a_compiler_that_fails_says_how_and_leaves_nothing_behind(source: Path, 
     assert list(cache.iterdir()) == []
     no_program = script(tmp_path / "text", "not a program")
     found = compile_library(source, (), "parts", "the parts", compiler=no_program)
+    assert isinstance(found, Unavailable) and found.reason.startswith(f"{no_program} could not compile the parts: ")
+    cache.rmdir()
+    cache.write_text("a file")
+    found = compile_library(source, (), "parts", "the parts", compiler=broken)
     assert isinstance(found, Unavailable) and found.reason.startswith(f"the parts could not be compiled into {cache}: ")
+
+
+def test_a_compiler_that_computes_without_end_is_ended_with_all_that_it_started(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is on processor time: one on wall time ended compilations on busy machines."""
+    monkeypatch.setattr("evener.backend.native_code._LIMITED", ("/bin/sh", "-c", 'ulimit -t 1; exec "$@"', "sh"))
+    part = script(tmp_path / "part", "#!/bin/sh\nwhile :; do :; done\n")
+    driver = script(tmp_path / "cc", f'#!/bin/sh\ntest "$1" = --version && exit\n{part} || exit 1\n')
+    found = compile_library(source, (), "parts", "the parts", compiler=driver)
+    assert isinstance(found, Unavailable) and found.reason.startswith(f"{driver} could not compile the parts: ")
 
 
 def test_a_missing_compiler_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

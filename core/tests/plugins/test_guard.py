@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import signal
 import subprocess
 import sys
 import threading
@@ -65,6 +67,41 @@ def test_a_package_that_ends_the_process_is_a_broken_package(where: str, tmp_pat
     done = doctor(tmp_path)
     assert "os._exit(0), which would end the process" in " ".join(done.stdout.split())
     assert "\nbackend: cpu (" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [("before", "its descriptor 'odd_backend:descriptor'"), ("body", "its marks()")]
+)
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries cannot forget a function at exit")
+def test_a_package_whose_c_code_ends_the_process_is_named_and_the_command_fails(
+    where: str, what: str, tmp_path: Path
+) -> None:
+    install(tmp_path, **{where: "import ctypes; ctypes.CDLL(None).exit(0)"})
+    done = doctor(tmp_path)
+    assert done.returncode == 1
+    named = f"backend 'odd' (evener-backend-odd 1.0): {what} called exit(), which ends the process; uninstall"
+    assert done.stderr.splitlines()[-1].startswith(f"error: {named} the package")
+
+
+@pytest.mark.parametrize("where", ["before", "body"])
+def test_a_package_whose_c_code_aborts_is_named(where: str, tmp_path: Path) -> None:
+    install(tmp_path, **{where: "import ctypes; ctypes.CDLL(None).abort()"})
+    done = doctor(tmp_path)
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr and "odd_backend" in done.stderr
+
+
+def test_the_process_ends_as_usual_after_the_block() -> None:
+    program = (
+        "import ctypes, atexit; atexit.register(print, 'at exit')\n"
+        "from evener.plugins.guard import guarded\n"
+        "for _ in range(3):\n with guarded('a test'): pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "at exit\n", "")
+    program += "ctypes.CDLL(None).exit(5)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (5, "")
 
 
 def test_a_chosen_package_that_cannot_be_imported_is_an_error_of_doctor_too(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ class ChatJob(Job):
         tokenizer, limit = self._service.llm.tokenizer, self._service.max_model_len
         parts = (part for message in self._body.messages for part in message.content or ())
         size = sum(len(part.text) for part in parts if isinstance(part, TextPart))
-        if tokenizer is not None and size > limit and size > limit * tokenizer.longest_token:
+        if tokenizer is not None and size > limit and size > limit * tokenizer.most_bytes:
             raise ContextLengthError(
                 f"the messages have {size} characters of text, which do not fit the context of {limit} tokens: "
                 "shorten them"

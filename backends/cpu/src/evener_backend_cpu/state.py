@@ -86,10 +86,8 @@ class PagedMeta:
         room = step.tokens + step.requests * 2 + sum(step.host_kv_lens) // _SPAN + 1
         self.room = room
         self._plan = torch.empty(room * _ITEM_WORDS, dtype=torch.int32)
-        self._tensors = [t.contiguous() for t in (step.slot_mapping, step.query_start, step.kv_lens)]
-        slots, query_start, kv_lens = self._tensors
-        table = step.block_table if step.block_table.stride(1) == 1 else step.block_table.contiguous()
-        self._tensors.append(table)
+        given = (step.slot_mapping, step.query_start, step.kv_lens, step.block_table)
+        self._tensors = slots, query_start, kv_lens, table = [t.contiguous() for t in given]
         if table.dtype is not torch.int32 or table.shape[0] < step.requests:
             raise ValueError(f"the block table is {table.dtype} {list(table.shape)}; {step.requests} rows of int32 fit")
         address, wide = require_indices("slot_mapping", slots, step.tokens)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 from evener.contracts.device import Device
-from evener.contracts.ops import Kernel, OpCall
+from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.tuning import Tuning
 
 #: Dtypes that the kernels compute in; a device may have fewer.
@@ -13,11 +18,25 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 PRECISION = "ieee"
 
 
+def _with_checks(build: Callable[[Any, OpCall], OpFunction]) -> Callable[[Any, OpCall], OpFunction]:
+    @wraps(build)
+    def built(self: Any, call: OpCall) -> OpFunction:
+        return checked(call, build(self, call))
+
+    return built
+
+
 class TritonKernel(Kernel):
-    """A kernel of this package: it can be captured, and refuses dtypes that the device lacks."""
+    """A kernel of this package: it can be captured, refuses dtypes that the device lacks, and what it builds checks the
+    arguments of its first call (``arguments.checked``)."""
 
     priority = 100
     capturable = True
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "build" in vars(cls):
+            cls.build = _with_checks(cls.build)  # type: ignore[method-assign, assignment]
 
     def __init__(self, device: Device, tuning: Tuning) -> None:
         self.device, self.tuning = device, tuning

@@ -10,6 +10,7 @@ import torch
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionSpec, LatentProvider, Piece, StateSpec, StateStep
+from evener_kernels_triton.arguments import check_state, check_step
 from evener_kernels_triton.jit.latent import (
     latent_decode_kernel,
     latent_merge_kernel,
@@ -31,10 +32,12 @@ class LatentViews:
     Attributes:
         rows: [blocks, block_size, rank + rope], the latent and then the rotated key. ``stride(0)`` is the distance
             between blocks.
+        checked: names of the methods whose arguments were checked.
     """
 
     def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
-        self.storage, self.block_size = storage, block_size
+        self.storage, self.spec, self.block_size = storage, spec, block_size
+        self.checked: set[str] = set()
         self.rank, self.rope = (t.shape[0] for t in spec.tensors)
         flat = storage[:, : block_size * spec.nbytes].view(getattr(torch, spec.tensors[0].dtype))
         self.rows = flat.unflatten(1, (block_size, self.rank + self.rope))
@@ -124,6 +127,7 @@ class LatentState(LatentProvider):
         return LatentViews(storage, spec, block_size)
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> LatentMeta:
+        check_step(step)
         if step.max_query != 1 or step.tokens != step.requests:
             return self._prepare_mixed(step, attention, spec.tensors[0].dtype == attention.dtype)
         tile = self._tile(attention, 1)
@@ -150,6 +154,9 @@ class LatentState(LatentProvider):
         return self._tuning.latent_tile(attention.heads, _size(attention.dtype), programs)
 
     def write(self, views: LatentViews, meta: LatentMeta, *values: torch.Tensor) -> None:
+        if "write" not in views.checked:
+            check_state(views.spec, meta.attention, values=values, tokens=meta.step.tokens)
+            views.checked.add("write")
         latent, rope = (t if t.stride(-1) == 1 else t.contiguous() for t in values)
         if latent.shape[0]:
             latent_write_kernel[(latent.shape[0],)](
@@ -178,6 +185,9 @@ class LatentState(LatentProvider):
     ) -> tuple[torch.Tensor, Parts | None]:
         """Attention of query [T, heads, rank + rope]: returns the result [T, heads, rank], and None or
         the parts to merge into it."""
+        if "attend" not in views.checked:
+            check_state(views.spec, meta.attention, query=query, tokens=meta.step.tokens)
+            views.checked.add("attend")
         if query.stride(-1) != 1:
             query = query.contiguous()
         out = query.new_empty(query.shape[0], query.shape[1], views.rank)

@@ -11,6 +11,7 @@ import torch
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
+from evener_kernels_triton.arguments import check_state, check_step
 from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
@@ -30,11 +31,13 @@ class PagedViews:
     Attributes:
         keys: [blocks, kv_heads, block_size, head_dim]; values: the same with value_dim.
         key_page, value_page: elements from one block to the next; value_dim: length of a value.
+        checked: names of the methods whose arguments were checked.
     """
 
     def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
         key, value = spec.tensors
         self.storage, self.spec, self.block_size = storage, spec, block_size
+        self.checked: set[str] = set()
         dtype, cut = getattr(torch, key.dtype), block_size * key.nbytes
         (heads, d), dv = key.shape, value.shape[1]
         self.value_dim = dv
@@ -120,6 +123,7 @@ class PagedState(AttentionProvider):
         return PagedViews(storage, spec, block_size)
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
+        check_step(step)
         slopes, row = self._slopes_on(step.kv_lens.device, attention), step.block_table.stride(0)
         if step.max_query != 1 or step.tokens != step.requests:
             long = long_queries(self._tuning, step, spec, attention)
@@ -148,6 +152,9 @@ class PagedState(AttentionProvider):
         return self._slopes[key]
 
     def write(self, views: PagedViews, meta: PagedMeta, *values: torch.Tensor) -> None:
+        if "write" not in views.checked:
+            check_state(views.spec, meta.attention, values=values, tokens=meta.step.tokens)
+            views.checked.add("write")
         key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in values)
         tokens, heads, d = key.shape
         dv = value.shape[2]
@@ -163,6 +170,9 @@ class PagedState(AttentionProvider):
     def attend(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if "attend" not in views.checked:
+            check_state(views.spec, meta.attention, query=query, tokens=meta.step.tokens)
+            views.checked.add("attend")
         query = rows_of(query)
         tokens, heads, _ = query.shape
         out = torch.empty(tokens, heads, views.value_dim, dtype=query.dtype, device=query.device)

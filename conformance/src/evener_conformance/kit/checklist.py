@@ -35,7 +35,8 @@ from evener_conformance.kit.outcome import (
     source_location,
 )
 from evener_conformance.kit.result import NUMBERS
-from evener_conformance.kit.state import SHAPES, check_provider
+from evener_conformance.kit.shapes import SHAPES
+from evener_conformance.kit.state import check_provider
 from evener_conformance.kit.subject import PretendDevice, Subject
 
 
@@ -329,7 +330,9 @@ class Checklist:
                 continue
             common: dict[str, Any] = {"kernel": kernel, "schema": schema, "device": device, "dtypes": self.dtypes}
             run = (
-                partial(composite_memory, run=partial(self._composites_of, provided), **common) if schema.composite
+                partial(composite_memory, run=partial(
+                    self._composites_of, provided, watch=FallbackMonitor(device, guards=False)), **common)
+                if schema.composite
                 else partial(kernel_memory, seed=seed, **common)
             )  # fmt: skip
             yield self._add("memory", schema.name, f"{provided.package}/{kernel.name}", run, kernel)

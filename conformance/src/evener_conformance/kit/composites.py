@@ -40,6 +40,7 @@ from evener_conformance.kit.families import (
     families,
     single_option_families,
 )
+from evener_conformance.kit.guards import GuardedMemory
 from evener_conformance.kit.ops import DTYPES
 from evener_conformance.kit.outcome import CaseResult, Outcome, format_backend_exception
 from evener_conformance.kit.wrapped_kernel import monitored
@@ -67,13 +68,15 @@ class TinyModel:
     Args:
         like: another model, whose weights are copied and converted to ``dtype``; None makes random ones.
         seed: seed of random weights.
+        memory: makes the tensors that kernels are given; None: as torch makes them.
     """
 
     def __init__(
         self, device: Device, dtype: str, family: Family, kernels: Sequence[Kernel], provider: StateProvider,
-        schemas: Iterable[OpSchema], like: TinyModel | None = None, seed: int = 0,
+        schemas: Iterable[OpSchema], like: TinyModel | None = None, seed: int = 0, memory: GuardedMemory | None = None,
     ) -> None:  # fmt: skip
         self.device, self.dtype, self.provider, self._seed = device, dtype, provider, seed
+        self._memory = memory or GuardedMemory(device, guards=False)
         self.hidden, self._spread = family.hidden, family.spread
         self.build = build = Builder(dtype, MAX_POSITIONS, absorb=family.absorb)
         layer: Any = DecoderLayer if isinstance(family.attention, AttentionConfig) else MixerLayer
@@ -93,8 +96,10 @@ class TinyModel:
         norms = norm_common(build, family.hidden, family.eps, family.offset, family.norm)
         self.head = LMHead(build, "head.weight", "norm", family.vocab, norms, cap=family.cap, scale=family.scale)
         for weight in build.weights:
-            # Checkpoints leave routers as they are.
-            if family.storage and isinstance(weight, LinearWeight) and not weight.name.endswith(".mlp.gate"):
+            # Most checkpoints leave routers as they are.
+            if not family.storage or not isinstance(weight, LinearWeight):
+                continue
+            if family.routers or not weight.name.endswith(".mlp.gate"):
                 weight.parts = _stored_as(weight.parts, family.storage)
         available = Candidates(
             schemas={s.name: s for s in schemas}, kernels=[Provided(k, _PACKAGE, _PACKAGE, "0") for k in kernels],
@@ -118,6 +123,7 @@ class TinyModel:
                 weight.value = weight.make(where)
                 if self._spread:  # changed on the host: the device may lack the ops, or hold no values
                     weight.value = _spread_map(weight.key, weight.make(torch.device("cpu"))).to(where)
+                weight.value = self._memory.place(weight.value, str(weight.key))
                 self.weights.append([])
                 continue
             shapes: list[tuple[int, ...]] = [weight.shape] if isinstance(weight, Weight) else _shapes(weight)
@@ -136,13 +142,14 @@ class TinyModel:
                 made = [m if p.format.plain else reference_dequantize(p) for m, p in zip(made, parts, strict=True)]
                 parts_by_name |= {part.name: m for part, m in zip(weight.parts, made, strict=False)}
                 matrices = [parts[i : i + size] for i in range(0, len(parts), size)]
-                weight.value = (
+                packed = (
                     packing.pack_stack(matrices, weight.experts, self.dtype, where)
                     if weight.experts
                     else packing.pack(parts, self.dtype, where)
                 )
+                weight.value = replace(packed, data=self._memory.place(packed.data, weight.name))
             else:
-                weight.value = made[0].to(where, copy=True)
+                weight.value = self._memory.copy(made[0], weight.name)
             self.weights.append(made)
         for group in self.build.groups:
             group.bind()
@@ -176,8 +183,9 @@ class TinyModel:
             slot.group = list(self._groups).index((slot.spec, slot.attention))
             assert slot.provider is not None, "states were resolved"
             page = -(-slot.provider.bytes_per_block(slot.spec, self.block) // alignment) * alignment
-            storage = torch.zeros(self.table.numel() + 2, page, dtype=torch.uint8, device=self.device.torch_device)
-            slot.views = slot.provider.bind(storage.fill_(GARBAGE), slot.spec, self.block)
+            garbage = torch.full((self.table.numel() + 2, page), GARBAGE, dtype=torch.uint8)
+            storage = self._memory.copy(garbage, f"the state of {slot.name}")
+            slot.views = slot.provider.bind(storage, slot.spec, self.block)
 
     def step(self, x: torch.Tensor, before: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
         """Hidden states [T, hidden] and logits [requests, vocab] of one step of the first requests, on the host.
@@ -191,22 +199,23 @@ class TinyModel:
         at = [(r, p) for r, (b, e) in enumerate(zip(before, lengths, strict=True)) for p in range(b, e)]
         where = self.device.torch_device
 
-        def put(values: Any) -> torch.Tensor:
-            return torch.as_tensor(values, dtype=torch.int32).to(where)
+        def put(name: str, values: Any) -> torch.Tensor:
+            return self._memory.copy(torch.as_tensor(values, dtype=torch.int32), name)
 
         ends = torch.tensor(counts).cumsum(0)
+        slots = [int(self.table[r, p // self.block]) * self.block + p % self.block for r, p in at]
         state = StateStep(
             tokens=len(at), requests=len(counts), max_query=max(counts), max_kv=max(lengths),
-            query_start=put([0, *ends.tolist()]), kv_lens=put(lengths), positions=put([p for _, p in at]),
-            slot_mapping=put([int(self.table[r, p // self.block]) * self.block + p % self.block for r, p in at]),
-            block_table=put(table), host_query_lens=list(counts), host_kv_lens=lengths,
+            query_start=put("query_start", [0, *ends.tolist()]), kv_lens=put("kv_lens", lengths),
+            positions=put("positions", [p for _, p in at]), slot_mapping=put("slot_mapping", slots),
+            block_table=put("block_table", table), host_query_lens=list(counts), host_kv_lens=lengths,
         )  # fmt: skip
         metas = tuple(
             slot.provider.metadata(state, slot.spec, slot.attention, self.block)
             for slot in self._groups.values() if slot.provider is not None
         )  # fmt: skip
         step = _Step(bucket_index(len(at)), state.positions, state.positions, metas)
-        stream = x.to(getattr(torch, self.dtype)).to(where, copy=True)
+        stream = self._memory.copy(x.to(getattr(torch, self.dtype)), "the hidden states")
         residual: torch.Tensor | None = None
         for layer in self.layers:
             stream, residual = layer(stream, residual, step)
@@ -296,16 +305,19 @@ def check_composite(
     def note(call: OpCall, inputs: Sequence[Any]) -> None:
         asked.append(", ".join([*_describe_parameters(call.static), *_biases(inputs)]))
 
-    watched = monitored(kernel, watch or FallbackMonitor(device), note)
+    watch = watch or FallbackMonitor(device)
+    watched = monitored(kernel, watch, note)
     results: list[CaseResult] = []
 
     def check(family: Family, dtype: str, provider: StateProvider) -> bool:
         """Check one family; whether the kernel accepted it."""
         asked.clear()
         try:
-            outcome, detail = _check(watched, schemas, device, provider, linears, dtype, family, seed)
+            outcome, detail = _check(watched, schemas, device, provider, linears, dtype, family, seed, watch.memory)
         except Exception as error:  # the backend's exception is the failure
             outcome, detail = "failed", format_backend_exception(error)
+        if outside := watch.memory.problems():
+            outcome, detail = "failed", join_problems([*([detail] if outcome == "failed" else []), *outside])
         if outcome != "not applicable" or family.name in names:
             case = f"{family.name} layers over {provider.name}"
             if outcome == "failed" and asked:
@@ -365,9 +377,9 @@ def _valid(family: Family, schemas: Sequence[OpSchema]) -> bool:
 
 def _check(
     kernel: Kernel, schemas: Sequence[OpSchema], device: Device, provider: StateProvider, linears: Sequence[Kernel],
-    dtype: str, family: Family, seed: int,
+    dtype: str, family: Family, seed: int, memory: GuardedMemory,
 ) -> tuple[Outcome, str]:  # fmt: skip
-    model = TinyModel(device, dtype, family, [kernel, *linears], provider, schemas, seed=seed)
+    model = TinyModel(device, dtype, family, [kernel, *linears], provider, schemas, seed=seed, memory=memory)
     choices = [c for c in model.resolver.manifest.choices if c.op == kernel.op]
     if not choices:
         return "failed", f"no layer of the kit calls op {kernel.op!r}; add cases='module:function' to its OpSchema"

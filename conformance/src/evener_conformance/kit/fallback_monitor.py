@@ -1,4 +1,4 @@
-"""Watching a kernel run: memory that it allocates is poisoned, and its copies to the host are recorded.
+"""Watching a kernel run: memory that it allocates is poisoned and guarded, and its copies to the host are recorded.
 
 Fallbacks to the host are found in three ways: by this dispatch mode, by torch's profiler (torch's own fallback, below
 Python's dispatch, copies with ``_to_cpu``), and by the device's own count.
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evener.contracts.device import Device
+from evener_conformance.kit.guards import GuardedMemory, poison
 
 _ATEN = torch.ops.aten
 _UNINITIALIZED_OPS = {
@@ -28,22 +29,13 @@ _HOST_READ_OPS = {_ATEN._local_scalar_dense, _ATEN.item, _ATEN.is_nonzero, _ATEN
 _FALLBACK_COPY_OP = "aten::_to_cpu"
 
 
-def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with NaN, or with a large negative number if the dtype has no NaN."""
-    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.is_complex():
-        return tensor
-    if tensor.is_floating_point():
-        return tensor.fill_(float("nan"))
-    return tensor.fill_(0xA5 if tensor.dtype == torch.uint8 else -(torch.iinfo(tensor.dtype).max // 3))
-
-
 class HostCopyMonitor(TorchDispatchMode):
-    """While active, new memory is poisoned and copies from ``device`` to the host are counted in ``copies``, with the
-    line that made them."""
+    """While active, new memory is poisoned, in ``memory`` if it is given, and copies from ``device`` to the host are
+    counted in ``copies``, with the line that made them."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, memory: GuardedMemory | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kind = device.torch_device.type
+        self._kind, self._memory = device.torch_device.type, memory or GuardedMemory(device, guards=False)
         self.copies: Counter[str] = Counter()
 
     @classmethod
@@ -55,7 +47,7 @@ class HostCopyMonitor(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
         if packet in _UNINITIALIZED_OPS:
-            poison(result)
+            return self._memory.empty_like(result, f"memory that it allocates, {list(result.shape)}")
         elif self._kind != "cpu" and self._to_host(packet, args, kwargs, result):
             self.copies[f"{func} at {_caller()}"] += 1
         return result
@@ -75,14 +67,18 @@ def _caller() -> str:
 
 
 class FallbackMonitor:
-    """Finds whether kernels of one device fall back to the host.
+    """Finds whether kernels of one device fall back to the host, or write outside of their tensors.
+
+    Args:
+        guards: see ``GuardedMemory``; without, calls take no more memory than they do in the engine.
 
     Attributes:
         seen: what was copied → how often.
+        memory: makes what kernels are given.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, guards: bool = True) -> None:
+        self._device, self.memory = device, GuardedMemory(device, guards)
         self.seen: Counter[str] = Counter()
 
     @property
@@ -104,7 +100,7 @@ class FallbackMonitor:
     def __call__(self) -> Iterator[None]:
         """Around one call of a kernel."""
         before = self._device.host_fallbacks()
-        with HostCopyMonitor(self._device) as witness:
+        with HostCopyMonitor(self._device, self.memory) as witness:
             yield
         self.seen += witness.copies
         after = self._device.host_fallbacks()

@@ -33,9 +33,9 @@ _CONFIGS_SEEN_BY_OP = {
 }  # fmt: skip
 #: Fields of a family and its configs that are names and sizes, not details.
 _SIZE_FIELDS = {
-    "name", "storage", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads", "head_dim", "inner",
-    "experts", "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width", "nope_dim",
-    "rope_dim", "rank",
+    "name", "storage", "routers", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads",
+    "head_dim", "inner", "experts", "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width",
+    "nope_dim", "rope_dim", "rank",
 }  # fmt: skip
 #: Static parameters that are sizes, or the same in every family.
 UNINFORMATIVE_PARAMETERS = (_SIZE_FIELDS | {"dtype", "rotary_dim", "q_rank", "shared_inner"}) - {"eps"}
@@ -52,7 +52,7 @@ class Family:
     """One kind of decoder layer.
 
     ``spread``: its first expert has two copies, and its last one is on another rank. ``storage``: the storage of
-    its linear weights; plain if empty.
+    its linear weights; plain if empty. ``routers``: of its routers too.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Family:
     vocab: int = 67
     spread: bool = False
     storage: str = ""
+    routers: bool = False
 
     def calls(self, op: str) -> bool:
         """Whether its layers call this composite. What several kinds of layer call counts for plain attention."""
@@ -262,7 +263,8 @@ def _quantized() -> tuple[Family, ...]:
     experts = MoEConfig(experts=4, top=2, inner=64, shared_inner=32, shared_gate="gate")
     kinds = (("quantized", MLPConfig(inner=160)), ("quantized expert", experts))
     stored = (("", 128, "q8_0"), ("float8 ", 256, "e4m3 by block"), ("int8 ", 128, "int8 by row"))
-    return tuple(
+    whole = Family("wholly quantized expert", attention, experts, hidden=128, vocab=80, storage="q8_0", routers=True)
+    return whole, *(
         Family(before + name, attention, mlp, hidden=hidden, vocab=80, storage=storage)
         for before, hidden, storage in stored
         for name, mlp in kinds

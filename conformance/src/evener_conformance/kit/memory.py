@@ -23,7 +23,8 @@ from evener_conformance.kit.cases.blocks import format_mixes, make_case, mixed_p
 from evener_conformance.kit.formats import OPS
 from evener_conformance.kit.ops import PreparedCase, outputs_of
 from evener_conformance.kit.outcome import CaseResult, Check
-from evener_conformance.kit.state import SHAPES, Shape, large_step
+from evener_conformance.kit.shapes import SHAPES, Shape
+from evener_conformance.kit.state import large_step
 from evener_conformance.kit.wrapped_kernel import WrappedKernel
 
 #: A power of two, the upper end of its token bucket: ``workspace`` is given that size.

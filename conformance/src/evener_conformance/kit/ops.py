@@ -230,6 +230,7 @@ class _KernelCheck:
                 problems = self._problems()
         except Exception as error:  # the backend's exception is the failure
             problems = [format_backend_exception(error)]
+        problems += self._watch.memory.problems()
         outcome: Outcome = "not applicable" if reason else "failed" if problems else "passed"
         sizes = ", ".join(f"{k}={v}" for k, v in self._case.static.items() if isinstance(v, (int, float, str)))
         sizes += f", in {self._packing.layout}" if self._kernel.packings else ""
@@ -312,18 +313,20 @@ class _KernelCheck:
         return []
 
     def _inputs(self, case: OpCase, sliced: bool = False) -> list[Any]:
-        """Fresh inputs on the device."""
-        where = self._device.torch_device
+        """Fresh inputs on the device, with guards. ``sliced``: rows are cut from wider ones, at any address."""
+        where, memory = self._device.torch_device, self._watch.memory
+        batched = {index for index, _ in _batched(self._schema.inputs, case.inputs)}
         inputs: list[Any] = []
-        for declared, value in zip(self._schema.inputs, case.inputs, strict=True):
+        for index, (declared, value) in enumerate(zip(self._schema.inputs, case.inputs, strict=True)):
+            name = f"input {declared.name}"
             if declared.dtype == "packed":
                 value = _packed(self._packing, value, self._dtype, where)
+                value = replace(value, data=memory.place(value.data, name))
             elif isinstance(value, torch.Tensor):
-                value = value.to(where, copy=True)
+                cut = sliced and index in batched
+                made = strided_rows(value, memory, name) if cut and value.dim() > 1 else None
+                value = memory.copy(value, name, flush=cut) if made is None else made
             inputs.append(value)
-        if sliced:
-            for index, value in list(_batched(self._schema.inputs, inputs)):
-                inputs[index] = strided_rows(value) if value.dim() > 1 else value
         return inputs
 
     def _run(self, run: OpFunction, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -373,7 +376,8 @@ class PreparedCase:
         picked = torch.arange(rows or own) % max(1, own)
         self.case = _with_rows(schema, case, lambda value: value[picked]) if own else case
         self.rows = _rows(schema, self.case)
-        self._check = _KernelCheck(kernel, schema, device, dtype, self.case, FallbackMonitor(device), packing)
+        watch = FallbackMonitor(device, guards=False)
+        self._check = _KernelCheck(kernel, schema, device, dtype, self.case, watch, packing)
         self._schema, self.reason = schema, self._check._refusal()
         self.call = self._check._call(self.rows)
         if self.reason is None:

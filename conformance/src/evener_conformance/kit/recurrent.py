@@ -43,7 +43,7 @@ def recurrent_problems(
             continue
         try:
             rows = _Rows(provider, device, spec, how, size, seed, watch)
-            problems += [f"{label}: {p}" for p in rows.problems(channels, width)]
+            problems += [f"{label}: {p}" for p in (*rows.problems(channels, width), *watch.memory.problems())]
         except Exception as error:  # raised by the provider: report it
             problems.append(f"{label}: {format_backend_exception(error)}")
         checked.append(label)
@@ -64,9 +64,9 @@ class _Rows:
 
     def problems(self, channels: int, width: int) -> Iterator[str]:
         """Run all steps and yield all problems."""
-        size, where = self._size, self._device.torch_device
+        size = self._size
         page = -(-self._provider.bytes_per_block(self._spec, size) // 64) * 64
-        storage = torch.zeros(12, page, dtype=torch.uint8, device=where).fill_(0x46)
+        storage = self._watch.memory.copy(torch.full((12, page), 0x46, dtype=torch.uint8), "the state pool")
         self._views = self._provider.bind(storage, self._spec, size)
         self._filter = torch.randn(channels, width, generator=self._noise).to(self._type)
         table = torch.tensor([[3, 1, 6, 9], [2, 5, 4, 8], [3, 7, 7, 7]], dtype=torch.int32)
@@ -87,25 +87,28 @@ class _Rows:
     ) -> Iterator[str]:
         rows = [r for r, n in enumerate(counts) if n]
         total, ends = sum(counts), [before[r] + counts[r] for r in rows]
-        where, lens = self._device.torch_device, [counts[r] for r in rows]
+        lens = [counts[r] for r in rows]
         mixed = torch.randn(total, self._filter.shape[0], generator=self._noise).to(self._type)
         decay = -torch.rand(total, self._how.heads, generator=self._noise)
         beta = torch.rand(total, self._how.heads, generator=self._noise)
 
-        def put(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32).to(where)
+        memory = self._watch.memory
+
+        def put(name: str, values: list[int]) -> torch.Tensor:
+            return memory.copy(torch.tensor(values, dtype=torch.int32), name)
 
         at = [p for r in rows for p in range(before[r], before[r] + counts[r])]
         slots = [int(table[r, p // self._size]) * self._size + p % self._size
                  for r in rows for p in range(before[r], before[r] + counts[r])]  # fmt: skip
         step = StateStep(
             tokens=total, requests=len(rows), max_query=max(lens), max_kv=max(ends),
-            query_start=put([0, *torch.tensor(lens).cumsum(0).tolist()]), kv_lens=put(ends), positions=put(at),
-            slot_mapping=put(slots), block_table=table[rows].to(where), host_query_lens=lens, host_kv_lens=ends,
+            query_start=put("query_start", [0, *torch.tensor(lens).cumsum(0).tolist()]),
+            kv_lens=put("kv_lens", ends), positions=put("positions", at), slot_mapping=put("slot_mapping", slots),
+            block_table=memory.copy(table[rows], "block_table"), host_query_lens=lens, host_kv_lens=ends,
         )  # fmt: skip
-        with torch.inference_mode(), HostCopyMonitor(self._device):
+        with torch.inference_mode(), HostCopyMonitor(self._device, memory):
             meta = self._provider.prepare(step, self._spec, self._how, self._size)
-        inputs = [t.to(where, copy=True) for t in (mixed, self._filter, decay, beta)]
+        inputs = [memory.copy(t, "an input of advance") for t in (mixed, self._filter, decay, beta)]
         with torch.inference_mode(), self._watch.profiled(), self._watch():
             made = self._provider.advance(self._views, meta, *inputs)
         got = self._device.readback(made).wait().float()

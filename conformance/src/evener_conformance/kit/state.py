@@ -28,7 +28,6 @@ from evener.contracts.state import (
     StateProvider,
     StateSpec,
     StateStep,
-    StateTensor,
     required_interface,
 )
 from evener.ops.reference.state import ReferenceState
@@ -36,10 +35,12 @@ from evener.plugins.hook_check import check_supports
 from evener_conformance.kit.compare import bitwise_equal, describe_scale_error, shares_memory
 from evener_conformance.kit.composites import GARBAGE
 from evener_conformance.kit.fallback_monitor import FallbackMonitor, HostCopyMonitor
+from evener_conformance.kit.guards import GuardedMemory
 from evener_conformance.kit.inputs import followed_by_nan
 from evener_conformance.kit.naive_attention import attention
 from evener_conformance.kit.outcome import format_backend_exception
 from evener_conformance.kit.recurrent import recurrent_problems
+from evener_conformance.kit.shapes import SHAPES, Shape
 
 #: Steps of the schedule, a mixed one and one of single tokens, that also run under the profiler to find fallbacks.
 _PROFILED_STEPS = (2, 3)
@@ -51,74 +52,6 @@ def query_length_schedule(size: int) -> tuple[tuple[int, ...], ...]:
     return (
         (size - 1, size, size + 1, 0), (1, 1, 1, 2 * size + 2), (1, size + 4, 0, 1), (1, 1, 1, 1), (size, 1, 3, 1),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a layer's state and attention. For a latent layer ``value_dim`` is the rank, and ``top`` makes it
-    sparse; an index layer has one key and ``top``. ``scale``: factor on the scores, by default head_dim ** -0.5.
-    ``long``: the window is made longer than ``window`` and than a block."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    kind: str = ""
-    top: int | None = None
-    slopes: tuple[float, ...] | None = None
-    scale: float | None = None
-    long: bool = False
-
-    def for_block_size(self, size: int) -> Shape:
-        """The shape for blocks of ``size``: a long window ends inside a block."""
-        if not self.long or self.window is None:
-            return self
-        return replace(self, window=(self.window // size + 1) * size + size // 2 + 1)
-
-    def __str__(self) -> str:
-        kind = self.kind or ("full" if self.window is None else "window")
-        more = [f"window {self.window}" + " and a block" * self.long] if self.window else []
-        more += [f"softcap {self.softcap}"] if self.softcap else []
-        more += ["sinks"] if self.sinks else []
-        more += ["slopes"] if self.slopes else []
-        more += [f"top {self.top}"] if self.top else []
-        more += [f"scale {self.scale}"] if self.scale else []
-        return ", ".join([f"{kind}: {self.heads}/{self.kv_heads} heads of {self.head_dim}/{self.value_dim}", *more])
-
-    def spec(self, dtype: str) -> StateSpec:
-        """The ``StateSpec`` of such a layer."""
-        if self.kind == "latent":
-            rope = StateTensor("rope", (self.head_dim - self.value_dim,), dtype)
-            return StateSpec("latent", (StateTensor("latent", (self.value_dim,), dtype), rope))
-        if self.kind == "index":
-            return StateSpec("index", (StateTensor("key", (self.head_dim,), dtype),))
-        tensors = (
-            StateTensor("key", (self.kv_heads, self.head_dim), dtype),
-            StateTensor("value", (self.kv_heads, self.value_dim), dtype),
-        )
-        return StateSpec(self.kind or ("full" if self.window is None else "window"), tensors, window=self.window)
-
-    def attention(self, dtype: str) -> AttentionSpec:
-        """The ``AttentionSpec`` of such a layer."""
-        return AttentionSpec(
-            self.heads, self.head_dim, self.scale or self.head_dim**-0.5, self.softcap, self.sinks, dtype, self.top,
-            slopes=self.slopes,
-        )  # fmt: skip
-
-
-SHAPES = (
-    Shape(9, 3, 64, 64), Shape(4, 4, 16, 16, scale=0.7), Shape(2, 1, 80, 80), Shape(4, 2, 32, 16), Shape(6, 2, 10, 10),
-    Shape(4, 1, 32, 32, window=7), Shape(4, 2, 16, 16, window=24, softcap=5.0), Shape(2, 1, 256, 256),
-    Shape(4, 1, 32, 32, window=7, kind="chunk"), Shape(4, 2, 16, 16, window=24, kind="chunk", sinks=True),
-    Shape(4, 2, 16, 16, sinks=True), Shape(6, 3, 16, 16, slopes=(0.5, 0.25, 0.125, 0.06, 0.7, 0.02)),
-    Shape(2, 2, 32, 32, window=7, softcap=5.0, slopes=(0.6, 0.1)), Shape(5, 1, 42, 32, kind="latent"),
-    Shape(3, 1, 24, 16, kind="latent", top=9), Shape(16, 1, 576, 512, kind="latent"),
-    Shape(6, 1, 18, 18, kind="index", top=7), Shape(4, 2, 16, 16, window=128, long=True),
-    Shape(4, 1, 16, 16, window=128, kind="chunk", long=True),
-)  # fmt: skip
 
 
 @dataclass
@@ -181,6 +114,7 @@ def check_provider(
                     found += checked.scenarios(thorough)
             except Exception as error:  # raised by the provider: report it
                 found.append(format_backend_exception(error))
+            found += watch.memory.problems()
             report.problems += [f"{shape}, blocks of {size}: {p}" for p in found]
         report.checked.append(str(shape))
     if recurrent and "recurrent" in provider.kinds:
@@ -200,18 +134,20 @@ def large_step(
     spec = shape.spec(dtype)
     size = next(iter(provider.block_sizes(spec)))
     return _ProviderCheck(
-        provider, device, spec, shape.attention(dtype), size, seed, FallbackMonitor(device)
+        provider, device, spec, shape.attention(dtype), size, seed, FallbackMonitor(device, guards=False)
     ).prepare_large_step(before, counts)
 
 
 class _Pool:
     """One layer's blocks, filled with garbage, in pages that are longer than a block."""
 
-    def __init__(self, provider: StateProvider, device: Device, spec: StateSpec, size: int, blocks: int) -> None:
+    def __init__(
+        self, provider: StateProvider, device: Device, spec: StateSpec, size: int, blocks: int, memory: GuardedMemory
+    ) -> None:  # fmt: skip
         alignment = device.capabilities.alignment
         self.used = provider.bytes_per_block(spec, size)
         page = 0 if provider.owns_memory else -(-self.used // alignment) * alignment + alignment
-        self.storage = torch.zeros(blocks, page, dtype=torch.uint8, device=device.torch_device).fill_(GARBAGE)
+        self.storage = memory.copy(torch.full((blocks, page), GARBAGE, dtype=torch.uint8), "the state pool")
         self.views = provider.bind(self.storage, spec, size)
 
     def problems(self) -> Iterator[str]:
@@ -234,6 +170,7 @@ class _ProviderCheck:
         assert isinstance(provider, AttentionProvider | IndexProvider), "check_provider asks for the interface"
         self.provider, self.device, self.spec, self.attention, self.size = provider, device, spec, how, size
         self.where, self._watch, self._is_profiled = device.torch_device, watch, False
+        self._memory = watch.memory
         self._schedule = query_length_schedule(size)
         self.dtype: torch.dtype = getattr(torch, how.dtype)
         self._ids = torch.int64 if device.capabilities.int64 else torch.int32
@@ -248,7 +185,8 @@ class _ProviderCheck:
         self.sinks = self._random(how.heads) if how.sinks else None
 
     def _random(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, generator=self.noise) * scale).to(self.dtype).to(self.where)
+        made = (torch.randn(shape, generator=self.noise) * scale).to(self.dtype)
+        return self._memory.copy(made, f"an input of {list(shape)}")
 
     def problems(self) -> Iterator[str]:
         """Run the schedule and yield all problems."""
@@ -258,7 +196,7 @@ class _ProviderCheck:
             return
         if named > 2 * need + 4096:
             yield f"bytes_per_block is {named}, more than twice the {need} bytes of {self.size} tokens"
-        self.pool = _Pool(self.provider, self.device, self.spec, self.size, self.blocks)
+        self.pool = _Pool(self.provider, self.device, self.spec, self.size, self.blocks, self._memory)
         self.views = self.pool.views
         with torch.inference_mode():
             for number, counts in enumerate(self._schedule):
@@ -290,13 +228,14 @@ class _ProviderCheck:
             table[row, end:] = stale[row, end:]
         starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
 
-        def put(values: Any) -> torch.Tensor:
-            return torch.as_tensor(values, dtype=torch.int32).to(self.where)
+        def put(name: str, values: Any) -> torch.Tensor:
+            return self._memory.copy(torch.as_tensor(values, dtype=torch.int32), name)
 
         return StateStep(
             tokens=len(positions), requests=len(counts), max_query=max(counts), max_kv=max(lengths) + 3,
-            query_start=put(starts), kv_lens=put(lengths), positions=put(positions), slot_mapping=put(slots),
-            block_table=put(table), host_query_lens=counts, host_kv_lens=lengths,
+            query_start=put("query_start", starts), kv_lens=put("kv_lens", lengths),
+            positions=put("positions", positions), slot_mapping=put("slot_mapping", slots),
+            block_table=put("block_table", table), host_query_lens=counts, host_kv_lens=lengths,
         )  # fmt: skip
 
     @contextmanager
@@ -306,7 +245,7 @@ class _ProviderCheck:
             yield
 
     def _prepare(self, step: StateStep) -> Any:
-        with HostCopyMonitor(self.device):
+        with HostCopyMonitor(self.device, self._memory):
             return self.provider.prepare(step, self.spec, self.attention, self.size)
 
     def _step(self, counts: Sequence[int], scale: float = 1.0) -> Iterator[str]:
@@ -328,8 +267,9 @@ class _ProviderCheck:
         if self.spec.kind == "latent" and self.attention.top is None:
             yield from self._check_pieces(meta, rows, counts)
         self.chosen = self._choose(rows, counts) if self.attention.top is not None else None
-        made = self._attend(self.views, meta, asked := followed_by_nan(query, sum(counts)), self.chosen)
-        if not bitwise_equal(asked, followed_by_nan(query, sum(counts))):
+        asked, again = (followed_by_nan(query, sum(counts), self._memory, "the query") for _ in range(2))
+        made = self._attend(self.views, meta, asked, self.chosen)
+        if not bitwise_equal(asked, again):
             yield "attend changed its query"
         if shares_memory(made, asked):
             yield "attend returns the query's memory"
@@ -340,7 +280,7 @@ class _ProviderCheck:
 
     def _check_write(self, meta: Any, values: Sequence[torch.Tensor]) -> Iterator[str]:
         """Write values that are strided slices, as in a real layer, where one projection gives keys and values."""
-        twice = [torch.cat((v.flatten(1), v.flatten(1)), dim=1) for v in values]
+        twice = [self._memory.copy(v.flatten(1).repeat(1, 2), "the values to write") for v in values]
         wide = [w[:, : v[0].numel()].unflatten(1, v.shape[1:]) for w, v in zip(twice, values, strict=True)]
         with self._watching():
             self.provider.write(self.views, meta, *wide)
@@ -408,7 +348,7 @@ class _ProviderCheck:
         blocks = sum(needed) + 2
         order = (torch.randperm(blocks - 1, generator=self.noise)[: sum(needed)] + 1).to(torch.int32).split(needed)
         table = torch.stack([torch.nn.functional.pad(o, (0, columns - len(o)), value=int(o[0])) for o in order])
-        pool = _Pool(self.provider, self.device, self.spec, self.size, blocks)
+        pool = _Pool(self.provider, self.device, self.spec, self.size, blocks, self._memory)
         tokens = [[self._random(end, *t.shape).cpu() for t in self.spec.tensors] for end in ends]
         for kept in range(len(self.spec.tensors)):
             # Tokens that are not written yet are garbage.
@@ -439,7 +379,7 @@ class _ProviderCheck:
         self.lengths = [b + n for b, n in zip(before, counts, strict=True)]
         columns, rows = -(-max(self.lengths) // self.size), range(len(counts))
         table = torch.arange(1, len(counts) * columns + 1, dtype=torch.int32).view(-1, columns)
-        pool = _Pool(self.provider, self.device, self.spec, self.size, table.numel() + 2)
+        pool = _Pool(self.provider, self.device, self.spec, self.size, table.numel() + 2, self._memory)
         step = self._layout(table, counts, self.lengths)
         values = [self._random(step.tokens, *t.shape) for t in self.spec.tensors]
         query = self._random(step.tokens, self.attention.heads, self.attention.head_dim)
@@ -544,7 +484,7 @@ class _ProviderCheck:
         """Import into another pool and export again: the same blocks, no other block changed, the same attention."""
         blocks = self.table.flatten().to(self._ids).to(self.where)
         parts = self.provider.export_blocks(self.views, blocks)
-        other = _Pool(self.provider, self.device, self.spec, self.size, self.blocks)
+        other = _Pool(self.provider, self.device, self.spec, self.size, self.blocks, self._memory)
         turned = blocks.flip(0)
         self.provider.import_blocks(other.views, turned, parts)
         again = self.provider.export_blocks(other.views, turned)

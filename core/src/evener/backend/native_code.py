@@ -15,6 +15,9 @@ from pathlib import Path
 from evener.folders.cache import cache_folder, is_trusted, make_private
 
 log = logging.getLogger("evener.native")
+#: Ends a compiler after 300 seconds of processor time: on a busy machine it may take long. A limit on wall time would
+#: also leave the compiler running that its driver started.
+_LIMITED = ("/bin/sh", "-c", 'ulimit -t 300; exec "$@"', "sh")
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,9 @@ def compile_library(
     folder = cache_folder(part)
     try:
         key = _key(found, source, (*flags, *depends))
-        trusted = filter(is_trusted, folder.glob(f"{key}-*.so"))
-        whole = (path for path in trusted if path.name == _file_name(key, path))
+        whole = (p for p in folder.glob(f"{key}-*.so") if is_trusted(p) and p.name == _file_name(key, p))
         return next(whole, None) or _compile([found, str(source), *flags], folder, key, what)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return Unavailable(f"{what} could not be compiled into {folder}: {error}")
 
 
@@ -84,4 +86,4 @@ def _compile(command: Sequence[str], folder: Path, key: str, what: str) -> Path 
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run([*_LIMITED, *command], capture_output=True, text=True, check=False)

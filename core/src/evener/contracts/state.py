@@ -163,9 +163,9 @@ class StateKind(ABC):
 
 @dataclass(frozen=True)
 class StateStep:
-    """One step of one group. Its tensors are on the device and valid during the step only. They start at a multiple of
-    ``DeviceCapabilities.alignment``, except those of a step that ``rows`` returned. Integers are int32 on a device
-    without int64.
+    """One step of one group. Its tensors are contiguous, on the device, and valid during the step only. They start at a
+    multiple of ``DeviceCapabilities.alignment``, except those of a step that ``rows`` returned. Integers are int32 on a
+    device without int64.
 
     Attributes:
         tokens: number of tokens in the step (T).

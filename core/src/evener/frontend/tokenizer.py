@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,15 @@ import tokenizers
 from evener.contracts.checkpoint import ModelFiles
 from evener.errors import CheckpointError, RequestError
 from evener.frontend.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from evener.frontend.token_bytes import ByteRule, byte_rule
+from evener.tokenization.text_bound import most_bytes
+from evener.tokenization.token_bytes import ByteRule, byte_rule
 
 # One text at a time: the library's threads would not help, and they warn when a process is forked.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 #: Characters for each token of a context in which few texts of that length fit.
 _SURELY_LONG = 8
+#: Tokens that the cut end of a text may have and the whole text has not: a word, which is cut, may be one token.
+_MOST_OF_A_CUT = 256
 #: Names of single special tokens in ``tokenizer_config.json`` and ``special_tokens_map.json``; templates get them.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -56,6 +60,10 @@ class Vocabulary(ABC):
     def byte_rule(self) -> ByteRule | None:
         """How a token becomes bytes; None (the default) if tokens have no fixed bytes."""
         return None
+
+    def most_bytes(self, longest: int) -> float:
+        """The most bytes of text that a token stands for; infinite (the default) if there is no limit."""
+        return math.inf
 
 
 @contextlib.contextmanager
@@ -98,6 +106,9 @@ class FastVocabulary(Vocabulary):
 
     def size(self) -> int:
         return int(self._library.get_vocab_size(with_added_tokens=True))
+
+    def most_bytes(self, longest: int) -> float:
+        return most_bytes(self._library, longest)
 
     def byte_rule(self) -> ByteRule | None:
         decoder = self._library.decoder
@@ -184,20 +195,21 @@ class Tokenizer:
         return self._vocabulary.encode(text, add_special_tokens)
 
     @functools.cached_property
-    def longest_token(self) -> int:
-        """Bytes of the longest token: a text of more than that times n bytes has more than n tokens."""
-        return max((len((self._vocabulary.token(i) or "").encode()) for i in range(self.vocab_size)), default=1)
+    def most_bytes(self) -> float:
+        """A text of more than that times n bytes has more than n tokens. Infinite if any text may have few."""
+        longest = max((len((self._vocabulary.token(i) or "").encode()) for i in range(self.vocab_size)), default=1)
+        return self._vocabulary.most_bytes(longest)
 
     def exceeds(self, text: str, limit: int) -> bool:
         """Whether ``text`` has more than ``limit`` tokens, found without encoding a text that is far longer. False: it
         must be encoded to know."""
         size = len(text.encode())
-        if size <= limit or size > limit * self.longest_token:
+        if size <= limit or size > limit * self.most_bytes:
             return size > limit
         size = limit
-        # Where the beginning is cut, it may have up to ``longest_token`` tokens that the whole text does not have.
         while len(text) > _SURELY_LONG * limit and size < len(text):
-            if len(self.encode(text[:size], False)) > limit + self.longest_token:
+            # Spaces at the cut may belong to a special token that takes those before it.
+            if len(self.encode(text[:size].rstrip(), False)) > limit + _MOST_OF_A_CUT:
                 return True
             size *= 2
         return False

@@ -12,8 +12,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
 
+from evener.exits.watched import no_exit
+
 #: Seconds that one descriptor, or one backend's marks, may take. They are plain data and small files.
 SECONDS = 20.0
+_ADVICE = "uninstall the package, or list it in EVENER_DISABLE_PLUGINS"
 
 
 class TorchImportRefused(ImportError):
@@ -58,8 +61,9 @@ class _Guard(MetaPathFinder, Loader):
 
 @contextmanager
 def guarded(who: str) -> Iterator[None]:
-    """Within the block this thread cannot import torch, unless it is imported already, and cannot end the process. A
-    block that takes longer than ``SECONDS`` ends the process with exit code 1: nothing else can stop it.
+    """Within the block this thread cannot import torch, unless it is imported already, and cannot end the process
+    silently (``no_exit``). A block that takes longer than ``SECONDS`` ends the process with exit code 1: nothing else
+    can stop it.
 
     Args:
         who: the package and what runs, for the message.
@@ -68,37 +72,23 @@ def guarded(who: str) -> Iterator[None]:
         TorchImportRefused: the block tried to import torch, even if it caught the refusal.
         RuntimeError: the block called ``os._exit``.
     """
-    guard, end_process = _Guard(), os._exit
-    limit = threading.Timer(SECONDS, _give_up, (who, end_process))
+    guard = _Guard()
+    limit = threading.Timer(SECONDS, _give_up, (who, os._exit))
     limit.daemon = True
     limit.start()
     sys.meta_path.insert(0, guard)
-    os._exit = _refuse_exit(end_process)  # type: ignore[assignment]
     try:
-        yield
+        with no_exit(who, _ADVICE):
+            yield
     finally:
-        os._exit = end_process
         sys.meta_path.remove(guard)
         limit.cancel()
     if guard.tripped:
         raise TorchImportRefused()
 
 
-def _refuse_exit(end_process: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
-    """``os._exit`` for this thread; other threads, and processes that they fork meanwhile, end as they should."""
-    here = os.getpid(), threading.get_ident()
-
-    def refuse(status: int) -> NoReturn:
-        if here != (os.getpid(), threading.get_ident()):
-            end_process(status)
-        raise RuntimeError(f"it called os._exit({status}), which would end the process")
-
-    return refuse
-
-
 def _give_up(who: str, end_process: Callable[[int], NoReturn]) -> None:
-    how = "uninstall the package, or list it in EVENER_DISABLE_PLUGINS"
-    print(f"error: {who} did not end within {SECONDS:g} seconds; {how}", file=sys.stderr, flush=True)
+    print(f"error: {who} did not end within {SECONDS:g} seconds; {_ADVICE}", file=sys.stderr, flush=True)
     end_process(1)
 
 
