@@ -46,7 +46,7 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
     if chip is None:
         raise BackendError(f"device npu:{index} has the chip number {number}, which this package does not know; "
                            "upgrade it: pip install -U evener-backend-ascend")  # fmt: skip
-    return AscendDevice("npu", index, capabilities(chip))
+    return AscendDevice("npu", index, capabilities(chip, options["triton"]))
 
 
 @hookimpl

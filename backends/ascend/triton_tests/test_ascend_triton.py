@@ -1,0 +1,71 @@
+"""Triton kernels compiled for Ascend chips by Huawei's own compilers, down to HIVM with its plan of the on-chip memory.
+
+Level L4; ``make test-vendors-ascend-triton`` runs it. It downloads 215 MB once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton_environment import environment
+
+HERE = Path(__file__).parent
+AOT = HERE.parents[1] / "triton/tests/aot.py"
+#: Generation → a chip by the compiler's name. The compiler has no 310P.
+CHIPS = {"910b": "Ascend910B2", "910_93": "Ascend910_9391", "950": "Ascend910_9589"}
+#: Kernels that the compiler does not take, and words of its reason. They are not offered on Ascend.
+REFUSED: dict[str, str] = {}
+
+
+def run(*words: str, given: str = "", **environ: str) -> Any:
+    """The JSON that a script prints, in a process whose Triton compiles."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    done = subprocess.run([sys.executable, *words], env={**clean, **environ}, input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def errors(launches: list[dict[str, Any]], chip: str) -> list[str | None]:
+    """For each launch None, or the compiler's reason."""
+    site = str(environment() / "site")
+    script = str(HERE / "compile_launches.py")
+    found: list[str | None] = run(script, chip, given=json.dumps(launches), PYTHONPATH=site)
+    return found
+
+
+@cache
+def rows(variant: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run(str(HERE / "row_launches.py"), variant, PYTHONPATH=str(AOT.parent))
+    return found
+
+
+@pytest.mark.parametrize("variant", CHIPS)
+def test_every_launch_that_the_backend_offers_compiles_L4(variant: str) -> None:
+    launches = rows(variant)
+    assert len(launches) >= 80
+    found = zip(launches, errors(launches, CHIPS[variant]), strict=True)
+    assert {f"{each['name']} {each['constants']}": reason for each, reason in found if reason} == {}
+
+
+def test_a_row_that_does_not_fit_the_on_chip_memory_is_refused_L4() -> None:
+    norm = next(each for each in rows("910b") if each["name"] == "rms_norm_kernel")
+    longer = {**norm, "constants": {**norm["constants"], "BLOCK": 16384}}
+    (reason,) = errors([longer], CHIPS["910b"])
+    assert "ub overflow, requires 1835264 bits while 1572864 bits available" in (reason or "")
+
+
+def test_each_kernel_of_the_whole_package_compiles_or_is_listed_with_the_compilers_reason_L4() -> None:
+    """One launch of each, as tiny models make it. Those that compile could be offered; only those over rows are."""
+    launches = list({each["name"]: each for each in run(str(AOT), "--list", "npu")}.values())
+    found = dict(zip((each["name"] for each in launches), errors(launches, CHIPS["910b"]), strict=True))
+    refused = {name: reason for name, reason in found.items() if reason}
+    assert refused.keys() == REFUSED.keys()
+    assert {name: reason for name, reason in refused.items() if REFUSED[name] not in reason} == {}
+    assert len(found) - len(refused) >= 25
