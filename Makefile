@@ -28,7 +28,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -93,7 +93,11 @@ test-vendors-ascend: install
 	        OMP_WAIT_POLICY=passive $(PY) -m pytest -q -W default $(ASCEND_TESTS) $(ARGS); \
 	done
 
-test-vendors: test-vendors-ascend  ## vendors' backends without their hardware, slow tests too: calls, the engine on simulated devices, compiled kernels
+# Huawei's builds of Triton and its compiler, in a folder of the cache too; nothing of them is in .venv.
+test-vendors-ascend-triton: install
+	@$(PY) -m pytest -q backends/ascend/triton_tests $(ARGS)
+
+test-vendors: test-vendors-ascend test-vendors-ascend-triton  ## vendors' backends without their hardware, slow tests too: calls, the engine on simulated devices, compiled kernels
 	@$(PYTEST) backends/parts/tests backends/hygon/tests backends/muxi/tests backends/gcu/tests tests/test_probe_matrix.py tests/test_containers.py $(ARGS)
 
 # Shows that nothing in the packages for builds of torch that share a namespace needs their vendor's card.

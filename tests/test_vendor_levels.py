@@ -12,8 +12,11 @@ import record_checks
 from source_tree import ROOT
 
 VENDORS = ("ascend", "hygon", "muxi", "gcu")
-#: ``make test-vendors-ascend`` runs this folder.
-FOLDERS_OF_TARGETS = {"test-vendors-ascend": ROOT / "backends/ascend/vendor_tests"}
+#: What these targets of the Makefile run.
+FOLDERS_OF_TARGETS = {
+    "test-vendors-ascend": ROOT / "backends/ascend/vendor_tests",
+    "test-vendors-ascend-triton": ROOT / "backends/ascend/triton_tests",
+}
 _LEVEL = re.compile(r"_(L[0-4])$")
 
 

@@ -63,7 +63,10 @@ def error_of(launch: dict[str, Any], chip: str) -> str | None:
     except subprocess.CalledProcessError as error:
         return _first(error.stderr.decode(errors="replace"))
     except Exception as error:  # a compiler's; it is the finding
-        return _first(f"{type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}")
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Triton wraps the error of a function in that of its caller
+            cause = cause.__cause__
+        return str(getattr(cause, "error_message", None) or cause)[-300:]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.mlir"
         source.write_text(text)
