@@ -1,6 +1,6 @@
 """Compiles launches of Triton kernels for an Ascend chip, down to HIVM with its plan of the on-chip memory.
 
-    python compile_launches.py CHIP < launches.json > errors.json        CHIP: Ascend910B2, Ascend910_9391, Ascend910_9589
+    python compile_launches.py CHIP < launches.json > errors.json     CHIP: Ascend910B2, Ascend910_9391, Ascend910_9589
 
 Runs over Huawei's Triton (``triton_environment``). Reads launches as ``aot.py --list`` writes them; prints a list with
 null, or the compiler's reason, for each. After HIVM comes ``hivmc``, which is only in CANN: what has reached that step

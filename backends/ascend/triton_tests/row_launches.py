@@ -1,5 +1,5 @@
-"""Prints, as JSON, every launch of the Triton kernels over rows that the Ascend backend lets run on a chip: of each op,
-at small and at the largest sizes, in each dtype. Launches are recorded over meta tensors.
+"""Prints, as JSON, the ops for which the Ascend backend offers Triton kernels over rows on a chip, and their launches: at
+small and at the largest sizes, in each dtype. Launches are recorded over meta tensors.
 
     python row_launches.py VARIANT       as in evener_backend_ascend.chip
 """
@@ -76,11 +76,13 @@ def main(variant: str) -> None:
         for op, static, inputs in cases(getattr(torch, dtype)):
             call = OpCall(op, static, Bucket(1, TOKENS), device.capabilities)
             reason = kernels[op].supports(call)
+            if op in rows.INDEXED and rows.ARGMAX not in chip.triton:
+                assert reason is not None
+                continue
             assert reason is None, f"{op} {static}: {reason}"
             kernels[op].build(call)(*inputs)
             ran.add(op)
-    assert ran == kernels.keys(), kernels.keys() - ran
-    print(json.dumps(aot.listed(recorder)))
+    print(json.dumps({"ops": sorted(ran), "launches": aot.listed(recorder)}))
 
 
 if __name__ == "__main__":

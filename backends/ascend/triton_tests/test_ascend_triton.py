@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from triton_environment import environment
 
+from evener_kernels_triton import row_kernels
+
 #: A second for each launch, on a machine that does nothing else.
 pytestmark = pytest.mark.timeout(1800)
 HERE = Path(__file__).parent
@@ -36,7 +38,8 @@ REFUSED = {
 def run(*words: str, given: str = "", **environ: str) -> Any:
     """The JSON that a script prints, in a process whose Triton compiles."""
     clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    done = subprocess.run([sys.executable, *words], env={**clean, **environ}, input=given, capture_output=True, text=True)
+    command, environ = [sys.executable, *words], {**clean, **environ}
+    done = subprocess.run(command, env=environ, input=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -50,21 +53,28 @@ def errors(launches: list[dict[str, Any]], chip: str) -> list[str | None]:
 
 
 @cache
-def rows(variant: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run(str(HERE / "row_launches.py"), variant, PYTHONPATH=str(AOT.parent))
+def rows(variant: str) -> dict[str, Any]:
+    found: dict[str, Any] = run(str(HERE / "row_launches.py"), variant, PYTHONPATH=str(AOT.parent))
     return found
 
 
 @pytest.mark.parametrize("variant", CHIPS)
 def test_every_launch_that_the_backend_offers_compiles_L4(variant: str) -> None:
-    launches = rows(variant)
-    assert len(launches) >= 80
+    launches = rows(variant)["launches"]
+    missing = {"greedy", "sample"} if variant == "950" else set()
+    assert set(rows(variant)["ops"]) == set(row_kernels.ops) - missing
+    assert len(launches) >= 70
     found = zip(launches, errors(launches, CHIPS[variant]), strict=True)
     assert {f"{each['name']} {each['constants']}": reason for each, reason in found if reason} == {}
 
 
+def test_for_950_a_reduction_to_an_index_is_refused_which_is_why_sampling_is_not_offered_there_L4() -> None:
+    choice = next(each for each in rows("910b")["launches"] if each["name"] == "merge_argmax_kernel")
+    assert "'linalg.reduce'" in (errors([choice], CHIPS["950"])[0] or "")
+
+
 def test_a_row_that_does_not_fit_the_on_chip_memory_is_refused_L4() -> None:
-    norm = next(each for each in rows("910b") if each["name"] == "rms_norm_kernel")
+    norm = next(each for each in rows("910b")["launches"] if each["name"] == "rms_norm_kernel")
     longer = {**norm, "constants": {**norm["constants"], "BLOCK": 16384}}
     (reason,) = errors([longer], CHIPS["910b"])
     assert "ub overflow, requires 1835264 bits while 1572864 bits available" in (reason or "")

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-#: Triton's front end for Ascend, and the compiler of what it makes down to HIVM. The last step, ``hivmc``, is only in CANN.
+#: Triton's front end for Ascend, and the compiler of what it makes, down to HIVM. The last step, ``hivmc``, is in CANN.
 WHEELS = ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11==3.1.0")
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import every_access_checked, host_kernels, schemas
-from test_triton_kernels import DTYPES, SLOW_PER_ROW, UNCHECKED
+from interpreted import host_kernels, schemas
 
 from evener.contracts.ops import Bucket, OpCall
 from evener_conformance.kit.ops import check_kernel
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton import row_kernels, rows
 
-FEATURES = frozenset({"triton:rows", "row:1024", "programs:65535"})
+DTYPES = ("float32", "bfloat16")
+FEATURES = frozenset({"triton:rows", "triton:argmax", "row:1024", "programs:65535"})
 
 
 @pytest.fixture
@@ -43,18 +43,14 @@ def test_the_package_has_the_ops_of_its_descriptor(device: HostDevice) -> None:
 
 
 # Kernels that differ from the other package's in more than who may have them.
-@pytest.mark.parametrize("op", ["rms_norm", pytest.param("sample", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["rms_norm", "sample"])
 def test_a_kernel_agrees_with_its_reference(op: str, device: HostDevice) -> None:
-    if op not in UNCHECKED:
-        with every_access_checked():
-            results = check_kernel(kernels(device)[op], schemas()[op], device, DTYPES, sizes=(17,), nearest=False,
-                                   most_numbers=1 << 16)  # fmt: skip
-    else:
-        results = check_kernel(kernels(device)[op], schemas()[op], device, DTYPES, sizes=(3,), nearest=False,
-                               most_numbers=1 << 16)  # fmt: skip
+    results = check_kernel(
+        kernels(device)[op], schemas()[op], device, DTYPES, sizes=(3,), nearest=False, most_numbers=1 << 16
+    )
     assert not [str(r) for r in results if r.outcome == "failed"]
     assert set(Counter(r.dtype for r in results if r.outcome == "passed")) == set(DTYPES)
-    assert "sample" in SLOW_PER_ROW
 
 
 def test_filters_in_smaller_pieces_choose_the_same_ids(device: HostDevice) -> None:
@@ -92,6 +88,14 @@ def test_a_chip_without_the_word_gets_none_of_them(device: HostDevice) -> None:
     found = kernels(device)["rms_norm"]
     device.capabilities = replace(device.capabilities, features=frozenset(), variant="older")
     assert found.supports(call(device, "rms_norm")) == "older does not say that Triton compiles for it (triton:rows)"
+
+
+def test_without_reductions_to_an_index_nothing_is_sampled(device: HostDevice) -> None:
+    device.capabilities = replace(device.capabilities, features=FEATURES - {"triton:argmax"}, variant="newer")
+    reasons = {op: k.supports(call(device, op, vocab=8, filters=False, inner=8, activation="silu", cap=1.0,
+                                   rotary_dim=8, head_dim=8)) for op, k in kernels(device).items()}  # fmt: skip
+    assert {op for op, reason in reasons.items() if reason} == {"greedy", "sample"}
+    assert reasons["greedy"] == "newer has no reduction that gives an index (triton:argmax)"
 
 
 def test_a_triton_that_has_no_driver_for_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

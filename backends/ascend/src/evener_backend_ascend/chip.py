@@ -16,27 +16,28 @@ class Chip:
         numbers: what ``torch_npu.npu.get_soc_version()`` returns for its models.
         dtypes: with native kernels.
         paged: it has the kernels of this package; the vendor documents them for these generations only.
-        triton: Huawei's Triton compiles the portable kernels over rows for it.
+        triton: what the portable Triton kernels read of it; empty where Huawei's Triton does not compile them.
     """
 
     name: str
     numbers: range
     dtypes: frozenset[str]
     paged: bool
-    triton: bool
+    triton: frozenset[str]
 
 
 _HALF = frozenset({"float32", "float16"})
 _ALL = _HALF | {"bfloat16"}
+#: Triton kernels over rows compile up to rows of this length, because a program's memory is checked; the runtime takes
+#: this many programs. For 950 the compiler takes no reduction that gives an index.
+_ROWS = frozenset({"triton:rows", "row:8192", "programs:65535"})
+_ARGMAX = _ROWS | {"triton:argmax"}
 CHIPS = (
-    Chip("310p", range(200, 206), _HALF, False, False),
-    Chip("910b", range(220, 226), _ALL, True, True),
-    Chip("910_93", range(250, 256), _ALL, True, True),
-    Chip("950", range(260, 261), _ALL, False, True),
+    Chip("310p", range(200, 206), _HALF, False, frozenset()),
+    Chip("910b", range(220, 226), _ALL, True, _ARGMAX),
+    Chip("910_93", range(250, 256), _ALL, True, _ARGMAX),
+    Chip("950", range(260, 261), _ALL, False, _ROWS),
 )
-#: What the portable Triton kernels read: those over rows compile for these chips, up to rows of this length (the
-#: compiler checks a program's memory), and the runtime takes this many programs.
-TRITON = frozenset({"triton:rows", "row:8192", "programs:65535"})
 #: Variants for which ``Chip.paged`` holds.
 PAGED = frozenset(chip.name for chip in CHIPS if chip.paged)
 
@@ -54,7 +55,7 @@ def capabilities(chip: Chip, triton: bool = False) -> DeviceCapabilities:
     """
     return DeviceCapabilities(
         dtypes=chip.dtypes, alignment=512, int64=True, host_lengths=True, graphs=chip.paged, graph_update=chip.paged,
-        variant=chip.name, features=TRITON if triton and chip.triton else frozenset(),
+        variant=chip.name, features=chip.triton if triton else frozenset(),
     )  # fmt: skip
 
 

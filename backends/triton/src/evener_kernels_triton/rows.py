@@ -1,8 +1,9 @@
 """The hooks of a second package: the kernels over rows alone, for devices whose Triton compiles no more than these.
 
-Its backend serves the tag ``triton:rows``. A chip for which they are compiled has the word ``triton:rows`` among its
-features, and may have ``row:<elements>``, the longest row of which one program can hold copies, and
-``programs:<number>``, the most programs of a launch. Kernels of the backend itself come before these.
+Its backend serves the tag ``triton:rows``. A chip for which they are compiled has words among its features:
+``triton:rows``; ``triton:argmax`` if reductions may give an index, too; and perhaps ``row:<elements>``, the longest row
+of which one program can hold copies, and ``programs:<number>``, the most programs of a launch. Kernels of the backend
+itself come before these.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from evener_kernels_triton.primitives import CHUNK, PRIMITIVES
 from evener_kernels_triton.sampling import SAMPLING, TritonSample, sample_filtered
 from evener_kernels_triton.tuning import Tuning, number_of, power_of_two
 
-FEATURE = "triton:rows"
+FEATURE, ARGMAX = "triton:rows", "triton:argmax"
 #: More heads than any known model has; a norm's call does not say how many rows a token has.
 _HEADS = 256
 #: Longer vocabularies are known of no model; a soft cap's call does not say its own.
@@ -36,6 +37,8 @@ PROGRAMS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "greedy": lambda s: -(-s["vocab"] // 4096), "sample": lambda s: -(-s["vocab"] // 4096),
     "apply_mask": lambda s: -(-s["vocab"] // 4096),
 }  # fmt: skip
+#: Ops that reduce to an index.
+INDEXED = ("greedy", "sample")
 #: Ops whose program holds a whole row.
 WHOLE_ROWS = ("rms_norm", "add_rms_norm")
 
@@ -52,6 +55,8 @@ class RowKernel(TritonKernel):
         features, tokens = call.device.features, call.bucket.high
         if FEATURE not in features:
             return f"{call.device.variant or 'the device'} does not say that Triton compiles for it ({FEATURE})"
+        if call.op in INDEXED and ARGMAX not in features:
+            return f"{call.device.variant or 'the device'} has no reduction that gives an index ({ARGMAX})"
         longest = number_of("row", features, 1 << 20)
         if call.op in WHOLE_ROWS and power_of_two(call.static["hidden"]) > longest:
             return f"a program holds rows of {longest} elements, not of {call.static['hidden']}"
