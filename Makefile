@@ -82,7 +82,7 @@ test-peers: model  ## vLLM's tests of the HTTP API and other clients against the
 
 # torch_npu's wheel over a fake runtime, in a folder of the cache whose name is a hash of both; once for each chip.
 ASCEND_TESTS := backends/ascend/vendor_tests
-ASCEND_CHIPS := Ascend910B2 Ascend910_9391 Ascend310P3
+ASCEND_CHIPS := Ascend910B2 Ascend910_9391 Ascend310P3 Ascend950PR_9589
 test-vendors-ascend: install
 	@made="$$($(PY) $(ASCEND_TESTS)/environment.py)"; site="$$(sed -n 's/^PYTHONPATH=//p' <<< "$$made")"; \
 	export LD_LIBRARY_PATH="$$(sed -n 's/^LD_LIBRARY_PATH=//p' <<< "$$made")"; \

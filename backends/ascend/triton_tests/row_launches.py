@@ -1,5 +1,5 @@
-"""Prints, as JSON, the ops for which the Ascend backend offers Triton kernels over rows on a chip, and their launches: at
-small and at the largest sizes, in each dtype. Launches are recorded over meta tensors.
+"""Prints, as JSON, the ops for which the Ascend backend offers Triton kernels over rows on a chip, and their launches:
+at small and at the largest sizes, in each dtype. Launches are recorded over meta tensors.
 
     python row_launches.py VARIANT       as in evener_backend_ascend.chip
 """

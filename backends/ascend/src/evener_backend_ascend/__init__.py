@@ -14,7 +14,7 @@ descriptor = Descriptor(
     serves=frozenset({"namespace:npu", "triton:rows"}),
     evidence="L3: the engine on torch_npu 2.13 over a fake runtime, 2026-11; no hardware has run it",
     ops=("rms_norm", "add_rms_norm", "act_and_mul", "rotary", "route", "grouped_linear", "linear"),
-    states=("ascend.paged", "ascend.latent"),
+    states=("ascend.paged", "ascend.latent", "ascend.blocked"),
     options={
         "triton": Option(
             type=bool,
