@@ -55,7 +55,7 @@ class BlockedState(AttentionProvider):
     kinds = frozenset({"full"})
     # Above the provider for the newer chips, so that its reason is the one that is read.
     priority = 110
-    graph = "none"
+    graph = "never"
     owns_memory = True
     batch_invariant = False
 
