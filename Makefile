@@ -28,7 +28,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -99,6 +99,12 @@ test-vendors-ascend-triton: install
 
 test-vendors: test-vendors-ascend test-vendors-ascend-triton  ## vendors' backends without their hardware, slow tests too: calls, the engine on simulated devices, compiled kernels
 	@$(PYTEST) backends/parts/tests backends/hygon/tests backends/muxi/tests backends/gcu/tests tests/test_probe_matrix.py tests/test_containers.py $(ARGS)
+	@$(if $(ARGS),,$(PY) scripts/vendor_tests.py record)
+
+# For CI: torch_npu's wheel on one chip. Slow tests of the other vendors run with all slow tests.
+test-vendors-changed: install
+	@! $(PY) scripts/vendor_tests.py changed || \
+	    { $(MAKE) test-vendors-ascend ASCEND_CHIPS=Ascend910B2 && $(PY) scripts/vendor_tests.py record; }
 
 # Shows that nothing in the packages for builds of torch that share a namespace needs their vendor's card.
 test-forks-gpu: install  ## the kit over the hygon and muxi backends on any GPU of torch's namespace cuda
