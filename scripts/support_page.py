@@ -35,9 +35,8 @@ ROWS = (
     Row(
         "evener-backend-ascend",
         "Huawei Ascend",
-        "nobody here has touched the hardware; L4 is of the Triton kernels over rows alone; "
-        "[doubtful](install-ascend.md#what-is-doubtful): equal routing scores, packed prompts over pages, "
-        "lengths on 310P",
+        "nobody here has touched the hardware; L4: Triton kernels over rows alone; "
+        "[doubtful](install-ascend.md#what-is-doubtful): equal routing scores, prompts over pages",
         "ascend",
     ),
     Row("evener-backend-hygon", "Hygon DCU", "nobody here has touched the hardware", "hygon"),
