@@ -28,7 +28,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -82,7 +82,7 @@ test-peers: model  ## vLLM's tests of the HTTP API and other clients against the
 
 # torch_npu's wheel over a fake runtime, in a folder of the cache whose name is a hash of both; once for each chip.
 ASCEND_TESTS := backends/ascend/vendor_tests
-ASCEND_CHIPS := Ascend910B2 Ascend910_9391 Ascend310P3
+ASCEND_CHIPS := Ascend910B2 Ascend910_9391 Ascend310P3 Ascend950PR_9589
 test-vendors-ascend: install
 	@made="$$($(PY) $(ASCEND_TESTS)/environment.py)"; site="$$(sed -n 's/^PYTHONPATH=//p' <<< "$$made")"; \
 	export LD_LIBRARY_PATH="$$(sed -n 's/^LD_LIBRARY_PATH=//p' <<< "$$made")"; \
@@ -93,8 +93,18 @@ test-vendors-ascend: install
 	        OMP_WAIT_POLICY=passive $(PY) -m pytest -q -W default $(ASCEND_TESTS) $(ARGS); \
 	done
 
-test-vendors: test-vendors-ascend  ## vendors' backends without their hardware, slow tests too: calls, the engine on simulated devices, compiled kernels
+# Huawei's builds of Triton and its compiler, in a folder of the cache too; nothing of them is in .venv.
+test-vendors-ascend-triton: install
+	@$(PY) -m pytest -q backends/ascend/triton_tests $(ARGS)
+
+test-vendors: test-vendors-ascend test-vendors-ascend-triton  ## vendors' backends without their hardware, slow tests too: calls, the engine on simulated devices, compiled kernels
 	@$(PYTEST) backends/parts/tests backends/hygon/tests backends/muxi/tests backends/gcu/tests tests/test_probe_matrix.py tests/test_containers.py $(ARGS)
+	@$(if $(ARGS),,$(PY) scripts/vendor_tests.py record)
+
+# For CI: torch_npu's wheel on one chip. Slow tests of the other vendors run with all slow tests.
+test-vendors-changed: install
+	@! $(PY) scripts/vendor_tests.py changed || \
+	    { $(MAKE) test-vendors-ascend ASCEND_CHIPS=Ascend910B2 && $(PY) scripts/vendor_tests.py record; }
 
 # Shows that nothing in the packages for builds of torch that share a namespace needs their vendor's card.
 test-forks-gpu: install  ## the kit over the hygon and muxi backends on any GPU of torch's namespace cuda

@@ -35,8 +35,8 @@ ROWS = (
     Row(
         "evener-backend-ascend",
         "Huawei Ascend",
-        "nobody here has touched the hardware; no Triton kernels, so no L4; "
-        "[doubtful](install-ascend.md#what-is-doubtful): equal routing scores, packed prompts over pages",
+        "nobody here has touched the hardware; L4: Triton kernels over rows alone; "
+        "[doubtful](install-ascend.md#what-is-doubtful): equal routing scores, prompts over pages",
         "ascend",
     ),
     Row("evener-backend-hygon", "Hygon DCU", "nobody here has touched the hardware", "hygon"),

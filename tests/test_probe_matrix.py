@@ -20,7 +20,7 @@ import evener_backend_hygon.probe
 import evener_backend_muxi.probe
 from evener.backend.torch_marks import TorchMarks
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
-from evener.errors import EvenerError
+from evener.errors import EvenerError, PluginError
 from evener.plugins.choose import accelerators, assess, unclaimed
 from evener.plugins.discover import discover
 from evener.plugins.probe import ProbeOutcome
@@ -51,7 +51,7 @@ MARKS: Mapping[str, Callable[[Path, TorchMarks, frozenset[str]], Marks]] = {
 @dataclass(frozen=True)
 class Machine:
     """``files``: what exists; ``modules``: extensions of torch that are installed. ``chosen``: the backend, or words of
-    the error; ``said``: (backend, words of its reason)."""
+    the error; ``said``: (backend, words of its reason); ``fails``: (backend, what its probe raises)."""
 
     torch: TorchMarks
     files: str
@@ -61,6 +61,7 @@ class Machine:
     installed: tuple[str, ...] = ("ascend", "cuda", "hygon", "muxi", "gcu")
     pci: str = ""
     warned: str = ""
+    fails: tuple[str, str] = ("", "")
 
 
 GCU, NPU = frozenset({"torch_gcu"}), frozenset({"torch_npu"})
@@ -92,6 +93,13 @@ MACHINES = {
     ),
     "ascend without torch_npu": Machine(
         STOCK, "dev/davinci0 dev/davinci_manager", "cpu", ("ascend", "torch_npu is not installed")
+    ),
+    "torch_npu without CANN": Machine(
+        STOCK, "dev/davinci0 dev/davinci_manager", "libhccl.so: cannot open shared object file", modules=NPU,
+        fails=("ascend", "torch_npu cannot be imported: libhccl.so: cannot open shared object file"),
+    ),
+    "dcu whose driver does not answer": Machine(
+        DTK, "dev/kfd dev/mkfd opt/dtk", "no HIP device answers", fails=("hygon", "no HIP device answers")
     ),
     "ascend under another vendor's torch": Machine(
         MACA, "dev/davinci0 dev/davinci_manager", "cpu", ("ascend", "does not fit torch"), modules=NPU
@@ -145,7 +153,8 @@ def test_the_right_backend_or_the_right_refusal_L3(name: str, tmp_path: Path, no
         found[package.name] = ours(root, machine.torch, machine.modules) if ours else Marks(True, ("a host",))
         score = 100 if ours else 10
         answer = ProbeResult(score, (ProbedDevice(0, package.name),)) if found[package.name].fit else None
-        outcomes[package.name] = ProbeOutcome(package, found[package.name], answer)
+        error = PluginError(machine.fails[1]) if package.name == machine.fails[0] else None
+        outcomes[package.name] = ProbeOutcome(package, found[package.name], None if error else answer, error)
     bus = pci_bus(tmp_path / "pci", machine.pci)
     assessment = assess(catalog, None, probes=outcomes, environ={}, pci_root=bus)
     if assessment.selection is not None:

@@ -72,8 +72,9 @@ def test_the_level_of_each_backend_in_its_descriptor_is_that_of_its_records() ->
         except PackageNotFoundError:
             assert not found.levels, f"{row.package} has records, and is not installed"
             continue
-        for point in points:
-            assert point.load().evidence.partition(":")[0] == found.highest, row.package
+        # Of a distribution with several packages one has the highest level, and each has a level with records.
+        levels = [point.load().evidence.partition(":")[0] for point in points]
+        assert set(levels) <= set(found.levels) and max(levels, default=None) == found.highest, row.package
 
 
 def test_a_page_without_the_marked_table_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""The level of evidence (docs/support.md) in the name of each test of a vendor's backend, and in the records."""
+"""The level of evidence (docs/support.md) in the name of each test of a vendor's backend, and in the records; and how
+large such a package is."""
 
 from __future__ import annotations
 
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 import record_checks
 from source_tree import ROOT
+from test_architecture import BACKENDS, code_lines
 
 VENDORS = ("ascend", "hygon", "muxi", "gcu")
-#: ``make test-vendors-ascend`` runs this folder.
-FOLDERS_OF_TARGETS = {"test-vendors-ascend": ROOT / "backends/ascend/vendor_tests"}
+#: What these targets of the Makefile run.
+FOLDERS_OF_TARGETS = {
+    "test-vendors-ascend": ROOT / "backends/ascend/vendor_tests",
+    "test-vendors-ascend-triton": ROOT / "backends/ascend/triton_tests",
+}
 _LEVEL = re.compile(r"_(L[0-4])$")
 
 
@@ -48,3 +53,10 @@ def test_a_record_claims_only_a_level_that_tests_of_its_command_name() -> None:
         assert check["level"] in named, f"{name} claims {check['level']}, and its tests name {sorted(named)}"
         claims += 1
     assert claims >= len(VENDORS)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_vendors_package_stays_small(vendor: str) -> None:
+    """What two of them share belongs into ``backends/parts``; what core lacks, into a contract."""
+    modules = [m for name, m in BACKENDS.items() if name.partition(".")[0] == f"evener_backend_{vendor}"]
+    assert modules and sum(code_lines(module) for module in modules) <= 1200

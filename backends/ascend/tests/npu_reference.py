@@ -72,17 +72,36 @@ def moe_gating_top_k(
 
 def grouped_matmul(
     x: list[torch.Tensor], weight: list[torch.Tensor], *, group_list: torch.Tensor, split_item: int = 0,
-    group_type: int | None = None, group_list_type: int = 0, **_: Any,
+    group_type: int | None = None, group_list_type: int = 0, scale: list[torch.Tensor] | None = None,
+    per_token_scale: list[torch.Tensor] | None = None, antiquant_scale: list[torch.Tensor] | None = None,
+    antiquant_offset: list[torch.Tensor] | None = None, output_dtype: int | None = None, **_: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     assert (split_item, group_type, group_list_type) == (2, 0, 1), "other forms are not simulated"
     (rows,), (matrices,) = x, weight
+    wanted = rows.dtype if output_dtype is None else _OUTPUTS[int(output_dtype)]
+    if antiquant_scale is not None:
+        assert matrices.dtype == torch.int8 and antiquant_offset is not None
+        assert antiquant_scale[0].dtype == antiquant_offset[0].dtype == rows.dtype
+        matrices = (matrices.float() + antiquant_offset[0].float()[:, None]) * antiquant_scale[0].float()[:, None]
+    if scale is not None:
+        assert matrices.dtype == rows.dtype == torch.int8 and per_token_scale is not None
+        assert scale[0].dtype == (torch.bfloat16 if wanted == torch.bfloat16 else torch.float32)
     # NaN where the kernel computes nothing, so that a reader of these rows is found.
-    out = rows.new_full((rows.shape[0], matrices.shape[2]), float("nan"))
+    out = torch.full((rows.shape[0], matrices.shape[2]), float("nan"), dtype=wanted)
     start = 0
-    for matrix, count in zip(matrices, group_list.tolist(), strict=True):
-        out[start : start + count] = rows[start : start + count] @ matrix
-        start += count
+    for index, (matrix, count) in enumerate(zip(matrices, group_list.tolist(), strict=True)):
+        stop = start + count
+        if scale is None or per_token_scale is None:
+            out[start:stop] = (rows[start:stop].to(matrix.dtype) @ matrix).to(wanted)
+        else:
+            y = (rows[start:stop].double() @ matrix.double()).float() * scale[0][index].float()
+            out[start:stop] = (y * per_token_scale[0][start:stop, None]).to(wanted)
+        start = stop
     return [out]
+
+
+#: torch's numbers of dtypes, as the vendor's kernels take them.
+_OUTPUTS = {5: torch.float16, 15: torch.bfloat16}
 
 
 def dynamic_quant(input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +119,7 @@ def quant_matmul(
     assert pertoken_scale is not None and x1.dtype == x2.dtype == torch.int8, "other forms are not simulated"
     # Exact, as int32 sums are.
     y = (x1.double() @ x2.double()).float() * scale * pertoken_scale[:, None]
-    return (y if bias is None else y + bias).to({5: torch.float16, 15: torch.bfloat16}[int(output_dtype or 0)])
+    return (y if bias is None else y + bias).to(_OUTPUTS[int(output_dtype or 0)])
 
 
 def weight_quant_batchmatmul(
@@ -161,6 +180,40 @@ def fused_infer_attention_score_out(*args: Any, workspace: Any, out: list[torch.
     return tuple(out)
 
 
+def format_cast(input: torch.Tensor, acl_format: int, **_: Any) -> torch.Tensor:
+    assert acl_format == 29 and input.shape[-1] == 16, "other formats are not simulated"
+    return input
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    slot_indices: torch.Tensor,
+) -> None:  # fmt: skip
+    page, place = slot_indices.long() // key_cache.shape[2], slot_indices.long() % key_cache.shape[2]
+    for cache, rows in ((key_cache, key), (value_cache, value)):
+        cache[page, :, place] = rows.flatten(1).unflatten(1, (-1, 16))
+
+
+def paged_attention(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int, num_heads: int,
+    scale_value: float, block_table: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor, *,
+    workspace: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    del workspace
+
+    def tokens(cache: torch.Tensor) -> torch.Tensor:
+        return cache.transpose(1, 2).flatten(2)
+
+    lengths = context_lens.tolist()
+    found, _ = fused_infer_attention_score(
+        query, tokens(key_cache), tokens(value_cache), atten_mask=torch.tensor([[0, 1], [0, 0]]),
+        actual_seq_lengths=list(range(1, len(lengths) + 1)), actual_seq_lengths_kv=lengths, block_table=block_table,
+        num_heads=num_heads, num_key_value_heads=num_kv_heads, scale=scale_value, input_layout="TND", sparse_mode=3,
+        block_size=key_cache.shape[2],
+    )  # fmt: skip
+    out.copy_(found)
+
+
 #: Forms of an op that torch_npu's graphs put in its place. No schema of theirs is recorded.
 IN_GRAPHS: dict[str, Callable[..., Any]] = {
     "npu_fused_infer_attention_score.out": fused_infer_attention_score_out,
@@ -174,21 +227,40 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "npu_moe_gating_top_k": moe_gating_top_k, "npu_grouped_matmul": grouped_matmul,
     "npu_dynamic_quant": dynamic_quant, "npu_quant_matmul": quant_matmul,
     "npu_weight_quant_batchmatmul": weight_quant_batchmatmul, "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
-    "npu_fused_infer_attention_score": fused_infer_attention_score,
+    "npu_fused_infer_attention_score": fused_infer_attention_score, "npu_format_cast": format_cast,
+    "atb::_npu_reshape_and_cache": reshape_and_cache, "atb::_npu_paged_attention": paged_attention,
 }  # fmt: skip
 
 
-def register(release: str | None) -> torch.library.Library:
+class Registered:
+    """Libraries whose functions are there until ``close``."""
+
+    def __init__(self) -> None:
+        self._libraries: dict[str, torch.library.Library] = {}
+
+    def of(self, namespace: str, kind: str) -> torch.library.Library:
+        """The library of a namespace."""
+        if namespace not in self._libraries:
+            self._libraries[namespace] = torch.library.Library(namespace, kind)
+        return self._libraries[namespace]
+
+    def close(self) -> None:
+        """Take the functions away."""
+        for library in self._libraries.values():
+            library._destroy()
+
+
+def register(release: str | None) -> Registered:
     """Put the functions on the CPU key; the result must be kept alive.
 
     Args:
         release: define the ops by this release's schemas; None: torch_npu has defined them.
     """
-    library = torch.library.Library("npu", "FRAGMENT" if release else "IMPL")
-    for name, function in ({} if release else IN_GRAPHS).items():
-        library.impl(name, function, "CPU")
-    for name, function in FUNCTIONS.items():
+    registered = Registered()
+    for name, function in {**({} if release else IN_GRAPHS), **FUNCTIONS}.items():
+        namespace, _, op = name.rpartition("::")
+        library = registered.of(namespace or "npu", "FRAGMENT" if release else "IMPL")
         if release:
-            library.define(recorded_schemas(release)[name])
-        library.impl(name, function, "CPU")
-    return library
+            library.define(recorded_schemas(release)[name].removeprefix("atb::"))
+        library.impl(op, function, "CPU")
+    return registered

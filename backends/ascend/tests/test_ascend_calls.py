@@ -11,6 +11,7 @@ import npu_reference
 import pytest
 import torch
 
+from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
@@ -18,6 +19,7 @@ from evener.errors import EngineError
 from evener.ops.reference import basic, experts, linear, norm, rotary
 from evener.ops.reference.state import ReferenceState
 from evener_backend_ascend import calls
+from evener_backend_ascend.blocked_state import BlockedState
 from evener_backend_ascend.chip import CHIPS, capabilities
 from evener_backend_ascend.kernels import (
     KERNELS,
@@ -28,11 +30,12 @@ from evener_backend_ascend.kernels import (
     NpuRoute,
     NpuSwiGlu,
 )
-from evener_backend_ascend.quantized import NpuInt8Linear
+from evener_backend_ascend.quantized import NpuInt8GroupedLinear, NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
-A2 = next(capabilities(chip) for chip in CHIPS if chip.name == "910b")
-OLD = next(capabilities(chip) for chip in CHIPS if chip.name == "310p")
+A2, OLD, NEW = (
+    next(capabilities(chip) for chip in CHIPS if chip.name == name) for name in ("910b", "310p", "950")
+)
 
 
 @pytest.fixture(params=npu_reference.RELEASES, ids=[f"torch_npu-{r}" for r in npu_reference.RELEASES])
@@ -40,7 +43,7 @@ def npu(request: pytest.FixtureRequest) -> Iterator[None]:
     """``torch.ops.npu`` with a release's schemas."""
     library = npu_reference.register(request.param)
     yield
-    library._destroy()
+    library.close()
 
 
 @pytest.fixture
@@ -48,9 +51,12 @@ def rows() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def check(kernel: Any, reference: Any, static: dict[str, Any], *inputs: Any, atol: float = 1e-5) -> None:
+def check(
+    kernel: Any, reference: Any, static: dict[str, Any], *inputs: Any, atol: float = 1e-5,
+    device: DeviceCapabilities = A2,
+) -> None:  # fmt: skip
     """A kernel gives what the reference gives."""
-    call = OpCall(kernel.op, static, Bucket(1, 64), A2)
+    call = OpCall(kernel.op, static, Bucket(1, 64), device)
     assert kernel.supports(call) is None
     expected = reference(static, None)(*inputs)
     found = kernel.build(call)(*inputs)
@@ -78,9 +84,12 @@ def test_rotation_equals_the_reference_L1(npu: None, rows: torch.Generator, inte
     check(NpuRotary(), rotary.rotary, static, positions, query, key, table)
 
 
-def test_swiglu_equals_the_reference_L1(npu: None, rows: torch.Generator) -> None:
+@pytest.mark.parametrize("device", [A2, OLD], ids=["910b", "310p"])
+def test_swiglu_equals_the_reference_L1(npu: None, rows: torch.Generator, device: DeviceCapabilities) -> None:
     static = {"inner": 24, "activation": "silu", "dtype": "float32"}
-    check(NpuSwiGlu(), basic.act_and_mul, static, torch.randn(5, 48, generator=rows))
+    check(NpuSwiGlu(), basic.act_and_mul, static, torch.randn(5, 48, generator=rows), device=device)
+    x = torch.randn(5, 48, generator=rows).half()
+    check(NpuSwiGlu(), basic.act_and_mul, {**static, "dtype": "float16"}, x, atol=1e-2, device=device)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +122,51 @@ def test_products_of_experts_equal_the_reference_and_pairs_without_an_expert_are
     bias = torch.randn(4, 24, generator=rows) if biased else None
     x = torch.randn(4, 16, generator=rows)
     check(NpuGroupedLinear(), linear.grouped_linear, static, x, weight, slots, bias, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_experts_with_int8_weights_equal_dequantized_ones_L1(
+    npu: None, rows: torch.Generator, activation: str | None, dtype: str
+) -> None:
+    kernel, kind = NpuInt8GroupedLinear(), getattr(torch, dtype)
+    (packing,) = kernel.packings
+    stack = [[int8_part(24, 64, activation, rows, f"{part}{expert}") for part in "gu"] for expert in range(4)]
+    packed = packing.pack_stack(stack, 4, dtype, torch.device("cpu"))
+    assert packed.shape == (4, 48, 64)
+    assert packed.nbytes == 4 * packing.nbytes(stack[0], dtype) == packed.data.codes.nbytes + packed.data.scales.nbytes
+    first = packing.pack(stack[2], dtype, torch.device("cpu"))
+    assert all(torch.equal(mine, own) for mine, own in zip(packed.data[2], first.data, strict=True))
+    static = {"weight": SimpleNamespace(parts=stack[0]), "experts": 4, "columns": 64, "rows": 48, "dtype": dtype}
+    call = OpCall("grouped_linear", static, Bucket(1, 9), A2)
+    assert kernel.supports(call) is None
+    x, slots = torch.randn(5, 64, generator=rows).to(kind), torch.tensor([[0, 3], [-1, 2], [3, 3], [-1, -1], [1, 0]])
+    found = kernel.build(call)(x, packed, slots.int())
+    wide = torch.stack([torch.cat([p.tensors["weight"].double() * p.tensors["scale"].double() for p in one])
+                        for one in stack])  # fmt: skip
+    want = torch.einsum("tc,tkrc->tkr", x.double(), wide[slots.clamp_min(0)]).masked_fill((slots < 0)[..., None], 0)
+    torch.testing.assert_close(found.double(), want, rtol=3e-2, atol=3e-2)
+    assert bool((found[3] == 0).all()) and ((found.double() - want).abs().max() > 1e-4)
+
+
+def test_310p_multiplies_experts_in_float16_by_multiples_of_sixteen_rows_and_int8_without_rounding_activations_L1(
+    npu: None, rows: torch.Generator
+) -> None:
+    static = {"experts": 4, "columns": 16, "rows": 24, "dtype": "float16"}
+    assert "multiple of 16 rows, not 24" in (
+        NpuGroupedLinear().supports(OpCall("grouped_linear", static, Bucket(1, 9), OLD)) or ""
+    )
+    stack = torch.randn(4, 32, 16, generator=rows).half()
+    weight = PackedWeight("plain", (4, 32, 16), stack, stack.nbytes)
+    slots = torch.tensor([[0, 3], [-1, 2]], dtype=torch.int32)
+    x = torch.randn(2, 16, generator=rows).half()
+    check(NpuGroupedLinear(), linear.grouped_linear, {**static, "rows": 32}, x, weight, slots, None, atol=2e-2,
+          device=OLD)  # fmt: skip
+    linear_static = {"rows": 8, "columns": 64, "dtype": "float16", "out": "float16"}
+    for activation, reason in ((None, None), ("int8", "npu_quant_matmul for 910b and 910_93")):
+        part = SimpleNamespace(parts=[int8_part(8, 64, activation, rows)])
+        said = NpuInt8Linear().supports(OpCall("linear", {**linear_static, "weight": part}, Bucket(1, 9), OLD))
+        assert said is None if reason is None else reason in (said or "")
 
 
 def int8_part(rows: int, columns: int, activation: str | None, noise: torch.Generator, name: str = "w") -> WeightPart:
@@ -214,9 +268,12 @@ def step_of(counts: list[int], lengths: list[int]) -> StateStep:
     )  # fmt: skip
 
 
-def compare_state(provider: StateProvider, spec: StateSpec, attention: AttentionSpec, rows: torch.Generator) -> None:
+def compare_state(
+    provider: StateProvider, spec: StateSpec, attention: AttentionSpec, rows: torch.Generator,
+    device: DeviceCapabilities = A2,
+) -> None:  # fmt: skip
     """Prompts of several lengths, then a step that adds one token to each and a piece to one."""
-    assert provider.supports(spec, attention, A2) is None
+    assert provider.supports(spec, attention, device) is None
     (size,) = provider.block_sizes(spec)
     reference, dtype = ReferenceState(), getattr(torch, attention.dtype)
     ours = provider.bind(torch.empty(42, 0, dtype=torch.uint8), spec, size)
@@ -254,6 +311,69 @@ def test_latent_attention_equals_the_reference_L1(npu: None, rows: torch.Generat
     tensors = (StateTensor("latent", (512,), "bfloat16"), StateTensor("rope", (64,), "bfloat16"))
     provider = LatentState(calls.causal_mask(torch.device("cpu")))
     compare_state(provider, StateSpec("latent", tensors), AttentionSpec(32, 576, 0.05, dtype="bfloat16"), rows)
+
+
+def test_state_of_310p_equals_the_reference_L1(npu: None, rows: torch.Generator) -> None:
+    tensors = (StateTensor("key", (2, 32), "float16"), StateTensor("value", (2, 32), "float16"))
+    compare_state(
+        BlockedState(), StateSpec("full", tensors), AttentionSpec(8, 32, 0.2, dtype="float16"), rows, device=OLD
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"dtype": "float32"}, "in float16, not in float32"), ({"sinks": True}, "neither sinks"),
+     ({"heads": 7}, "no kernel for 7 query heads")],
+)  # fmt: skip
+def test_state_that_310p_cannot_hold_is_refused_with_the_reason_L1(
+    npu: None, change: dict[str, Any], reason: str
+) -> None:
+    tensors = (StateTensor("key", (4, 32), "float16"), StateTensor("value", (4, 32), "float16"))
+    wanted = {"heads": 8, "head_dim": 32, "scale": 1.0, "dtype": "float16", **change}
+    spec, provider = StateSpec("full", tensors), BlockedState()
+    assert reason in (provider.supports(spec, AttentionSpec(**wanted), OLD) or "")
+    assert "not for 910b" in (provider.supports(spec, AttentionSpec(**wanted), A2) or "")
+
+
+def test_without_huaweis_transformer_library_310p_says_what_to_type_L1() -> None:
+    tensors = (StateTensor("key", (4, 32), "float16"), StateTensor("value", (4, 32), "float16"))
+    reason = BlockedState().supports(StateSpec("full", tensors), AttentionSpec(8, 32, 1.0, dtype="float16"), OLD)
+    assert "source /usr/local/Ascend/nnal/atb/set_env.sh" in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table": torch.ones(2, 1, dtype=torch.int64)}, r"table is torch\.int64"),
+        ({"kv_lens": torch.ones(2, dtype=torch.int64)}, r"lengths torch\.int64"),
+        ({"kv_lens": torch.ones(3, dtype=torch.int32)}, "3 lengths for 2 queries"),
+        ({"longest": 200}, "200 tokens in 1 columns"), ({"kv_heads": 1}, "for 1 x 32"),
+        ({"query": torch.zeros(2, 4, 32)}, r"torch\.float32"),
+        ({"keys": torch.zeros(3, 4, 16, 16, dtype=torch.float16)}, "pages"),
+    ],
+)
+def test_wrong_arguments_of_310ps_attention_are_errors_L1(npu: None, change: dict[str, Any], message: str) -> None:
+    pages = torch.zeros(3, 4, 128, 16, dtype=torch.float16)
+    right: dict[str, Any] = {
+        "query": torch.zeros(2, 4, 32, dtype=torch.float16), "keys": pages, "values": pages, "kv_heads": 2,
+        "scale": 1.0, "table": torch.ones(2, 1, dtype=torch.int32), "kv_lens": torch.ones(2, dtype=torch.int32),
+        "longest": 1,
+    }  # fmt: skip
+    assert calls.blocked_attention(**right).shape == (2, 4, 32)
+    with pytest.raises(EngineError, match=message):
+        calls.blocked_attention(**{**right, **change})
+
+
+def test_wrong_pages_of_310p_are_not_written_L1(npu: None) -> None:
+    key, pages, slots = (
+        torch.zeros(1, 2, 32, dtype=torch.float16), torch.zeros(3, 4, 128, 16, dtype=torch.float16),
+        torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+    calls.write_blocked(key, key, pages, pages, slots)
+    for given in ((key.float(), key, pages, pages, slots), (key, key, pages[:, :2], pages, slots),
+                  (key, key, pages, pages, slots.long())):  # fmt: skip
+        with pytest.raises(EngineError, match="_npu_reshape_and_cache"):
+            calls.write_blocked(*given)
 
 
 def attention_arguments() -> dict[str, Any]:
@@ -308,10 +428,33 @@ def test_a_planted_wrong_argument_is_refused_by_the_schema_L1(npu: None) -> None
         torch.ops.npu.npu_rms_norm(torch.zeros(2, 8), torch.zeros(8), eps=1e-6)
 
 
-@pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.op)
-def test_a_chip_that_the_vendor_does_not_document_gets_the_reference_L1(kind: type[Any]) -> None:
-    reason = kind().supports(OpCall(kind.op, {"dtype": "float16"}, Bucket(1, 1), OLD))
-    assert reason == "the vendor documents the kernel for 910_93 and 910b, not for 310p"
+@pytest.mark.parametrize(
+    ("variant", "documented"),
+    [
+        ("310p", {"rms_norm", "add_rms_norm", "act_and_mul", "grouped_linear"}),
+        ("950", {"rms_norm", "add_rms_norm", "act_and_mul", "rotary", "route", "grouped_linear"}),
+        ("910_93", {kind.op for kind in KERNELS}), ("unknown", set()),
+    ],
+)  # fmt: skip
+def test_a_chip_gets_the_kernels_that_the_vendor_documents_for_it_L1(variant: str, documented: set[str]) -> None:
+    device = replace(OLD, variant=variant)
+    static = {"dtype": "float16", "activation": "silu", "rotary_dim": 64, "experts": 16, "groups": 1, "top_groups": 1,
+              "scoring": "softmax", "renormalize": True, "group_best": 1, "top": 2, "rows": 32}  # fmt: skip
+    reasons = {kind.op: kind().supports(OpCall(kind.op, static, Bucket(1, 1), device)) for kind in KERNELS}
+    assert {op for op, reason in reasons.items() if reason is None} == documented
+    assert all(f"not for {variant}" in reason for reason in reasons.values() if reason)
+
+
+def test_950_has_paged_attention_and_neither_latents_nor_int8_L1(npu: None) -> None:
+    tensors = (StateTensor("key", (4, 32), "bfloat16"), StateTensor("value", (4, 32), "bfloat16"))
+    mask, heads = torch.zeros(0), AttentionSpec(8, 32, 1.0, dtype="bfloat16")
+    paged = PagedState(mask).supports(StateSpec("full", tensors), heads, NEW)
+    latents = (StateTensor("latent", (512,), "bfloat16"), StateTensor("rope", (64,), "bfloat16"))
+    wide = AttentionSpec(32, 576, 1.0, dtype="bfloat16")
+    latent = LatentState(mask).supports(StateSpec("latent", latents), wide, NEW)
+    assert paged is None and "over latents for 910b and 910_93, not for 950" in (latent or "")
+    for kernel in (NpuInt8Linear(), NpuInt8GroupedLinear()):
+        assert "not for 950" in (kernel.supports(OpCall(kernel.op, {"dtype": "float16"}, Bucket(1, 1), NEW)) or "")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from evener.backend.torch_marks import TorchMarks
 from evener.config.build import from_overrides
 from evener.config.packages import Packages
 from evener_backend_ascend import descriptor
-from evener_backend_ascend.chip import CHIPS, PAGED, capabilities, chip_of
+from evener_backend_ascend.chip import CHIPS, capabilities, chip_of
 from evener_backend_ascend.probe import advice, marks
 
 TORCH = TorchMarks("2.13.0+cpu", {"cuda": None})
@@ -74,8 +74,12 @@ def test_capabilities_say_what_each_generation_can_do_L0() -> None:
     for chip in CHIPS:
         can = capabilities(chip)
         assert can.host_lengths
-        assert can.graphs == can.graph_update == (chip.name in PAGED)
+        assert can.graphs == can.graph_update == (chip.name in ("910b", "910_93"))
         assert ("bfloat16" in can.dtypes) == (chip.name != "310p")
+        assert can.features == frozenset(), "Triton's kernels are offered only if they are asked for"
+        with_triton = capabilities(chip, triton=True).features
+        assert ("triton:rows" in with_triton) == (chip.name != "310p")
+        assert ("triton:argmax" in with_triton) == (chip.name in ("910b", "910_93"))
 
 
 def test_advice_names_settings_that_are_missing_or_do_harm_L0() -> None:
@@ -93,7 +97,7 @@ def test_descriptor_and_probe_import_no_torch_L0() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
-    assert descriptor.serves == {"namespace:npu"}
+    assert descriptor.serves == {"namespace:npu", "triton:rows"}
 
 
 def test_a_torch_npu_without_cann_fails_the_probe_with_what_to_type_L0(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def references() -> Iterator[None]:
     """The vendor's kernels as plain torch, on CPU tensors."""
     library = npu_reference.register(None)
     yield
-    library._destroy()
+    library.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,9 @@ OLDER_WHEEL = "torch_npu==2.11.0"
 _HERE = Path(__file__).resolve().parent
 #: The libraries of CANN that torch_npu's own libraries name.
 _NEEDED = ("libascendcl", "libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel")
-_OWN = ("lib/libtorch_npu.so", "lib/libtensorpipe.so", "lib/libnpu_profiler.so")
+#: With torch_npu's kernels over Huawei's transformer library, libatb, which is not CANN's.
+_ATB = "lib/libop_plugin_atb.so"
+_OWN = ("lib/libtorch_npu.so", "lib/libtensorpipe.so", "lib/libnpu_profiler.so", _ATB)
 #: Names of C functions of CANN; others that are undefined come from torch and the C library.
 _PREFIXES = re.compile(r"^(acl|Hccl|rt[A-Z]|Msprof|ge[A-Z]|hal|prof[A-Z]|ad[A-Z])\w*$")
 #: Functions that compute, and an optional one of the driver whose absence is handled.
@@ -73,8 +75,18 @@ def _make_runtime(package: Path, lib: Path) -> None:
     (lib / "runtime.c").write_text(source + "".join(stubs))
     first, *others = (lib / f"{name}.so" for name in _NEEDED)
     _run("gcc", "-shared", "-fPIC", "-w", "-o", str(first), str(lib / "runtime.c"))
+    _make_transformer_library(package / _ATB, lib)
     for other in others:  # one file, so that its memory and its streams exist once
         other.symlink_to(first.name)
+
+
+def _make_transformer_library(user: Path, lib: Path) -> None:
+    """Compile a libatb whose every function returns an error: the kernels are registered, and none computes."""
+    undefined = _run("nm", "-D", "--undefined-only", str(user)).split()
+    names = sorted(name for name in undefined if name.startswith("_ZN3atb"))
+    assert names, "torch_npu's library names no function of libatb"
+    (lib / "atb.c").write_text("".join(f"int {name}(void) {{ return 1; }}\n" for name in names))
+    _run("gcc", "-shared", "-fPIC", "-w", "-o", str(lib / "libatb.so"), str(lib / "atb.c"))
 
 
 def _wanted_names(libraries: list[Path]) -> set[str]:

@@ -1,6 +1,7 @@
 """Compiles every kernel ahead of time, as it would be launched, for targets that this machine does not have.
 
     python aot.py [--one] TARGET...        cuda:90, hip:gfx942, …; --one: one launch a kernel
+    python aot.py --list TARGET            nothing is compiled: the launches, as JSON, for another compiler
 
 Launches are recorded over meta tensors, so no device is needed. Prints one JSON object: target → {kernel: error}.
 """
@@ -50,6 +51,7 @@ FACTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "cuda:75": (40, 64 << 10, False, ()), "cuda:80": (108, 163 << 10, True, ("ptx",)),
     "cuda:90": (132, 227 << 10, True, ("overlap", "ptx", "fp8", "warpgroups")),
     "cuda:100": (148, 227 << 10, True, ("overlap", "ptx", "fp8")), "hip": (104, 64 << 10, True, ()),
+    "npu": (24, 192 << 10, True, ()),
 }  # fmt: skip
 
 
@@ -291,6 +293,23 @@ def compile_all(target: str, one: bool) -> dict[str, Any]:
     return {"launches": len(launches), "errors": found}
 
 
+def listed(recorder: Recorder) -> list[dict[str, Any]]:
+    """Each launch: module and name of its function, signature, constants by name, and which parameters have values that
+    16 divides."""
+    found = []
+    for function, signature, constants, options in recorder.seen.values():
+        names = [p.name for p in function.params]
+        found.append({
+            "module": function.fn.__module__, "name": function.__name__, "signature": signature,
+            "constants": {names[index]: value for (index,), value in constants.items()},
+            "aligned": [names[index] for (index,) in options["attrs"]],
+        })  # fmt: skip
+    return found
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--list":
+        print(json.dumps(listed(record(sys.argv[2]))))
+        sys.exit()
     targets = [word for word in sys.argv[1:] if word != "--one"]
     print(json.dumps({target: compile_all(target, "--one" in sys.argv) for target in targets}, indent=1))

@@ -18,6 +18,8 @@ PAGE = 128
 MASK = 2048
 _HALVES = (torch.float16, torch.bfloat16)
 _CAUSAL, _BAND = 3, 4
+#: The vendor's number of the format FRACTAL_NZ.
+_FRACTAL_NZ = 29
 
 
 def _require(fact: bool, kernel: str, message: str) -> None:
@@ -96,6 +98,52 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     )
     y: torch.Tensor = found[0]
     return y
+
+
+def grouped_int8_matmul(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Rows of x [P, K] as int8 with one scale a row, of which ``counts[e]`` belong to matrix e, times int8 codes
+    [E, K, N] with float32 scales [E, N]; in the dtype of x."""
+    name = "npu_grouped_matmul"
+    _require_grouped_int8(x, codes, scales, counts, name)
+    quantized, rows = torch.ops.npu.npu_dynamic_quant(x.contiguous())
+    # The vendor takes scales of bfloat16 for a result of bfloat16, and of float32 for one of float16.
+    scale = scales.to(torch.bfloat16) if x.dtype == torch.bfloat16 else scales
+    found = torch.ops.npu.npu_grouped_matmul(
+        [quantized], [codes], scale=[scale], per_token_scale=[rows], group_list=counts, split_item=2, group_type=0,
+        group_list_type=1, output_dtype=x.dtype,
+    )  # fmt: skip
+    y: torch.Tensor = found[0]
+    return y
+
+
+def grouped_int8_weight_matmul(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """The same with x as it is; scales are rounded to its dtype."""
+    name = "npu_grouped_matmul"
+    _require_grouped_int8(x, codes, scales, counts, name)
+    scale = scales.to(x.dtype)
+    found = torch.ops.npu.npu_grouped_matmul(
+        [x.contiguous()], [codes], antiquant_scale=[scale], antiquant_offset=[torch.zeros_like(scale)],
+        group_list=counts, split_item=2, group_type=0, group_list_type=1,
+    )  # fmt: skip
+    y: torch.Tensor = found[0]
+    return y
+
+
+def _require_grouped_int8(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor, name: str
+) -> None:
+    _require(x.dtype in _HALVES and x.dim() == 2, name, f"x is {x.dtype} {list(x.shape)}")
+    same = codes.dtype == torch.int8 and codes.dim() == 3 and codes.shape[1] == x.shape[1]
+    _require(same, name, f"x {list(x.shape)}, {codes.dtype} codes {list(codes.shape)}")
+    right = scales.dtype == torch.float32 and scales.shape == (codes.shape[0], codes.shape[2])
+    _require(right, name, f"scales {list(scales.shape)}")
+    _require(counts.dtype == torch.int64 and counts.shape == codes.shape[:1], name, f"counts {counts.dtype}")
+    _require(counts.shape[0] > 1, name, "one group")
+    _require(max(codes.shape[1:]) < 65536, name, f"codes {list(codes.shape)}")
 
 
 def int8_matmul(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -188,3 +236,59 @@ def attention(
         pre_tokens=2147483647 if window is None else window - 1, next_tokens=2147483647 if window is None else 0,
     )[0]  # fmt: skip
     return found
+
+
+def has_transformer_library() -> bool:
+    """Whether torch_npu found Huawei's transformer library and registered its kernels, ``torch.ops.atb``."""
+    return hasattr(torch.ops.atb, "_npu_paged_attention") and hasattr(torch.ops.atb, "_npu_reshape_and_cache")
+
+
+def as_fractal_nz(pages: torch.Tensor) -> torch.Tensor:
+    """Pages [blocks, pieces, 128, 16] marked as FRACTAL_NZ, in which their bytes lie already."""
+    _require(pages.dim() == 4 and pages.shape[2:] == (PAGE, 16), "npu_format_cast", f"pages {list(pages.shape)}")
+    marked: torch.Tensor = torch.ops.npu.npu_format_cast(pages, _FRACTAL_NZ)
+    return marked
+
+
+def write_blocked(
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:  # fmt: skip
+    """Write key and value [T, heads, D], float16, to keys and values [pages, heads * D / 16, 128, 16]. Mutates the
+    pages."""
+    name = "_npu_reshape_and_cache"
+    dtypes = {key.dtype, value.dtype, keys.dtype, values.dtype}
+    _require(dtypes == {torch.float16}, name, f"not float16: {sorted(map(str, dtypes))}")
+    _require(key.shape == value.shape and key.shape[0] == slots.shape[0], name, f"keys {list(key.shape)}")
+    pieces = key.shape[1] * key.shape[2] // 16
+    same = keys.shape[1:] == values.shape[1:] == (pieces, PAGE, 16) and key.shape[2] % 16 == 0
+    _require(same, name, f"pages {list(keys.shape)} for {list(key.shape)}")
+    _require(slots.dtype == torch.int32, name, f"slots are {slots.dtype}")
+    torch.ops.atb._npu_reshape_and_cache(key.contiguous(), value.contiguous(), keys, values, slots.contiguous())
+
+
+def blocked_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, kv_heads: int, scale: float, table: torch.Tensor,
+    kv_lens: torch.Tensor, longest: int,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of one new token for each request, query [R, heads, D] in float16, over pages as ``write_blocked``
+    takes; returns [R, heads, D].
+
+    Args:
+        table: int32 [R, C], pages of each request.
+        kv_lens: int32 [R], tokens of each request; on the device, as the vendor's own engine passes them on this chip.
+        longest: the largest of them.
+    """
+    name = "_npu_paged_attention"
+    requests, heads, size = query.shape
+    _require(query.dtype == keys.dtype == values.dtype == torch.float16, name, f"{query.dtype}, {keys.dtype}")
+    pages = kv_heads * size // 16, PAGE, 16
+    _require(keys.shape[1:] == values.shape[1:] == pages, name, f"pages {list(keys.shape)} for {kv_heads} x {size}")
+    _require(heads % kv_heads == 0, name, f"{heads} on {kv_heads} heads")
+    _require(table.dtype == kv_lens.dtype == torch.int32, name, f"the table is {table.dtype}, lengths {kv_lens.dtype}")
+    _require(table.shape[0] == kv_lens.shape[0] == requests, name, f"{kv_lens.shape[0]} lengths for {requests} queries")
+    _require(-(-longest // PAGE) <= table.shape[1], name, f"{longest} tokens in {table.shape[1]} columns")
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    torch.ops.atb._npu_paged_attention(
+        query.contiguous(), keys, values, kv_heads, heads, scale, table.contiguous(), kv_lens.contiguous(), out
+    )
+    return out

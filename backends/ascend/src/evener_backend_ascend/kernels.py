@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from evener.contracts.ops import Kernel, OpCall, OpFunction
@@ -12,8 +15,9 @@ from evener_backend_ascend.chip import refusal
 
 
 class NpuKernel(Kernel):
-    """A kernel for the chips that the vendor documents it for."""
+    """A kernel for the chips that the vendor documents it for. ``vendor``: the vendor's kernel that it calls."""
 
+    vendor: str
     priority = 100
     capturable = True
 
@@ -21,7 +25,7 @@ class NpuKernel(Kernel):
         dtype = call.static.get("dtype")
         if dtype is not None and dtype not in call.device.dtypes:
             return f"{call.device.variant} has no {dtype}"
-        return refusal(call.device.variant) or self._unsupported(call)
+        return refusal(call.device.variant, self.vendor) or self._unsupported(call)
 
     def _unsupported(self, call: OpCall) -> str | None:
         del call
@@ -36,7 +40,7 @@ def _gamma(weight: torch.Tensor, offset: float) -> torch.Tensor:
 class NpuRmsNorm(NpuKernel):
     """In the row's dtype; in float32 where the weight has an offset, which half precision would round."""
 
-    op, name = "rms_norm", "ascend.rms_norm"
+    op, name, vendor = "rms_norm", "ascend.rms_norm", "npu_rms_norm"
 
     def workspace(self, call: OpCall) -> int:
         return int(call.bucket.high * call.static["hidden"] * 12)
@@ -55,7 +59,7 @@ class NpuRmsNorm(NpuKernel):
 class NpuAddRmsNorm(NpuKernel):
     """The stream is float32, and the vendor's kernel takes one dtype: x is widened."""
 
-    op, name = "add_rms_norm", "ascend.add_rms_norm"
+    op, name, vendor = "add_rms_norm", "ascend.add_rms_norm", "npu_add_rms_norm"
     # Reported for the fused form by its users.
     deterministic = False
 
@@ -73,22 +77,31 @@ class NpuAddRmsNorm(NpuKernel):
 
 
 class NpuSwiGlu(NpuKernel):
-    """silu and product."""
+    """silu and product; on 310P in float32, as the vendor's own engine calls it there."""
 
-    op, name = "act_and_mul", "ascend.swiglu"
+    op, name, vendor = "act_and_mul", "ascend.swiglu", "npu_swiglu"
 
     def _unsupported(self, call: OpCall) -> str | None:
         kind = call.static["activation"]
         return None if kind == "silu" else f"computes silu, not {kind}"
 
     def build(self, call: OpCall) -> OpFunction:
-        return calls.swiglu
+        if "bfloat16" in call.device.dtypes:
+            return calls.swiglu
+
+        def wide(x: torch.Tensor) -> torch.Tensor:
+            return calls.swiglu(x.float()).to(x.dtype)
+
+        return wide
+
+    def workspace(self, call: OpCall) -> int:
+        return 0 if "bfloat16" in call.device.dtypes else int(call.bucket.high * call.static["inner"] * 12)
 
 
 class NpuRotary(NpuKernel):
     """In float32, like the op's meaning: angles in half precision would move keys by their rounding."""
 
-    op, name = "rotary", "ascend.rotary"
+    op, name, vendor = "rotary", "ascend.rotary", "npu_rotary_mul"
 
     def _unsupported(self, call: OpCall) -> str | None:
         size = call.static["rotary_dim"]
@@ -120,7 +133,7 @@ class NpuRoute(NpuKernel):
     """Scores, groups and the best experts in one kernel. Sigmoid scores are made to sum to 1 by the kernel itself,
     softmax scores by us."""
 
-    op, name = "route", "ascend.route"
+    op, name, vendor = "route", "ascend.route", "npu_moe_gating_top_k"
 
     def _unsupported(self, call: OpCall) -> str | None:
         s = call.static
@@ -159,12 +172,25 @@ class NpuRoute(NpuKernel):
 class NpuGroupedLinear(NpuKernel):
     """Pairs of token and expert, sorted by expert, in one product. No value is read on the host."""
 
-    op, name = "grouped_linear", "ascend.grouped_linear"
+    op, name, vendor = "grouped_linear", "ascend.grouped_linear", "npu_grouped_matmul"
     packings = (PLAIN,)
 
     def _unsupported(self, call: OpCall) -> str | None:
-        experts = call.static["experts"]
-        return None if 1 < experts <= 1024 else f"multiplies by 2 to 1024 matrices, not by {experts}"
+        experts, rows, dtype = (call.static[k] for k in ("experts", "rows", "dtype"))
+        if not 1 < experts <= 1024:
+            return f"multiplies by 2 to 1024 matrices, not by {experts}"
+        if "bfloat16" not in call.device.dtypes and (dtype != "float16" or rows % 16):
+            return f"multiplies in float16 there, by matrices with a multiple of 16 rows, not {rows} in {dtype}"
+        return None
+
+    def product(self, call: OpCall) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:
+        """Of rows that are sorted by matrix, what the packing holds, and the number of rows of each matrix."""
+        del call
+
+        def multiply(x: torch.Tensor, data: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            return calls.grouped_matmul(x, data.transpose(1, 2), counts)
+
+        return multiply
 
     def workspace(self, call: OpCall) -> int:
         # The number of experts for each token is not a static parameter; 16 is more than any known model has.
@@ -173,7 +199,7 @@ class NpuGroupedLinear(NpuKernel):
         return int(call.bucket.high * 16 * (s["columns"] * width + 2 * s["rows"] * width + 64))
 
     def build(self, call: OpCall) -> OpFunction:
-        experts, rows = call.static["experts"], call.static["rows"]
+        experts, rows, multiply = call.static["experts"], call.static["rows"], self.product(call)
 
         def run(
             x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor, bias: torch.Tensor | None = None
@@ -185,8 +211,7 @@ class NpuGroupedLinear(NpuKernel):
             counts = torch.zeros(experts + 1, dtype=torch.int64, device=x.device)
             counts.scatter_add_(0, named, torch.ones_like(named))
             rows_of_x = torch.div(order, slots.shape[1], rounding_mode="floor")
-            matrices = weight.data.transpose(1, 2)
-            y = calls.grouped_matmul(x.index_select(0, rows_of_x), matrices, counts[:experts].contiguous())
+            y = multiply(x.index_select(0, rows_of_x), weight.data, counts[:experts].contiguous())
             sorted_slots = named.index_select(0, order)
             if bias is not None:
                 y = y + bias.index_select(0, sorted_slots.clamp_max(experts - 1))

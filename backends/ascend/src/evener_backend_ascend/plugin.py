@@ -18,11 +18,12 @@ from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import Kernel
 from evener.contracts.state import StateProvider
 from evener.errors import BackendError
+from evener_backend_ascend.blocked_state import BlockedState
 from evener_backend_ascend.calls import causal_mask
 from evener_backend_ascend.chip import capabilities, chip_of
 from evener_backend_ascend.graph import NpuGraphs
 from evener_backend_ascend.kernels import KERNELS
-from evener_backend_ascend.quantized import NpuInt8Linear
+from evener_backend_ascend.quantized import NpuInt8GroupedLinear, NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
 _HCCL = CommunicatorCapabilities(
@@ -46,20 +47,20 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
     if chip is None:
         raise BackendError(f"device npu:{index} has the chip number {number}, which this package does not know; "
                            "upgrade it: pip install -U evener-backend-ascend")  # fmt: skip
-    return AscendDevice("npu", index, capabilities(chip))
+    return AscendDevice("npu", index, capabilities(chip, options["triton"]))
 
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """One kernel for each op of the descriptor."""
-    return [kind() for kind in (*KERNELS, NpuInt8Linear)]
+    return [kind() for kind in (*KERNELS, NpuInt8Linear, NpuInt8GroupedLinear)]
 
 
 @hookimpl
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
-    """Pages of keys and values, and of latents; they share one mask."""
+    """Pages of keys and values, and of latents, which share one mask; and pages for 310P."""
     mask = causal_mask(device.torch_device)
-    return [PagedState(mask), LatentState(mask)]
+    return [PagedState(mask), LatentState(mask), BlockedState()]
 
 
 @hookimpl

@@ -13,9 +13,10 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.ops.reference.state import PlainPages, ReferenceState
 from evener_backend_ascend import calls
-from evener_backend_ascend.chip import refusal
+from evener_backend_ascend.chip import LATENT, refusal
 
 _HALVES = ("float16", "bfloat16")
+_PAGED = ("npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score")
 #: Sizes that the vendor documents for latent attention.
 _LATENT_HEADS, _RANK, _ROPE, _MAX_QUERY = (32, 64, 128), 512, 64, 16
 
@@ -54,7 +55,7 @@ class PagedState(PlainPages, AttentionProvider):
         self._mask = mask
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
-        if (why := refusal(device.variant)) is not None:
+        if (why := refusal(device.variant, *_PAGED)) is not None:
             return why
         if spec.per != "token" or len(spec.tensors) != 2:
             return "stores one key and one value per token, nothing else"
@@ -121,7 +122,7 @@ class LatentState(ReferenceState):
         self._mask = mask
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
-        if (why := refusal(device.variant)) is not None:
+        if (why := refusal(device.variant, "npu_scatter_pa_kv_cache", LATENT)) is not None:
             return why
         if attention.top is not None:
             return "attends to every earlier token, not to selected ones"

@@ -8,7 +8,8 @@ request's blocks to the canonical layout and compute in plain torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ import torch
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
-from evener.ops.reference.state import ReferenceState
 from evener_backend_gcu.device import ALIGNMENT
+from evener_backend_parts.by_request import attend_by_request
 from evener_backend_parts.vendor_ops import VendorOps
 from evener_backend_parts.vllm_ops import aligned
 
@@ -28,7 +29,6 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 #: The vendor's stack takes another op for longer sequences.
 LONGEST = 8192
 _DTYPES = ("float32", "float16", "bfloat16")
-_REFERENCE = ReferenceState()
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,11 @@ class GcuPaged(AttentionProvider):
     ) -> torch.Tensor:
         if not query.shape[0]:
             return torch.empty_like(query)
-        return self._decode(views, meta, query) if meta.decode else self._mixed(views, meta, query, sinks)
+        if meta.decode:
+            return self._decode(views, meta, query)
+        return attend_by_request(
+            partial(self.export_blocks, views), meta.step, meta.spec, meta.attention, BLOCK, query, sinks
+        )
 
     def _decode(self, views: Any, meta: PagedMeta, query: torch.Tensor) -> torch.Tensor:
         query, step = aligned(query, ALIGNMENT), meta.step
@@ -111,19 +115,6 @@ class GcuPaged(AttentionProvider):
             blocksparse_local_blocks=0, blocksparse_vert_stride=0, blocksparse_block_size=64,
             blocksparse_head_sliding_step=0, k_zero=0.0, v_zero=0.0, out_scales=None, query_scales=None,
         )  # fmt: skip
-        return out
-
-    def _mixed(self, views: Any, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        out, start = torch.empty_like(query), 0
-        for row, (count, length) in enumerate(zip(meta.step.host_query_lens, meta.step.host_kv_lens, strict=True)):
-            if count:
-                blocks = meta.step.block_table[row, : -(-length // BLOCK)]
-                table = torch.arange(blocks.shape[0], dtype=torch.int32, device=query.device)[None]
-                alone = replace(meta.step.rows(row, row + 1), block_table=table)
-                inner = _REFERENCE.prepare(alone, meta.spec, meta.attention, BLOCK)
-                pages = self.export_blocks(views, blocks)
-                out[start : start + count] = _REFERENCE.attend(pages, inner, query[start : start + count], sinks)
-            start += count
         return out
 
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ module              holds
 ``library``         optional kernel libraries
 ``paged_library``   attention by such a library, over canonical pages
 ``flash_attention`` the same with the interface of flash-attn
+``by_request``      attention in plain torch over a vendor's own layout
 ``vendor_ops``      a vendor's custom ops, checked against their published schemas
 =================== ==========================================================================
 """

@@ -46,3 +46,17 @@ descriptor = Descriptor(
     ),
     states=("triton.paged", "triton.latent"),
 )
+
+#: The kernels over rows alone: for backends whose Triton compiles these.
+row_kernels = Descriptor(
+    name="triton-rows",
+    summary="The Triton kernels over rows (norms, activations, rotation, sampling), where Triton compiles no others.",
+    contracts={"ops": 2},
+    module="evener_kernels_triton.rows",
+    needs=frozenset({"triton:rows"}),
+    evidence="L4: compiled for Ascend910B2 and Ascend910_9391 to the last public stage, 2026-11; not run there",
+    ops=(
+        "embedding", "take_rows", "rms_norm", "add_rms_norm", "rotary", "act_and_mul", "softcap", "greedy", "sample",
+        "apply_mask",
+    ),
+)  # fmt: skip

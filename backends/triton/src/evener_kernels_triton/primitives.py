@@ -13,7 +13,8 @@ from evener_kernels_triton.jit.rows import act_and_mul_kernel, rms_norm_kernel, 
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel, rotation_refusal
 from evener_kernels_triton.tuning import Tuning, memoized, power_of_two
 
-_CHUNK = 1024
+#: Columns of a program that works on parts of rows.
+CHUNK = 1024
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -129,14 +130,14 @@ def act_rows(tuning: Tuning, x: torch.Tensor, inner: int, activation: str) -> to
         x, x_row = x.contiguous(), wide
     y = torch.empty(tokens, inner, dtype=x.dtype, device=x.device)
     if tokens:
-        _act(tuning, inner, activation)((tokens, -(-inner // _CHUNK), 1), x, y, x_row)
+        _act(tuning, inner, activation)((tokens, -(-inner // CHUNK), 1), x, y, x_row)
     return y
 
 
 @memoized
 def _act(tuning: Tuning, inner: int, activation: str) -> PreparedLaunch:
     return PreparedLaunch(
-        act_and_mul_kernel, inner=inner, ACT=activation, BLOCK=min(_CHUNK, power_of_two(inner)),
+        act_and_mul_kernel, inner=inner, ACT=activation, BLOCK=min(CHUNK, power_of_two(inner)),
         OVERLAP=tuning.overlap, num_warps=4, **tuning.launch,
     )  # fmt: skip
 
@@ -165,9 +166,9 @@ def _take(ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.
     size = table.shape[1]
     y = torch.empty(ids.shape[0], size, dtype=table.dtype, device=table.device)
     if y.numel():
-        take_rows_kernel[(ids.shape[0], -(-size // _CHUNK))](
+        take_rows_kernel[(ids.shape[0], -(-size // CHUNK))](
             ids, table, y, table.stride(0), size, scale if scale is not None else 1.0, SCALED=scale is not None,
-            BLOCK=min(_CHUNK, power_of_two(size)), num_warps=4,
+            BLOCK=min(CHUNK, power_of_two(size)), num_warps=4,
         )  # fmt: skip
     return y
 
@@ -215,8 +216,8 @@ class TritonSoftcap(TritonKernel):
             x = rows_of(x)
             y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             if y.numel():
-                softcap_kernel[(x.shape[0], -(-x.shape[1] // _CHUNK))](
-                    x, y, x.stride(0), x.shape[1], float(cap), BLOCK=_CHUNK, num_warps=4
+                softcap_kernel[(x.shape[0], -(-x.shape[1] // CHUNK))](
+                    x, y, x.stride(0), x.shape[1], float(cap), BLOCK=CHUNK, num_warps=4
                 )
             return y
 

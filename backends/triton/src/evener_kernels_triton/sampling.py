@@ -59,16 +59,17 @@ class TritonGreedy(TritonKernel):
 
 def sample_filtered(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-    seed: torch.Tensor, position: torch.Tensor,
+    seed: torch.Tensor, position: torch.Tensor, block: int = 2 * _CHUNK,
 ) -> torch.Tensor:  # fmt: skip
-    """int32 [R]: one id of each row [R, V] by its filters and noise; see ``filtered_sample_kernel``."""
+    """int32 [R]: one id of each row [R, V] by its filters and noise; see ``filtered_sample_kernel``. ``block``: at most
+    so many ids at a time."""
     logits = rows_of(logits)
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
         inputs = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seed, position)]
         filtered_sample_kernel[(rows,)](
-            logits, *inputs, out, logits.stride(0), vocab, BLOCK=min(2 * _CHUNK, power_of_two(vocab)), num_warps=16
+            logits, *inputs, out, logits.stride(0), vocab, BLOCK=min(block, power_of_two(vocab)), num_warps=16
         )
     return out
 

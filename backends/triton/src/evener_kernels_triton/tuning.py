@@ -167,8 +167,8 @@ class Tuning:
     def of(cls, device: DeviceCapabilities, overlap: bool = True) -> Tuning:
         """Make it from the features of a device."""
         return cls(
-            _number("units", device.features, _UNITS),
-            _number("shared", device.features, _SHARED),
+            number_of("units", device.features, _UNITS),
+            number_of("shared", device.features, _SHARED),
             overlap and "overlap" in device.features,
             warpgroups="warpgroups" in device.features,
             ptx="ptx" in device.features,
@@ -415,7 +415,8 @@ class Tuning:
         return Product(m, min(wide, 32 if m * tokens <= 4096 else 64), min(rank, 64), 4, 3)
 
 
-def _number(word: str, features: Iterable[str], default: int) -> int:
+def number_of(word: str, features: Iterable[str], default: int) -> int:
+    """The number in ``<word>:<number>`` among the features."""
     for feature in features:
         name, _, value = feature.partition(":")
         if name == word and value.isdigit():

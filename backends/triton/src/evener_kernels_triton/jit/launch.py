@@ -9,7 +9,8 @@ Two calls are of one kind if nothing differs that Triton specializes on (``nativ
 types of all values, the values of constants and options, each tensor's dtype and its address modulo 16, and of each
 integer whether it is 1 or a multiple of 16 and which of int32, int64 and uint64 holds it. Triton is asked at every
 launch if more could matter: backends with their own rules, tensors on another device, other types, debugging, hooks. It
-is not asked again when a kernel's globals or compiler settings change between calls of one kind.
+is not asked again when a kernel's globals or compiler settings change between calls of one kind. Of a Triton without
+``triton.knobs`` (before 3.4, from which some vendors' builds come) it is asked every time.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from types import NoneType
 from typing import Any
 
 import torch
-from triton import knobs
+import triton
 from triton.backends.compiler import BaseBackend
 from triton.compiler import CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_RUNTIME = knobs.runtime
-_CHAIN = getattr(knobs, "HookChain", None)
+_KNOBS = getattr(triton, "knobs", None)
+_RUNTIME = getattr(_KNOBS, "runtime", None)
+_CHAIN = getattr(_KNOBS, "HookChain", None)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NOTHING: Mapping[str, Any] = {}
 #: Types of constants and options: equal values of the same type are the same to a kernel.
@@ -113,7 +115,7 @@ class PreparedLaunch:
 def fast_launch(function: Any) -> Any:
     """Decorator for the result of ``triton.jit`` of a kernel that the host launches; interpreted kernels stay as they
     are."""
-    if type(function) is JITFunction:
+    if type(function) is JITFunction and _RUNTIME is not None:
         # Not a wrapper: Triton and torch check for this class, and the object refers to itself (``device_caches``).
         function.__class__ = FastLaunchFunction
         function._forms = {}
@@ -187,6 +189,7 @@ def _only_common_rules() -> bool:
 
 def _has_launch_hooks() -> bool:
     """Whether launches are debugged or hooks are set, as by a profiler; before Triton 3.5 a hook is a function."""
+    assert _RUNTIME is not None, "such a function is never launched fast"
     enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     if type(enter) is type(leave) is _CHAIN:
         return bool(_RUNTIME.debug or enter.calls or leave.calls)

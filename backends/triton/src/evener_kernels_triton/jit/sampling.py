@@ -21,7 +21,9 @@ def _gumbel(seed, position, ids):
     start = seed.to(tl.uint32, bitcast=True)
     count = position.to(tl.uint32, bitcast=True)
     bits = _hash32(_hash32(_hash32(start) + count * 0x9E3779B9) ^ _hash32(ids.to(tl.uint32)))
-    uniform = tl.minimum(((bits >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0), 0.999999940395355224609375)
+    # 24 bits, so that int32 holds them: not every compiler converts uint32 to a float.
+    small = (bits >> 8).to(tl.int32).to(tl.float32)
+    uniform = tl.minimum((small + 0.5) * (1.0 / 16777216.0), 0.999999940395355224609375)
     return -tl.log(-tl.log(uniform))
 
 
