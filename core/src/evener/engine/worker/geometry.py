@@ -21,6 +21,7 @@ from evener.contracts.declared import StateSlot
 from evener.contracts.device import Device
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
 from evener.errors import ConfigError, ResolveError
+from evener.quantized_state.binding import bind_slot
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,7 @@ class Geometry:
             for layer, slot in enumerate(group.slots):
                 own = storage[layer] if not group.provider.owns_memory else storage.new_empty(blocks, 0)
                 cut = own.view(blocks * group.cut, own.shape[1] // group.cut)
-                slot.views = group.provider.bind(cut, group.spec, self.block_size)
+                slot.views = bind_slot(slot, group.provider, cut, self.block_size, device)
         return storage
 
 

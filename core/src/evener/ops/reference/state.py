@@ -22,6 +22,8 @@ from evener.contracts.state import (
     StateStep,
 )
 from evener.ops.reference.recurrence import gated_delta
+from evener.quantized_state.elements import scaled_pages, stored
+from evener.quantized_state.scales import LARGEST
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,17 @@ class PlainPages(StateProvider):
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> Any:
         return cut_page(storage, spec, block_size)
 
+    def bind_scaled(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
+    ) -> Any:
+        return scaled_pages(cut_page(storage, spec, block_size), spec, scales)
+
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        for view in views:
+        for view in map(stored, views):
             view[target] = view[source]
 
     def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(view[blocks] for view in views)
+        return tuple(view[blocks].to(view.dtype) for view in views)
 
     def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
         for view, value in zip(views, values, strict=True):
@@ -89,6 +96,7 @@ class ReferenceState(PlainPages, SparseLatentProvider, IndexProvider, RecurrentP
 
     name = "reference"
     kinds = frozenset({"full", "window", "chunk", "latent", "index", "recurrent"})
+    scaled = frozenset(LARGEST)
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         known = ("gated_delta",) if spec.kind == "recurrent" else ("softmax",)
