@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from evener_conformance.kit.fallback_monitor import FallbackMonitor, HostCopyMon
 from evener_conformance.kit.inputs import followed_by_nan
 from evener_conformance.kit.naive_attention import attention
 from evener_conformance.kit.outcome import format_backend_exception
+from evener_conformance.kit.quantized import held, scales_of
 from evener_conformance.kit.recurrent import recurrent_problems
 
 #: Steps of the schedule, a mixed one and one of single tokens, that also run under the profiler to find fallbacks.
@@ -57,7 +59,7 @@ def query_length_schedule(size: int) -> tuple[tuple[int, ...], ...]:
 class Shape:
     """The shape of a layer's state and attention. For a latent layer ``value_dim`` is the rank, and ``top`` makes it
     sparse; an index layer has one key and ``top``. ``scale``: factor on the scores, by default head_dim ** -0.5.
-    ``long``: the window is made longer than ``window`` and than a block."""
+    ``long``: the window is made longer than ``window`` and than a block. ``stored``: element type of quantized state."""
 
     heads: int
     kv_heads: int
@@ -71,6 +73,7 @@ class Shape:
     slopes: tuple[float, ...] | None = None
     scale: float | None = None
     long: bool = False
+    stored: str | None = None
 
     def for_block_size(self, size: int) -> Shape:
         """The shape for blocks of ``size``: a long window ends inside a block."""
@@ -86,6 +89,7 @@ class Shape:
         more += ["slopes"] if self.slopes else []
         more += [f"top {self.top}"] if self.top else []
         more += [f"scale {self.scale}"] if self.scale else []
+        more += [f"stored as {self.stored}"] if self.stored else []
         return ", ".join([f"{kind}: {self.heads}/{self.kv_heads} heads of {self.head_dim}/{self.value_dim}", *more])
 
     def spec(self, dtype: str) -> StateSpec:
@@ -95,10 +99,10 @@ class Shape:
             return StateSpec("latent", (StateTensor("latent", (self.value_dim,), dtype), rope))
         if self.kind == "index":
             return StateSpec("index", (StateTensor("key", (self.head_dim,), dtype),))
-        tensors = (
-            StateTensor("key", (self.kv_heads, self.head_dim), dtype),
-            StateTensor("value", (self.kv_heads, self.value_dim), dtype),
-        )
+        sizes, how = {"key": self.head_dim, "value": self.value_dim}, (dtype, None)
+        if self.stored is not None:
+            how = self.stored, dtype
+        tensors = tuple(StateTensor(name, (self.kv_heads, size), *how) for name, size in sizes.items())
         return StateSpec(self.kind or ("full" if self.window is None else "window"), tensors, window=self.window)
 
     def attention(self, dtype: str) -> AttentionSpec:
@@ -119,6 +123,12 @@ SHAPES = (
     Shape(6, 1, 18, 18, kind="index", top=7), Shape(4, 2, 16, 16, window=128, long=True),
     Shape(4, 1, 16, 16, window=128, kind="chunk", long=True),
 )  # fmt: skip
+#: For providers of quantized state.
+QUANTIZED = (
+    Shape(9, 3, 64, 64, stored="float8_e4m3fn"), Shape(4, 2, 48, 16, window=24, softcap=5.0, stored="float8_e4m3fn"),
+    Shape(4, 2, 16, 16, window=7, kind="chunk", sinks=True, stored="float8_e5m2"), Shape(4, 4, 32, 32, stored="int8"),
+    Shape(6, 3, 16, 16, slopes=(0.5, 0.25, 0.125, 0.06, 0.7, 0.02), stored="int8"),
+)  # fmt: skip
 
 
 @dataclass
@@ -137,7 +147,7 @@ class Report:
 
 
 def check_provider(
-    provider: StateProvider, device: Device, dtype: str = "float32", shapes: Sequence[Shape] = SHAPES, seed: int = 0, *,
+    provider: StateProvider, device: Device, dtype: str = "float32", shapes: Sequence[Shape] = (*SHAPES, *QUANTIZED), seed: int = 0, *,
     thorough: bool = False, watch: FallbackMonitor | None = None, recurrent: bool = True,
 ) -> Report:  # fmt: skip
     """Check a provider over many shapes.
@@ -148,6 +158,7 @@ def check_provider(
         recurrent: also check recurrent state, if the provider serves it.
     """
     report, watch = Report(), watch or FallbackMonitor(device)
+    shapes = [shape for shape in shapes if shape.stored is None or shape.stored in provider.scaled]
     known = {shape.spec(dtype).kind for shape in SHAPES} | {"recurrent"}
     report.problems += [f"the kit has no shapes of state kind {kind!r}" for kind in sorted(provider.kinds - known)]
     for shape in shapes:
@@ -212,7 +223,9 @@ class _Pool:
         self.used = provider.bytes_per_block(spec, size)
         page = 0 if provider.owns_memory else -(-self.used // alignment) * alignment + alignment
         self.storage = torch.zeros(blocks, page, dtype=torch.uint8, device=device.torch_device).fill_(GARBAGE)
-        self.views = provider.bind(self.storage, spec, size)
+        scales = [scale.to(device.torch_device) for scale in scales_of(spec)]
+        bind = partial(provider.bind_scaled, scales=scales) if scales else provider.bind
+        self.views = bind(self.storage, spec, size)
 
     def problems(self) -> Iterator[str]:
         """Whether the provider wrote only inside its blocks, and allocated no other memory for state."""
@@ -319,7 +332,7 @@ class _ProviderCheck:
         query = self._random(step.tokens, self.attention.heads, self.attention.head_dim, scale=scale)
         for kept, value in enumerate(values):
             for row, piece in zip(rows, value.cpu().split([*counts, 1]), strict=False):
-                self.history[row][kept].append(piece)
+                self.history[row][kept].append(held(piece, self.spec, kept))
         meta = self._prepare(step)
         yield from self._check_write(meta, values)
         if self.spec.kind == "index":
@@ -410,6 +423,7 @@ class _ProviderCheck:
         table = torch.stack([torch.nn.functional.pad(o, (0, columns - len(o)), value=int(o[0])) for o in order])
         pool = _Pool(self.provider, self.device, self.spec, self.size, blocks)
         tokens = [[self._random(end, *t.shape).cpu() for t in self.spec.tensors] for end in ends]
+        kept_tokens = [[held(t, self.spec, kept) for kept, t in enumerate(each)] for each in tokens]
         for kept in range(len(self.spec.tensors)):
             # Tokens that are not written yet are garbage.
             parts = [t[kept].clone() for t in tokens]
@@ -431,7 +445,7 @@ class _ProviderCheck:
         with self._watching():
             self.provider.write(pool.views, meta, *new)
         got = self.device.readback(self._attend(pool.views, meta, query, None)).wait()
-        found = list(self._check_attention(range(len(before)), counts, tokens, query, got, None))
+        found = list(self._check_attention(range(len(before)), counts, kept_tokens, query, got, None))
         yield from found[:2]
 
     def prepare_large_step(self, before: Sequence[int], counts: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -537,7 +551,7 @@ class _ProviderCheck:
                 continue
             flat = part.unflatten(0, tuple(table.shape)).flatten(1, 2)
             for row, written in enumerate(self.history):
-                if not torch.equal(flat[row, : self.lengths[row]], torch.cat(written[kept])):
+                if not torch.equal(flat[row, : self.lengths[row]], torch.cat(written[kept]).to(self.dtype)):
                     yield f"{what}: {tensor.name} of request {row} is not what was written"
 
     def _round_trip(self) -> Iterator[str]:
