@@ -143,7 +143,7 @@ def test_the_inspection_commands_import_only_the_core() -> None:
 
 #: Beside the contracts: what ops mean, and ready-made parts for those who want them. Parts that name vendors' libraries
 #: are a distribution of their own.
-FOR_BACKENDS = ("evener.ops", "evener.backend", "evener_backend_parts")
+FOR_BACKENDS = ("evener.ops", "evener.backend", "evener.quantized_state.elements", "evener_backend_parts")
 
 
 def test_backends_import_only_contracts_errors_the_reference_ops_and_ready_made_parts() -> None:
