@@ -143,7 +143,7 @@ def test_the_inspection_commands_import_only_the_core() -> None:
 
 #: Beside the contracts: what ops mean, and ready-made parts for those who want them. Parts that name vendors' libraries
 #: are a distribution of their own.
-FOR_BACKENDS = ("evener.ops", "evener.backend", "evener.quantized_state.elements", "evener_backend_parts")
+FOR_BACKENDS = ("evener.ops", "evener.backend", "evener.state_pages.elements", "evener_backend_parts")
 
 
 def test_backends_import_only_contracts_errors_the_reference_ops_and_ready_made_parts() -> None:
@@ -302,7 +302,8 @@ def belongs(name: str, *parts: str) -> bool:
 
 def area(name: str) -> str:
     """A folder of the core, a room of the engine or the contracts, or a module at the top: each has a cap."""
-    rooms = belongs(name, "evener.engine", "evener.contracts.generation", "evener.contracts.grammar")
+    apart = ("evener.contracts.generation", "evener.contracts.grammar", "evener.contracts.quantized")
+    rooms = belongs(name, "evener.engine", *apart)
     return ".".join(name.split(".")[: 3 if rooms else 2])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
-from evener.quantized_state.elements import quantize
+from evener.state_pages.elements import quantize
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.state import PagedState

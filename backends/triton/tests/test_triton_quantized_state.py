@@ -6,16 +6,17 @@ import pytest
 import torch
 from interpreted import host_states
 
-from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
-from evener.quantized_state.elements import quantize
+from evener.contracts.quantized.state import QuantizedState
+from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
+from evener.state_pages.elements import quantize
 from evener_conformance.kit.state import QUANTIZED, check_provider
 from evener_conformance.reference.device import HostDevice
 
 STORED = ["float8_e4m3fn", "float8_e5m2", "int8"]
 
 
-def paged() -> StateProvider:
-    return next(provider for provider in host_states() if "full" in provider.kinds)
+def paged() -> QuantizedState:
+    return next(provider for provider in host_states() if isinstance(provider, QuantizedState))
 
 
 def hostile_numbers() -> torch.Tensor:

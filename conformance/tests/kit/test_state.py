@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from evener.contracts.state import (
-    AttentionProvider,
     AttentionSpec,
     LatentProvider,
     Piece,
@@ -19,7 +18,7 @@ from evener.contracts.state import (
     StateStep,
 )
 from evener.ops.reference.state import PlainPages, ReferenceState
-from evener.quantized_state.elements import ScaledPages
+from evener.state_pages.elements import ScaledPages
 from evener_conformance.graph.state import MaskedState
 from evener_conformance.kit.state import QUANTIZED, SHAPES, Shape, check_provider
 from evener_conformance.reference.device import HostDevice
@@ -242,17 +241,6 @@ class Raw(ReferenceState):
         return tuple(view.elements[blocks] for view in views)
 
 
-class Promising(PlainPages, AttentionProvider):
-    """Announces element types, and has no method for them."""
-
-    name = "promising"
-    kinds = frozenset({"full"})
-    scaled = frozenset({"int8"})
-    supports, prepare = ReferenceState.supports, ReferenceState.prepare
-    write, attend = ReferenceState.write, ReferenceState.attend
-    bind_scaled = AttentionProvider.bind_scaled
-
-
 def test_quantized_state_of_a_provider_that_does_not_register_it_is_not_checked() -> None:
     provider = ReferenceState()
     provider.scaled = frozenset()
@@ -284,7 +272,6 @@ def test_quantized_state_of_a_provider_that_does_not_register_it_is_not_checked(
         (Truncated(), INT8, "export_blocks: key of request 0 is not what was written"),
         (UnscaledValues(), EIGHT_BITS, "attention is off by up to"),
         (Raw(), EIGHT_BITS, "export_blocks: key is torch.float8_e4m3fn"),
-        (Promising(), INT8, "NotImplementedError: promising has no bind_scaled"),
         (Moody(), PLAIN, "it claims batch invariance, but request 0 alone gives other bits"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, StateProvider) else "",

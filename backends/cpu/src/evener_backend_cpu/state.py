@@ -11,8 +11,9 @@ import torch
 from evener.backend.native_code import Unavailable
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
-from evener.quantized_state.elements import dequantize, quantize
+from evener.state_pages.elements import dequantize, quantize
 from evener_backend_cpu.arguments import optional, require, require_indices
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Geometry, Step
@@ -120,7 +121,7 @@ class PagedMeta:
         self.address = ctypes.addressof(self.struct)
 
 
-class PagedState(AttentionProvider):
+class PagedState(AttentionProvider, QuantizedState):
     """Keys and values in vectors of 16 tokens. One call writes, one attends, for any mix of query lengths."""
 
     name = LAYOUT

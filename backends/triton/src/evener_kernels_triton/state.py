@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from evener.contracts.device import DeviceCapabilities
+from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
-from evener.quantized_state.elements import dequantize, quantize
+from evener.state_pages.elements import dequantize, quantize
 from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
@@ -50,6 +51,8 @@ class PagedViews:
         self.keys = storage[:, :cut].view(dtype).unflatten(1, (heads, block_size, d))
         rest = storage[:, cut : cut + block_size * value.nbytes]
         self.values = rest.view(dtype).unflatten(1, (heads, block_size, dv))
+        self.key_scales: torch.Tensor
+        self.value_scales: torch.Tensor
         self.key_scales, self.value_scales = scales or (self.keys, self.values)
         self.key_page, self.value_page = self.keys.stride(0), self.values.stride(0)
         self._lines: dict[LongTile, tuple[PoolLines | None, PoolLines | None]] = {}
@@ -91,7 +94,7 @@ class PagedMeta:
     long: LongQueries | None = None
 
 
-class PagedState(AttentionProvider):
+class PagedState(AttentionProvider, QuantizedState):
     """Attention over pages [kv_heads, block_size, head_dim]. One kernel writes, one attends."""
 
     name = LAYOUT

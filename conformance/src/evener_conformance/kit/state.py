@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from evener.contracts.device import Device
+from evener.contracts.quantized.state import QuantizedState, unscaled
 from evener.contracts.state import (
     AttentionProvider,
     AttentionSpec,
@@ -59,7 +59,8 @@ def query_length_schedule(size: int) -> tuple[tuple[int, ...], ...]:
 class Shape:
     """The shape of a layer's state and attention. For a latent layer ``value_dim`` is the rank, and ``top`` makes it
     sparse; an index layer has one key and ``top``. ``scale``: factor on the scores, by default head_dim ** -0.5.
-    ``long``: the window is made longer than ``window`` and than a block. ``stored``: element type of quantized state."""
+    ``long``: the window is made longer than ``window`` and than a block. ``stored``: the element type of quantized
+    state."""
 
     heads: int
     kv_heads: int
@@ -99,9 +100,8 @@ class Shape:
             return StateSpec("latent", (StateTensor("latent", (self.value_dim,), dtype), rope))
         if self.kind == "index":
             return StateSpec("index", (StateTensor("key", (self.head_dim,), dtype),))
-        sizes, how = {"key": self.head_dim, "value": self.value_dim}, (dtype, None)
-        if self.stored is not None:
-            how = self.stored, dtype
+        sizes = {"key": self.head_dim, "value": self.value_dim}
+        how: tuple[str, str | None] = (dtype, None) if self.stored is None else (self.stored, dtype)
         tensors = tuple(StateTensor(name, (self.kv_heads, size), *how) for name, size in sizes.items())
         return StateSpec(self.kind or ("full" if self.window is None else "window"), tensors, window=self.window)
 
@@ -147,7 +147,8 @@ class Report:
 
 
 def check_provider(
-    provider: StateProvider, device: Device, dtype: str = "float32", shapes: Sequence[Shape] = (*SHAPES, *QUANTIZED), seed: int = 0, *,
+    provider: StateProvider, device: Device, dtype: str = "float32",
+    shapes: Sequence[Shape] = (*SHAPES, *QUANTIZED), seed: int = 0, *,
     thorough: bool = False, watch: FallbackMonitor | None = None, recurrent: bool = True,
 ) -> Report:  # fmt: skip
     """Check a provider over many shapes.
@@ -158,7 +159,7 @@ def check_provider(
         recurrent: also check recurrent state, if the provider serves it.
     """
     report, watch = Report(), watch or FallbackMonitor(device)
-    shapes = [shape for shape in shapes if shape.stored is None or shape.stored in provider.scaled]
+    shapes = [shape for shape in shapes if unscaled(provider, shape.spec(dtype)) is None]
     known = {shape.spec(dtype).kind for shape in SHAPES} | {"recurrent"}
     report.problems += [f"the kit has no shapes of state kind {kind!r}" for kind in sorted(provider.kinds - known)]
     for shape in shapes:
@@ -224,8 +225,11 @@ class _Pool:
         page = 0 if provider.owns_memory else -(-self.used // alignment) * alignment + alignment
         self.storage = torch.zeros(blocks, page, dtype=torch.uint8, device=device.torch_device).fill_(GARBAGE)
         scales = [scale.to(device.torch_device) for scale in scales_of(spec)]
-        bind = partial(provider.bind_scaled, scales=scales) if scales else provider.bind
-        self.views = bind(self.storage, spec, size)
+        if scales:
+            assert isinstance(provider, QuantizedState), "only its shapes are checked"
+            self.views = provider.bind_scaled(self.storage, spec, size, scales)
+        else:
+            self.views = provider.bind(self.storage, spec, size)
 
     def problems(self) -> Iterator[str]:
         """Whether the provider wrote only inside its blocks, and allocated no other memory for state."""

@@ -111,15 +111,11 @@ class InferConfig(Section):
         choices=("auto", "bfloat16", "float8_e4m3fn")
     )  # fmt: skip
     kv_dtype: str = option(
-        "auto", "str", "Dtype of stored keys and values; auto: as the checkpoint says, or the compute dtype. With "
-        "fp8_e4m3 and int8 they are divided by scales.",
-        choices=("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"),
-        words={"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "bf16": "bfloat16"}
+        "auto", "str", "Dtype of stored keys and values; auto: as the checkpoint says, or the compute dtype.",
+        choices=("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"), words={"fp8": "fp8_e4m3"}
     )  # fmt: skip
-    kv_scales: str | None = option(
-        None, "path", "File with the scales of keys and values, as `evener calibrate` writes it; none: "
-        "kv_cache_scales.json in the model's folder, or the checkpoint's own.", none=True
-    )  # fmt: skip
+    kv_scales: str | None = option(None, "path", "File with scales of keys and values, by `evener calibrate`; none: "
+                                   "those of the model's folder or checkpoint.", none=True)  # fmt: skip
     snapshot_every: int = option(
         512, "int", "Tokens between snapshots of recurrent state in the prefix cache.", minimum=1
     )  # fmt: skip

@@ -56,8 +56,8 @@ class StateTensor:
         shape: for one token (or one request) in the canonical layout.
         dtype: element type in which it is stored.
         wide: (quantized state) the dtype of the numbers that layers write and read. Their elements are stored divided
-            by a float32 scale, one for each index of the first dimension (a head), which every layer has of its own:
-            see ``evener.quantized_state.elements``. None: numbers are stored as they are.
+            by a float32 scale, one for each index of the first dimension (a head): see ``evener.contracts.quantized``.
+            None: numbers are stored as they are.
     """
 
     name: str
@@ -258,8 +258,6 @@ class StateProvider(ABC):
             adds the same number of tokens; "any". The engine captures steps in which each request adds one.
         owns_memory: it allocates a pool of its own in ``bind`` and ignores ``storage``.
         batch_invariant: the result of a request does not depend on the other requests in the step.
-        scaled: (optional) element types of the quantized state that it stores (``StateTensor.wide``), e.g. {"int8"}. It
-            then has ``bind_scaled``. A group with another one is not offered to it. Default: none.
     """
 
     name: str
@@ -269,7 +267,6 @@ class StateProvider(ABC):
     graph: GraphSupport = "never"
     owns_memory: bool = False
     batch_invariant: bool = False
-    scaled: frozenset[str] = frozenset()
 
     @abstractmethod
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
@@ -287,14 +284,6 @@ class StateProvider(ABC):
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> Any:
         """Views of one layer's blocks. ``storage``: uint8 [blocks, page_bytes] on the device, page_bytes >=
         bytes_per_block."""
-
-    def bind_scaled(
-        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
-    ) -> Any:
-        """(optional; required with ``scaled``) As ``bind``, for quantized state. ``scales``: of this layer, for each
-        tensor of the spec float32 [shape[0]] on the device, valid as long as the views. ``write`` stores ``round(x /
-        scale)``, saturated; every other method computes with ``element * scale``."""
-        raise NotImplementedError(f"{self.name} has no bind_scaled, so it must not set the attribute scaled")
 
     @abstractmethod
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
@@ -426,10 +415,3 @@ def required_interface(spec: StateSpec, attention: AttentionSpec) -> type[Any]:
     """The interface that a layer needs from its provider; ``StateProvider`` for a kind that a package adds."""
     sparse = spec.kind == "latent" and attention.top is not None
     return SparseLatentProvider if sparse else INTERFACES.get(spec.kind, StateProvider)
-
-
-def unscaled(provider: StateProvider, spec: StateSpec) -> str | None:
-    """Why ``provider`` does not store quantized state of this ``spec``; None if it does, or the state is not."""
-    odd = [t.dtype for t in spec.tensors if t.wide is not None and t.dtype not in provider.scaled]
-    have = f", only {', '.join(sorted(provider.scaled))}" if provider.scaled else ""
-    return f"does not store {odd[0]} with scales{have}" if odd else None

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.declared import CallSite, LinearWeight, StateSlot
 from evener.contracts.ops import Bucket, OpCall, OpFunction, OpSchema, Variant
 from evener.contracts.quant import WeightPart, plain
-from evener.contracts.state import StateProvider, required_interface, unscaled
+from evener.contracts.quantized.state import unscaled
+from evener.contracts.state import StateProvider, required_interface
 from evener.errors import ResolveError, UnknownNameError
 from evener.ops.composites import linear_static
 from evener.ops.parts import communicators, load_reference

@@ -1,4 +1,4 @@
-"""Elements of quantized state: numbers divided by the scale of their head, in one byte (``evener.quantized_state``).
+"""Elements of quantized state: numbers divided by the scale of their head, in one byte (``evener.state_pages``).
 
 Bits are moved with integers, so that devices without float8 can do it too.
 """

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from evener.contracts.declared import StateSlot
 from evener.contracts.device import Device
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
+from evener.engine.quantized.state import bind_slot
 from evener.errors import ConfigError, ResolveError
-from evener.quantized_state.binding import bind_slot
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,7 @@ from evener.contracts.state import (
     StateStep,
 )
 from evener.ops.reference.recurrence import gated_delta
-from evener.quantized_state.elements import scaled_pages, stored
-from evener.quantized_state.scales import LARGEST
+from evener.state_pages.elements import QuantizedPages
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,8 @@ class PlainPages(StateProvider):
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> Any:
         return cut_page(storage, spec, block_size)
 
-    def bind_scaled(
-        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
-    ) -> Any:
-        return scaled_pages(cut_page(storage, spec, block_size), spec, scales)
-
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        for view in map(stored, views):
+        for view in views:
             view[target] = view[source]
 
     def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,12 +85,11 @@ class PlainPages(StateProvider):
             view[blocks] = value.to(view.dtype)
 
 
-class ReferenceState(PlainPages, SparseLatentProvider, IndexProvider, RecurrentProvider):
+class ReferenceState(QuantizedPages, PlainPages, SparseLatentProvider, IndexProvider, RecurrentProvider):
     """Serves every built-in kind of state, by the definitions in ``evener.contracts.state``."""
 
     name = "reference"
     kinds = frozenset({"full", "window", "chunk", "latent", "index", "recurrent"})
-    scaled = frozenset(LARGEST)
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         known = ("gated_delta",) if spec.kind == "recurrent" else ("softmax",)

@@ -7,17 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
-from evener.contracts.checkpoint import Checkpoint, Headers
-from evener.contracts.communicator import Communicator
 from evener.contracts.declared import StateSlot
-from evener.contracts.device import Device
-from evener.contracts.state import StateProvider, StateSpec
+from evener.contracts.quantized.state import StateAnswer, StateRequest, unscaled
+from evener.contracts.state import StateSpec
 from evener.errors import CheckpointError, ConfigError
-from evener.quantized_state.scale_file import FILE_NAME, parse_scales, read_scale_file
-from evener.quantized_state.scales import LARGEST, Scales, Shares, layer_numbers
-from evener.quantized_state.stored_scales import (
+from evener_formats.kv_cache.scale_file import FILE_NAME, parse_scales, read_scale_file
+from evener_formats.kv_cache.scales import LARGEST, Scales, Shares, layer_numbers
+from evener_formats.kv_cache.stored_scales import (
     model_fingerprint,
     scale_tensors,
     stored_element_type,
@@ -35,108 +32,62 @@ _KINDS = ("full", "window", "chunk")
 _RANDOM_MAXIMUM = 8.0
 
 
-class StateKeys(Protocol):
-    """The configuration keys ``infer.kv_dtype`` and ``infer.kv_scales``."""
-
-    @property
-    def kv_dtype(self) -> str: ...
-    @property
-    def kv_scales(self) -> str | None: ...
-
-
-@dataclass(frozen=True)
-class StateRequest:
-    """What was asked for, and of which model and device.
-
-    Attributes:
-        keys: has ``kv_dtype`` and ``kv_scales``.
-        checkpoint: that the model is read from.
-        headers: of its tensors; empty for random weights.
-        device: that holds the state.
-        communicator: of the ranks that share a layer's heads; None: there is one.
-    """
-
-    keys: StateKeys
-    checkpoint: Checkpoint
-    headers: Headers
-    device: Device
-    communicator: Communicator | None = None
-
-    @property
-    def rank(self) -> int:
-        """Of the ranks that share a layer's heads."""
-        return 0 if self.communicator is None else self.communicator.rank
-
-    @property
-    def ranks(self) -> int:
-        """How many share a layer's heads."""
-        return 1 if self.communicator is None else self.communicator.size
-
-
 @dataclass
-class StateChoice:
-    """The result. ``notes``: for the manifest; ``read``: patterns of the checkpoint's tensors that hold scales."""
+class _Notes:
+    """What was decided, for the manifest and the log."""
 
-    notes: list[str] = field(default_factory=list)
-    read: list[str] = field(default_factory=list)
+    rank: int
+    texts: list[str] = field(default_factory=list)
 
-    def say(self, text: str, rank: int, level: int = logging.INFO) -> None:
+    def say(self, text: str, level: int = logging.INFO) -> None:
         """Note it, and log it once a run."""
-        self.notes.append(text)
-        if rank == 0:
+        self.texts.append(text)
+        if self.rank == 0:
             log.log(level, "%s", text)
 
 
-def choose_state(
-    stages: Sequence[Sequence[StateSlot]], request: StateRequest, providers: Sequence[StateProvider]
-) -> StateChoice:
+def choose_state(request: StateRequest) -> StateAnswer:
     """Decide in which element type keys and values are stored. Sets ``spec`` and ``scales`` of their slots.
-
-    Args:
-        stages: the declared slots of each pipeline stage.
-        providers: the state providers of installed packages.
 
     Raises:
         ConfigError: what was asked for has nothing to apply to, or lacks scales.
         CheckpointError: scales are missing, broken, or of another model.
     """
-    every = list({id(slot): slot for stage in stages for slot in stage}.values())
+    every = list({id(slot): slot for stage in request.stages for slot in stage}.values())
     slots = [slot for slot in every if slot.spec.kind in _KINDS and slot.spec.per == "token"]
-    choice = StateChoice()
-    choice.read += [re.escape(name) for slot in slots for name in scale_tensors(slot.name, request.headers)]
-    dtype = _element_type(slots, request, providers, choice)
+    notes = _Notes(request.rank)
+    read = [re.escape(name) for slot in slots for name in scale_tensors(slot.name, request.headers)]
+    dtype = _element_type(slots, request, notes)
     if dtype not in LARGEST:
-        if request.keys.kv_scales is not None:
-            raise ConfigError(f"infer.kv_scales={request.keys.kv_scales} was given, but keys and values are stored as "
+        if request.scales is not None:
+            raise ConfigError(f"infer.kv_scales={request.scales} was given, but keys and values are stored as "
                               f"{dtype or 'computed'}, without scales; set infer.kv_dtype=fp8_e4m3 or int8, or leave "
                               "infer.kv_scales out")  # fmt: skip
         for slot in slots if dtype else ():
             slot.spec = _stored_as(slot.spec, dtype, None)
-        return choice
-    scales = _scales(slots, request, dtype, choice)
+        return StateAnswer(notes.texts, read)
+    scales = _scales(slots, request, dtype, notes)
     for number, slot in zip(layer_numbers([slot.name for slot in slots]), slots, strict=True):
         factor = LARGEST[scales.dtype] / LARGEST[dtype]
         heads = [tensor.shape[0] for tensor in slot.spec.tensors]
         found = scales.of_layer(number, request.rank, request.ranks, heads)
         slot.scales = tuple(tuple(scale * factor for scale in each) for each in found)
         slot.spec = _stored_as(slot.spec, dtype, slot.attention.dtype)
-    return choice
+    return StateAnswer(notes.texts, read)
 
 
 def _stored_as(spec: StateSpec, dtype: str, wide: str | None) -> StateSpec:
     return replace(spec, tensors=tuple(replace(tensor, dtype=dtype, wide=wide) for tensor in spec.tensors))
 
 
-def _element_type(
-    slots: Sequence[StateSlot], request: StateRequest, providers: Sequence[StateProvider], choice: StateChoice
-) -> str:
+def _element_type(slots: Sequence[StateSlot], request: StateRequest, notes: _Notes) -> str:
     """The dtype of keys and values; empty: the compute dtype."""
-    wanted, why = ELEMENT_TYPES.get(request.keys.kv_dtype), f"infer.kv_dtype={request.keys.kv_dtype}"
+    wanted, why = ELEMENT_TYPES.get(request.dtype), f"infer.kv_dtype={request.dtype}"
     automatic = wanted is None
     if automatic:
         wanted, why = stored_element_type(request.checkpoint.config) if request.headers else (None, "")
         if why and wanted is None:
-            choice.say(f"the KV cache has the compute dtype: {why} in config.json is not read here", request.rank)
+            notes.say(f"the KV cache has the compute dtype: {why} in config.json is not read here")
     if wanted is None:
         return ""
     if not slots:
@@ -145,46 +96,46 @@ def _element_type(
         raise ConfigError(f"{why}, but this model keeps no keys and values; leave it out, or set infer.latent_dtype if "
                           "it keeps latents (MLA)")  # fmt: skip
     if (other := request.device.capabilities.replaced_state.get(wanted)) is not None:
-        choice.say(f"the KV cache is stored as {_NAMES[other]} instead of {_NAMES[wanted]} ({why}), which the device "
-                   "does not store", request.rank, logging.WARNING)  # fmt: skip
+        notes.say(f"the KV cache is stored as {_NAMES[other]} instead of {_NAMES[wanted]} ({why}), which the device "
+                   "does not store", logging.WARNING)  # fmt: skip
         wanted = other
-    if automatic and wanted in LARGEST and not all(_is_served(slot, wanted, request, providers) for slot in slots):
-        choice.say(f"the KV cache has the compute dtype: {why} asks for {_NAMES[wanted]}, which no installed kernel "
-                   f"stores here; infer.kv_dtype={_NAMES[wanted]} forces it", request.rank)  # fmt: skip
+    if automatic and wanted in LARGEST and not all(_is_served(slot, wanted, request) for slot in slots):
+        notes.say(f"the KV cache has the compute dtype: {why} asks for {_NAMES[wanted]}, which no installed kernel "
+                   f"stores here; infer.kv_dtype={_NAMES[wanted]} forces it")  # fmt: skip
         return ""
-    choice.say(f"keys and values are stored as {_NAMES[wanted]}: {why}", request.rank)
+    notes.say(f"keys and values are stored as {_NAMES[wanted]}: {why}")
     return wanted
 
 
-def _is_served(slot: StateSlot, dtype: str, request: StateRequest, providers: Sequence[StateProvider]) -> bool:
+def _is_served(slot: StateSlot, dtype: str, request: StateRequest) -> bool:
     """Whether a kernel serves the slot's state with elements of ``dtype``."""
     spec = _stored_as(slot.spec, dtype, slot.attention.dtype)
     return any(
-        dtype in each.scaled and spec.kind in each.kinds
-        and each.supports(spec, slot.attention, request.device.capabilities) is None for each in providers
+        spec.kind in each.kinds and unscaled(each, spec) is None
+        and each.supports(spec, slot.attention, request.device.capabilities) is None for each in request.providers
     )  # fmt: skip
 
 
-def _scales(slots: Sequence[StateSlot], request: StateRequest, dtype: str, choice: StateChoice) -> Scales:
+def _scales(slots: Sequence[StateSlot], request: StateRequest, dtype: str, notes: _Notes) -> Scales:
     """The scales of the model: of the file that was named, of the one in its folder, of its tensors, or 1."""
     numbers = list(layer_numbers([slot.name for slot in slots]))
     layers = {number: slot.name for number, slot in zip(numbers, slots, strict=True)}
     checkpoint, found = request.checkpoint, None
-    if request.keys.kv_scales is not None:
-        found = read_scale_file(Path(request.keys.kv_scales))
+    if request.scales is not None:
+        found = read_scale_file(Path(request.scales))
     elif request.headers:
         text = checkpoint.text(FILE_NAME)
         made_for = stored_element_type(checkpoint.config)[0] or "float8_e4m3fn"
         found = (parse_scales(text, checkpoint.where(FILE_NAME)) if text is not None
                  else stored_scales(checkpoint, layers, made_for))  # fmt: skip
     if found is None:
-        return _without_scales(layers, request, dtype, choice)
+        return _without_scales(layers, request, dtype, notes)
     _check_model(found, layers, checkpoint.config)
-    choice.say(f"scales of keys and values: {found.where}", request.rank)
+    notes.say(f"scales of keys and values: {found.where}")
     return found
 
 
-def _without_scales(layers: Mapping[int, str], request: StateRequest, dtype: str, choice: StateChoice) -> Scales:
+def _without_scales(layers: Mapping[int, str], request: StateRequest, dtype: str, notes: _Notes) -> Scales:
     scale = 1.0
     if dtype == "int8" and request.headers:
         raise ConfigError(
@@ -194,11 +145,11 @@ def _without_scales(layers: Mapping[int, str], request: StateRequest, dtype: str
         )
     if dtype == "int8":
         scale = _RANDOM_MAXIMUM / LARGEST[dtype]
-        choice.say(f"random weights: scales of keys and values are {scale:.4f}", request.rank)
+        notes.say(f"random weights: scales of keys and values are {scale:.4f}")
     elif dtype == "float8_e4m3fn":
-        choice.say(
+        notes.say(
             "keys and values are stored as fp8_e4m3 with scales of 1, because none were found: numbers above 448 are "
-            "cut off; `evener calibrate` makes scales, infer.kv_scales=FILE reads them", request.rank, logging.WARNING,
+            "cut off; `evener calibrate` makes scales, infer.kv_scales=FILE reads them", logging.WARNING,
         )  # fmt: skip
     share = Shares((scale,))
     return Scales(dtype, dict.fromkeys(layers, (share, share)), "no scales")

@@ -15,7 +15,7 @@ from typing import Any
 
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.errors import CheckpointError
-from evener.quantized_state.scales import Scales, Shares, check_scale
+from evener_formats.kv_cache.scales import Scales, Shares, check_scale
 
 _KEY, _VALUE = (
     (f"{part}_scale", f"attn.{part}_scale", f"{part}_proj.{part}_scale", f"{part}_proj.output_scale") for part in "kv"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import CheckpointError
-from evener.quantized_state.scales import LARGEST, Scales, Shares, check_scale
+from evener_formats.kv_cache.scales import LARGEST, Scales, Shares, check_scale
 
 #: The name of the file in a model's folder.
 FILE_NAME = "kv_cache_scales.json"

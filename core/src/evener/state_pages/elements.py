@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import StateSpec
-from evener.quantized_state.scales import LARGEST
+
+#: Element types, and the largest number of each.
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -52,14 +55,14 @@ class ScaledPages:
         self.elements[index] = quantize(values, self.scale, self.elements.dtype)
 
 
-def scaled_pages(
-    views: Sequence[torch.Tensor], spec: StateSpec, scales: Sequence[torch.Tensor]
-) -> tuple[ScaledPages, ...]:
-    """Views of a layer's stored elements, one for each tensor of ``spec``, as pages of numbers."""
-    wide = [getattr(torch, tensor.wide or tensor.dtype) for tensor in spec.tensors]
-    return tuple(ScaledPages(*each) for each in zip(views, scales, wide, strict=True))
+class QuantizedPages(QuantizedState):
+    """Makes quantized state of a provider whose ``bind`` returns tensors [blocks, block_size, heads, dim], which it
+    reads and writes by index."""
 
+    scaled = frozenset(LARGEST)
 
-def stored(pages: ScaledPages | torch.Tensor) -> torch.Tensor:
-    """The elements of pages, as they are stored."""
-    return pages.elements if isinstance(pages, ScaledPages) else pages
+    def bind_scaled(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
+    ) -> Any:
+        parts = zip(self.bind(storage, spec, block_size), scales, spec.tensors, strict=True)
+        return tuple(ScaledPages(part, scale, getattr(torch, str(tensor.wide))) for part, scale, tensor in parts)
