@@ -89,11 +89,12 @@ def check_scale(value: object, what: str) -> float:
     Raises:
         CheckpointError: it is no positive, finite number; ``what`` names it.
     """
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    # An integer of many digits cannot be made a float, but can be compared with one.
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not SMALLEST <= number <= LARGEST_SCALE:
         raise CheckpointError(f"{what} is {str(value)[:40]}, not a positive number that can be a scale; make the "
                               "scales anew with `evener calibrate`")  # fmt: skip
-    return number
+    return float(number)
 
 
 def layer_numbers(names: Sequence[str]) -> Iterator[int]:
