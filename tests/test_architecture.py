@@ -113,7 +113,13 @@ def test_imports_inside_the_core_point_towards_the_contracts(part: str) -> None:
 
 def test_formats_import_only_contracts_and_errors() -> None:
     allowed = allow_of_evener("evener_formats", "evener.contracts", "evener.errors")
-    assert violations(FORMATS, allowed, typing=True) == []
+    assert violations(inside("evener_formats", FORMATS), allowed, typing=True) == []
+
+
+def test_commands_that_come_with_the_formats_import_only_them_and_the_core() -> None:
+    commands = {name: module for name, module in FORMATS.items() if not belongs(name, "evener_formats")}
+    for name in {name.split(".")[0] for name in commands}:
+        assert violations(inside(name, commands), allow_of_evener(name, "evener", "evener_formats"), typing=True) == []
 
 
 def test_grammars_and_parsers_import_only_contracts_and_errors() -> None:
