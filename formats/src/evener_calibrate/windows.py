@@ -62,9 +62,12 @@ class Windows:
         for start in range(0, len(tokens), self._facts.step_tokens):
             count = min(self._facts.step_tokens, len(tokens) - start)
             more = (first.admissions, first.updates) if start == 0 else ([], [])
-            step = self._worker.execute(
-                Plan(id=-1, admissions=more[0], updates=more[1], slots=[0], starts=[start], counts=[count], samples=[0])
-            )
+            # A token that is sampled takes the place of the next one, which only the last step may do.
+            last = start + count == len(tokens)
+            step = self._worker.execute(Plan(
+                id=-1, admissions=more[0], updates=more[1], slots=[0], starts=[start], counts=[count],
+                samples=[0] if last else [],
+            ))  # fmt: skip
             if isinstance(step, PendingStep):
                 step.wait()
         with torch.inference_mode():
