@@ -13,12 +13,14 @@ import pytest
 import torch
 from evener_calibrate.observer import Observer
 from evener_calibrate.windows import Windows
+from safetensors.torch import save_file
 from source_tree import ROOT
 
 from evener.backend_search import BackendSearch
 from evener.cli.main import main
 from evener.config import from_overrides
 from evener.config.schema import Config
+from evener.contracts.declared import LinearWeight, Weight
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.worker import Worker
@@ -29,7 +31,7 @@ from evener_conformance.reference.engine import RunResult, play
 from evener_conformance.simulated import install_simulated_backend
 from evener_formats.kv_cache.scale_file import read_scale_file
 
-SMALL = {"backend": "cpu", "load": "dummy", "dtype": "float32", "infer.max_seq_len": 160, "infer.max_reqs": 4,
+SMALL = {"backend": "cpu", "dtype": "float32", "infer.max_seq_len": 160, "infer.max_reqs": 4,
          "infer.step_tokens": 24, "infer.threads": 1, "infer.kv_memory": 2**24, "infer.block_size": 16}  # fmt: skip
 SIZES = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 100}
 GREEDY = Sampling(temperature=0.0)
@@ -45,7 +47,21 @@ def configured(folder: Path, family: str = "Llama", **more: Any) -> Config:
     shape = {**find_architecture(f"{family}ForCausalLM").tiny_config(), **SIZES, "initializer_range": 1.0}
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "scales.json").write_text(scales(shape["num_hidden_layers"], 4))
+    save_file(lively(shape), folder / "model.safetensors", {"format": "pt"})
     return from_overrides(str(folder), {**SMALL, **more})
+
+
+def lively(shape: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights so large that whatever a token reads shows in the next one."""
+    noise, found = torch.Generator().manual_seed(3), dict[str, torch.Tensor]()
+    for weight in NaiveModel(shape, max_positions=160).build.weights:
+        if isinstance(weight, LinearWeight):
+            for part in weight.parts:
+                found[part.name] = 0.25 * torch.randn(part.rows, part.columns, generator=noise)
+        elif isinstance(weight, Weight):
+            middle, size = {"ones": 1.0}.get(weight.dummy, 0.0), 0.2 if len(weight.shape) == 1 else 0.25
+            found[weight.name] = middle + size * torch.randn(weight.shape, generator=noise)
+    return found
 
 
 def scales(layers: int, heads: int) -> str:
@@ -136,7 +152,7 @@ def test_a_device_without_float8_stores_int8_and_says_so(
 def test_a_provider_that_cannot_is_refused_and_the_manifest_says_why(tmp_path: Path) -> None:
     # Heads of 20 are not for the CPU's kernels, so the reference serves them.
     asked = stored(tmp_path, "int8")
-    config = configured(tmp_path, **asked)
+    config = configured(tmp_path, load="dummy", **asked)
     shape = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "head_dim": 20}))
     _, manifest = answers(config)
@@ -171,7 +187,7 @@ def test_calibrated_scales_load_back_and_state_their_model(tmp_path: Path, smoll
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
-    named = {**SMALL, "infer.kv_dtype": "int8", "infer.kv_scales": str(tmp_path / "layers.json")}
+    named = {**SMALL, "infer.kv_dtype": "int8", "infer.kv_scales": str(tmp_path / "layers.json"), "load": "dummy"}
     with pytest.raises(CheckpointError, match="has scales of 30 layers, among them layer 2"):
         Worker(from_overrides(str(other), named), BackendSearch("cpu"))
 
@@ -183,7 +199,7 @@ def test_calibration_sees_every_key_and_value_of_every_layer_once(family: str, t
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     windows.run(ids[:50], lambda slot, key, value: None)  # another text before
     windows.run(ids, lambda slot, key, value: seen.update({slot.name: (key, value)}))
-    alone = NaiveModel(json.loads((tmp_path / "config.json").read_text()), max_positions=160)
+    alone = NaiveModel(tmp_path, max_positions=160)
     alone.feed(ids)
     assert seen.keys() == {slot.name for slot in alone.build.slots}
     for slot in alone.build.slots:
@@ -224,7 +240,7 @@ def test_calibrate_refuses_what_it_cannot_use(words: list[str], why: str, tmp_pa
 def test_calibrate_refuses_a_model_without_keys_and_values(tmp_path: Path) -> None:
     shape = find_architecture("DeepseekV3ForCausalLM").tiny_config()
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    worker = Worker(from_overrides(str(tmp_path), SMALL), BackendSearch("cpu"))
+    worker = Worker(from_overrides(str(tmp_path), {**SMALL, "load": "dummy"}), BackendSearch("cpu"))
     with pytest.raises(ConfigError, match="keeps no keys and values"):
         Windows(worker, 16)
 
