@@ -153,6 +153,34 @@ def test_captured_steps_give_the_tokens_of_eager_ones(accelerator: Subject, rand
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "int8"])
+def test_quantized_keys_and_values_take_half_the_memory_eager_and_captured(
+    accelerator: Subject, dtype: str, tmp_path: Path
+) -> None:
+    seeded("qwen3", tmp_path)
+    factors = {str(layer): 0.03 + layer / 1000 for layer in range(4)}
+    halves = {layer: 0.5 * factor for layer, factor in factors.items()}
+    cache = {"key_scaling_factor": {"0": factors}, "value_scaling_factor": {"0": halves}}
+    (tmp_path / "kv_cache_scales.json").write_text(json.dumps({"kv_cache": cache}))
+    rng = random.Random(9)
+    prompts = [[rng.randrange(1009) for _ in range(rng.randrange(1, 90))] for _ in range(13)]
+    said, sizes = [], []
+    options = {"dtype": "bfloat16", "infer.max_seq_len": 256, "infer.max_reqs": 16, "infer.kv_memory": 1 << 30}
+    for more in ({"infer.use_cuda_graph": False}, {"infer.use_cuda_graph": True}, None):
+        stored = {} if more is None else {"infer.kv_dtype": dtype, **more}
+        with engine(tmp_path, **options, **stored) as client:
+            worker = client.controller.executor.worker  # type: ignore[attr-defined]  # the inline executor's
+            info = worker.facts.info
+            sizes.append(info.memory["block_bytes"])
+            rows = [row for row in info.manifest["ops"] if row["op"] == "attention"]
+            assert all("/" in row["provider"] for row in rows), rows
+            for i, prompt in enumerate(prompts):
+                client.send(NewRequest(id=str(i), prompt=prompt, max_tokens=40, sampling=Sampling(temperature=0.0)))
+            said.append(answers_of(client, len(prompts)))
+    assert said[0] == said[1]
+    assert sizes[0] == sizes[1] == sizes[2] // 2
+
+
 def answers_of(client: InlineClient, requests: int) -> dict[str, list[int]]:
     """Every request's tokens, once all have ended."""
     answers: dict[str, list[int]] = {}

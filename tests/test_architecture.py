@@ -113,7 +113,13 @@ def test_imports_inside_the_core_point_towards_the_contracts(part: str) -> None:
 
 def test_formats_import_only_contracts_and_errors() -> None:
     allowed = allow_of_evener("evener_formats", "evener.contracts", "evener.errors")
-    assert violations(FORMATS, allowed, typing=True) == []
+    assert violations(inside("evener_formats", FORMATS), allowed, typing=True) == []
+
+
+def test_commands_that_come_with_the_formats_import_only_them_and_the_core() -> None:
+    commands = {name: module for name, module in FORMATS.items() if not belongs(name, "evener_formats")}
+    for name in {name.split(".")[0] for name in commands}:
+        assert violations(inside(name, commands), allow_of_evener(name, "evener", "evener_formats"), typing=True) == []
 
 
 def test_grammars_and_parsers_import_only_contracts_and_errors() -> None:
@@ -143,7 +149,7 @@ def test_the_inspection_commands_import_only_the_core() -> None:
 
 #: Beside the contracts: what ops mean, and ready-made parts for those who want them. Parts that name vendors' libraries
 #: are a distribution of their own.
-FOR_BACKENDS = ("evener.ops", "evener.backend", "evener_backend_parts")
+FOR_BACKENDS = ("evener.ops", "evener.backend", "evener.state_pages.elements", "evener_backend_parts")
 
 
 def test_backends_import_only_contracts_errors_the_reference_ops_and_ready_made_parts() -> None:
@@ -302,8 +308,8 @@ def belongs(name: str, *parts: str) -> bool:
 
 def area(name: str) -> str:
     """A folder of the core, a room of the engine or the contracts, or a module at the top: each has a cap."""
-    contracts = ("evener.contracts.generation", "evener.contracts.grammar", "evener.contracts.writing")
-    rooms = belongs(name, "evener.engine", *contracts)
+    contracts = ("generation", "grammar", "quantized", "writing")
+    rooms = belongs(name, "evener.engine", *(f"evener.contracts.{room}" for room in contracts))
     return ".".join(name.split(".")[: 3 if rooms else 2])
 
 

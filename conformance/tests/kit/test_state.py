@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from evener.contracts.state import AttentionSpec, LatentProvider, Piece, StateProvider, StateSpec, StateStep
+from evener.contracts.state import (
+    AttentionSpec,
+    LatentProvider,
+    Piece,
+    StateProvider,
+    StateSpec,
+    StateStep,
+)
 from evener.ops.reference.state import PlainPages, ReferenceState
+from evener.state_pages.elements import ScaledPages
 from evener_conformance.graph.state import MaskedState
-from evener_conformance.kit.shapes import SHAPES, Shape
+from evener_conformance.kit.shapes import QUANTIZED, SHAPES, Shape
 from evener_conformance.kit.state import check_provider
 from evener_conformance.reference.device import HostDevice
 
@@ -23,17 +31,19 @@ SPARSE = Shape(3, 1, 24, 16, kind="latent", top=9)
 ODD = Shape(4, 2, 16, 16, scale=0.1)
 SLOPES = Shape(4, 2, 16, 16, slopes=(0.5, 0.25, 0.125, 0.0625))
 INDEX = Shape(6, 1, 18, 18, kind="index", top=7)
+EIGHT_BITS = Shape(4, 2, 16, 16, stored="float8_e4m3fn")
+INT8 = Shape(4, 2, 16, 16, stored="int8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_reference_keeps_the_contract_for_every_shape(dtype: str) -> None:
     report = check_provider(ReferenceState(), HostDevice(0), dtype)
-    assert report.problems == [] and len(report.checked) == len(SHAPES) + 2
+    assert report.problems == [] and len(report.checked) == len(SHAPES) + len(QUANTIZED) + 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_capturable_provider_keeps_the_contract_and_says_what_it_refuses(dtype: str) -> None:
-    report = check_provider(MaskedState(), HostDevice(0), dtype)
+    report = check_provider(MaskedState(), HostDevice(0), dtype, SHAPES)
     assert report.problems == [] and len(report.checked) == len(SHAPES) - 8
     reasons = [r.rpartition(": ")[2] for r in report.refused]
     assert reasons == [*["has neither sinks nor slopes"] * 4, *["no kind latent"] * 3, "no kind index"]
@@ -165,6 +175,80 @@ class DenseLatent(PlainPages, LatentProvider):
     write, attend, pieces = ReferenceState.write, ReferenceState.attend, ReferenceState.pieces
 
 
+class Quantized(ReferenceState):
+    """Changes the scales of keys and values that it is given."""
+
+    def changed(self, scales: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        raise NotImplementedError
+
+    def bind_scaled(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
+    ) -> Any:
+        return super().bind_scaled(storage, spec, block_size, self.changed(scales))
+
+
+class Swapped(Quantized):
+    """Keys have the scales of values."""
+
+    def changed(self, scales: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return scales[::-1]
+
+
+class Unscaled(Quantized):
+    """Scales are ignored."""
+
+    def changed(self, scales: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [torch.ones_like(scale) for scale in scales]
+
+
+class OneScale(Quantized):
+    """All heads have the first one's scale."""
+
+    def changed(self, scales: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [scale[:1].expand_as(scale) for scale in scales]
+
+
+class Unsaturated(ReferenceState):
+    """What is too large wraps around."""
+
+    def write(self, views: Any, meta: Any, *values: torch.Tensor) -> None:
+        for view, value in zip(views, values, strict=True):
+            elements = (value.float() / view.scale[:, None]).round().to(torch.int32).to(torch.int8)
+            view.elements[meta.blocks, meta.offsets] = elements
+
+
+class Truncated(ReferenceState):
+    """Rounds towards 0."""
+
+    def write(self, views: Any, meta: Any, *values: torch.Tensor) -> None:
+        for view, value in zip(views, values, strict=True):
+            elements = (value.float() / view.scale[:, None]).clamp(-127, 127).trunc().to(torch.int8)
+            view.elements[meta.blocks, meta.offsets] = elements
+
+
+class UnscaledValues(ReferenceState):
+    """Reads values without their scales."""
+
+    def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        key, value = views
+        plain = ScaledPages(value.elements, torch.ones_like(value.scale), value.dtype)
+        return super().attend((key, plain), meta, query, sinks)
+
+
+class Raw(ReferenceState):
+    """Exports elements instead of numbers."""
+
+    def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(view.elements[blocks] for view in views)
+
+
+def test_quantized_state_of_a_provider_that_does_not_register_it_is_not_checked() -> None:
+    provider = ReferenceState()
+    provider.scaled = frozenset()
+    report = check_provider(provider, HostDevice(0), "float32", QUANTIZED, recurrent=False)
+    assert report.checked == report.refused == report.problems == []
+
+
 @pytest.mark.parametrize(
     ("provider", "shape", "found"),
     [
@@ -182,6 +266,13 @@ class DenseLatent(PlainPages, LatentProvider):
         (Dense(), SPARSE, "attention is off by up to"),
         (DenseLatent(), SPARSE, "supports accepts it, but the provider is no SparseLatentProvider"),
         (Recent(), INDEX, "which are not the best 7"),
+        (Swapped(), EIGHT_BITS, "export_blocks: key of request 0 is not what was written"),
+        (Unscaled(), EIGHT_BITS, "export_blocks: key of request 0 is not what was written"),
+        (OneScale(), INT8, "export_blocks: value of request 0 is not what was written"),
+        (Unsaturated(), INT8, "attention is off by up to"),
+        (Truncated(), INT8, "export_blocks: key of request 0 is not what was written"),
+        (UnscaledValues(), EIGHT_BITS, "attention is off by up to"),
+        (Raw(), EIGHT_BITS, "export_blocks: key is torch.float8_e4m3fn"),
         (Moody(), PLAIN, "it claims batch invariance, but request 0 alone gives other bits"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, StateProvider) else "",

@@ -41,12 +41,14 @@ class Geometry(ctypes.Structure):
     _fields_ = [
         *(
             (name, _I)
-            for name in ("heads", "kv_heads", "d", "dv", "block", "page_bytes", "window", "chunked", "blocks")
+            for name in ("heads", "kv_heads", "d", "dv", "block", "page_bytes", "window", "chunked", "blocks", "stored")
         ),
         ("scale", _F),
         ("softcap", _F),
         ("pages", _P),
         ("slopes", _P),
+        ("key_scales", _P),
+        ("value_scales", _P),
     ]
 
 

@@ -11,10 +11,13 @@ import torch
 from evener.backend.native_code import Unavailable
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
+from evener.state_pages.elements import dequantize, quantize
 from evener_backend_cpu.arguments import optional, require, require_indices
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Geometry, Step
+from evener_backend_cpu.stored_packing import KINDS
 
 LAYOUT = "cpu.paged"
 #: Longest head that the kernels have room for.
@@ -30,15 +33,20 @@ class PagedViews:
         storage: uint8 [blocks, page_bytes].
         keys: [blocks, kv_heads, groups, head_dim / lanes, 16, lanes].
         values: [blocks, kv_heads, groups, 16 / lanes, value_dim, lanes].
+        scales: of keys and of values, float32 [kv_heads] each; empty if state is not quantized.
     """
 
-    def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
+    def __init__(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor] = ()
+    ) -> None:
         key, value = spec.tensors
         if storage.stride(1) != 1 or storage.shape[1] < block_size * spec.nbytes:
             raise ValueError(f"storage is {list(storage.shape)} with strides {list(storage.stride())}; a block of "
                              f"{block_size} tokens has {block_size * spec.nbytes} bytes")  # fmt: skip
-        self.storage, self.spec, self.block_size = storage, spec, block_size
-        dtype, lanes = getattr(torch, key.dtype), int(4 // DTYPE_BYTES[key.dtype])
+        for scale, tensor in zip(scales, spec.tensors, strict=False):
+            require(f"the scale of the {tensor.name}", scale, torch.float32, (tensor.shape[0],))
+        self.storage, self.spec, self.block_size, self.scales = storage, spec, block_size, tuple(scales)
+        dtype, lanes = getattr(torch, key.dtype), int(4 // DTYPE_BYTES[key.wide or key.dtype])
         (heads, d), dv, groups = key.shape, value.shape[1], block_size // 16
         cut = block_size * key.nbytes
         self.keys = storage[:, :cut].view(dtype).view(-1, heads, groups, d // lanes, 16, lanes)
@@ -68,10 +76,12 @@ class PagedViews:
                 self.spec.window or 0,
                 self.spec.kind == "chunk",
                 self.storage.shape[0],
+                KINDS[self.spec.tensors[0].dtype] if self.scales else 0,
                 attention.scale,
                 attention.softcap or 0.0,
                 self.storage.data_ptr(),
                 self._slopes.data_ptr() or None,
+                *(scale.data_ptr() for scale in self.scales),
             )
             self._attention = attention
         return self._geometry
@@ -109,7 +119,7 @@ class PagedMeta:
         self.address = ctypes.addressof(self.struct)
 
 
-class PagedState(AttentionProvider):
+class PagedState(AttentionProvider, QuantizedState):
     """Keys and values in vectors of 16 tokens. One call writes, one attends, for any mix of query lengths."""
 
     name = LAYOUT
@@ -117,6 +127,7 @@ class PagedState(AttentionProvider):
     kinds = frozenset({"full", "window", "chunk"})
     priority = 100
     batch_invariant = True
+    scaled = frozenset(KINDS)
 
     def __init__(self, device: CpuDevice) -> None:
         self._device = device
@@ -130,8 +141,10 @@ class PagedState(AttentionProvider):
         if spec.per != "token" or len(spec.tensors) != 2:
             return "stores one key and one value per token, nothing else"
         key, value = spec.tensors
-        if {key.dtype, value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
+        if {key.wide or key.dtype, value.wide or value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
             return f"computes and stores in float32 or bfloat16, not {key.dtype}/{value.dtype} for {attention.dtype}"
+        if key.dtype != value.dtype:
+            return f"stores keys and values in one dtype, not {key.dtype} and {value.dtype}"
         odd = [n for n in (key.shape[1], value.shape[1]) if n % 16 or not 16 <= n <= MAX_HEAD_DIM]
         if odd:
             return f"head_dim {odd[0]} is not a multiple of 16 up to {MAX_HEAD_DIM}"
@@ -147,6 +160,11 @@ class PagedState(AttentionProvider):
 
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> PagedViews:
         return PagedViews(storage, spec, block_size)
+
+    def bind_scaled(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
+    ) -> PagedViews:
+        return PagedViews(storage, spec, block_size, scales)
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         meta = PagedMeta(step, attention)
@@ -205,10 +223,10 @@ class PagedState(AttentionProvider):
         key, value = views.spec.tensors
         keys = views.keys[blocks].permute(0, 2, 4, 1, 3, 5).reshape(len(blocks), views.block_size, *key.shape)
         values = views.values[blocks].permute(0, 2, 3, 5, 1, 4).reshape(len(blocks), views.block_size, *value.shape)
-        return keys, values
+        return self._wide(views, (keys, values))
 
     def import_blocks(self, views: PagedViews, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        keys, rest = values
+        keys, rest = self._elements(views, values)
         n, (_, heads, groups, pairs, _, lanes) = len(blocks), views.keys.shape
         cut = keys.to(views.keys.dtype).reshape(n, groups, 16, heads, pairs, lanes)
         views.keys[blocks] = cut.permute(0, 3, 1, 4, 2, 5)
@@ -216,13 +234,27 @@ class PagedState(AttentionProvider):
         cut = rest.to(views.values.dtype).reshape(n, groups, 16 // lanes, lanes, heads, dv)
         views.values[blocks] = cut.permute(0, 4, 1, 2, 5, 3)
 
+    def _wide(self, views: PagedViews, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Exported blocks as numbers."""
+        if not views.scales:
+            return parts
+        wide = (getattr(torch, tensor.wide or tensor.dtype) for tensor in views.spec.tensors)
+        return tuple(dequantize(*each).to(kind) for *each, kind in zip(parts, views.scales, wide, strict=True))
+
+    def _elements(self, views: PagedViews, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Numbers to import as they are stored."""
+        if not views.scales:
+            return values
+        return [quantize(v, scale, views.keys.dtype) for v, scale in zip(values, views.scales, strict=True)]
+
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
         # Partial results of spans: in the worst case every token belongs to another request.
         value_dim = spec.tensors[1].shape[1]
         spans = max_kv // _SPAN + max_tokens
         plan = (max_tokens * 3 + spans) * _ITEM_WORDS * 4
         rows = 48 + attention.heads
-        per_thread = (2 * rows * (value_dim + 2) + 1024) * 4 + 2 * 256 * 16 * 4
+        room = 64 * sum(t.shape[1] for t in spec.tensors if t.wide)
+        per_thread = (2 * rows * (value_dim + 2) + 1024 + room) * 4 + 2 * 256 * 16 * 4
         return plan + spans * attention.heads * (value_dim + 2) * 4 + per_thread * self._device.threads
 
     def _native(self) -> Any:

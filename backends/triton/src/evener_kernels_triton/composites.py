@@ -123,7 +123,7 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
         "INTERLEAVED": bool(s["interleaved"]), "NORM": bool(s["qk_norm"]), "D": d, "DV": dv,
         "DP": power_of_two(max(d, dv)), "H": each, "OVERLAP": tuning.overlap, "num_warps": warps, **tuning.launch,
     }  # fmt: skip
-    launches: dict[int, PreparedLaunch] = {}
+    launches: dict[tuple[int, str], PreparedLaunch] = {}
 
     def run(
         x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, norm: torch.Tensor, qkv: PackedWeight,
@@ -133,15 +133,15 @@ def _write_heads(tuning: Tuning, call: OpCall) -> OpFunction:
         wide, stream = enter(x, residual, norm, qkv.data, qkv_bias)
         tokens, row = wide.shape
         query = torch.empty(tokens, heads, d, dtype=wide.dtype, device=wide.device)
-        launch = launches.get(views.block_size)
+        launch = launches.get((views.block_size, views.kind))
         if launch is None:
-            launch = launches[views.block_size] = PreparedLaunch(
-                norm_rotary_write_kernel, PAGE=views.block_size, **sizes
+            launch = launches[views.block_size, views.kind] = PreparedLaunch(
+                norm_rotary_write_kernel, PAGE=views.block_size, KIND=views.kind, **sizes
             )
         launch(
             (tokens, tiles, 1), positions, meta.step.slot_mapping, wide, q_norm if q_norm is not None else wide,
             k_norm if k_norm is not None else wide, cos_sin, query, views.keys, views.values,
-            row, views.key_page, views.value_page,
+            views.key_scales, views.value_scales, row, views.key_page, views.value_page,
         )  # fmt: skip
         return query, stream
 

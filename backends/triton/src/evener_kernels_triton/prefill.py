@@ -64,6 +64,7 @@ def _tile_of(tuning: Tuning, spec: StateSpec, attention: AttentionSpec) -> LongT
         return None
     (_, d), (_, dv) = (tensor.shape for tensor in spec.tensors)
     plain = not (attention.softcap or attention.sinks) and attention.slopes is None and attention.scale > 0
+    plain = plain and not any(tensor.wide for tensor in spec.tensors)
     if d != dv or spec.kind == "chunk" or not plain or attention.dtype not in ("bfloat16", "float16"):
         return None
     return tuning.long_tile(d)

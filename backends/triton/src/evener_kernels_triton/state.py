@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from evener.contracts.device import DeviceCapabilities
+from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
+from evener.state_pages.elements import dequantize, quantize
 from evener_kernels_triton.arguments import check_state, check_step
 from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
@@ -18,6 +20,7 @@ from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.kernel import DTYPES, PRECISION
 from evener_kernels_triton.prefill import LongQueries, PoolLines, attend_long, copies_can_read, long_queries, pool_lines
 from evener_kernels_triton.primitives import rows_of
+from evener_kernels_triton.stored import KINDS
 from evener_kernels_triton.tuning import MIN_TILES, LongTile, Tuning, memoized, power_of_two
 
 LAYOUT = "triton.paged"
@@ -29,21 +32,31 @@ class PagedViews:
     """One layer's pages.
 
     Attributes:
-        keys: [blocks, kv_heads, block_size, head_dim]; values: the same with value_dim.
+        keys: [blocks, kv_heads, block_size, head_dim]; values: the same with value_dim. float8 is held as uint8.
+        kind: of elements, a value of ``stored.KINDS``; "" if state is not quantized.
+        key_scales, value_scales: float32 [kv_heads] of quantized state; without, keys and values, which kernels then do
+            not read as scales.
         key_page, value_page: elements from one block to the next; value_dim: length of a value.
         checked: names of the methods whose arguments were checked.
     """
 
-    def __init__(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> None:
+    def __init__(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor] = ()
+    ) -> None:
         key, value = spec.tensors
         self.storage, self.spec, self.block_size = storage, spec, block_size
         self.checked: set[str] = set()
-        dtype, cut = getattr(torch, key.dtype), block_size * key.nbytes
+        self.kind = KINDS[key.dtype] if scales else ""
+        held = "uint8" if scales and key.dtype != "int8" else key.dtype
+        dtype, cut = getattr(torch, held), block_size * key.nbytes
         (heads, d), dv = key.shape, value.shape[1]
         self.value_dim = dv
         self.keys = storage[:, :cut].view(dtype).unflatten(1, (heads, block_size, d))
         rest = storage[:, cut : cut + block_size * value.nbytes]
         self.values = rest.view(dtype).unflatten(1, (heads, block_size, dv))
+        self.key_scales: torch.Tensor
+        self.value_scales: torch.Tensor
+        self.key_scales, self.value_scales = scales or (self.keys, self.values)
         self.key_page, self.value_page = self.keys.stride(0), self.values.stride(0)
         self._lines: dict[LongTile, tuple[PoolLines | None, PoolLines | None]] = {}
 
@@ -84,7 +97,7 @@ class PagedMeta:
     long: LongQueries | None = None
 
 
-class PagedState(AttentionProvider):
+class PagedState(AttentionProvider, QuantizedState):
     """Attention over pages [kv_heads, block_size, head_dim]. One kernel writes, one attends."""
 
     name = LAYOUT
@@ -92,6 +105,7 @@ class PagedState(AttentionProvider):
     kinds = frozenset({"full", "window", "chunk"})
     priority = 100
     graph = "any"
+    scaled = frozenset(KINDS)
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -103,7 +117,9 @@ class PagedState(AttentionProvider):
         if attention.algorithm != "softmax":
             return f"does not compute {attention.algorithm}"
         key, value = spec.tensors
-        if {key.dtype, value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
+        if key.dtype != value.dtype:
+            return f"stores keys and values in one dtype, not {key.dtype} and {value.dtype}"
+        if {key.wide or key.dtype, value.wide or value.dtype} != {attention.dtype} or attention.dtype not in DTYPES:
             return f"stores keys and values in the compute dtype, not {key.dtype}/{value.dtype} for {attention.dtype}"
         if attention.dtype not in device.dtypes | device.emulated:
             return f"the device does not compute in {attention.dtype}"
@@ -122,6 +138,11 @@ class PagedState(AttentionProvider):
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> PagedViews:
         return PagedViews(storage, spec, block_size)
 
+    def bind_scaled(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
+    ) -> PagedViews:
+        return PagedViews(storage, spec, block_size, scales)
+
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         check_step(step)
         slopes, row = self._slopes_on(step.kv_lens.device, attention), step.block_table.stride(0)
@@ -136,7 +157,7 @@ class PagedState(AttentionProvider):
 
     def _decode_of(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Decode:
         key, value = spec.tensors
-        tile = self._tuning.decode_tile(max(power_of_two(t.shape[1]) for t in (key, value)), _size(key.dtype))[0]
+        tile = self._tuning.decode_tile(max(power_of_two(t.shape[1]) for t in (key, value)), _size(attention.dtype))[0]
         longest = step.max_kv if spec.window is None else min(step.max_kv, spec.window + tile)
         splits = self._tuning.splits(step.requests * key.shape[0], longest, tile)
         launches, tiles = _decode_launches(self._tuning, spec, attention, block_size, splits)
@@ -161,10 +182,10 @@ class PagedState(AttentionProvider):
         if not tokens:
             return
         write_kernel[(tokens, -(-heads // 4))](
-            meta.step.slot_mapping, key, value, views.keys, views.values,
+            meta.step.slot_mapping, key, value, views.keys, views.values, views.key_scales, views.value_scales,
             key.stride(0), key.stride(1), value.stride(0), value.stride(1), views.keys.stride(0),
             views.values.stride(0), heads,
-            PAGE=views.block_size, D=d, DV=dv, DP=power_of_two(max(d, dv)), H=4, num_warps=1,
+            PAGE=views.block_size, D=d, DV=dv, DP=power_of_two(max(d, dv)), H=4, KIND=views.kind, num_warps=1,
         )  # fmt: skip
 
     def attend(
@@ -210,14 +231,14 @@ class PagedState(AttentionProvider):
         decode.launches[sinks is not None](
             decode.grid, query, views.keys, views.values, step.block_table, step.kv_lens,
             sinks if sinks is not None else out, meta.slopes if meta.slopes is not None else out, out, parts, stats,
-            arrived, row, head, meta.table_row, views.key_page, views.value_page,
+            arrived, views.key_scales, views.value_scales, row, head, meta.table_row, views.key_page, views.value_page,
         )  # fmt: skip
 
     def _mixed(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         step = meta.step
-        common = _common(views.spec, meta.attention, views.block_size, sinks is not None)
+        common = _common(self._tuning, views.spec, meta.attention, views.block_size, sinks is not None)
         heads, kv_heads = common["HEADS"], common["KV_HEADS"]
         group = heads // kv_heads
         m, n, warps, stages = self._tuning.mixed_tile(max(common["DP"], common["DVP"]), group, query.element_size())
@@ -225,6 +246,7 @@ class PagedState(AttentionProvider):
         mixed_kernel[(tiles, kv_heads)](
             query, views.keys, views.values, step.block_table, step.query_start, step.kv_lens,
             sinks if sinks is not None else out, meta.slopes if meta.slopes is not None else out, out,
+            views.key_scales, views.value_scales,
             query.stride(0), query.stride(1), meta.table_row, views.key_page, views.value_page, step.requests,
             M=m, N=n, num_warps=warps, num_stages=stages, **common,
         )  # fmt: skip
@@ -233,11 +255,19 @@ class PagedState(AttentionProvider):
         views.storage[target] = views.storage[source]
 
     def export_blocks(self, views: PagedViews, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(part[blocks].transpose(1, 2).contiguous() for part in (views.keys, views.values))
+        parts = tuple(part[blocks].transpose(1, 2).contiguous() for part in (views.keys, views.values))
+        if not views.kind:
+            return parts
+        stored, wide = (getattr(torch, str(name)) for name in (views.spec.tensors[0].dtype, views.spec.tensors[0].wide))
+        scales = views.key_scales, views.value_scales
+        return tuple(dequantize(part.view(stored), s).to(wide) for part, s in zip(parts, scales, strict=True))
 
     def import_blocks(self, views: PagedViews, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        if views.kind:
+            stored, scales = getattr(torch, views.spec.tensors[0].dtype), (views.key_scales, views.value_scales)
+            values = [quantize(v, scale, stored) for v, scale in zip(values, scales, strict=True)]
         for part, value in zip((views.keys, views.values), values, strict=True):
-            part[blocks] = value.to(part.dtype).transpose(1, 2)
+            part[blocks] = (value.view(part.dtype) if views.kind else value.to(part.dtype)).transpose(1, 2)
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
         # Splits only fill the device: programs times splits are bounded for every batch size.
@@ -247,7 +277,9 @@ class PagedState(AttentionProvider):
         return 8 * self._tuning.units * group * (value.shape[1] + 2) * 4
 
 
-def _common(spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: bool) -> dict[str, Any]:
+def _common(
+    tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: bool
+) -> dict[str, Any]:
     """Arguments of both kernels that are the same in every step."""
     key, value = spec.tensors
     (kv_heads, d), dv = key.shape, value.shape[1]
@@ -256,6 +288,7 @@ def _common(spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: b
         "KV_HEADS": kv_heads, "PAGE": block_size, "WINDOW": spec.window or 0, "CHUNKED": spec.kind == "chunk",
         "CAP": bool(attention.softcap), "SINKS": sinks, "SLOPES": attention.slopes is not None, "D": d, "DV": dv,
         "DP": max(16, power_of_two(d)), "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
+        "KIND": KINDS[key.dtype] if key.wide else "", "PTX": tuning.ptx,
     }  # fmt: skip
 
 
@@ -277,7 +310,8 @@ def _decode_launches(
         "num_stages": stages, **tuning.launch,
     }  # fmt: skip
     without, given = (
-        PreparedLaunch(decode_kernel, **_common(spec, attention, block_size, sinks), **sizes) for sinks in (False, True)
+        PreparedLaunch(decode_kernel, **_common(tuning, spec, attention, block_size, sinks), **sizes)
+        for sinks in (False, True)
     )
     return (without, given), kv_heads * -(-group // m)
 

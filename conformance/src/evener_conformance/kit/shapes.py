@@ -11,7 +11,8 @@ from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 class Shape:
     """The shape of a layer's state and attention. For a latent layer ``value_dim`` is the rank, and ``top`` makes it
     sparse; an index layer has one key and ``top``. ``scale``: factor on the scores, by default head_dim ** -0.5.
-    ``long``: the window is made longer than ``window`` and than a block."""
+    ``long``: the window is made longer than ``window`` and than a block. ``stored``: the element type of quantized
+    state."""
 
     heads: int
     kv_heads: int
@@ -25,6 +26,7 @@ class Shape:
     slopes: tuple[float, ...] | None = None
     scale: float | None = None
     long: bool = False
+    stored: str | None = None
 
     def for_block_size(self, size: int) -> Shape:
         """The shape for blocks of ``size``: a long window ends inside a block."""
@@ -40,6 +42,7 @@ class Shape:
         more += ["slopes"] if self.slopes else []
         more += [f"top {self.top}"] if self.top else []
         more += [f"scale {self.scale}"] if self.scale else []
+        more += [f"stored as {self.stored}"] if self.stored else []
         return ", ".join([f"{kind}: {self.heads}/{self.kv_heads} heads of {self.head_dim}/{self.value_dim}", *more])
 
     def spec(self, dtype: str) -> StateSpec:
@@ -49,10 +52,9 @@ class Shape:
             return StateSpec("latent", (StateTensor("latent", (self.value_dim,), dtype), rope))
         if self.kind == "index":
             return StateSpec("index", (StateTensor("key", (self.head_dim,), dtype),))
-        tensors = (
-            StateTensor("key", (self.kv_heads, self.head_dim), dtype),
-            StateTensor("value", (self.kv_heads, self.value_dim), dtype),
-        )
+        sizes = {"key": self.head_dim, "value": self.value_dim}
+        how: tuple[str, str | None] = (dtype, None) if self.stored is None else (self.stored, dtype)
+        tensors = tuple(StateTensor(name, (self.kv_heads, size), *how) for name, size in sizes.items())
         return StateSpec(self.kind or ("full" if self.window is None else "window"), tensors, window=self.window)
 
     def attention(self, dtype: str) -> AttentionSpec:
@@ -72,4 +74,10 @@ SHAPES = (
     Shape(3, 1, 24, 16, kind="latent", top=9), Shape(16, 1, 576, 512, kind="latent"),
     Shape(6, 1, 18, 18, kind="index", top=7), Shape(4, 2, 16, 16, window=128, long=True),
     Shape(4, 1, 16, 16, window=128, kind="chunk", long=True),
+)  # fmt: skip
+#: For providers of quantized state.
+QUANTIZED = (
+    Shape(9, 3, 64, 64, stored="float8_e4m3fn"), Shape(4, 2, 48, 16, window=24, softcap=5.0, stored="float8_e4m3fn"),
+    Shape(4, 2, 16, 16, window=7, kind="chunk", sinks=True, stored="float8_e5m2"), Shape(4, 4, 32, 32, stored="int8"),
+    Shape(6, 3, 16, 16, slopes=(0.5, 0.25, 0.125, 0.06, 0.7, 0.02), stored="int8"),
 )  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from evener.contracts.device import Device
+from evener.contracts.quantized.state import QuantizedState, unscaled
 from evener.contracts.state import (
     AttentionProvider,
     AttentionSpec,
@@ -39,8 +40,9 @@ from evener_conformance.kit.guards import GuardedMemory
 from evener_conformance.kit.inputs import followed_by_nan
 from evener_conformance.kit.naive_attention import attention
 from evener_conformance.kit.outcome import format_backend_exception
+from evener_conformance.kit.quantized import held, scales_of
 from evener_conformance.kit.recurrent import recurrent_problems
-from evener_conformance.kit.shapes import SHAPES, Shape
+from evener_conformance.kit.shapes import QUANTIZED, SHAPES, Shape
 
 #: Steps of the schedule, a mixed one and one of single tokens, that also run under the profiler to find fallbacks.
 _PROFILED_STEPS = (2, 3)
@@ -70,7 +72,8 @@ class Report:
 
 
 def check_provider(
-    provider: StateProvider, device: Device, dtype: str = "float32", shapes: Sequence[Shape] = SHAPES, seed: int = 0, *,
+    provider: StateProvider, device: Device, dtype: str = "float32",
+    shapes: Sequence[Shape] = (*SHAPES, *QUANTIZED), seed: int = 0, *,
     thorough: bool = False, watch: FallbackMonitor | None = None, recurrent: bool = True,
 ) -> Report:  # fmt: skip
     """Check a provider over many shapes.
@@ -81,6 +84,7 @@ def check_provider(
         recurrent: also check recurrent state, if the provider serves it.
     """
     report, watch = Report(), watch or FallbackMonitor(device)
+    shapes = [shape for shape in shapes if unscaled(provider, shape.spec(dtype)) is None]
     known = {shape.spec(dtype).kind for shape in SHAPES} | {"recurrent"}
     report.problems += [f"the kit has no shapes of state kind {kind!r}" for kind in sorted(provider.kinds - known)]
     for shape in shapes:
@@ -148,7 +152,12 @@ class _Pool:
         self.used = provider.bytes_per_block(spec, size)
         page = 0 if provider.owns_memory else -(-self.used // alignment) * alignment + alignment
         self.storage = memory.copy(torch.full((blocks, page), GARBAGE, dtype=torch.uint8), "the state pool")
-        self.views = provider.bind(self.storage, spec, size)
+        scales = [scale.to(device.torch_device) for scale in scales_of(spec)]
+        if scales:
+            assert isinstance(provider, QuantizedState), "only its shapes are checked"
+            self.views = provider.bind_scaled(self.storage, spec, size, scales)
+        else:
+            self.views = provider.bind(self.storage, spec, size)
 
     def problems(self) -> Iterator[str]:
         """Whether the provider wrote only inside its blocks, and allocated no other memory for state."""
@@ -258,7 +267,7 @@ class _ProviderCheck:
         query = self._random(step.tokens, self.attention.heads, self.attention.head_dim, scale=scale)
         for kept, value in enumerate(values):
             for row, piece in zip(rows, value.cpu().split([*counts, 1]), strict=False):
-                self.history[row][kept].append(piece)
+                self.history[row][kept].append(held(piece, self.spec, kept))
         meta = self._prepare(step)
         yield from self._check_write(meta, values)
         if self.spec.kind == "index":
@@ -350,6 +359,7 @@ class _ProviderCheck:
         table = torch.stack([torch.nn.functional.pad(o, (0, columns - len(o)), value=int(o[0])) for o in order])
         pool = _Pool(self.provider, self.device, self.spec, self.size, blocks, self._memory)
         tokens = [[self._random(end, *t.shape).cpu() for t in self.spec.tensors] for end in ends]
+        kept_tokens = [[held(t, self.spec, kept) for kept, t in enumerate(each)] for each in tokens]
         for kept in range(len(self.spec.tensors)):
             # Tokens that are not written yet are garbage.
             parts = [t[kept].clone() for t in tokens]
@@ -371,7 +381,7 @@ class _ProviderCheck:
         with self._watching():
             self.provider.write(pool.views, meta, *new)
         got = self.device.readback(self._attend(pool.views, meta, query, None)).wait()
-        found = list(self._check_attention(range(len(before)), counts, tokens, query, got, None))
+        found = list(self._check_attention(range(len(before)), counts, kept_tokens, query, got, None))
         yield from found[:2]
 
     def prepare_large_step(self, before: Sequence[int], counts: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -477,7 +487,7 @@ class _ProviderCheck:
                 continue
             flat = part.unflatten(0, tuple(table.shape)).flatten(1, 2)
             for row, written in enumerate(self.history):
-                if not torch.equal(flat[row, : self.lengths[row]], torch.cat(written[kept])):
+                if not torch.equal(flat[row, : self.lengths[row]], torch.cat(written[kept]).to(self.dtype)):
                     yield f"{what}: {tensor.name} of request {row} is not what was written"
 
     def _round_trip(self) -> Iterator[str]:

@@ -137,7 +137,7 @@ class NaiveModel:
         self.length = 0
         self._pages: list[ProviderPages | None] = []
         for slot in self.build.slots:
-            slot.views, pages = make_naive_state(slot.spec, slot.attention), None
+            slot.views, pages = make_naive_state(slot.spec, slot.attention, slot.scales), None
             if slot.views is None:
                 assert slot.provider is not None, "found above"
                 pages = ProviderPages(slot.spec, slot.attention, slot.provider, self._length)

@@ -3,7 +3,7 @@ kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +15,29 @@ from evener.contracts.state import AttentionSpec, Piece, StateProvider, StateSpe
 
 @dataclass
 class NaiveState:
-    """One layer's state of one sequence: each state tensor as [tokens, *shape], in the state's dtype."""
+    """One layer's state of one sequence: each state tensor as [tokens, *shape], in the state's dtype; of quantized
+    state the numbers that its elements stand for, in float32. ``scales``: of quantized state, as ``StateSlot``'s."""
 
     spec: StateSpec
     attention: AttentionSpec
     tensors: list[torch.Tensor] = field(default_factory=list)
     last: int = 0
+    scales: Sequence[Sequence[float]] = ()
 
     def write(self, *values: torch.Tensor) -> None:
         """Append this step's tokens."""
         self.last = len(values[0])
-        kept = [v.to(getattr(torch, t.dtype)) for v, t in zip(values, self.spec.tensors, strict=True)]
+        kept = [self._kept(number, value) for number, value in enumerate(values)]
         self.tensors = [torch.cat(pair) for pair in zip(self.tensors, kept, strict=True)] if self.tensors else kept
+
+    def _kept(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        stored = getattr(torch, self.spec.tensors[number].dtype)
+        if not self.scales:
+            return value.to(stored)
+        scale = torch.tensor(self.scales[number])[:, None]
+        largest = 127.0 if stored is torch.int8 else float(torch.finfo(stored).max)
+        divided = (value.float() / scale).clamp(-largest, largest)
+        return (divided.round() if stored is torch.int8 else divided.to(stored).float()) * scale
 
     def _keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[kv_heads, tokens, dim] each."""
@@ -159,10 +170,12 @@ class ProviderPages:
         return self._provider.metadata(step, self._spec, self._attention, self._size)
 
 
-def make_naive_state(spec: StateSpec, attention: AttentionSpec) -> NaiveState | NaiveRecurrentState | None:
+def make_naive_state(
+    spec: StateSpec, attention: AttentionSpec, scales: Sequence[Sequence[float]] = ()
+) -> NaiveState | NaiveRecurrentState | None:
     """The empty state of a layer; None for kinds and algorithms that are not defined here."""
     if attention.algorithm == "gated_delta":
         conv, delta = (torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in spec.tensors)
         return NaiveRecurrentState(spec, attention, conv, delta)
     known = spec.kind in ("full", "window", "chunk", "latent", "index") and attention.algorithm == "softmax"
-    return NaiveState(spec, attention) if known else None
+    return NaiveState(spec, attention, scales=scales) if known else None

@@ -30,6 +30,7 @@ _OPTIONS = {
     "graphs": Option(type=bool, default=True, help="Decode steps can be captured."),
     "graph_update": Option(type=bool, default=True, help="A capture fixes the lengths; replays need an update."),
     "max_captures": Option(type=int, default=None, help="Captures that may exist at once; default: the chip's."),
+    "int8_state": Option(type=bool, default=True, help="State in eight bits is int8, whatever float8 was asked for."),
     "missing": Option(type=str, default="count", choices=("count", "refuse", "none"), help="Torch's ops that the chip "
                       "has no kernel for: run on the host and counted, refused, or none."),
     "host_reads": Option(type=bool, default=False, help="A step may read values on the host, between its first upload "

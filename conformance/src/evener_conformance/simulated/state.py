@@ -9,8 +9,10 @@ import torch
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.ops.reference.state import ReferenceState
+from evener.state_pages.elements import ScaledPages
 from evener_conformance.simulated.constraints import ConstraintError
 from evener_conformance.simulated.device import SimulatedDevice
 from evener_conformance.simulated.kernels import aligned_contiguous
@@ -23,7 +25,7 @@ _REFERENCE = ReferenceState()
 class Pages:
     """One layer's blocks. ``canonical`` are CPU views of them in the canonical layout, for the kernels."""
 
-    canonical: tuple[torch.Tensor, ...]
+    canonical: tuple[torch.Tensor | ScaledPages, ...]
 
 
 @dataclass
@@ -50,7 +52,7 @@ class PagedMeta:
     lengths: HostLengths
 
 
-class SimulatedPaged(AttentionProvider):
+class SimulatedPaged(AttentionProvider, QuantizedState):
     """The provider of one device. A page is the keys [128, heads, dim], then the values, each aligned."""
 
     name = "simulated.paged"
@@ -61,13 +63,14 @@ class SimulatedPaged(AttentionProvider):
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device, self._constraints = device, device.constraints
+        self.scaled = frozenset({"int8"} if self._constraints.int8_state else {"int8", "float8_e4m3fn", "float8_e5m2"})
         # Without updates, a replay would use the lengths of the captured step.
         self.graph = (
             "never" if self._constraints.host_lengths and not self._constraints.graph_update else "uniform_decode"
         )
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
-        odd = [t.dtype for t in spec.tensors if t.dtype not in device.dtypes]
+        odd = [t.wide or t.dtype for t in spec.tensors if (t.wide or t.dtype) not in device.dtypes]
         why = f"the {device.variant} chip has no {odd[0]}" if odd else None
         return why or _REFERENCE.supports(spec, attention, device)
 
@@ -103,6 +106,13 @@ class SimulatedPaged(AttentionProvider):
                 canonical.append(flat.unflatten(1, (block_size, *tensor.shape)))
             start += self._align_up(nbytes)
         return Pages(tuple(canonical))
+
+    def bind_scaled(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
+    ) -> Pages:
+        parts = zip(self.bind(storage, spec, block_size).canonical, scales, spec.tensors, strict=True)
+        wide = ((view, self._device.namespace.host(s), getattr(torch, str(t.wide))) for view, s, t in parts)
+        return Pages(tuple(ScaledPages(*each) for each in wide))
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         lengths = HostLengths(list(step.host_query_lens), list(step.host_kv_lens))

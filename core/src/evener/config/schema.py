@@ -110,6 +110,12 @@ class InferConfig(Section):
         "auto", "str", "Dtype of stored MLA latents; auto: the compute dtype.",
         choices=("auto", "bfloat16", "float8_e4m3fn")
     )  # fmt: skip
+    kv_dtype: str = option(
+        "auto", "str", "Dtype of stored keys and values; auto: as the checkpoint says, or the compute dtype.",
+        choices=("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"), words={"fp8": "fp8_e4m3"}
+    )  # fmt: skip
+    kv_scales: str | None = option(None, "path", "File with scales of keys and values, by `evener calibrate`; none: "
+                                   "those of the model's folder or checkpoint.", none=True)  # fmt: skip
     snapshot_every: int = option(
         512, "int", "Tokens between snapshots of recurrent state in the prefix cache.", minimum=1
     )  # fmt: skip

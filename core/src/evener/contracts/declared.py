@@ -181,8 +181,8 @@ Declared = Weight | LinearWeight | Table
 
 @dataclass(eq=False)
 class StateSlot:
-    """One layer's state. The engine sets ``group`` (an index into a step's ``metas``), ``provider`` and ``views`` (what
-    ``StateProvider.bind`` returned)."""
+    """One layer's state. The engine sets ``group`` (an index into a step's ``metas``), ``provider``, ``views`` (what
+    ``StateProvider.bind`` returned) and, for quantized state, ``scales``: for each tensor, one for each head."""
 
     name: str
     spec: StateSpec
@@ -190,6 +190,7 @@ class StateSlot:
     group: int = -1
     provider: StateProvider | None = None
     views: Any = None
+    scales: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(eq=False)

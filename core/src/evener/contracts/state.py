@@ -49,11 +49,21 @@ GraphSupport = Literal["never", "uniform_decode", "any"]
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a spec: its ``shape`` for one token (or one request) in the canonical layout, and its dtype."""
+    """One tensor of a spec.
+
+    Attributes:
+        name: of the tensor.
+        shape: for one token (or one request) in the canonical layout.
+        dtype: element type in which it is stored.
+        wide: (quantized state) the dtype of the numbers that layers write and read. Their elements are stored divided
+            by a float32 scale, one for each index of the first dimension (a head): see ``evener.contracts.quantized``.
+            None: numbers are stored as they are.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    wide: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -298,11 +308,12 @@ class StateProvider(ABC):
     @abstractmethod
     def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The blocks (int32 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape], or [n,
-        *shape] for state per request."""
+        *shape] for state per request. Quantized state is dequantized, to ``StateTensor.wide``."""
 
     @abstractmethod
     def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        """The inverse of ``export_blocks``. Mutates the state."""
+        """The inverse of ``export_blocks``: quantized state is quantized again, to the same elements. Mutates the
+        state."""
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
         """(optional) Device memory, in bytes, that one layer's calls need at their peak, not counting what they return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.declared import CallSite, LinearWeight, StateSlot
 from evener.contracts.ops import Bucket, OpCall, OpFunction, OpSchema, Variant
 from evener.contracts.quant import WeightPart, plain
+from evener.contracts.quantized.state import unscaled
 from evener.contracts.state import StateProvider, required_interface
 from evener.errors import ResolveError, UnknownNameError
 from evener.ops.composites import linear_static
@@ -215,6 +216,7 @@ def _choose_state(available: Candidates, slot: StateSlot) -> tuple[StateProvider
         reason = available.excluded_by("attention", candidate) if wanted == REFERENCE else None
         if reason is None and slot.spec.kind not in provider.kinds:
             reason = f"does not serve state of kind {slot.spec.kind!r}"
+        reason = reason or unscaled(provider, slot.spec)
         reason = reason or check_supports(provider, provider.supports(slot.spec, slot.attention, available.device))
         if reason is None and not isinstance(provider, needed := required_interface(slot.spec, slot.attention)):
             reason = f"is no {needed.__name__}"

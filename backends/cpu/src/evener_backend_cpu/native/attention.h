@@ -3,17 +3,21 @@
 //   keys   [kv_head][group][d / E][16][E]      values [kv_head][group][16 / E][dv][E]
 // Keys are read in chunks of 64 tokens, and chunks in spans of SPAN, both aligned to the token's position; partial results of spans
 // are merged in order. So the arithmetic of a row depends on the row alone, not on tiles, chunked prefill, threads or other rows.
+// Quantized state has the same layout in elements of one byte (state_elements.h): a chunk becomes T when it is read, and the scale of a
+// head's keys is a factor on its scores, that of its values one on its output.
 #pragma once
-#include "simd.h"
+#include "state_elements.h"
 
 static const long SPAN = 256, CHUNK = 64, TILE_ROWS = 48;
 
 struct Geometry {
   int64_t heads, kv_heads, d, dv, block, page_bytes, window, chunked;  // window 0: none; chunked: its tokens are a chunk
   int64_t blocks;         // pages of the pool
+  int64_t stored;         // StoredKind of quantized state; 0: elements are T
   float scale, softcap;   // softcap 0: none
   char* pages;
   const float* slopes;  // slope of each head: a score loses this per token of distance; null: no slopes
+  const float *key_scales, *value_scales;  // of each KV head, of quantized state
 };
 
 struct Step {
@@ -39,23 +43,38 @@ INLINE long index_at(const void* p, long i, long is64) {
   return is64 ? (long)((const int64_t*)p)[i] : (long)((const int32_t*)p)[i];
 }
 
-template <class T> INLINE T* key_group(const Geometry& g, long block, long head, long group) {
-  return (T*)(g.pages + block * g.page_bytes) + (head * (g.block / 16) + group) * 16 * g.d;
+template <class T> INLINE long element_bytes(const Geometry& g) { return g.stored ? 1 : sizeof(T); }
+template <class T> INLINE char* key_group(const Geometry& g, long block, long head, long group) {
+  return g.pages + block * g.page_bytes + (head * (g.block / 16) + group) * 16 * g.d * element_bytes<T>(g);
 }
-template <class T> INLINE T* value_group(const Geometry& g, long block, long head, long group) {
-  return (T*)(g.pages + block * g.page_bytes) + g.kv_heads * g.block * g.d + (head * (g.block / 16) + group) * 16 * g.dv;
+template <class T> INLINE char* value_group(const Geometry& g, long block, long head, long group) {
+  long at = g.kv_heads * g.block * g.d + (head * (g.block / 16) + group) * 16 * g.dv;
+  return g.pages + block * g.page_bytes + at * element_bytes<T>(g);
+}
+
+// Elements of a row of n numbers to a lane of its group; ``step``: from a pack of E numbers to the next.
+template <class T>
+__attribute__((noinline)) static void quantize_row(long kind, const T* x, long n, float scale, uint8_t* to, long pack, long step) {
+  with_stored_kind(kind, [&](auto k) {
+    for (long i = 0; i < n; i += pack)
+      for (long e = 0; e < pack; e++) to[i / pack * step + e] = element<decltype(k)::value>(wide(x[i + e]) / scale);
+  });
 }
 
 template <class T> INLINE void write_key(const Geometry& g, long slot, long head, const T* k) {
   constexpr long E = 4 / sizeof(T);
   long at = slot % g.block;
-  T* to = key_group<T>(g, slot / g.block, head, at / 16) + (at % 16) * E;
+  char* group = key_group<T>(g, slot / g.block, head, at / 16);
+  if (g.stored) return quantize_row(g.stored, k, g.d, g.key_scales[head], (uint8_t*)group + (at % 16) * E, E, 16 * E);
+  T* to = (T*)group + (at % 16) * E;
   for (long i = 0; i < g.d; i += E) memcpy((void*)(to + i * 16), k + i, 4);
 }
 template <class T> INLINE void write_value(const Geometry& g, long slot, long head, const T* v) {
   constexpr long E = 4 / sizeof(T);
-  long at = slot % g.block, lane = at % 16;
-  T* to = value_group<T>(g, slot / g.block, head, at / 16) + (lane / E) * g.dv * E + lane % E;
+  long at = slot % g.block, lane = at % 16, first = (lane / E) * g.dv * E + lane % E;
+  char* group = value_group<T>(g, slot / g.block, head, at / 16);
+  if (g.stored) return quantize_row(g.stored, v, g.dv, g.value_scales[head], (uint8_t*)group + first, 1, E);
+  T* to = (T*)group + first;
   for (long i = 0; i < g.dv; i++) to[i * E] = v[i];
 }
 
@@ -160,12 +179,12 @@ INLINE void merge(const Partial& to, const Partial& from, long rows, long dv) {
 
 // Softmax of one chunk for the query at ``high``: writes the weights to p, returns the factor for the earlier sums.
 template <class T>
-INLINE float softmax_chunk(const Geometry& g, float slope, float* s, T* p, long first, long low, long high, bool edge, float* top,
+INLINE float softmax_chunk(const Geometry& g, float scale, float slope, float* s, T* p, long first, long low, long high, bool edge, float* top,
                     float* sum) {
   v16 v[4];
   v16 best = splat(-INFINITY);
   for (int i = 0; i < 4; i++) {
-    v[i] = load(s + i * 16) * g.scale;
+    v[i] = load(s + i * 16) * scale;
     if (g.softcap != 0.f) v[i] = vtanh(v[i] / g.softcap) * g.softcap;
     if (slope != 0.f) v[i] += (lanes() + (float)(first + i * 16 - high)) * slope;
     if (edge) {
@@ -205,22 +224,29 @@ template <class T> struct Tile {
   long first() const { return low(start) / CHUNK * CHUNK; }
   long last() const { return start + count - 1; }
 
-  // Computes one span into ``to``; s and p are scratch of [rows rounded up to 4, CHUNK].
-  void span(long number, const Partial& to, float* s, T* p) const {
+  // Computes one span into ``to``; s and p are scratch of [4, CHUNK], room is scratch of quantized state.
+  void span(long number, const Partial& to, float* s, T* p, T* room) const {
     clear(to, rows, g.dv);
     long begin = number * SPAN > first() ? number * SPAN : first();
     long end = (number + 1) * SPAN < last() + 1 ? (number + 1) * SPAN : last() + 1;
-    for (long c = begin; c < end; c += CHUNK) chunk(c, end - c < CHUNK ? end - c : CHUNK, to, s, p);
+    for (long c = begin; c < end; c += CHUNK) chunk(c, end - c < CHUNK ? end - c : CHUNK, to, s, p, room);
   }
 
-  void chunk(long c, long n, const Partial& to, float* s, T* p) const {
+  void chunk(long c, long n, const Partial& to, float* s, T* p, T* room) const {
     const T *k[4], *v[4];
     const int32_t* table = step.table + request * step.table_stride;
     for (long i = 0; i < 4; i++) {
       long at = c + (i * 16 < n ? i * 16 : 0);
-      k[i] = key_group<T>(g, table[at / g.block], head, at % g.block / 16);
-      v[i] = value_group<T>(g, table[at / g.block], head, at % g.block / 16);
+      k[i] = (const T*)key_group<T>(g, table[at / g.block], head, at % g.block / 16);
+      v[i] = (const T*)value_group<T>(g, table[at / g.block], head, at % g.block / 16);
     }
+    for (long i = 3; i >= 0 && g.stored; i--) {
+      if (i * 16 < n) widen(g.stored, (const uint8_t*)k[i], 16 * g.d, room + i * 16 * g.d);
+      if (i * 16 < n) widen(g.stored, (const uint8_t*)v[i], 16 * g.dv, room + 64 * g.d + i * 16 * g.dv);
+      long j = i * 16 < n ? i : 0;
+      k[i] = room + j * 16 * g.d, v[i] = room + 64 * g.d + j * 16 * g.dv;
+    }
+    float factor = g.stored ? g.scale * g.key_scales[head] : g.scale;
     // Blocks that are wholly before the window were freed: their slots may hold values that are not finite.
     long dead = low(start) - c, skip = dead > 0 ? dead / 16 * 16 : 0;
     bool edge = c + CHUNK > start + 1 || c < low(last());
@@ -236,7 +262,7 @@ template <class T> struct Tile {
       for (long i = 0; i < left; i++) {
         long at = position(r + i);
         float slope = g.slopes ? g.slopes[head * group + (r + i) % group] : 0.f;
-        scale[i] = softmax_chunk<T>(g, slope, s + i * CHUNK, p + i * CHUNK, c, low(at), at, edge, to.top + r + i, to.sum + r + i);
+        scale[i] = softmax_chunk<T>(g, factor, slope, s + i * CHUNK, p + i * CHUNK, c, low(at), at, edge, to.top + r + i, to.sum + r + i);
       }
       float* out = to.out + r * g.dv;
       if (left == 4) accumulate_values_all<T, 4>(p, v, g.dv, skip, n, scale, out);
@@ -255,6 +281,7 @@ template <class T> struct Tile {
         sum = sum * factor + exp1(sink - top);
       }
       factor = sum > 0.f ? factor / sum : 0.f;
+      if (g.stored) factor *= g.value_scales[head];
       T* to = out + ((token + r / group) * g.heads + head * group + r % group) * g.dv;
       for (long c = 0; c < g.dv; c += 16) store(to + c, load(from.out + r * g.dv + c) * factor);
     }
@@ -266,8 +293,10 @@ INLINE long tile_tokens(const Geometry& g) {
   return n > 1 ? n : 1;
 }
 INLINE long tile_rows(const Geometry& g) { return tile_tokens(g) * (g.heads / g.kv_heads); }
-// Scratch of one thread in floats: two partials, scores, weights.
-INLINE long attention_floats(const Geometry& g) { return 2 * partial_floats(tile_rows(g), g.dv) + 8 * CHUNK + 64; }
+// Scratch of one thread in floats: two partials, scores, weights, a chunk of quantized state as T.
+INLINE long attention_floats(const Geometry& g) {
+  return 2 * partial_floats(tile_rows(g), g.dv) + 8 * CHUNK + 64 + (g.stored ? CHUNK * (g.d + g.dv) : 0);
+}
 
 // One item for one head: either all spans with the final result, or one span into ``parts``.
 template <class T>
@@ -277,16 +306,16 @@ __attribute__((noinline)) void attend_item(const Geometry& g, const Step& s, con
   long size = partial_floats(tile_rows(g), g.dv);
   Partial all = partial_at(scratch, tile.rows, g.dv), one = partial_at(scratch + size, tile.rows, g.dv);
   float* sc = scratch + 2 * size;
-  T* p = (T*)(sc + 4 * CHUNK);
+  T *p = (T*)(sc + 4 * CHUNK), *room = (T*)(sc + 8 * CHUNK);
   if (item.span >= 0) {
     float* at = parts + (item.part * g.kv_heads + head) * partial_floats(tile.group, g.dv);
-    tile.span(item.span, partial_at(at, tile.rows, g.dv), sc, p);
+    tile.span(item.span, partial_at(at, tile.rows, g.dv), sc, p, room);
     return;
   }
   long first = tile.first() / SPAN, last = tile.last() / SPAN;
-  tile.span(first, all, sc, p);
+  tile.span(first, all, sc, p, room);
   for (long n = first + 1; n <= last; n++) {
-    tile.span(n, one, sc, p);
+    tile.span(n, one, sc, p, room);
     merge(all, one, tile.rows, g.dv);
   }
   tile.finish(all, sinks, out);

@@ -112,7 +112,10 @@ template <class T> static int check_geometry(const Geometry& g) {
   PASS(check_heads(g));
   PASS(check_size("the number of blocks", g.blocks, 1, MOST_BLOCKS));
   PASS(check_pointer("the pool", g.pages));
-  long least = g.block * g.kv_heads * (g.d + g.dv) * (long)sizeof(T);
+  REQUIRE(!g.stored || with_stored_kind(g.stored, [](auto) {}), "state has elements of kind %ld", (long)g.stored);
+  PASS(g.stored ? check_pointer("the scales of keys", g.key_scales) : DONE);
+  PASS(g.stored ? check_pointer("the scales of values", g.value_scales) : DONE);
+  long least = g.block * g.kv_heads * (g.d + g.dv) * element_bytes<T>(g);
   return check_size("the number of bytes of a block", g.page_bytes, least, 1L << 46);
 }
 

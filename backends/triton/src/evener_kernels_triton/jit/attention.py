@@ -3,6 +3,9 @@
 A page of one layer holds ``[kv_heads, PAGE, D]`` keys and ``[kv_heads, PAGE, DV]`` values. The query heads that share a
 key head are rows of one matrix product. The softmax runs online in base 2 (Milakov and Gimelshein 2018; Dao et al.
 2022); splits are merged by the last program to finish (Dao et al. 2023).
+
+Quantized state (KIND not "") has elements of one byte. The scale of a head's keys is a factor on its scores, that of
+its values one on its output.
 """
 
 import triton
@@ -10,13 +13,14 @@ import triton.language as tl
 
 from evener_kernels_triton.jit.arrival import is_last_program
 from evener_kernels_triton.jit.launch import fast_launch
+from evener_kernels_triton.jit.stored import widened
 
 
 @triton.jit
 def _tile(
     q, m, mass, acc, at, valid, row_table, keys, values, key_page, value_page, head, scale, cap, slope, position, mask,
     PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, CAP: tl.constexpr,
-    SLOPES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    SLOPES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Update the running maximum, sum and product with one tile of keys at positions ``at`` [N]. ``slope`` and
     ``position`` are those of the queries, [M, 1] or one for all."""
@@ -26,8 +30,8 @@ def _tile(
     dv = tl.arange(0, DVP)
     k_at = keys + (page * key_page + line * D)[:, None] + d[None, :]
     v_at = values + (page * value_page + line * DV)[:, None] + dv[None, :]
-    k = tl.load(k_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-    v = tl.load(v_at, mask=valid[:, None] & (dv < DV)[None, :], other=0.0)
+    k = widened(tl.load(k_at, mask=valid[:, None] & (d < D)[None, :], other=0), KIND, PTX, q.dtype)
+    v = widened(tl.load(v_at, mask=valid[:, None] & (dv < DV)[None, :], other=0), KIND, PTX, q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if CAP:
         # Scores and cap are both scaled for base 2, so the factor cancels in the argument of tanh.
@@ -66,6 +70,15 @@ def _slope(slopes, heads, real, SLOPES: tl.constexpr):
 
 
 @triton.jit
+def _head_scale(scales, head, KIND: tl.constexpr):
+    """The scale of a key head's quantized keys or values; 1 if they are not quantized."""
+    scale = 1.0
+    if KIND != "":
+        scale = tl.load(scales + head)
+    return scale
+
+
+@triton.jit
 def _span(keys, splits, N: tl.constexpr, MIN_TILES: tl.constexpr):
     """Number of keys in a split: whole tiles, at least MIN_TILES."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys, N), splits), MIN_TILES) * N
@@ -74,12 +87,12 @@ def _span(keys, splits, N: tl.constexpr, MIN_TILES: tl.constexpr):
 @fast_launch
 @triton.jit
 def decode_kernel(
-    query, keys, values, table, kv_lens, sinks, slopes, out, parts, stats, arrived,
+    query, keys, values, table, kv_lens, sinks, slopes, out, parts, stats, arrived, key_scales, value_scales,
     q_row, q_head, table_row, key_page, value_page, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (request, tile of the heads of one key head, split). A split has at least MIN_TILES tiles, so short
     requests are not split: the first program then has the result. Otherwise each program stores its sums in ``parts``
@@ -106,6 +119,7 @@ def decode_kernel(
         query + row * q_row + heads[:, None] * q_head + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
     )
     slope = _slope(slopes, heads, real, SLOPES)
+    scale *= _head_scale(key_scales, head, KIND)
     m = tl.full([M], -1e30, tl.float32)
     mass = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
@@ -116,7 +130,7 @@ def decode_kernel(
             valid = valid & (at >= first)
         m, mass, acc = _tile(
             q, m, mass, acc, at, valid, table + row * table_row, keys, values, key_page, value_page, head, scale, cap,
-            slope, length - 1, valid[None, :], PAGE, D, DV, DP, DVP, CAP, SLOPES, True, PRECISION,
+            slope, length - 1, valid[None, :], PAGE, D, DV, DP, DVP, CAP, SLOPES, True, PRECISION, KIND, PTX,
         )  # fmt: skip
     # Dependents that start earlier would occupy units that this launch still needs.
     if OVERLAP:
@@ -142,6 +156,7 @@ def decode_kernel(
             new = tl.maximum(m, sink)
             mass = mass * tl.exp2(m - new) + tl.exp2(sink - new)
             acc = acc * tl.exp2(m - new)[:, None]
+        acc = acc * _head_scale(value_scales, head, KIND)
         at = (row * HEADS + heads)[:, None] * DV + dv[None, :]
         tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
 
@@ -172,11 +187,12 @@ def _merged(
 @fast_launch
 @triton.jit
 def mixed_kernel(
-    query, keys, values, table, query_start, kv_lens, sinks, slopes, out,
+    query, keys, values, table, query_start, kv_lens, sinks, slopes, out, key_scales, value_scales,
     q_row, q_head, table_row, key_page, value_page, requests, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
-    DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, key head). Tiles are numbered over all requests: those of request ``r`` start at
     ``query_start[r] // TOKENS + r`` and are at least as many as it needs. So the grid depends on the token count only,
@@ -216,6 +232,7 @@ def mixed_kernel(
         end = length - count + tl.minimum(q_first + TOKENS, count)
         start = _first(front, WINDOW, CHUNKED) // N * N
         slope = _slope(slopes, heads, real, SLOPES)
+        scale *= _head_scale(key_scales, head, KIND)
         m = tl.full([M], -1e30, tl.float32)
         mass = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
@@ -227,6 +244,7 @@ def mixed_kernel(
             m, mass, acc = _tile(
                 q, m, mass, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
                 slope, position[:, None], real[:, None], PAGE, D, DV, DP, DVP, CAP, SLOPES, False, PRECISION,
+                KIND, PTX,
             )  # fmt: skip
         for n in range(whole, end, N):
             at = n + tl.arange(0, N)
@@ -235,13 +253,14 @@ def mixed_kernel(
                 seen = seen & (at[None, :] >= _first(position, WINDOW, CHUNKED)[:, None])
             m, mass, acc = _tile(
                 q, m, mass, acc, at, at < end, row_table, keys, values, key_page, value_page, head, scale, cap,
-                slope, position[:, None], seen, PAGE, D, DV, DP, DVP, CAP, SLOPES, True, PRECISION,
+                slope, position[:, None], seen, PAGE, D, DV, DP, DVP, CAP, SLOPES, True, PRECISION, KIND, PTX,
             )  # fmt: skip
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new = tl.maximum(m, sink)
             mass = mass * tl.exp2(m - new) + tl.exp2(sink - new)
             acc = acc * tl.exp2(m - new)[:, None]
+        acc = acc * _head_scale(value_scales, head, KIND)
         at = (token * HEADS + heads)[:, None] * DV + dv[None, :]
         mass = tl.where(mass > 0, mass, 1.0)  # padding lines may have seen no key
         tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])

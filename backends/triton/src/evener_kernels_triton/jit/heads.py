@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from evener_kernels_triton.jit.elements import stored_heads
 from evener_kernels_triton.jit.launch import fast_launch
 
 
@@ -53,8 +54,9 @@ def rotary_kernel(
 @fast_launch
 @triton.jit
 def write_kernel(
-    slots, key, value, keys, values, key_row, key_head, value_row, value_head, key_page, value_page, kv_heads,
-    PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, H: tl.constexpr,
+    slots, key, value, keys, values, key_scales, value_scales, key_row, key_head, value_row, value_head, key_page,
+    value_page, kv_heads, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, H: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Write heads into the token's slot: H heads of one token for each program."""
     token = tl.program_id(0).to(tl.int64)
@@ -65,20 +67,23 @@ def write_kernel(
     inside = (head < kv_heads)[:, None] & (d < D)[None, :]
     k = tl.load(key + token * key_row + head[:, None] * key_head + d[None, :], mask=inside)
     at = cell[0] * key_page + (head * PAGE + cell[1])[:, None] * D + d[None, :]
-    tl.store(keys + at, k.to(keys.dtype.element_ty), mask=inside)
+    k = stored_heads(k, key_scales, head, head < kv_heads, KIND, keys.dtype.element_ty)
+    tl.store(keys + at, k, mask=inside)
     inside = (head < kv_heads)[:, None] & (d < DV)[None, :]
     v = tl.load(value + token * value_row + head[:, None] * value_head + d[None, :], mask=inside)
     at = cell[0] * value_page + (head * PAGE + cell[1])[:, None] * DV + d[None, :]
-    tl.store(values + at, v.to(values.dtype.element_ty), mask=inside)
+    v = stored_heads(v, value_scales, head, head < kv_heads, KIND, values.dtype.element_ty)
+    tl.store(values + at, v, mask=inside)
 
 
 @fast_launch
 @triton.jit
 def norm_rotary_write_kernel(
-    positions, slots, qkv, q_norm, k_norm, cos_sin, query, keys, values,
+    positions, slots, qkv, q_norm, k_norm, cos_sin, query, keys, values, key_scales, value_scales,
     qkv_row, key_page, value_page, eps, offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, H: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """What follows a QKV projection: H heads of one token for each program; first queries, then keys, then values.
 
@@ -112,10 +117,14 @@ def norm_rotary_write_kernel(
                 row + (HEADS + head[:, None]) * D, d, inside, k_norm, eps, offset, angles, ROTARY, INTERLEAVED, NORM, D
             )
             at = page * key_page + (head * PAGE + place)[:, None] * D + d[None, :]
-            tl.store(keys + at, rotated.to(keys.dtype.element_ty), mask=inside)
+            # Rounded first, as where the steps are apart.
+            k = rotated.to(query.dtype.element_ty)
+            k = stored_heads(k, key_scales, head, head < KV_HEADS, KIND, keys.dtype.element_ty)
+            tl.store(keys + at, k, mask=inside)
         else:
             head = (tile - Q_TILES - K_TILES) * H + tl.arange(0, H)
             inside = (head < KV_HEADS)[:, None] & (d < DV)[None, :]
             v = tl.load(row + (HEADS + KV_HEADS) * D + head[:, None] * DV + d[None, :], mask=inside)
             at = page * value_page + (head * PAGE + place)[:, None] * DV + d[None, :]
-            tl.store(values + at, v.to(values.dtype.element_ty), mask=inside)
+            v = stored_heads(v, value_scales, head, head < KV_HEADS, KIND, values.dtype.element_ty)
+            tl.store(values + at, v, mask=inside)

@@ -19,6 +19,7 @@ from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
 from evener.distributed.communicators import communicator_factory
 from evener.distributed.world import RankGroups, RankPlacement
+from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.errors import ArchitectureError, did_you_mean
@@ -113,12 +114,12 @@ def assemble(
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
     media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
     resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
+    resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
     resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
     resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
     resolver.sites(build.sites)
     size = None if resolved.block_size == "auto" else resolved.block_size
-    stages = [each.slots for each, _ in declared]
-    geometry = plan_geometry(build.slots, device.capabilities.alignment, size, stages)
+    geometry = plan_geometry(build.slots, device.capabilities.alignment, size, [b.slots for b, _ in declared])
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(

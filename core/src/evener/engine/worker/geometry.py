@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from evener.contracts.declared import StateSlot
 from evener.contracts.device import Device
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
+from evener.engine.quantized.state import bind_slot
 from evener.errors import ConfigError, ResolveError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Geometry:
             for layer, slot in enumerate(group.slots):
                 own = storage[layer] if not group.provider.owns_memory else storage.new_empty(blocks, 0)
                 cut = own.view(blocks * group.cut, own.shape[1] // group.cut)
-                slot.views = group.provider.bind(cut, group.spec, self.block_size)
+                slot.views = bind_slot(slot, group.provider, cut, self.block_size, device)
         return storage
 
 

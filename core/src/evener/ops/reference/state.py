@@ -22,6 +22,7 @@ from evener.contracts.state import (
     StateStep,
 )
 from evener.ops.reference.recurrence import gated_delta
+from evener.state_pages.elements import QuantizedPages
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ class PlainPages(StateProvider):
             view[target] = view[source]
 
     def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(view[blocks] for view in views)
+        return tuple(view[blocks].to(view.dtype) for view in views)
 
     def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
         for view, value in zip(views, values, strict=True):
             view[blocks] = value.to(view.dtype)
 
 
-class ReferenceState(PlainPages, SparseLatentProvider, IndexProvider, RecurrentProvider):
+class ReferenceState(QuantizedPages, PlainPages, SparseLatentProvider, IndexProvider, RecurrentProvider):
     """Serves every built-in kind of state, by the definitions in ``evener.contracts.state``."""
 
     name = "reference"

@@ -1,0 +1,1 @@
+"""Quantized state: who decides about it, and who stores it."""

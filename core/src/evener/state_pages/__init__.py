@@ -1,0 +1,1 @@
+"""Pages of quantized state: what their elements mean."""
