@@ -196,8 +196,8 @@ CAPS: Mapping[str, int] = {
     "evener.frontend": 1_253, "evener.layers": 1_105, "evener.config": 922, "evener.cli": 521,
     "evener.contracts": 1_138, "evener.loading": 784, "evener.resolution": 646, "evener.distributed": 209,
     "evener.tuning": 318, "evener.folders": 62, "evener.backend": 274, "evener.builtin": 65,
-    "evener.contracts.generation": 39, "evener.contracts.grammar": 23, "evener.engine.constraints": 134,
-    "evener.engine.sampling": 178,
+    "evener.contracts.generation": 39, "evener.contracts.grammar": 23, "evener.contracts.storage": 46,
+    "evener.engine.constraints": 134, "evener.engine.sampling": 178,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 931
@@ -302,7 +302,8 @@ def belongs(name: str, *parts: str) -> bool:
 
 def area(name: str) -> str:
     """A folder of the core, a room of the engine or the contracts, or a module at the top: each has a cap."""
-    rooms = belongs(name, "evener.engine", "evener.contracts.generation", "evener.contracts.grammar")
+    contracts = (f"evener.contracts.{room}" for room in ("generation", "grammar", "storage"))
+    rooms = belongs(name, "evener.engine", *contracts)
     return ".".join(name.split(".")[: 3 if rooms else 2])
 
 
