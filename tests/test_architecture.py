@@ -308,7 +308,7 @@ def belongs(name: str, *parts: str) -> bool:
 
 def area(name: str) -> str:
     """A folder of the core, a room of the engine or the contracts, or a module at the top: each has a cap."""
-    contracts = ("generation", "grammar", "quantized", "writing")
+    contracts = ("generation", "grammar", "quantized", "storage", "writing")
     rooms = belongs(name, "evener.engine", *(f"evener.contracts.{room}" for room in contracts))
     return ".".join(name.split(".")[: 3 if rooms else 2])
 

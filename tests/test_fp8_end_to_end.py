@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener.errors import CheckpointError
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
-from evener_formats.scaled import CompressedTensors, Fp8Scheme
+from evener_formats.compressed import CompressedTensors
+from evener_formats.scaled import Fp8Scheme
 from evener_inspection.explanation import explain
 
 BLOCK = 16
@@ -154,9 +154,3 @@ def test_two_ranks_cut_the_blocks_and_give_the_same_tokens(family: str, tmp_path
     request = NewRequest(id="a", prompt=ids, max_tokens=12, sampling=Sampling(temperature=0.0))
     with rank_threads(from_overrides(str(folder), {**SMALL, "infer.tp_size": 2})) as (controller, _):
         assert play(controller, [request]).tokens["a"] == greedy(folder, ids, 12)
-
-
-def test_int4_of_compressed_tensors_is_refused_with_what_to_use() -> None:
-    headers = {"w_packed": ("int32", (64, 8)), "w_scale": ("bfloat16", (64, 2)), "w_shape": ("int64", (2,))}
-    with pytest.raises(CheckpointError, match=r"4 bits.*float-quantized or int-quantized"):
-        CompressedTensors().part("w", headers)

@@ -9,7 +9,8 @@ import torch
 
 from evener.contracts.quant import QuantFormat, WeightPart, plain
 from evener.errors import CheckpointError
-from evener_formats.scaled import CompressedTensors, Fp8Scheme
+from evener_formats.compressed import CompressedTensors
+from evener_formats.scaled import Fp8Scheme
 
 SCHEME = Fp8Scheme()
 E4M3 = "float8_e4m3fn"
@@ -134,15 +135,15 @@ def test_each_scheme_takes_its_own_checkpoints() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"format": "pack-quantized"}, "the format 'pack-quantized'"),
-        ({"format": "float-quantized", "config_groups": {"a": {"format": "nvfp4-pack-quantized"}}}, "nvfp4"),
+        ({"format": "marlin-24"}, "the format 'marlin-24'"),
+        ({"format": "float-quantized", "config_groups": {"a": {"format": "mxfp4-pack-quantized"}}}, "mxfp4"),
         ({"format": "int-quantized", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         ({"format": "float-quantized", "transform_config": {"config_groups": {}}}, "transforms"),
     ],
 )
 def test_what_would_change_the_results_and_is_not_read_is_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        CompressedTensors().detect({"quantization_config": {"quant_method": "compressed-tensors", **settings}})
+        CompressedTensors().configured({"quantization_config": {"quant_method": "compressed-tensors", **settings}})
 
 
 def test_scales_of_activations_belong_to_their_weight() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 descriptor = Descriptor(
-    name="int8-rows", summary="For tests.", contracts={"quant": 2}, module="int8_rows",
+    name="int8-rows", summary="For tests.", contracts={"quant": 3}, module="int8_rows",
     formats=("int8-rows", "int8-rows-w8a8"),
 )  # fmt: skip
 

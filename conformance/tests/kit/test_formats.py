@@ -12,7 +12,6 @@ import torch
 from evener.contracts.ops import STATIC_DEFAULTS, Kernel, OpCall, OpFunction
 from evener.contracts.quant import (
     BLOCKS,
-    DTYPE_BYTES,
     MXFP4,
     PackedWeight,
     Packing,
@@ -26,6 +25,7 @@ from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN, PRIMITIVES
 from evener_conformance.kit.cases.blocks import (
+    GROUPED,
     SCALED,
     STORAGES,
     format_of,
@@ -48,11 +48,7 @@ CHECK = Check("formats", "linear", "mine", lambda: ())
 
 def stored_bytes(part: WeightPart) -> int:
     """Bytes of a part's tensors, from its format alone."""
-    form = part.format
-    if form not in SCALED.values():
-        return form.nbytes(part.rows, part.columns)
-    groups = -(-part.rows // form.group_out) * -(-part.columns // (form.group or part.columns))
-    return part.rows * part.columns + int(DTYPE_BYTES[str(form.scale)]) * (1 if form.group == -1 else groups)
+    return part.format.nbytes(part.rows, part.columns)
 
 
 class Stored(Packing):
@@ -272,7 +268,7 @@ class Halves(Unquantized):
     """A scheme of its own: 8-bit integers, one scale for four columns."""
 
     name = "halves"
-    form = QuantFormat("int8", group=4, scale="float32", bits=16)
+    form = QuantFormat("halves", group=4, scale="float32", bits=16)
 
     def detect(self, config: Mapping[str, Any]) -> bool:
         return config.get("quantization_config") == "halves"
@@ -373,7 +369,7 @@ def test_a_refused_cut_must_name_the_group_size(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_random_parts_of_every_block_format_have_rows_of_about_unit_norm() -> None:
-    assert set(STORAGES) == {*BLOCKS, MXFP4.storage, *SCALED}
+    assert set(STORAGES) == {*BLOCKS, MXFP4.storage, *SCALED, *GROUPED}
     for storage in STORAGES:
         part = random_part(storage, 4, 512, torch.Generator().manual_seed(1))
         assert is_known_format(part) and 0.5 < float(reference_dequantize(part).norm(dim=1).mean()) < 2

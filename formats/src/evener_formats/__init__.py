@@ -1,6 +1,22 @@
 """Checkpoint formats and quantization schemes, registered through the same hooks as anybody else's. Torch-free.
 
-===============  ====================================================================="""
+================  ============================================================================
+package/module    holds
+================  ============================================================================
+``beside``        what schemes share whose weights are several tensors
+``bitsandbytes``  the scheme of bitsandbytes checkpoints of four bits
+``compressed``    the schemes compressed-tensors and modelopt; ``packed``: what both have packed
+``gptq``          the scheme of GPTQ checkpoints; ``awq``: that of AWQ
+``gguf``          GGUF files: header, families' tensor names, and the scheme of block formats
+``kv_cache``      which state is quantized, and the scales of keys and values
+``mxfp4``         the scheme of MXFP4 checkpoints (gpt-oss)
+``rules``         rules by layer name, and other values of a ``quantization_config``
+``scaled``        FP8 and int8 with scales: the scheme fp8
+``torch_files``   PyTorch's own weight files (``pytorch_model.bin``)
+``tokenizers``    SentencePiece, tiktoken and GGUF tokenizers as ``tokenizer.json``
+``words``         numbers of 2, 3, 4 and 8 bits in words of 32
+================  ============================================================================
+"""
 
 from __future__ import annotations
 
@@ -8,10 +24,10 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="formats",
-    summary="Checkpoint formats and quantization schemes: GGUF, PyTorch's own files, MXFP4, FP8, int8.",
-    contracts={"descriptor": 1, "checkpoint": 1, "quant": 2, "state": 2},
+    summary="Checkpoint formats, PyTorch's own files, and quantization: GGUF, GPTQ, AWQ, FP8, int8, MXFP4, NVFP4, NF4.",
+    contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2},
     module="evener_formats.plugin",
-    formats=("gguf", "mxfp4", "fp8", "compressed-tensors"),
+    formats=("gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "bitsandbytes"),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
     weight_files={"pytorch_model.bin": "evener_formats.torch_files:TorchFile"},

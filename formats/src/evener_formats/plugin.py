@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def evener_quant_schemes() -> Sequence[QuantScheme]:
-    """The schemes of GGUF's block formats, of MXFP4, and of eight bits with scales."""
+    """The schemes of GGUF's block formats, of MXFP4, of eight bits with scales, and of integers in groups."""
+    from evener_formats.awq import AwqScheme
+    from evener_formats.bitsandbytes import BitsAndBytesScheme
+    from evener_formats.compressed import CompressedTensors, ModelOptScheme
     from evener_formats.gguf.scheme import GgufScheme
+    from evener_formats.gptq import GptqScheme
     from evener_formats.mxfp4 import Mxfp4Scheme
-    from evener_formats.scaled import CompressedTensors, Fp8Scheme
+    from evener_formats.scaled import Fp8Scheme
 
-    return (GgufScheme(), Mxfp4Scheme(), Fp8Scheme(), CompressedTensors())
+    eight = (Fp8Scheme(), CompressedTensors(), ModelOptScheme())
+    return (GgufScheme(), Mxfp4Scheme(), *eight, GptqScheme(), AwqScheme(), BitsAndBytesScheme())

@@ -1,4 +1,5 @@
-"""Weights of eight bits with scales beside them: the schemes "fp8" and "compressed-tensors".
+"""Weights of eight bits with scales beside them: the scheme "fp8", and a part of what "compressed-tensors" and
+"modelopt" read.
 
 They store a float8 or int8 matrix ``<name>``, and the scales as ``<name>_scale_inv`` (DeepSeek V3, Qwen 3 FP8, Kimi K2:
 one for each block of 128 × 128) or ``<name>_scale`` (one for the whole matrix, for each row, or for each block). Scales
@@ -27,8 +28,6 @@ _SCALES: Mapping[str, float] = {**{dtype: DTYPE_BYTES[dtype] for dtype in _PLAIN
 #: Rows or columns of a block, the usual one first. All are powers of two, so that a shape fits one of them only.
 _BLOCKS = (128, 64, 32, 16, 256)
 _SUFFIXES = ("_scale_inv", "_scale")
-#: Formats of compressed-tensors that have one matrix and its scales for a weight.
-_COMPRESSED = frozenset({"float-quantized", "int-quantized", "naive-quantized", "mixed-precision"})
 #: What says how activations were rounded, beside a weight.
 _UNUSED = ("input_scale", "input_scale_ub", "input_zero_point")
 #: Elements that are dequantized at a time, so that the float32 copy stays small.
@@ -54,7 +53,6 @@ class ScaledScheme(QuantScheme):
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         if name not in headers:
-            self.refuse_packed(name, headers)
             return None
         dtype, shape = headers[name]
         roles = self.tensors(name, headers)
@@ -81,13 +79,6 @@ class ScaledScheme(QuantScheme):
                 "with symmetric quantization"
             )
         return WeightPart(name, shape[0], shape[1], form)
-
-    def refuse_packed(self, name: str, headers: Headers) -> None:
-        """Called for a name that is not there.
-
-        Raises:
-            CheckpointError: the weight is there in a format that this scheme does not read.
-        """
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
         import torch
@@ -160,42 +151,6 @@ class Fp8Scheme(ScaledScheme):
     """``"quant_method": "fp8"``, and Meta's ``"fbgemm_fp8"``."""
 
     name, methods = "fp8", ("fp8", "fbgemm_fp8")
-
-
-class CompressedTensors(ScaledScheme):
-    """``"quant_method": "compressed-tensors"``, the formats float-quantized, int-quantized and naive-quantized of
-    llm-compressor."""
-
-    name, methods = "compressed-tensors", ("compressed-tensors",)
-
-    def detect(self, config: Mapping[str, Any]) -> bool:
-        """Raises:
-        CheckpointError: it is of this kind, and says something that is not read and would change the results.
-        """
-        if not super().detect(config):
-            return False
-        settings = config["quantization_config"]
-        groups = settings.get("config_groups")
-        found = [settings, *(groups.values() if isinstance(groups, Mapping) else ())]
-        formats = {str(each.get("format")) for each in found if isinstance(each, Mapping) and each.get("format")}
-        sparsity = settings.get("sparsity_config")
-        sparse = isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense")
-        unread = [f"the format {each!r}" for each in sorted(formats - _COMPRESSED)]
-        unread += ["sparse weights"] if sparse else []
-        unread += ["transforms (transform_config)"] if settings.get("transform_config") else []
-        if unread:
-            raise CheckpointError(
-                f"config.json's quantization_config has {unread[0][:80]}, which {self.name} does not read yet; use a "
-                f"checkpoint in {', '.join(sorted(_COMPRESSED - {'mixed-precision'}))}"
-            )
-        return True
-
-    def refuse_packed(self, name: str, headers: Headers) -> None:
-        if f"{name}_packed" in headers:
-            raise CheckpointError(
-                f"{name} is stored as {name}_packed, packed integers or floats of 4 bits, which are not read yet; use "
-                "a checkpoint in float-quantized or int-quantized"
-            )
 
 
 def _format(dtype: str, shape: tuple[int, ...], scale: str, scales: tuple[int, ...]) -> QuantFormat | None:

@@ -7,7 +7,7 @@ from evener.contracts.descriptor import Descriptor, Option
 descriptor = Descriptor(
     name="ascend",
     summary="Huawei Ascend NPUs: torch_npu's kernels, decode steps as NPU graphs, HCCL.",
-    contracts={"probe": 2, "device": 2, "graph": 1, "communicator": 2, "state": 2, "ops": 2, "quant": 2},
+    contracts={"probe": 2, "device": 2, "graph": 1, "communicator": 2, "state": 2, "ops": 2, "quant": 3},
     module="evener_backend_ascend.plugin",
     probe="evener_backend_ascend.probe",
     probe_timeout=120.0,

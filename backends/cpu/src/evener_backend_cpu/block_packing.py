@@ -1,4 +1,5 @@
-"""Weights that stay block-quantized as in their files (GGUF, MXFP4), in the layout of this backend's kernels.
+"""Weights that stay quantized as in their files, in the layout of this backend's kernels: blocks of GGUF and MXFP4, and
+integers in groups.
 
 Nothing is rounded: each block's quants and scales are kept as they are, in tiles of 16 rows. The parts of a merged
 layer may have different block formats, and some may be plain. Activations are rounded to 16-bit integers with one scale
@@ -10,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format
-from evener_backend_cpu.native_library import Native
+from evener_backend_cpu import grouped_packing
+from evener_backend_cpu.native_library import Native, Ordered
 from evener_backend_cpu.segments import PackedPart, SegmentPacking
 
 LAYOUT = "cpu.blocks"
@@ -20,8 +22,14 @@ _TILE_BYTES: dict[str, tuple[int, int]] = {
     "q4_0": (256 + 32, 0), "q4_1": (256 + 64, 0), "q5_0": (320 + 32, 0), "q5_1": (320 + 64, 0), "q8_0": (512 + 32, 0),
     "q2_k": (256 + 64, 64), "q3_k": (256 + 32, 32), "q4_k": (256 + 32, 64), "q5_k": (320 + 32, 64),
     "q6_k": (384 + 32, 32), MXFP4.storage: (256 + 16, 0),
+    "uint4 float16": (256 + 48, 0), "uint4 bfloat16": (256 + 48, 0), "int8 float16": (512 + 48, 0),
+    "int8 bfloat16": (512 + 48, 0),
 }  # fmt: skip
 FORMATS = {**{storage: block_format(storage) for storage in BLOCKS}, MXFP4.storage: MXFP4}
+#: Bytes of a column's place in another order.
+_ORDER_BYTES = 4
+#: ``ORDERED`` of quant_gemm.h: columns in another order.
+_ORDERED = 128
 KINDS = {storage: number for number, storage in enumerate(_TILE_BYTES, 1)}
 
 
@@ -38,26 +46,51 @@ class BlockPacking(SegmentPacking):
 
     def _refusal(self, part: WeightPart) -> str | None:
         storage = part.format.storage
-        if storage not in KINDS or part.format != FORMATS[storage]:
+        if grouped_packing.is_grouped(part):
+            return grouped_packing.refusal(part)
+        if storage not in FORMATS or part.format != FORMATS[storage]:
             return f"does not know the block format {storage}"
         if part.columns % part.format.group:
             return f"{part.columns} columns are not a multiple of the {storage} block size, {part.format.group}"
         return None
 
     def _quantized_bytes(self, part: WeightPart) -> int:
-        return -(-part.rows // LANES) * tile_bytes(part.format.storage, part.columns)
+        tiles = -(-part.rows // LANES)
+        if not grouped_packing.is_grouped(part):
+            return tiles * tile_bytes(part.format.storage, part.columns)
+        columns = grouped_packing.most_columns(part)
+        order = _ORDER_BYTES * columns if part.format.order == "act" else 0
+        return tiles * tile_bytes(grouped_packing.tile_of(part), columns) + order
 
     def _pack_part(self, part: WeightPart) -> PackedPart:
+        if grouped_packing.is_grouped(part):
+            return self._pack_grouped(part)
         stored, kind = part.tensors["weight"], KINDS[part.format.storage]
-        native = self._device.native
-        assert isinstance(native, Native), "pack is called after supports"
         if part.format == MXFP4:  # each block follows its scale
             stored = torch.cat((part.tensors["scale"][..., None], stored), dim=-1).flatten(1)
         stored = stored.contiguous()
         if part.rows > stored.shape[0] or stored.dtype is not torch.uint8:
             raise ValueError(f"{part.name} is {stored.dtype} {list(stored.shape)}, not uint8 of {part.rows} rows")
         tiles = self._room((self._quantized_bytes(part),), torch.uint8)
-        native.pack(
-            kind, stored.data_ptr(), stored.shape[1], part.rows, part.columns, tiles.data_ptr(), self._device.threads
-        )
+        self._write(kind, stored, part.columns, tiles)
         return PackedPart(kind, (tiles,))
+
+    def _pack_grouped(self, part: WeightPart) -> PackedPart:
+        tile, blocks, order = grouped_packing.blocks_of(part)
+        room, kind = self._room((self._quantized_bytes(part),), torch.uint8), KINDS[tile]
+        if order is None:
+            self._write(kind, blocks, part.columns, room)
+            return PackedPart(kind, (room,))
+        # The tiles' size depends on the columns that there are; the order lies behind the room for the most.
+        self._write(kind, blocks, len(order), room)
+        places = room[-_ORDER_BYTES * grouped_packing.most_columns(part) :].view(torch.int32)
+        places[: len(order)] = order
+        struct = Ordered(room.data_ptr(), places.data_ptr(), len(order), kind)
+        return PackedPart(_ORDERED, (room,), struct)
+
+    def _write(self, kind: int, blocks: torch.Tensor, columns: int, tiles: torch.Tensor) -> None:
+        native = self._device.native
+        assert isinstance(native, Native), "pack is called after supports"
+        native.pack(
+            kind, blocks.data_ptr(), blocks.shape[1], len(blocks), columns, tiles.data_ptr(), self._device.threads
+        )

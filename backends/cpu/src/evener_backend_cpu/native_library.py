@@ -74,6 +74,12 @@ class Stored(ctypes.Structure):
     _fields_ = [("weight", _P), ("scale", _P), *((name, _I) for name in ("high", "wide", "blocks"))]
 
 
+class Ordered(ctypes.Structure):
+    """``struct Ordered`` of quant_gemm.h."""
+
+    _fields_ = [("tiles", _P), ("order", _P), ("columns", _I), ("form", _I)]
+
+
 class Blocks(ctypes.Structure):
     """``struct Blocks`` of quant_gemm.h."""
 

@@ -13,7 +13,7 @@ import torch
 from evener.backend.native_code import Unavailable
 from evener.contracts.quant import DTYPE_BYTES, PackedWeight, Packing, WeightPart
 from evener_backend_cpu.huge_pages import Arena
-from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Segment, Stored
+from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Ordered, Segment, Stored
 
 _PLAIN = 0
 
@@ -31,7 +31,7 @@ class SegmentData:
 
     tensors: tuple[torch.Tensor, ...]
     struct: Blocks
-    parts: tuple[Stored, ...]
+    parts: tuple[Stored | Ordered, ...]
 
 
 class PackedPart(NamedTuple):
@@ -40,7 +40,7 @@ class PackedPart(NamedTuple):
 
     kind: int
     tensors: tuple[torch.Tensor, ...]
-    struct: Stored | None = None
+    struct: Stored | Ordered | None = None
 
 
 def addresses(weight: PackedWeight) -> tuple[int | None, int | None]:

@@ -7,14 +7,17 @@ computed by the kit; for other formats by their scheme's ``dequantize``.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpSchema
 from evener.contracts.quant import PackedWeight, Packing, QuantFormat, QuantScheme, WeightPart, plain
@@ -61,7 +64,7 @@ Matrices = Sequence[tuple[WeightPart, ...]]
 
 @dataclass(frozen=True)
 class Example:
-    """A scheme's example: a part with its tensors, and what it was read from."""
+    """A scheme's example: a part with its tensors as they are stored, and what it was read from."""
 
     scheme: QuantScheme
     config: Mapping[str, Any]
@@ -73,6 +76,30 @@ class Example:
         """The part's numbers, [rows, columns] of float32."""
         return self.scheme.dequantize(self.part, "float32")
 
+    @cached_property
+    def arranged(self) -> WeightPart:
+        """The part as packings get it."""
+        return self.scheme.arrange(self.part)
+
+
+class _Held(Checkpoint):
+    """An example as a checkpoint; a key of its config that ends in .json is a file of its own."""
+
+    def __init__(self, config: Mapping[str, Any], headers: Headers, stored: Mapping[str, torch.Tensor]) -> None:
+        self.path, self._headers, self._stored = Path("example"), headers, stored
+        files = {"config.json": config, **{name: each for name, each in config.items() if name.endswith(".json")}}
+        self._texts = {name: json.dumps(each) for name, each in files.items()}
+
+    @property
+    def headers(self) -> Headers:
+        return self._headers
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._stored[name]
+
+    def text(self, name: str) -> str | None:
+        return self._texts.get(name)
+
 
 def examples_of(scheme: QuantScheme, seed: int) -> list[Example]:
     """A scheme's examples, as the loader reads them.
@@ -82,6 +109,7 @@ def examples_of(scheme: QuantScheme, seed: int) -> list[Example]:
     """
     found = []
     for config, headers, stored in scheme.examples(_NAME, seed):
+        scheme = scheme.configured(config, _Held(config, headers, stored))
         part, roles = scheme.part(_NAME, headers), scheme.tensors(_NAME, headers)
         if part is None:
             raise CheckpointError(f"part({_NAME!r}, …) of its own example is None; its headers name {sorted(headers)}")
@@ -139,8 +167,11 @@ def _readable(scheme: QuantScheme, seed: int) -> list[Example]:
 
 
 def _dequantize_by_scheme(foreign: Sequence[Example], part: WeightPart) -> torch.Tensor:
-    example = next(e for e in foreign if e.part.format == part.format)
-    return example.scheme.dequantize(part, "float32")
+    def same(example: Example) -> bool:
+        own = example.arranged
+        return own.format == part.format and all(bitwise_equal(t, part.tensors[r]) for r, t in own.tensors.items())
+
+    return next(filter(same, foreign)).dequantized()
 
 
 def _weights(
@@ -153,7 +184,7 @@ def _weights(
         for size in sizes:
             yield " + ".join(mix), size, [mixed_parts(mix, size.blocks, generator) for _ in range(count)]
     for number, example in enumerate(foreign):
-        yield f"example {number} of {example.scheme.name}", _Size(17, 1), [(example.part,)] * count
+        yield f"example {number} of {example.scheme.name}", _Size(17, 1), [(example.arranged,)] * count
 
 
 @cache
@@ -293,7 +324,7 @@ def _reading(example: Example) -> Iterator[str]:
         yield f"part() of a name that is not stored is {absent}, not None"
     if min(part.rows, part.columns) < 1:
         yield f"part() says {part.rows} rows and {part.columns} columns"
-    held = sum(t.nbytes for t in part.tensors.values())
+    held = sum(t.nbytes for t in example.arranged.tensors.values())
     if part.format.nbytes(part.rows, part.columns) != held:
         yield f"format.nbytes says {part.format.nbytes(part.rows, part.columns)} bytes, and its tensors hold {held}"
 
@@ -305,9 +336,7 @@ def _numbers(example: Example) -> Iterator[str]:
         return
     if not held.isfinite().all() or len(held.unique()) < 4:
         yield "its numbers are not finite, or almost all equal, so the example shows nothing"
-    if is_known_format(part) and not torch.allclose(held, reference_dequantize(part), rtol=1e-5, atol=1e-7):
-        worst = float((held - reference_dequantize(part)).abs().max())
-        yield f"dequantize differs by up to {worst:.3g} from the format's numbers"
+    yield from _compare_arranged(example, part, held)
     for dtype in _DTYPES:
         made, wanted = example.scheme.dequantize(part, dtype), getattr(torch, dtype)
         if made.dtype != wanted:
@@ -316,18 +345,28 @@ def _numbers(example: Example) -> Iterator[str]:
             yield f"dequantize to {dtype} differs from the rounded float32 numbers"
 
 
+def _compare_arranged(example: Example, part: WeightPart, held: torch.Tensor) -> Iterator[str]:
+    """Compare what packings get of ``part`` with ``held``, its numbers; only of formats that the kit knows."""
+    made = example.scheme.arrange(part)
+    if (made.format, made.rows, made.columns) != (part.format, part.rows, part.columns):
+        yield f"arrange gives {made.format} {made.rows} x {made.columns}, of {part.format} {part.rows} x {part.columns}"
+    elif is_known_format(made) and not torch.allclose(held, reference_dequantize(made), rtol=1e-5, atol=1e-7):
+        worst = float((held - reference_dequantize(made)).abs().max())
+        yield f"dequantize differs by up to {worst:.3g} from the format's numbers"
+
+
 def _cuts_out(example: Example) -> Iterator[str]:
-    return _cuts(example, "out", example.part.rows, example.part.format.group_out)
+    return _cuts(example, "out", example.part.rows, example.part.format.cut_unit(0))
 
 
 def _cuts_in(example: Example) -> Iterator[str]:
-    return _cuts(example, "in", example.part.columns, example.part.format.group)
+    return _cuts(example, "in", example.part.columns, example.part.format.cut_unit(1))
 
 
-def _cuts(example: Example, axis: Literal["out", "in"], extent: int, group: int) -> Iterator[str]:
-    """Cuts at group boundaries must equal slices of the numbers; others must be refused, with the group size in the
+def _cuts(example: Example, axis: Literal["out", "in"], extent: int, unit: int) -> Iterator[str]:
+    """Cuts at multiples of ``unit`` must equal slices of the numbers; others must be refused, with that number in the
     message."""
-    unit, held = max(1, group), example.dequantized()
+    held = example.dequantized()
     whole = [*range(0, extent, unit), extent]
     if len(whole) < 3:
         yield f"the example has one group along {axis}, so that no cut can be tried; give a larger one"
@@ -340,6 +379,8 @@ def _cuts(example: Example, axis: Literal["out", "in"], extent: int, group: int)
             yield f"{start}..{stop} says {list(sizes)} and has {list(got.shape)} numbers, not {list(want.shape)}"
         elif not torch.equal(got, want):
             yield f"{start}..{stop} holds other numbers than that slice of the whole"
+        else:
+            yield from (f"{start}..{stop}: {problem}" for problem in _compare_arranged(example, piece, want))
     inside = [(0, unit // 2), (unit // 2, extent)] if unit > 1 else []
     for start, stop in [*inside, (0, extent + unit), (unit, unit)]:
         try:

@@ -82,7 +82,7 @@ class NaiveModel:
         else:
             checkpoint = open_checkpoint(source)
             self.config = checkpoint.config
-        scheme = pick_scheme(self.config, schemes)
+        scheme = pick_scheme(self.config, schemes, checkpoint=checkpoint)
         made = architecture or find_architecture(self.config["architectures"][0])
         length = max_positions or facts_of("", self.config).max_positions
         assert length is not None, "config.json gives max_position_embeddings"

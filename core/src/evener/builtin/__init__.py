@@ -9,7 +9,7 @@ from evener.ops.schemas import BUILTIN
 descriptor = Descriptor(
     name="core",
     summary="the built-in ops, state kinds and formats",
-    contracts={"ops": 2, "state": 2, "quant": 2},
+    contracts={"ops": 2, "state": 2, "quant": 3},
     module="evener.builtin.hooks",
     op_schemas=tuple(schema.name for schema in BUILTIN),
     state_kinds=tuple(kind.name for kind in BUILTIN_KINDS),

@@ -22,7 +22,7 @@ from typing import Any
 CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "descriptor": (1, 1), "probe": (2, 2), "device": (2, 2), "ops": (2, 2), "state": (2, 2), "communicator": (2, 2),
-        "graph": (1, 1), "quant": (2, 2), "experts": (1, 1), "architecture": (2, 2), "checkpoint": (1, 1),
+        "graph": (1, 1), "quant": (2, 3), "experts": (1, 1), "architecture": (2, 2), "checkpoint": (1, 1),
         "layers": (2, 2), "request_plugin": (1, 1), "generation": (1, 1),
     }
 )  # fmt: skip

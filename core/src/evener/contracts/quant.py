@@ -13,78 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from evener.contracts.storage import BLOCKS, DTYPE_BYTES, MXFP4, NVFP4, QuantFormat, block_format, plain
+
 if TYPE_CHECKING:
     import torch
 
-    from evener.contracts.checkpoint import Headers
+    from evener.contracts.checkpoint import Checkpoint, Headers
 
-#: Bytes per element of the dtypes that formats and state use.
-DTYPE_BYTES: dict[str, float] = {
-    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int4": 0.5,
-    "uint4": 0.5, "int32": 4, "int64": 8, "bool": 1,
-}  # fmt: skip
-
-
-#: Block formats: elements along the in-features, and bytes, of one block, which contains its own scales. The blocks of
-#: a row are contiguous, and so are rows; the layout inside a block is ggml's.
-BLOCKS: dict[str, tuple[int, int]] = {
-    "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34), "q2_k": (256, 84),
-    "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class QuantFormat:
-    """How the elements of one tensor part are stored.
-
-    Attributes:
-        storage: element type ("bfloat16", "int8", "int4", "float8_e4m3fn", or a block type such as "q4_k").
-        group: how many elements along the in-features share a scale; 0: the whole row, -1: the whole tensor.
-        group_out: how many rows share a scale (128 for block-scaled FP8).
-        scale: element type of the scales; None: no scales.
-        zero: element type of zero points that are stored as a tensor; None: there are none, or they are inside the
-            blocks. A packing that does not read zero points must refuse a format that has them.
-        order: "row", or the name of a permutation along the in-features (act-order).
-        activation: element type to which activations are quantized; None: they keep their own type.
-        bits: stored bits per element, with scales and zero points.
-    """
-
-    storage: str
-    group: int = 0
-    group_out: int = 1
-    scale: str | None = None
-    zero: str | None = None
-    order: str = "row"
-    activation: str | None = None
-    bits: float = 0.0
-
-    @property
-    def plain(self) -> bool:
-        """True if unquantized: elements are stored in a float dtype, without scales."""
-        return self.scale is None and self.storage in ("float32", "float16", "bfloat16")
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        """Stored bytes of a part of ``rows`` x ``columns``."""
-        bits = self.bits or DTYPE_BYTES[self.storage] * 8
-        return int(rows * columns * bits) // 8
-
-
-def plain(dtype: str) -> QuantFormat:
-    """The format of unquantized weights of ``dtype``."""
-    return QuantFormat(storage=dtype)
-
-
-def block_format(storage: str) -> QuantFormat:
-    """The format of parts stored in blocks; ``storage`` is a key of ``BLOCKS``. Such a part has one tensor, "weight",
-    uint8 [rows, bytes per row]."""
-    elements, nbytes = BLOCKS[storage]
-    return QuantFormat(storage=storage, group=elements, scale="float16", bits=nbytes * 8 / elements)
-
-
-#: Four-bit floats (a sign, two bits of exponent, one of mantissa) in blocks of 32 that share a power of two (OCP
-#: Microscaling Formats 1.0, 2023). Tensors: "weight" uint8 [rows, columns / 32, 16], the even number of a pair in the
-#: low half of a byte; "scale" uint8 [rows, columns / 32], exponents with a bias of 127, 255 for NaN.
-MXFP4 = QuantFormat(storage="float4_e2m1", group=32, scale="float8_e8m0fnu", bits=4.25)
+__all__ = [
+    "BLOCKS", "DTYPE_BYTES", "MXFP4", "NVFP4", "PackedWeight", "Packing", "QuantFormat", "QuantScheme", "WeightPart",
+    "block_format", "plain",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +33,8 @@ class WeightPart:
     Attributes:
         name: its name in the checkpoint.
         format: the format that it is packed from. A part that no packing supports as stored is dequantized first.
-        tensors: by the scheme's names ("weight", "scale", …); empty until it is loaded.
+        tensors: empty until it is loaded; then by the scheme's names for what the checkpoint stores, and for a packing
+            as ``evener.contracts.storage`` describes them for the format.
     """
 
     name: str
@@ -174,6 +114,17 @@ class QuantScheme(ABC):
     def detect(self, config: Mapping[str, Any]) -> bool:
         """True if a checkpoint with this ``config.json`` uses this scheme."""
 
+    def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
+        """(optional) The scheme for one checkpoint, whose ``config.json`` was detected: asked once, before the methods
+        below. For schemes whose sizes or exceptions are only in the config, or in other files or small tensors of
+        ``checkpoint``. Default: itself.
+
+        Raises:
+            CheckpointError: the config asks for something that the scheme does not read.
+        """
+        del config, checkpoint
+        return self
+
     @abstractmethod
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         """The part (without tensors) of the weight ``name``, from the headers ``{tensor: (dtype, shape)}``; None if the
@@ -186,15 +137,27 @@ class QuantScheme(ABC):
 
     @abstractmethod
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
-        """The values of ``part`` (with ``tensors``), [rows, columns] in ``dtype``. They define what kernels compute."""
+        """The values of ``part`` (with ``tensors`` as stored), [rows, columns] in ``dtype``. They define what kernels
+        compute."""
 
     @abstractmethod
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
-        """The piece of ``part`` from index ``start`` to ``stop`` along the out- or in-features, not dequantized.
+        """The piece of ``part`` (with ``tensors`` as stored) from index ``start`` to ``stop`` along the out- or
+        in-features, not dequantized.
 
         Raises:
-            CheckpointError: the cut is inside a group; the message names the sizes that are possible.
+            CheckpointError: the cut is not at multiples of ``format.cut_unit``; the message names that number.
         """
+
+    def arrange(self, part: WeightPart) -> WeightPart:
+        """(optional) ``part``, or a piece that was cut from it, with the tensors that ``evener.contracts.storage``
+        describes for its format, in place of those of the checkpoint. Packings get its result. Default: they are the
+        same.
+
+        Raises:
+            CheckpointError: the stored numbers are not those of such a weight, e.g. a group that does not exist.
+        """
+        return part
 
     def numbers(self, part: WeightPart) -> Iterable[torch.Tensor]:
         """(optional) The float numbers that ``part`` (with ``tensors``) stores, of any shape: its scales, also those
@@ -204,8 +167,9 @@ class QuantScheme(ABC):
 
     def examples(self, name: str, seed: int) -> Iterable[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
         """(optional) For the conformance kit: small checkpoints with one linear weight, called ``name``; one for each
-        format that the scheme reads. Each is a ``config.json``, the headers, and the tensors by their names in the
-        headers, as a checkpoint would give them: random by ``seed``, with at least two groups along both axes.
-        Default: none; the kit reports that as a failure, because then it cannot check the scheme."""
+        format that the scheme reads. Each is a ``config.json`` (a key that ends in ".json" is a file beside it), the
+        headers, and the tensors by their names there, as a checkpoint would give them: random by ``seed``, with at
+        least two groups along both axes. Default: none; the kit reports that as a failure, because then it cannot check
+        the scheme."""
         del name, seed
         return ()

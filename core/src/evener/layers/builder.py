@@ -142,7 +142,7 @@ class Builder:
             ConfigError: there are fewer units than ranks.
         """
         forms = [(part.format, axis) for axis, names in enumerate((rows, columns)) for part in self._stored(names)]
-        unit = lcm(*(max(1, form.group if axis else form.group_out) for form, axis in forms))
+        unit = lcm(*(form.cut_unit(axis) for form, axis in forms))
         if unit == 1 and count % self.ranks and count // gcd(count, 64) >= self.ranks:
             unit = gcd(count, 64)  # kernels like round sizes
         return self.shard(count, what, unit)
@@ -281,7 +281,7 @@ class Builder:
         form = next((part.format for part in self._stored([name])), plain(self.dtype))
         cut = _slice(rows, columns)
         if cut is not None:
-            unit, span = max(1, form.group if cut.axis else form.group_out), cut.span
+            unit, span = form.cut_unit(cut.axis), cut.span
             if span.start % unit or (span.stop % unit and span.stop != span.whole):
                 sizes = [n for n in range(1, span.whole + 1) if span.whole % n == 0 and not span.whole // n % unit]
                 raise self.tp_size_error(f"{name} is stored in units of {unit} and cannot be cut", sizes)

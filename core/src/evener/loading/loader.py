@@ -164,12 +164,12 @@ class _Loader:
             return replace(part, tensors={"weight": self._convert(part.name, dtype, cut)})
         stored = part if cut is None else self._scheme.part(part.name, self._checkpoint.headers)
         assert stored is not None, "check_match found it"
-        return self._checked(self._cut(self._filled(stored), cut))
+        return self._arranged(self._cut(self._filled(stored), cut))
 
-    def _checked(self, part: WeightPart) -> WeightPart:
+    def _arranged(self, part: WeightPart) -> WeightPart:
         for numbers in self._scheme.numbers(part):
             self._note(part.name, numbers)
-        return part
+        return self._scheme.arrange(part)
 
     def _cut(self, stored: WeightPart, cut: Slice | None) -> WeightPart:
         """A rank's slice of a stored part, still quantized."""
@@ -205,7 +205,7 @@ class _Loader:
             found = replace(found, tensors={"weight": self._moved(name, filled["weight"], found.tensors["weight"])})
         if part.format.plain and not stored.format.plain:
             found = replace(found, tensors={"weight": self._scheme.dequantize(found, item.dtype)})
-        return self._checked(replace(part, name=name, tensors=found.tensors))
+        return self._arranged(replace(part, name=name, tensors=found.tensors))
 
 
 def _normalize_rows(part: WeightPart) -> WeightPart:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from evener.contracts.checkpoint import Headers
+from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.quant import QuantScheme, WeightPart, plain
 from evener.errors import CheckpointError, UnknownNameError
 
@@ -50,17 +50,16 @@ class Unquantized(QuantScheme):
         extent = part.rows if axis == "out" else part.columns
         if not 0 <= start < stop <= extent:
             raise CheckpointError(f"cannot cut {start}..{stop} out of the {extent} {axis}-features of {part.name}")
-        count = stop - start
-        tensors = {role: t.narrow(int(axis == "in"), start, count) for role, t in part.tensors.items()}
-        rows, columns = (count, part.columns) if axis == "out" else (part.rows, count)
+        tensors = {role: t.narrow(int(axis == "in"), start, stop - start) for role, t in part.tensors.items()}
+        rows, columns = (stop - start, part.columns) if axis == "out" else (part.rows, stop - start)
         return replace(part, rows=rows, columns=columns, tensors=tensors)
 
     def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
         import torch
 
-        for dtype in ("float32", "float16", "bfloat16"):
-            numbers = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
-            yield {}, {name: (dtype, (6, 10))}, {name: numbers}
+        noise = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed))
+        for made in (noise, noise.half(), noise.bfloat16()):
+            yield {}, {name: (str(made.dtype).removeprefix("torch."), (6, 10))}, {name: made}
 
 
 def scheme_of(name: str, scheme: QuantScheme, headers: Headers) -> QuantScheme:
@@ -69,13 +68,15 @@ def scheme_of(name: str, scheme: QuantScheme, headers: Headers) -> QuantScheme:
     return Unquantized() if name in headers and len(headers[name][1]) == 1 else scheme
 
 
-def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant: str = "auto") -> QuantScheme:
-    """The scheme that reads a checkpoint.
+def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant: str = "auto",
+                checkpoint: Checkpoint | None = None) -> QuantScheme:  # fmt: skip
+    """The scheme that reads a checkpoint, configured for it.
 
     Args:
         config: its ``config.json``.
         schemes: those of the installed packages.
         quant: a scheme's name, "none" for unquantized weights, or "auto" to detect it.
+        checkpoint: what ``config`` belongs to.
 
     Raises:
         UnknownNameError: no installed package has the scheme ``quant``.
@@ -88,8 +89,8 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
             raise UnknownNameError("quantization scheme", quant, known, "Or leave quant=auto.")
         if not known[quant].detect(config):
             raise CheckpointError(f"quant={quant}, but the checkpoint is stored as {stored!r}; leave quant=auto")
-        return known[quant]
-    fits = [scheme for scheme in known.values() if scheme.detect(config)]
+        return known[quant].configured(config, checkpoint)
+    fits = [s for s in schemes if s.detect(config)] or [s for s in (known["none"],) if s.detect(config)]
     if len(fits) > 1:
         names = " and ".join(repr(scheme.name) for scheme in fits)
         raise CheckpointError(f"the schemes {names} both fit this checkpoint; choose one with quant=<name>")
@@ -99,7 +100,7 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
             f"(installed: {', '.join(sorted(each.name for each in known.values()))}); "
             "install a package that registers it, or use an unquantized checkpoint"
         )
-    return fits[0]
+    return fits[0].configured(config, checkpoint)
 
 
 def _method(config: Mapping[str, Any]) -> str:

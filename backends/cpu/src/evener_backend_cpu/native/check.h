@@ -57,6 +57,16 @@ static int check_stored(const char* name, const Stored& p, long columns) {
   return DONE;
 }
 
+static int check_indices(const char* name, const int32_t* at, long count, long least, long end);
+
+static int check_ordered(const char* name, const Ordered& p, long columns) {
+  PASS(check_pointer(name, p.tiles));
+  PASS(check_size("the number of columns in another order", p.columns, UNIT, MOST_COLUMNS));
+  REQUIRE(p.columns % UNIT == 0, "%s has %ld columns in another order, not a multiple of %ld", name, (long)p.columns, UNIT);
+  REQUIRE(with_block_format(p.form, [](auto) {}), "%s has a part of kind %ld in another order", name, (long)p.form);
+  return check_indices("an order of columns", p.order, p.columns, -1, columns);
+}
+
 static int check_matrix(const char* name, const Matrix& w, long rows, long columns) {
   PASS(check_size("a number of rows", rows, 1, MOST_ROWS));
   PASS(check_size("a number of columns", columns, 1, MOST_COLUMNS));
@@ -70,11 +80,12 @@ static int check_matrix(const char* name, const Matrix& w, long rows, long colum
     const Segment& s = w.blocks->segments[i];
     PASS(check_pointer(name, s.data));
     bool stored = with_stored_kind(s.kind, [](auto) {});
-    REQUIRE(stored || s.kind == PLAIN_PART || with_block_format(s.kind, [](auto) {}), "%s has a part of kind %ld", name, (long)s.kind);
+    REQUIRE(stored || s.kind == PLAIN_PART || s.kind == ORDERED || with_block_format(s.kind, [](auto) {}), "%s has a part of kind %ld", name, (long)s.kind);
     REQUIRE(s.first == at && s.rows > 0 && s.rows <= rows - at, "%s has rows %ld to %ld in a part, after %ld of %ld", name, (long)s.first,
             (long)s.first + (long)s.rows, at, rows);
     at += s.rows;
     if (stored) PASS(check_stored(name, *(const Stored*)s.data, columns));
+    if (s.kind == ORDERED) PASS(check_ordered(name, *(const Ordered*)s.data, columns));
   }
   REQUIRE(at == rows, "%s has %ld rows, not %ld", name, at, rows);
   return DONE;
@@ -347,7 +358,7 @@ static int check_rotary(const void* positions, long is64, const void* q, long ld
 
 // Bytes of one of the file's blocks.
 static long block_bytes(long kind) {
-  static const long bytes[] = {0, 18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 17};
+  static const long bytes[] = {0, 18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 17, 19, 19, 35, 35};
   return bytes[kind];
 }
 
@@ -355,7 +366,7 @@ static int check_pack(long kind, const void* from, long row_bytes, long rows, lo
   PASS(check_size("the number of threads", threads, 1, MOST_THREADS));
   PASS(check_size("a number of rows", rows, 1, MOST_ROWS));
   PASS(check_size("a number of columns", columns, 1, MOST_COLUMNS));
-  PASS(check_size("the kind of block", kind, Q4_0, MXFP4));
+  PASS(check_size("the kind of block", kind, Q4_0, I8_BRAIN));
   long group = kind >= Q2_K && kind <= Q6_K ? SUPER : UNIT;
   REQUIRE(columns % group == 0, "%ld columns are not a multiple of the block size, %ld", columns, group);
   REQUIRE(row_bytes == columns / group * block_bytes(kind), "rows of %ld columns have %ld bytes, not %ld", columns, columns / group * block_bytes(kind),

@@ -12,11 +12,13 @@
 #pragma once
 #include "simd.h"
 
-enum Kind { PLAIN_PART = 0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4 };
+enum Kind { PLAIN_PART = 0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4, U4_HALF, U4_BRAIN, I8_HALF, I8_BRAIN };
 
 // HALF: w = d (q - offset). AFFINE: w = d q + m. KMIN: w = d s q - m t, d and m for 256 columns, s and t bytes of a group.
 // KSIGNED: w = d s (q - offset), s a signed byte. POWER: w = 2^(s - 128) (FP4[q] - offset), s a byte, 255 for NaN.
-enum Scales { HALF, AFFINE, KMIN, KSIGNED, POWER };
+// ZERO_HALF, ZERO_BRAIN: w = d (q - z), d float16 or bfloat16, z a signed byte.
+enum Scales { HALF, AFFINE, KMIN, KSIGNED, POWER, ZERO_HALF, ZERO_BRAIN };
+constexpr bool has_zero(int scales) { return scales == ZERO_HALF || scales == ZERO_BRAIN; }
 
 // Twice the value of each four-bit float (E2M1), plus 12.
 static const int8_t FP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -29,7 +31,7 @@ template <int KIND> struct BlockFormat;
     static const int kind = K, bits = BITS, groups = 32 / GROUP, scales = SCALES, offset = OFFSET;                                      \
     static const long quant_bytes = BITS * 64;                                                                                        \
     static const long head_bytes = SCALES == KMIN ? 64 : SCALES == KSIGNED ? 32 : 0;                                                    \
-    static const long scale_bytes = SCALES == HALF ? 32 : SCALES == AFFINE ? 64 : (SCALES == KMIN ? 32 : 16) * groups;                  \
+    static const long scale_bytes = SCALES == HALF ? 32 : SCALES == AFFINE ? 64 : has_zero(SCALES) ? 48 : (SCALES == KMIN ? 32 : 16) * groups;                  \
     static long at(long unit) { return unit * (quant_bytes + scale_bytes) + (unit / 8 + 1) * head_bytes; }                            \
     static long tile_bytes(long columns) {                                                                                            \
       long n = columns / UNIT * (quant_bytes + scale_bytes) + (columns + SUPER - 1) / SUPER * head_bytes;                               \
@@ -47,6 +49,10 @@ FORM(Q4_K, 4, 32, KMIN, 0)
 FORM(Q5_K, 5, 32, KMIN, 0)
 FORM(Q6_K, 6, 16, KSIGNED, 32)
 FORM(MXFP4, 4, 32, POWER, 12)
+FORM(U4_HALF, 4, 32, ZERO_HALF, 0)
+FORM(U4_BRAIN, 4, 32, ZERO_BRAIN, 0)
+FORM(I8_HALF, 8, 32, ZERO_HALF, 0)
+FORM(I8_BRAIN, 8, 32, ZERO_BRAIN, 0)
 #undef FORM
 
 // Calls f(BlockFormat<kind>()).
@@ -63,6 +69,10 @@ template <class F> INLINE bool with_block_format(long kind, F f) {
     case Q5_K: f(BlockFormat<Q5_K>()); return true;
     case Q6_K: f(BlockFormat<Q6_K>()); return true;
     case MXFP4: f(BlockFormat<MXFP4>()); return true;
+    case U4_HALF: f(BlockFormat<U4_HALF>()); return true;
+    case U4_BRAIN: f(BlockFormat<U4_BRAIN>()); return true;
+    case I8_HALF: f(BlockFormat<I8_HALF>()); return true;
+    case I8_BRAIN: f(BlockFormat<I8_BRAIN>()); return true;
   }
   return false;
 }
@@ -129,6 +139,13 @@ static void decode(long kind, const uint8_t* p, long u, Decoded* o) {
       for (int g = 0; g < 2; g++) o->s[g] = p[192 + 2 * u + g];
       o->d = half_bits(p + 208);
       break;
+    case U4_HALF:  // these four as grouped_packing.py writes them: scale, zero point, numbers
+    case U4_BRAIN:
+      o->d = half_bits(p), o->s[0] = p[2];
+      for (int l = 0; l < 16; l++) q[2 * l] = p[3 + l] & 15, q[2 * l + 1] = p[3 + l] >> 4;
+      break;
+    case I8_HALF:
+    case I8_BRAIN: o->d = half_bits(p), o->s[0] = p[2], memcpy(q, p + 3, 32); break;
     case MXFP4:  // the scale comes first
       o->s[0] = p[0];
       for (int l = 0; l < 16; l++) q[2 * l] = p[1 + l] & 15, q[2 * l + 1] = p[1 + l] >> 4;
@@ -158,7 +175,8 @@ template <class F> static void store_unit(const Decoded& in, long unit, long lan
     memcpy(scales - F::head_bytes + lane * 2, &in.d, 2);
     if (F::scales == KMIN) memcpy(scales - F::head_bytes + 32 + lane * 2, &in.m, 2);
   }
-  if (F::scales == HALF || F::scales == AFFINE) memcpy(scales + lane * 2, &in.d, 2);
+  if (F::scales == HALF || F::scales == AFFINE || has_zero(F::scales)) memcpy(scales + lane * 2, &in.d, 2);
+  if (has_zero(F::scales)) scales[32 + lane] = (char)in.s[0];
   if (F::scales == AFFINE) memcpy(scales + 32 + lane * 2, &in.m, 2);
   if (F::scales == KMIN)
     for (int g = 0; g < F::groups; g++) scales[g * 32 + lane] = (char)in.s[g], scales[g * 32 + 16 + lane] = (char)in.t[g];

@@ -17,6 +17,14 @@ struct Segment {
   int64_t kind, first, rows;
   const void* data;
 };
+// A part of kind ORDERED: tiles of the kind ``form`` over ``columns``, column i of which is column order[i] of the matrix, or zeros if that
+// is -1 (act-order: columns sorted by group, each group in whole units). The rows of x are gathered for it.
+static const long ORDERED = 128;
+struct Ordered {
+  const void* tiles;
+  const int32_t* order;
+  int64_t columns, form;
+};
 // The parts of a matrix in order.
 struct Blocks {
   int64_t count;
@@ -208,6 +216,9 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
       if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
       if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
       if (F::scales == POWER) s = powers(scales);
+      if (F::scales == ZERO_HALF) s = halves(scales);
+      if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
+      if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
       i16x a[R];
       float total[R];
 #pragma GCC unroll 8
@@ -228,7 +239,7 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
       for (int r = 0; r < R; r++) {
         float scale = xs[r][u];
         f[r] += __builtin_convertvector(a[r], v16) * (s * scale);
-        if (F::scales == AFFINE || F::scales == KMIN) f[r] += t * (scale * total[r]);
+        if (F::scales == AFFINE || F::scales == KMIN || has_zero(F::scales)) f[r] += t * (scale * total[r]);
       }
     }
   }
@@ -277,6 +288,37 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
   }
 }
 
+// Rows of a part whose columns are in another order. Every thread gathers the rows of x for its own piece of the part.
+template <class T, class O>
+__attribute__((noinline)) void multiply_ordered(const Ordered& w, const T* x, long M, long n0, long n1, long K, const T* bias, O* y, long ldy,
+                                                Rows in, Rows out) {
+  static thread_local Scratch scratch;
+  const long most = 256;
+  long panel = M < most ? M : most, ints = Quantized::bytes(panel, w.columns);
+  char* base = scratch.reserve(ints + w.columns * (long)sizeof(T) + 64);
+  if (!base) {
+    for (long m = 0; m < M; m++)
+      for (long n = 0; n < n1 - n0; n++) put(y + out[m] * ldy + n, NAN);
+    return;
+  }
+  T* row = (T*)(base + (ints + 63) / 64 * 64);
+  Quantized q = Quantized::at(base, panel, w.columns);
+  for (long m0 = 0; m0 < M; m0 += panel) {
+    long some = M - m0 < panel ? M - m0 : panel;
+    for (long m = 0; m < some; m++) {
+      const T* from = x + in[m0 + m] * K;
+      for (long i = 0; i < w.columns; i++) {
+        if (w.order[i] >= 0) row[i] = from[w.order[i]];
+        else put(row + i, 0.f);
+      }
+      quantize_row(row, w.columns, q.q + m * w.columns, q.scale + m * (w.columns / UNIT), q.sum + m * (w.columns / 16));
+    }
+    with_block_format(w.form, [&](auto form) {
+      gemm_part<decltype(form), T, O>((const char*)w.tiles, q, some, n0, n1, w.columns, bias, y, ldy, Rows{}, out.from(m0));
+    });
+  }
+}
+
 // As ``gemm``, over a matrix of either kind; ``q`` are the rows of x as integers, for parts in blocks.
 template <class T, class O>
 INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy,
@@ -292,6 +334,10 @@ INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, lo
       continue;
     }
     const T* b = bias ? bias + from : nullptr;
+    if (s.kind == ORDERED) {
+      multiply_ordered<T, O>(*(const Ordered*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
+      continue;
+    }
     bool stored = with_stored_kind(s.kind, [&](auto kind) {
       stored_gemm<decltype(kind)::value, T, O>(*(const Stored*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
     });

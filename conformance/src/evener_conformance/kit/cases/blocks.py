@@ -26,11 +26,25 @@ SCALED = {
     "int8 by row": QuantFormat("int8", scale="float32"),
     "int8 by group": QuantFormat("int8", 32, scale="float16"),
 }
+#: Integers of four or eight bits in groups: with and without zero points, in act-order, and a piece of a weight in
+#: act-order that was cut along the in-features, which has more scales than its columns need.
+GROUPED = {
+    "uint4 by 128": QuantFormat("uint4", 128, scale="float16"),
+    "uint4 by row": QuantFormat("uint4", scale="bfloat16"),
+    "uint4 by 32, zeros": QuantFormat("uint4", 32, scale="float16", zero="uint8"),
+    "uint4 by 64, act": QuantFormat("uint4", 64, scale="bfloat16", order="act"),
+    "uint4 by 128, zeros, act, piece": QuantFormat("uint4", 128, scale="float16", zero="uint8", order="act", groups=40),
+    "int8 by 64, zeros": QuantFormat("int8", 64, scale="float16", zero="int8"),
+    "int8 by 128, act": QuantFormat("int8", 128, scale="bfloat16", order="act"),
+}
+#: All formats whose scales are tensors of their own, except MXFP4.
+_BESIDE = {**SCALED, **GROUPED}
 #: Every storage that core knows, except the plain ones.
-STORAGES = (*BLOCKS, MXFP4.storage, *SCALED)
+STORAGES = (*BLOCKS, MXFP4.storage, *_BESIDE)
 #: Storages of the parts of one matrix: QKV of Q4_K_M and Q5_0 files, and other mixes that a layer may have.
 MIXES = (("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("q8_0", "plain", "q4_1"), ("plain", MXFP4.storage),
-         ("e4m3 by tensor",) * 3, ("e4m3 by block", "e4m3 by block"), ("plain", "int8 by row"))  # fmt: skip
+         ("e4m3 by tensor",) * 3, ("e4m3 by block", "e4m3 by block"), ("plain", "int8 by row"),
+         ("uint4 by 128",) * 3, ("uint4 by 64, act",) * 2, ("uint4 by 32, zeros", "plain"))  # fmt: skip
 #: Offsets of the float16 numbers in a block, in bytes.
 _FLOAT16_OFFSETS = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
@@ -41,18 +55,18 @@ _FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def format_of(storage: str) -> QuantFormat:
     """The format of parts of a storage that is not plain."""
-    return MXFP4 if storage == MXFP4.storage else SCALED[storage] if storage in SCALED else block_format(storage)
+    return MXFP4 if storage == MXFP4.storage else _BESIDE[storage] if storage in _BESIDE else block_format(storage)
 
 
 def storage_of(form: QuantFormat) -> str:
     """The storage whose parts have this format, which is not plain."""
-    return next((name for name, scaled in SCALED.items() if scaled == form), form.storage)
+    return next((name for name, known in _BESIDE.items() if known == form), form.storage)
 
 
 def unit_of(storage: str) -> int:
     """Columns of one block."""
-    if storage in SCALED:
-        return max(32, SCALED[storage].group)
+    if storage in _BESIDE:
+        return max(32, _BESIDE[storage].group)
     return MXFP4.group if storage == MXFP4.storage else BLOCKS.get(storage, (1, 0))[0]
 
 
@@ -67,6 +81,8 @@ def random_part(storage: str, rows: int, columns: int, generator: torch.Generato
         return WeightPart("part", rows, columns, plain(storage), {"weight": values.to(getattr(torch, storage))})
     if storage in SCALED:
         return _random_scaled(SCALED[storage], rows, columns, generator)
+    if storage in GROUPED:
+        return random_grouped(GROUPED[storage], rows, columns, generator)
     count = columns // unit_of(storage)
     if storage == MXFP4.storage:
         weight = torch.randint(256, (rows, count, 16), generator=generator, dtype=torch.uint8)
@@ -96,6 +112,48 @@ def _random_scaled(form: QuantFormat, rows: int, columns: int, generator: torch.
     return WeightPart("part", rows, columns, form, tensors)
 
 
+def random_grouped(form: QuantFormat, rows: int, columns: int, generator: torch.Generator) -> WeightPart:
+    """A part in a format as those of ``GROUPED``. Scales and zero points differ so much that one in the wrong place is
+    seen."""
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    groups, four = form.row_scales(columns), form.storage == "uint4"
+    size = 74.0 if not four else 6.5 if form.zero else 4.6  # the numbers' standard deviation
+    scale = (0.5 * 4 ** torch.rand(rows, groups, generator=generator)) * columns**-0.5 / size
+    tensors = {"scale": scale.to(getattr(torch, str(form.scale)))}
+    if four:
+        tensors["weight"] = integers(0, 256, rows, columns // 2).to(torch.uint8)
+    else:
+        tensors["weight"] = integers(-128, 128, rows, columns).to(torch.int8)
+    if form.zero:
+        low, high = (0, 16) if four else (-32, 32)
+        tensors["zero"] = integers(low, high, rows, groups).to(getattr(torch, form.zero))
+    if form.order == "act":
+        mixed = torch.randperm(columns, generator=generator) // form.group
+        mixed = integers(0, groups, columns) if form.groups else mixed
+        tensors["group_index"] = mixed.to(torch.int32)
+    return WeightPart("part", rows, columns, form, tensors)
+
+
+def _grouped_values(part: WeightPart) -> torch.Tensor:
+    """The numbers of a part whose format differs from one of ``GROUPED`` in sizes only."""
+    form, stored = part.format, part.tensors["weight"]
+    wide = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2) if form.storage == "uint4" else stored
+    group = part.tensors["group_index"].long() if form.order == "act" else (
+        torch.arange(part.columns, device=stored.device) // (form.group or part.columns)
+    )  # fmt: skip
+    zero = part.tensors["zero"].float()[:, group] if form.zero else 8.0 if form.storage == "uint4" else 0.0
+    return (wide.float() - zero) * part.tensors["scale"].float()[:, group]
+
+
+def _is_grouped(form: QuantFormat) -> bool:
+    zeros = {"uint4": (None, "uint8"), "int8": (None, "int8")}.get(form.storage, ())
+    fits = form.scale in ("float32", "float16", "bfloat16") and form.activation is None
+    return form.zero in zeros and fits and form.group_out == 1 and form.group >= 0
+
+
 def _spread(scale: torch.Tensor, part: WeightPart) -> torch.Tensor:
     """The scale of each element of a part in one of the formats ``SCALED``."""
     form = part.format
@@ -112,6 +170,8 @@ def reference_dequantize(part: WeightPart) -> torch.Tensor:
         return data.float()
     if part.format in SCALED.values():
         return data.float() * _spread(part.tensors["scale"].float(), part)
+    if _is_grouped(part.format):
+        return _grouped_values(part)
     if part.format == MXFP4:
         values = torch.tensor([*_FLOATS, *(-value for value in _FLOATS)])
         pairs = torch.stack((values[(data & 15).long()], values[(data >> 4).long()]), dim=-1).flatten(-2)
@@ -126,6 +186,7 @@ def is_known_format(part: WeightPart) -> bool:
         form.plain
         or form == MXFP4
         or form in SCALED.values()
+        or _is_grouped(form)
         or (form.storage in BLOCKS and form == block_format(form.storage))
     )
 

@@ -89,7 +89,7 @@ def assemble(
     ranks = place.open(communicator_factory(loaded.communicator(), device))
     # Random weights are not quantized, whatever the checkpoint's own are.
     schemes = [p.value for p in loaded.quant_schemes()]
-    scheme = pick_scheme(checkpoint.config, schemes, config.quant) if headers else Unquantized()
+    scheme = pick_scheme(checkpoint.config, schemes, config.quant, checkpoint) if headers else Unquantized()
     infer, world = resolved.config.infer, ranks.world
 
     def declare(stage: int) -> tuple[Builder, Architecture]:

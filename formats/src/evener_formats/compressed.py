@@ -1,0 +1,244 @@
+"""The schemes "compressed-tensors" (llm-compressor) and "modelopt", whose layers may each have a format of their own.
+
+What is stored beside a name decides how it is read; the config says what the tensors do not: bits, group sizes, zero
+points and act-order. Layers that ``ignore`` or ``exclude_modules`` names are stored plain, and are read so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from re import Pattern
+from typing import TYPE_CHECKING, Any, Literal
+
+from evener.contracts.checkpoint import Checkpoint, Headers
+from evener.contracts.quant import QuantScheme, WeightPart
+from evener.errors import CheckpointError
+from evener_formats.beside import BesideScheme
+from evener_formats.gptq import Layer
+from evener_formats.packed import PackedFloats, PackedIntegers
+from evener_formats.rules import expression
+from evener_formats.scaled import ScaledScheme
+from evener_formats.words import least_count
+
+if TYPE_CHECKING:
+    import torch
+
+#: Formats of compressed-tensors that have one matrix and its scales for a weight, and the packed ones.
+_SCALED = ("float-quantized", "int-quantized", "naive-quantized")
+_PACKED = ("pack-quantized", "nvfp4-pack-quantized")
+_BITS = (4, 8)
+#: What says how activations or the KV cache were rounded.
+_UNUSED = ("input_global_scale", "input_scale", "k_scale", "v_scale")
+
+
+class _PartlyPacked(ScaledScheme):
+    """A scheme of eight bits with scales, some of whose weights are packed."""
+
+    def packed(self, name: str, headers: Headers) -> BesideScheme | None:
+        """Who reads a weight; None if it is not packed."""
+        raise NotImplementedError
+
+    def reader(self, part: WeightPart) -> BesideScheme | None:
+        """Who reads a part with its tensors."""
+        raise NotImplementedError
+
+    def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
+        packed = self.packed(name, headers)
+        found = super().tensors(name, headers) if packed is None else packed.tensors(name, headers)
+        stem = name.removesuffix(".weight")
+        unused = {end: f"{stem}.{end}" for end in _UNUSED} if name.endswith(".weight") else {}
+        return {**found, **{end: each for end, each in unused.items() if each in headers}}
+
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        packed = self.packed(name, headers)
+        return super().part(name, headers) if packed is None else packed.part(name, headers)
+
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        reader = self.reader(part)
+        return super().dequantize(part, dtype) if reader is None else reader.dequantize(part, dtype)
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        reader = self.reader(part)
+        return super().cut(part, axis, start, stop) if reader is None else reader.cut(part, axis, start, stop)
+
+    def arrange(self, part: WeightPart) -> WeightPart:
+        reader = self.reader(part)
+        return part if reader is None else reader.arrange(part)
+
+
+class CompressedTensors(_PartlyPacked):
+    """``"quant_method": "compressed-tensors"``.
+
+    Args:
+        rules: (how a layer is named, its settings), in the order in which they are tried: exact names, expressions, and
+            None for all layers.
+    """
+
+    name, methods = "compressed-tensors", ("compressed-tensors",)
+
+    def __init__(self, rules: tuple[tuple[str | Pattern[str] | None, Layer | None], ...] = ()) -> None:
+        self._rules, self._floats = rules, PackedFloats("_packed", "_global_scale", divides=True)
+        self._integers = PackedIntegers(cache(self._layer))
+
+    def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
+        settings = config["quantization_config"]
+        groups = settings.get("config_groups") or {}
+        if not isinstance(groups, Mapping) or len(groups) > 10_000:
+            raise CheckpointError("config.json's quantization_config has config_groups that are no map; correct it")
+        rules: list[tuple[str | Pattern[str] | None, Layer | None]] = []
+        formats = {str(settings.get("format"))}
+        for group in groups.values():
+            if not isinstance(group, Mapping):
+                raise CheckpointError("config.json's quantization_config has a config_group that is no map; correct it")
+            form = str(group.get("format") or settings.get("format"))
+            formats.add(form)
+            layer = _layer_of(group) if form in _PACKED[:1] else None
+            targets = group.get("targets")
+            for target in targets if isinstance(targets, list) else ["Linear"]:
+                text = str(target)
+                if text.startswith("re:"):
+                    rules.append((expression(text[3:], "quantization_config.config_groups"), layer))
+                else:
+                    rules.append((text if "." in text else None, layer))
+        sparsity = settings.get("sparsity_config")
+        sparse = isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense")
+        unread = [f"the format {each!r}" for each in sorted(formats - {*_SCALED, *_PACKED, "mixed-precision", "None"})]
+        unread += ["sparse weights"] if sparse else []
+        unread += ["transforms (transform_config)"] if settings.get("transform_config") else []
+        if unread:
+            raise CheckpointError(
+                f"config.json's quantization_config has {unread[0][:80]}, which {self.name} does not read yet; use a "
+                f"checkpoint in {', '.join((*_SCALED, *_PACKED))}"
+            )
+        kinds = (str, Pattern, type(None))
+        rules.sort(key=lambda rule: [isinstance(rule[0], kind) for kind in kinds].index(True))
+        return CompressedTensors(tuple(rules))
+
+    def packed(self, name: str, headers: Headers) -> BesideScheme | None:
+        if f"{name}_packed" not in headers:
+            return None
+        return self._floats if headers[f"{name}_packed"][0] == "uint8" else self._integers
+
+    def reader(self, part: WeightPart) -> BesideScheme | None:
+        if "packed" not in part.tensors:
+            return None
+        return self._floats if "whole" in part.tensors else self._integers
+
+    def _layer(self, stem: str) -> Layer:
+        for rule, layer in self._rules:
+            if rule is None or (rule == stem if isinstance(rule, str) else rule.match(stem)):
+                if layer is None:
+                    break
+                return layer
+        raise CheckpointError(
+            f"{stem} is stored packed, and no config_group of config.json's quantization_config says its bits and "
+            "groups; use the config.json that was published with these weights"
+        )
+
+    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        import torch
+
+        yield from super().examples(name, seed)
+        random, rows, columns = torch.Generator().manual_seed(seed), 64, 192
+        for bits, group, symmetric, actorder in (
+            (4, 32, True, None), (4, 64, False, None), (4, 32, False, "group"), (8, 96, True, "group"),
+            (4, -1, True, None), (8, 64, False, None),
+        ):  # fmt: skip
+            unit, groups = least_count(bits), columns // group if group > 0 else 1
+            sizes = {"packed": (rows, columns // unit)} | ({} if symmetric else {"zero_point": (rows // unit, groups)})
+            tensors = {
+                f"{name}_{end}": torch.randint(-(2**31), 2**31, size, generator=random).int()
+                for end, size in sizes.items()
+            }
+            tensors[f"{name}_scale"] = (torch.rand(rows, groups, generator=random) / 64 + 1 / 64).bfloat16()
+            tensors[f"{name}_shape"] = torch.tensor([rows, columns])
+            if actorder:
+                tensors[f"{name}_g_idx"] = (torch.randperm(columns, generator=random) // group).int()
+            weights = {
+                "num_bits": bits, "type": "int", "symmetric": symmetric, "actorder": actorder,
+                "strategy": "group" if group > 0 else "channel", "group_size": group if group > 0 else None,
+            }  # fmt: skip
+            groups_of = {"group_0": {"targets": ["Linear"], "weights": weights}}
+            found = {"quant_method": self.name, "format": "pack-quantized", "config_groups": groups_of}
+            yield {"quantization_config": found}, _headers(tensors), tensors
+        tensors = _float_example(name, "_packed", "_global_scale", random)
+        yield (
+            {"quantization_config": {"quant_method": self.name, "format": "nvfp4-pack-quantized"}}, _headers(tensors),
+            tensors,
+        )  # fmt: skip
+
+
+class ModelOptScheme(_PartlyPacked):
+    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor, and NVFP4."""
+
+    name, methods = "modelopt", ("modelopt", "modelopt_fp4")
+
+    def __init__(self) -> None:
+        self._floats = PackedFloats("", "_scale_2", divides=False)
+
+    def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
+        settings = config["quantization_config"]
+        inner = settings.get("quantization")
+        algorithm = str((inner if isinstance(inner, Mapping) else settings).get("quant_algo"))
+        if algorithm not in ("FP8", "NVFP4", "MIXED_PRECISION", "None"):
+            raise CheckpointError(
+                f"config.json's quantization_config has the quant_algo {algorithm[:40]!r}; {self.name} reads FP8 and "
+                "NVFP4; use such a checkpoint"
+            )
+        return self
+
+    def packed(self, name: str, headers: Headers) -> BesideScheme | None:
+        return self._floats if name in headers and f"{name}_scale_2" in headers else None
+
+    def reader(self, part: WeightPart) -> BesideScheme | None:
+        return self._floats if "whole" in part.tensors else None
+
+    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+        import torch
+
+        config = {"quantization_config": {"quant_method": self.name, "quant_algo": "NVFP4"}}
+        tensors = _float_example(name, "", "_scale_2", torch.Generator().manual_seed(seed))
+        yield config, _headers(tensors), tensors
+        for _, headers, tensors in list(super().examples(name, seed))[:2]:
+            yield config, headers, tensors
+
+
+def _layer_of(group: Mapping[str, Any]) -> Layer:
+    """Settings of a config_group with packed integers."""
+    weights = group.get("weights")
+    weights = weights if isinstance(weights, Mapping) else {}
+    bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
+    whole = strategy == "channel" or (strategy == "group" and size == -1)
+    kind, grouped = weights.get("type", "int"), strategy == "group" and _positive(size)
+    if bits not in _BITS or kind != "int" or not (whole or grouped):
+        raise CheckpointError(
+            f"config.json's quantization_config has weights of type {str(kind)[:20]} with num_bits {str(bits)[:20]}, "
+            f"strategy {str(strategy)[:20]} and group_size {str(size)[:20]}; packed integers are read with "
+            f"{' or '.join(map(str, _BITS))} bits in groups or channels; use such a checkpoint"
+        )
+    symmetric, order = weights.get("symmetric", True), weights.get("actorder")
+    if not isinstance(symmetric, bool) or order not in (None, False, True, "group", "weight", "static", "dynamic"):
+        raise CheckpointError(
+            f"config.json's quantization_config has symmetric: {str(symmetric)[:20]} and actorder: {str(order)[:20]}; "
+            "use the config.json that was published with these weights"
+        )
+    return Layer(int(bits), 0 if whole else int(size), symmetric, order in (True, "group", "dynamic"))
+
+
+def _positive(size: Any) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+
+
+def _float_example(name: str, weight: str, whole: str, random: torch.Generator) -> dict[str, torch.Tensor]:
+    import torch
+
+    return {
+        name + weight: torch.randint(0, 256, (24, 48), generator=random).to(torch.uint8),
+        f"{name}_scale": (torch.rand(24, 6, generator=random) * 400 + 20).to(torch.float8_e4m3fn),
+        name + whole: torch.tensor([1500.0 if weight else 1 / 1500]),
+    }
+
+
+def _headers(tensors: Mapping[str, torch.Tensor]) -> Headers:
+    return {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}

@@ -1,0 +1,44 @@
+"""Small unsigned integers that are packed into words of 32 bits, as GPTQ and AWQ checkpoints store them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bits of a number that are read. Numbers of 3 bits run across words: 32 of them fill three.
+BITS = (2, 3, 4, 8)
+
+
+def per_word(bits: int) -> Fraction:
+    """Numbers in a word."""
+    return Fraction(32, bits)
+
+
+def least_count(bits: int) -> int:
+    """The least count of numbers that fills whole words."""
+    return per_word(bits).numerator
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers of int32 words [..., n]: uint8 [..., 32 n / bits]. Number i has the bits from i x ``bits``, counted
+    from the lowest bit of the first word."""
+    import torch
+
+    # Little-endian, like the files. Flat: a last axis of one word may have any stride.
+    data = words.contiguous().reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], -1)
+    if bits == 8:
+        return data
+    if bits in (2, 4):
+        parts = [data >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+        return torch.stack(parts, dim=-1).flatten(-2)
+    low, middle, high = (byte.int() for byte in data.unflatten(-1, (-1, 3)).unbind(-1))
+    eight = low | middle << 8 | high << 16
+    return torch.stack([(eight >> 3 * i & 7).to(torch.uint8) for i in range(8)], dim=-1).flatten(-2)
+
+
+def pairs(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of four bits, uint8 [..., n], as bytes [..., n / 2] with the even number in the low half."""
+    return numbers[..., ::2] | numbers[..., 1::2] << 4
