@@ -197,7 +197,7 @@ CAPS: Mapping[str, int] = {
     "evener.contracts": 1_138, "evener.loading": 784, "evener.resolution": 646, "evener.distributed": 209,
     "evener.tuning": 318, "evener.folders": 62, "evener.backend": 274, "evener.builtin": 65,
     "evener.contracts.generation": 39, "evener.contracts.grammar": 23, "evener.engine.constraints": 134,
-    "evener.engine.sampling": 178,
+    "evener.engine.sampling": 178, "evener.contracts.conversion": 25, "evener.conversion": 151,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 931
@@ -302,7 +302,8 @@ def belongs(name: str, *parts: str) -> bool:
 
 def area(name: str) -> str:
     """A folder of the core, a room of the engine or the contracts, or a module at the top: each has a cap."""
-    rooms = belongs(name, "evener.engine", "evener.contracts.generation", "evener.contracts.grammar")
+    contracts = ("evener.contracts.generation", "evener.contracts.grammar", "evener.contracts.conversion")
+    rooms = belongs(name, "evener.engine", *contracts)
     return ".".join(name.split(".")[: 3 if rooms else 2])
 
 

@@ -1,19 +1,10 @@
 """Checkpoint formats and quantization schemes, registered through the same hooks as anybody else's. Torch-free.
 
-===============  ============================================================================
-package/module   holds
-===============  ============================================================================
-``gguf``         GGUF files: header, families' tensor names, and the scheme of block formats
-``mxfp4``        the scheme of MXFP4 checkpoints (gpt-oss)
-``scaled``       FP8 and int8 with scales: the schemes fp8 and compressed-tensors
-``torch_files``  PyTorch's own weight files (``pytorch_model.bin``)
-``tokenizers``   SentencePiece, tiktoken and GGUF tokenizers as ``tokenizer.json``
-===============  ============================================================================
-"""
+===============  ====================================================================="""
 
 from __future__ import annotations
 
-from evener.contracts.descriptor import Descriptor
+from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="formats",
@@ -23,4 +14,17 @@ descriptor = Descriptor(
     formats=("gguf", "mxfp4", "fp8", "compressed-tensors"),
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
     weight_files={"pytorch_model.bin": "evener_formats.torch_files:TorchFile"},
+    quantizers={
+        **dict.fromkeys(
+            ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m"),
+            "evener_formats.quantize.blocks:BlockQuantizer",
+        ),
+        **dict.fromkeys(("fp8", "int8"), "evener_formats.quantize.eight_bits:EightBitQuantizer"),
+    },
+    options={
+        "quant_rules": Option(
+            type=str, default="", help="Formats of single matrices with quant=: a JSON object, or a file with one, as "
+            '{"re:.*down_proj": "q6_k", "re:lm_head": "q8_0"}; none leaves a matrix as it is.',
+        ),
+    },
 )

@@ -59,9 +59,9 @@ class Descriptor:
         contracts: the version of each contract that it implements, e.g. ``{"probe": 2, "device": 2, "ops": 2}``.
             Required: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states`` and ``state_kinds``, ``quant`` for
-            ``formats``, ``architecture`` for ``architectures``, ``request_plugin`` for ``request_plugins``,
-            ``checkpoint`` for ``checkpoints``, ``weight_files`` and ``model_sources``, ``generation`` for
-            ``tool_parsers``, ``reasoning_parsers`` and ``grammars``.
+            ``formats`` and ``quantizers``, ``architecture`` for ``architectures``, ``request_plugin`` for
+            ``request_plugins``, ``checkpoint`` for ``checkpoints``, ``weight_files`` and ``model_sources``,
+            ``generation`` for ``tool_parsers``, ``reasoning_parsers`` and ``grammars``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -89,6 +89,8 @@ class Descriptor:
         grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
         weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
+        quantizers: (optional) what quantizes weights while they are read, ``{"name": "module:Class"}``; the name is a
+            value of ``quant=``. See ``evener.contracts.conversion.quantizer``.
         tuning: (optional) dotted path of a folder in the package with files that ``evener tune`` wrote (``*.json``);
             they are read if the package is chosen.
         model_sources: (optional) functions that download models by name, ``{"name": "module:function"}``. The function
@@ -124,4 +126,5 @@ class Descriptor:
     weight_files: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
+    quantizers: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

@@ -33,7 +33,8 @@ class GgufScheme(QuantScheme):
         if name not in headers:
             return None
         dtype, shape = headers[name]
-        rows, columns = shape if len(shape) == 2 else (0, 0)
+        # Three axes are a stack of matrices; no file has them in blocks, but a quantizer makes them.
+        rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
         return WeightPart(name, rows, columns, block_format(dtype) if dtype in BLOCKS else plain(dtype))
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:

@@ -17,6 +17,7 @@ from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
+from evener.conversion.quantized import choose_storage
 from evener.distributed.communicators import communicator_factory
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.sampling.sampler import Sampler
@@ -24,7 +25,6 @@ from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
-from evener.loading.scheme import Unquantized, pick_scheme
 from evener.loading.weight_map import with_weight_map
 from evener.plugins.catalog import Provided
 from evener.plugins.load import LoadedPackages
@@ -86,9 +86,8 @@ def assemble(
     device.limit_threads(resolved.threads)
     device.select()
     ranks = place.open(communicator_factory(loaded.communicator(), device))
-    # Random weights are not quantized, whatever the checkpoint's own are.
     schemes = [p.value for p in loaded.quant_schemes()]
-    scheme = pick_scheme(checkpoint.config, schemes, config.quant) if headers else Unquantized()
+    checkpoint, headers, scheme = choose_storage(checkpoint, headers, family, schemes, config, resolved.max_seq_len)
     infer, world = resolved.config.infer, ranks.world
 
     def declare(stage: int) -> tuple[Builder, Architecture]:
