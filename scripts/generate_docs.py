@@ -40,7 +40,7 @@ CONTRACTS = ROOT / "core/src/evener/contracts"
 MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
     "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared", "statics", "weights",
-    "generation.parsers", "generation.parsed", "grammar.library",
+    "generation.parsers", "generation.parsed", "grammar.library", "conversion.quantizer",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {

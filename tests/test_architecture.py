@@ -197,7 +197,7 @@ CAPS: Mapping[str, int] = {
     "evener.contracts": 1_138, "evener.loading": 784, "evener.resolution": 646, "evener.distributed": 209,
     "evener.tuning": 318, "evener.folders": 62, "evener.backend": 274, "evener.builtin": 65,
     "evener.contracts.generation": 39, "evener.contracts.grammar": 23, "evener.engine.constraints": 134,
-    "evener.engine.sampling": 178, "evener.contracts.conversion": 25, "evener.conversion": 151,
+    "evener.engine.sampling": 178, "evener.contracts.conversion": 21, "evener.conversion": 156,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 931
