@@ -27,7 +27,6 @@ from evener.conversion.quantized import QuantizedCheckpoint
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import CheckpointError, ConfigError, EvenerError
-from evener.explanation.explain import explain
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.loader import load_weights
 from evener_conformance.naive.model import find_architecture
@@ -35,6 +34,7 @@ from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 from evener_formats.gguf.scheme import GgufScheme
 from evener_formats.quantize.blocks import BlockQuantizer
+from evener_inspection.explanation import explain
 
 SIZES: dict[str, dict[str, Any]] = {
     "Qwen3": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,

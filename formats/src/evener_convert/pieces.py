@@ -78,9 +78,7 @@ def rank_pieces(weights: Sequence[Declared], checkpoint: Checkpoint, scheme: Qua
                 yield _rank_piece(item, name.format(expert) if "{}" in name else name, spans[name], headers, scheme)
 
 
-def _rank_piece(
-    item: Declared, name: str, slices: Sequence[Slice], headers: Headers, scheme: QuantScheme
-) -> Piece:
+def _rank_piece(item: Declared, name: str, slices: Sequence[Slice], headers: Headers, scheme: QuantScheme) -> Piece:
     judge = scheme_of(name, scheme, headers)
     part = judge.part(name, headers)
     roles = judge.tensors(name, headers)

@@ -36,7 +36,8 @@ def work_folder(result: Path, key: Mapping[str, Any]) -> Iterator[Path]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another process is converting to {result}; wait for it, or choose another name") from None
+            why = "wait for it, or choose another name"
+            raise ConfigError(f"another process is converting to {result}; {why}") from None
         refuse_existing(result)
         _prepare(folder, json.dumps(key, sort_keys=True))
         yield folder

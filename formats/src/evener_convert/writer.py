@@ -45,8 +45,9 @@ def write_file(path: Path, pieces: Sequence[Piece], read: Read, written: Callabl
         durable = start
         for piece, end in zip(pieces[done:], ends[done:], strict=True):
             for tensor in _checked(piece, piece.make(read)):
-                file.write(tensor.view(torch.uint8).reshape(-1).numpy().data if tensor.numel() else b"")
-            written(end - file.tell() if end < file.tell() else end - start)
+                if tensor.numel():
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            written(end - start)
             start = end
             if end - durable >= _DURABLE or end == ends[-1]:
                 file.flush()

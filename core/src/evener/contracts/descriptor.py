@@ -19,13 +19,11 @@ from typing import Any
 
 #: Contract versions that this core supports, inclusive: ``{contract: (oldest, newest)}``. A change that breaks a
 #: contract raises its version, so that a package built for an older one is refused with both numbers.
-CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        "descriptor": (1, 1), "probe": (2, 2), "device": (2, 2), "ops": (2, 2), "state": (2, 2), "communicator": (2, 2),
-        "graph": (1, 1), "quant": (2, 2), "experts": (1, 1), "architecture": (2, 2), "checkpoint": (1, 1),
-        "layers": (2, 2), "request_plugin": (1, 1), "generation": (1, 1),
-    }
-)  # fmt: skip
+CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType({
+    "descriptor": (1, 1), "probe": (2, 2), "device": (2, 2), "ops": (2, 2), "state": (2, 2), "communicator": (2, 2),
+    "graph": (1, 1), "quant": (2, 2), "experts": (1, 1), "architecture": (2, 2), "checkpoint": (1, 1),
+    "layers": (2, 2), "request_plugin": (1, 1), "generation": (1, 1),
+})  # fmt: skip
 
 #: Entry-point groups, in the order in which they are read.
 GROUPS = ("evener.backends", "evener.kernels", "evener.graphs", "evener.collectives", "evener.plugins")

@@ -132,4 +132,3 @@ def split_index(config: Config) -> str:
         "pp_layer_partition": list(infer.pp_layer_partition),
     }  # fmt: skip
     return json.dumps(index, indent=2) + "\n"
-
