@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from docs_from_source import class_text, inline, module_text
+from evener_convert import descriptor as converter
 from performance_page import generated as performance
 from support_page import generated as support
 
@@ -198,7 +199,7 @@ def configuration() -> str:
 
 def commands() -> str:
     """The reference of the command line."""
-    found = {*BUILTIN_NAMES, *server.commands, *inspection.commands, *conformance.commands}
+    found = {*BUILTIN_NAMES, *server.commands, *inspection.commands, *conformance.commands, *converter.commands}
     if found != set(COMMANDS):
         raise SystemExit(f"COMMANDS in {__file__} and those that there are differ: {sorted(found ^ set(COMMANDS))}")
     parts = [

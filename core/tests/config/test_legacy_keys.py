@@ -77,7 +77,9 @@ def test_an_old_key_without_an_equivalent_is_an_error_that_says_why(
     assert old.lstrip("+") in str(caught.value)
 
 
-@pytest.mark.parametrize("old", ["infer.soft_fp8=False", "skip_preprocess=False", "skip_preprocess=True", "quant_on_load=false"])
+@pytest.mark.parametrize(
+    "old", ["infer.soft_fp8=False", "skip_preprocess=False", "skip_preprocess=True", "quant_on_load=false"]
+)
 def test_an_old_switch_that_is_off_is_only_a_warning(old: str, nothing_installed: Packages) -> None:
     built = from_command_line("m", split_command_line([old]).overrides, packages=nothing_installed)
     assert "leave it out, it asks for what happens anyway" in built.notes[0]
