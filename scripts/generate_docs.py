@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from docs_from_source import class_text, inline, module_text
+from evener_convert import descriptor as converter
 from performance_page import generated as performance
 from support_page import generated as support
 
@@ -40,7 +41,7 @@ CONTRACTS = ROOT / "core/src/evener/contracts"
 MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "checkpoint",
     "communicator", "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared", "statics",
-    "weights", "generation.parsers", "generation.parsed", "grammar.library", "writing",
+    "weights", "generation.parsers", "generation.parsed", "grammar.library", "writing", "conversion.quantizer",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {
@@ -50,7 +51,7 @@ LAYERS = {
 }  # fmt: skip
 #: Every command, in the order in which they are met.
 COMMANDS = (
-    "run", "chat", "serve", "explain", "why-not", "tune", "config", "plugins", "doctor", "models", "new",
+    "run", "chat", "serve", "explain", "why-not", "tune", "convert", "config", "plugins", "doctor", "models", "new",
     "conformance", "first-contact", "evidence", "version", "completion",
 )  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
@@ -198,7 +199,7 @@ def configuration() -> str:
 
 def commands() -> str:
     """The reference of the command line."""
-    found = {*BUILTIN_NAMES, *server.commands, *inspection.commands, *conformance.commands}
+    found = {*BUILTIN_NAMES, *server.commands, *inspection.commands, *conformance.commands, *converter.commands}
     if found != set(COMMANDS):
         raise SystemExit(f"COMMANDS in {__file__} and those that there are differ: {sorted(found ^ set(COMMANDS))}")
     parts = [

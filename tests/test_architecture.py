@@ -122,6 +122,14 @@ def test_commands_that_come_with_the_formats_import_only_them_and_the_core() -> 
         assert violations(inside(name, commands), allow_of_evener(name, "evener", "evener_formats"), typing=True) == []
 
 
+def test_the_converter_imports_no_engine_no_front_end_and_no_other_distribution() -> None:
+    convert = inside("evener_convert", FORMATS)
+    assert convert
+    above = ("evener.engine", "evener.frontend", "evener.llm", "evener.async_llm", "evener.ops", "evener.backend")
+    own = allow_of_evener("evener_convert", "evener")
+    assert violations(convert, lambda t: own(t) and not belongs(t, *above), typing=True) == []
+
+
 def test_grammars_and_parsers_import_only_contracts_and_errors() -> None:
     allowed = allow_of_evener("evener_generation", "evener.contracts", "evener.errors")
     assert violations(GENERATION, allowed, typing=True) == []
@@ -308,7 +316,7 @@ def belongs(name: str, *parts: str) -> bool:
 
 def area(name: str) -> str:
     """A folder of the core, a room of the engine or the contracts, or a module at the top: each has a cap."""
-    contracts = ("generation", "grammar", "quantized", "storage", "writing")
+    contracts = ("conversion", "generation", "grammar", "quantized", "storage", "writing")
     rooms = belongs(name, "evener.engine", *(f"evener.contracts.{room}" for room in contracts))
     return ".".join(name.split(".")[: 3 if rooms else 2])
 

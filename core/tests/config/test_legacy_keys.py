@@ -61,8 +61,7 @@ def test_an_old_key_with_an_equivalent_sets_it_and_names_it(
         ("scheduler.type=fcfs", "there is no prefill phase"),
         ("scheduler.pp_config.enforce_decode_num_tasks_max=False", "set the number: .*decode_num_tasks"),
         ("+cpu_layer_num=58", "this version has no experts on the host"),
-        ("skip_preprocess=True", "nothing is converted beforehand"),
-        ("quant_on_load=True", "nothing is converted beforehand"),
+        ("quant_on_load=True", "quant= says how"),
         ("quant_ckpt_dir=/q", "give the folder of the quantized checkpoint as the model"),
         ("infer.memory_utilization=0.9", "infer.kv_memory"),
         ("models.n_layers=3", "read from its config.json"),
@@ -78,7 +77,9 @@ def test_an_old_key_without_an_equivalent_is_an_error_that_says_why(
     assert old.lstrip("+") in str(caught.value)
 
 
-@pytest.mark.parametrize("old", ["infer.soft_fp8=False", "skip_preprocess=False", "quant_on_load=false"])
+@pytest.mark.parametrize(
+    "old", ["infer.soft_fp8=False", "skip_preprocess=False", "skip_preprocess=True", "quant_on_load=false"]
+)
 def test_an_old_switch_that_is_off_is_only_a_warning(old: str, nothing_installed: Packages) -> None:
     built = from_command_line("m", split_command_line([old]).overrides, packages=nothing_installed)
     assert "leave it out, it asks for what happens anyway" in built.notes[0]

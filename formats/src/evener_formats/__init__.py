@@ -1,26 +1,9 @@
 """Checkpoint formats and quantization schemes, registered through the same hooks as anybody else's. Torch-free.
 
-================  ============================================================================
-package/module    holds
-================  ============================================================================
-``beside``        what schemes share whose weights are several tensors
-``bitsandbytes``  the scheme of bitsandbytes checkpoints of four bits
-``compressed``    the schemes compressed-tensors and modelopt; ``packed``: what both have packed
-``gptq``          the scheme of GPTQ checkpoints; ``awq``: that of AWQ
-``gguf``          GGUF files: header, families' tensor names, and the scheme of block formats
-``kv_cache``      which state is quantized, and the scales of keys and values
-``mxfp4``         the scheme of MXFP4 checkpoints (gpt-oss)
-``rules``         rules by layer name, and other values of a ``quantization_config``
-``scaled``        FP8 and int8 with scales: the scheme fp8
-``torch_files``   PyTorch's own weight files (``pytorch_model.bin``)
-``tokenizers``    SentencePiece, tiktoken and GGUF tokenizers as ``tokenizer.json``
-``words``         numbers of 2, 3, 4 and 8 bits in words of 32
-================  ============================================================================
-"""
-
+================  =====================================================================
 from __future__ import annotations
 
-from evener.contracts.descriptor import Descriptor
+from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="formats",
@@ -31,4 +14,17 @@ descriptor = Descriptor(
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
     weight_files={"pytorch_model.bin": "evener_formats.torch_files:TorchFile"},
+    quantizers={
+        **dict.fromkeys(
+            ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m"),
+            "evener_formats.quantize.blocks:BlockQuantizer",
+        ),
+        **dict.fromkeys(("fp8", "int8"), "evener_formats.quantize.eight_bits:EightBitQuantizer"),
+    },
+    options={
+        "quant_rules": Option(
+            type=str, default="", help="Formats of single matrices with quant=: a JSON object, or a file with one, as "
+            '{"re:.*down_proj": "q6_k", "re:lm_head": "q8_0"}; none leaves a matrix as it is.',
+        ),
+    },
 )

@@ -65,7 +65,10 @@ class ScaledScheme(QuantScheme):
                 "the files again"
             )
         scale, scales = headers[roles["scale"]]
-        form = _format(dtype, shape, scale, scales) if dtype in _STORED and scale in _SCALES else None
+        # A stack of matrices has a stack of scales.
+        stack = 1 if len(shape) == 3 and len(scales) == 3 and shape[0] == scales[0] else 0
+        readable = dtype in _STORED and scale in _SCALES
+        form = _format(dtype, shape[stack:], scale, scales[stack:]) if readable else None
         if form is None:
             raise CheckpointError(
                 f"{name} is stored as {dtype} {list(shape)} with scales as {scale} {list(scales)}; read are matrices "
@@ -78,7 +81,7 @@ class ScaledScheme(QuantScheme):
                 f"{name} has zero points, {name}_zero_point, which {self.name} reads in no format; use a checkpoint "
                 "with symmetric quantization"
             )
-        return WeightPart(name, shape[0], shape[1], form)
+        return WeightPart(name, *shape[stack:], form)
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
         import torch

@@ -25,7 +25,7 @@ _DESCRIPTOR_FIELDS: Mapping[str, str] = {
     "formats": "quantization scheme", "architectures": "architecture", "commands": "command",
     "request_plugins": "request plugin", "checkpoints": "checkpoint reader", "model_sources": "source of models",
     "options": "option", "tool_parsers": "tool parser", "reasoning_parsers": "reasoning parser", "grammars": "grammar",
-    "executors": "executor", "weight_files": "weight file reader",
+    "executors": "executor", "weight_files": "weight file reader", "quantizers": "quantizer",
 }  # fmt: skip
 #: Providers that are part of the core.
 _BUILTIN_PROVIDERS = ("reference", "expanded")

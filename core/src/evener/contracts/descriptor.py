@@ -19,13 +19,11 @@ from typing import Any
 
 #: Contract versions that this core supports, inclusive: ``{contract: (oldest, newest)}``. A change that breaks a
 #: contract raises its version, so that a package built for an older one is refused with both numbers.
-CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        "descriptor": (1, 1), "probe": (2, 2), "device": (2, 2), "ops": (2, 2), "state": (2, 2), "communicator": (2, 2),
-        "graph": (1, 1), "quant": (2, 3), "experts": (1, 1), "architecture": (2, 2), "checkpoint": (1, 1),
-        "layers": (2, 2), "request_plugin": (1, 1), "generation": (1, 1),
-    }
-)  # fmt: skip
+CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType({
+    "descriptor": (1, 1), "probe": (2, 2), "device": (2, 2), "ops": (2, 2), "state": (2, 2), "communicator": (2, 2),
+    "graph": (1, 1), "quant": (2, 3), "experts": (1, 1), "architecture": (2, 2), "checkpoint": (1, 1),
+    "layers": (2, 2), "request_plugin": (1, 1), "generation": (1, 1),
+})  # fmt: skip
 
 #: Entry-point groups, in the order in which they are read.
 GROUPS = ("evener.backends", "evener.kernels", "evener.graphs", "evener.collectives", "evener.plugins")
@@ -59,7 +57,7 @@ class Descriptor:
         contracts: the version of each contract that it implements, e.g. ``{"probe": 2, "device": 2, "ops": 2}``.
             Required: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states``, ``state_kinds`` and ``state_formats``,
-            ``quant`` for ``formats``, ``architecture`` for ``architectures``, ``request_plugin`` for
+            ``quant`` for ``formats`` and ``quantizers``, ``architecture`` for ``architectures``, ``request_plugin`` for
             ``request_plugins``, ``checkpoint`` for ``checkpoints``, ``weight_files`` and ``model_sources``,
             ``generation`` for ``tool_parsers``, ``reasoning_parsers`` and ``grammars``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
@@ -91,6 +89,8 @@ class Descriptor:
         weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
         state_formats: (optional) functions that decide which state is quantized, ``{"name": "module:function"}``; see
             ``evener.contracts.quantized``.
+        quantizers: (optional) what quantizes weights while they are read, ``{"name": "module:Class"}``; the name is a
+            value of ``quant=``. See ``evener.contracts.conversion.quantizer``.
         tuning: (optional) dotted path of a folder in the package with files that ``evener tune`` wrote (``*.json``);
             they are read if the package is chosen.
         model_sources: (optional) functions that download models by name, ``{"name": "module:function"}``. The function
@@ -127,4 +127,5 @@ class Descriptor:
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
+    quantizers: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

@@ -23,7 +23,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "architectures": "architecture", "commands": "command", "request_plugins": "request plugin",
     "tool_parsers": "tool parser", "reasoning_parsers": "reasoning parser", "grammars": "grammar engine",
     "checkpoints": "checkpoint reader", "weight_files": "weight file reader", "state_formats": "state format",
-    "model_sources": "model source", "executors": "executor",
+    "model_sources": "model source", "executors": "executor", "quantizers": "quantizer",
 }  # fmt: skip
 T = TypeVar("T")
 

@@ -21,7 +21,8 @@ _SCALES: Mapping[str, tuple[int, ...]] = {
 
 
 class GgufScheme(QuantScheme):
-    """A weight is one tensor, in one of GGUF's block formats or in a float dtype."""
+    """A weight is one tensor, in one of GGUF's block formats or in a float dtype. In a file that knows no blocks,
+    blocks are bytes: ``<name>.q4_k``, uint8 [rows, bytes of a row]."""
 
     name = "gguf"
 
@@ -30,14 +31,19 @@ class GgufScheme(QuantScheme):
         return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
-        if name not in headers:
+        stored = _stored_name(name, headers)
+        if stored not in headers:
             return None
-        dtype, shape = headers[name]
-        rows, columns = shape if len(shape) == 2 else (0, 0)
+        dtype, shape = headers[stored]
+        if stored != name:
+            dtype = stored.rpartition(".")[2]
+            shape = _elements(stored, headers[stored], *BLOCKS[dtype])
+        # Three axes are a stack of matrices; no file has them in blocks, but a quantizer makes them.
+        rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
         return WeightPart(name, rows, columns, block_format(dtype) if dtype in BLOCKS else plain(dtype))
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
-        return {"weight": name}
+        return {"weight": _stored_name(name, headers)}
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
         import torch
@@ -96,3 +102,22 @@ class GgufScheme(QuantScheme):
         for dtype in ("float32", "float16", "bfloat16"):
             numbers = torch.randn(6, 10, generator=random).to(getattr(torch, dtype))
             yield config, {name: (dtype, (6, 10))}, {name: numbers}
+
+
+def _stored_name(name: str, headers: Headers) -> str:
+    return next((found for form in BLOCKS if (found := f"{name}.{form}") in headers), name)
+
+
+def _elements(name: str, header: tuple[str, tuple[int, ...]], elements: int, nbytes: int) -> tuple[int, ...]:
+    """The shape in elements of blocks that are stored as bytes.
+
+    Raises:
+        CheckpointError: they are no whole blocks.
+    """
+    dtype, shape = header
+    if dtype != "uint8" or len(shape) not in (2, 3) or shape[-1] % nbytes:
+        raise CheckpointError(
+            f"{name} is stored as {dtype} {list(shape)}; it must be uint8 with rows of {nbytes} bytes a block; convert "
+            "the model again"
+        )
+    return (*shape[:-1], shape[-1] // nbytes * elements)

@@ -17,6 +17,8 @@ from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
+from evener.conversion.quantized import choose_storage
+from evener.conversion.split import as_stored, open_part
 from evener.distributed.communicators import communicator_factory
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
@@ -24,8 +26,6 @@ from evener.engine.sampling.sampler import Sampler
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
-from evener.loading.checkpoint import open_checkpoint
-from evener.loading.scheme import Unquantized, pick_scheme
 from evener.loading.weight_map import with_weight_map
 from evener.plugins.catalog import Provided
 from evener.plugins.load import LoadedPackages
@@ -73,7 +73,7 @@ def assemble(
         EvenerError: a backend, package, checkpoint or option cannot be used; see the tree in ``evener.errors``.
     """
     place = ranks or RankGroups()
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_part(config, place.world)
     headers: Headers = {}
     if config.load != "dummy":
         checkpoint = with_weight_map(checkpoint, config.weight_map)
@@ -87,9 +87,8 @@ def assemble(
     device.limit_threads(resolved.threads)
     device.select()
     ranks = place.open(communicator_factory(loaded.communicator(), device))
-    # Random weights are not quantized, whatever the checkpoint's own are.
     schemes = [p.value for p in loaded.quant_schemes()]
-    scheme = pick_scheme(checkpoint.config, schemes, config.quant, checkpoint) if headers else Unquantized()
+    checkpoint, headers, scheme = choose_storage(checkpoint, headers, family, schemes, config, resolved.max_seq_len)
     infer, world = resolved.config.infer, ranks.world
 
     def declare(stage: int) -> tuple[Builder, Architecture]:
@@ -108,7 +107,7 @@ def assemble(
 
     # Other stages are declared too: their state, so that block ids mean the same on all, and their weights' names.
     declared = [declare(stage) for stage in range(world.pp_size)]
-    build, model = declared[world.pp_rank]
+    build, model = as_stored(checkpoint, headers, declared[world.pp_rank])
     other_stages = [other for other, _ in declared if other is not build]
     sampler = Sampler(build, model.vocab_size)
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]

@@ -1,0 +1,162 @@
+"""The model that is converted, and what each file of the result holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import importlib_metadata
+
+from evener.backend_search import BackendSearch
+from evener.config.checkpoint import facts_of
+from evener.config.schema import Config
+from evener.contracts.architecture import Architecture
+from evener.contracts.checkpoint import Checkpoint
+from evener.contracts.communicator import Communicator, CommunicatorCapabilities
+from evener.contracts.quant import QuantScheme
+from evener.conversion.quantized import choose_storage
+from evener.conversion.split import INDEX, rank_file
+from evener.distributed.world import World
+from evener.errors import ArchitectureError, ConfigError, EngineError
+from evener.layers.builder import Builder
+from evener.loading.checkpoint import open_checkpoint
+from evener.loading.match import check_match, match_context
+from evener.loading.weight_map import with_weight_map
+from evener_convert.pieces import Piece, rank_pieces, whole_pieces
+
+#: Bytes of the largest weight file of an unsplit result; a single tensor may be larger.
+FILE_BYTES = 5_000_000_000
+#: Bytes at the beginning and at the end of a weight file that its fingerprint reads.
+_SAMPLE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened model.
+
+    Attributes:
+        checkpoint: as it will be stored: quantized, if ``quant`` says so.
+        family: its class.
+        scheme: reads ``checkpoint``.
+    """
+
+    config: Config
+    checkpoint: Checkpoint
+    family: type[Architecture]
+    scheme: QuantScheme
+
+
+def open_source(config: Config) -> Source:
+    """Open the model of ``config`` and compare its tensors with those that its class declares.
+
+    Raises:
+        EvenerError: it cannot be read, or not be quantized in this way.
+    """
+    path = Path(config.model).expanduser()
+    if (path / INDEX).is_file():
+        raise ConfigError(f"{path} was split for ranks already; convert the original model")
+    checkpoint = with_weight_map(open_checkpoint(path), config.weight_map)
+    loaded = BackendSearch(config.backend).load(config.options)
+    target = loaded.architectures.get(checkpoint.architecture)
+    if target is None:
+        raise ArchitectureError(
+            f"{path} is a {checkpoint.architecture}, which no installed package registers; type `evener models` for "
+            "what is installed"
+        )
+    family: type[Architecture] = target.load()
+    schemes = [provided.value for provided in loaded.quant_schemes()]
+    length = facts_of(config.model, checkpoint.config, family.max_positions).max_positions or 2
+    checkpoint, _, scheme = choose_storage(checkpoint, checkpoint.headers, family, schemes, config, min(length, 4096))
+    source = Source(config, checkpoint, family, scheme)
+    build = declare(source, World())
+    check_match(build.weights, checkpoint.headers, scheme, where=str(path), **match_context(build))
+    return source
+
+
+def declare(source: Source, world: World) -> Builder:
+    """What the rank ``world`` declares of the model."""
+    infer, headers, scheme = source.config.infer, source.checkpoint.headers, source.scheme
+    if not all(each.isdigit() for each in infer.pp_layer_partition):
+        raise ConfigError("infer.pp_layer_partition is not a list of numbers; write it as in 15,16")
+    build = Builder(
+        "bfloat16", 2, lambda name: scheme.part(name, headers), _Planned(world) if world.tp_size > 1 else None,
+        stage=(world.pp_rank, world.pp_size), partition=tuple(map(int, infer.pp_layer_partition)),
+    )  # fmt: skip
+    source.family(source.checkpoint.config, build)
+    if world.pp_size > 1 and not build.staged:
+        raise ArchitectureError(f"{source.family.__name__} has no pipeline stages; set infer.pp_size=1")
+    return build
+
+
+def files(source: Source) -> Iterator[tuple[str, Sequence[Piece]]]:
+    """The weight files: their names and pieces."""
+    infer = source.config.infer
+    size = infer.tp_size * infer.pp_size
+    if size > 1:
+        for rank in range(size):
+            world = World.of(rank, infer.tp_size, infer.pp_size)
+            yield rank_file(world), list(rank_pieces(declare(source, world).weights, source.checkpoint, source.scheme))
+        return
+    groups: list[list[Piece]] = [[]]
+    held = 0
+    for piece in whole_pieces(source.checkpoint):
+        nbytes = sum(each.nbytes for each in piece.stored.values())
+        if groups[-1] and held + nbytes > FILE_BYTES:
+            groups.append([])
+            held = 0
+        groups[-1].append(piece)
+        held += nbytes
+    for number, pieces in enumerate(groups, start=1):
+        single = len(groups) == 1
+        yield "model.safetensors" if single else f"model-{number:05}-of-{len(groups):05}.safetensors", pieces
+
+
+def fingerprint(path: Path) -> str:
+    """Identifies the bytes of a model without reading all of them: of each file its name and size, of text files the
+    bytes, of weight files the time of their last change and their beginning and end."""
+    found = hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if not file.is_file():
+            continue
+        status = file.stat()
+        found.update(f"{file.name}\0{status.st_size}\0".encode())
+        with file.open("rb") as data:
+            if status.st_size <= 1 << 20:
+                found.update(data.read())
+                continue
+            found.update(f"{status.st_mtime_ns}\0".encode() + data.read(_SAMPLE))
+            data.seek(-_SAMPLE, 2)
+            found.update(data.read(_SAMPLE))
+    return found.hexdigest()
+
+
+def description(source: Source) -> dict[str, Any]:
+    """What ``evener_convert.json`` says, and what a conversion that is continued must have in common."""
+    config, infer = source.config, source.config.infer
+    packages = ("evener", "evener-formats", "evener-models")
+    return {
+        "source": str(Path(config.model).expanduser().resolve()),
+        "fingerprint": fingerprint(Path(config.model).expanduser()),
+        "options": {
+            "quant": config.quant, "infer.tp_size": infer.tp_size, "infer.pp_size": infer.pp_size,
+            "infer.pp_layer_partition": list(infer.pp_layer_partition), "weight_map": config.weight_map,
+            **{f"{name}.{key}": value for name, each in config.options.items() for key, value in each.items()},
+        },
+        "versions": {name: importlib_metadata.version(name) for name in packages},
+    }  # fmt: skip
+
+
+class _Planned(Communicator):
+    """A rank of a group that does not run: it says which part of the model is its."""
+
+    def __init__(self, world: World) -> None:
+        self.name, self.rank, self.size = "tp", world.tp_rank, world.tp_size
+        self.capabilities = CommunicatorCapabilities()
+
+    def _absent(self, *_: Any, **__: Any) -> NoReturn:
+        raise EngineError("a conversion declares ranks and runs none")
+
+    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = send = receive = barrier = _absent

@@ -1,0 +1,119 @@
+"""A safetensors file that is written tensor by tensor, and continued where an interrupted process left it."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from evener.errors import CheckpointError
+from evener.loading.safetensors_files import DTYPES
+from evener_convert.pieces import Piece, Read
+
+_CODES: Mapping[str, str] = {name: code for code, name in DTYPES.items()}
+#: Bytes after which what was written is made durable and noted, so that it can be continued.
+_DURABLE = 64 << 20
+
+
+def write_file(path: Path, pieces: Sequence[Piece], read: Read, written: Callable[[int], None]) -> None:
+    """Write ``pieces`` to the file ``path``, or the rest of them, if a part of the same file is there.
+
+    Args:
+        read: reads a tensor of the source.
+        written: called with each number of bytes that were written, or found.
+
+    Raises:
+        CheckpointError: a tensor is not what was announced, or cannot be stored.
+        OSError: the disk is full.
+    """
+    header = file_header(pieces)
+    ends = _ends(len(header), pieces)
+    with path.open("r+b" if path.exists() else "x+b") as file:
+        done = _complete(file.read(len(header)), header, _noted(path), ends)
+        start = ends[done - 1] if done else len(header)
+        file.seek(0)
+        if not done:
+            file.truncate(0)
+            file.write(header)
+        file.seek(start)
+        file.truncate(start)
+        written(start)
+        durable = start
+        for piece, end in zip(pieces[done:], ends[done:], strict=True):
+            for tensor in _checked(piece, piece.make(read)):
+                if tensor.numel():
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            written(end - start)
+            start = end
+            if end - durable >= _DURABLE or end == ends[-1]:
+                file.flush()
+                os.fsync(file.fileno())
+                _note(path, end)
+                durable = end
+        if not pieces:
+            os.fsync(file.fileno())
+
+
+def file_header(pieces: Sequence[Piece]) -> bytes:
+    """The first bytes of the file: the length of its header, and the header."""
+    entries, at = {}, 0
+    for piece in pieces:
+        for name, stored in piece.stored.items():
+            if stored.dtype not in _CODES:
+                raise CheckpointError(f"{name} is {stored.dtype}, which safetensors cannot store")
+            offsets = [at, at + stored.nbytes]
+            entries[name] = {"dtype": _CODES[stored.dtype], "shape": list(stored.shape), "data_offsets": offsets}
+            at += stored.nbytes
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def forget_notes(folder: Path) -> None:
+    """Remove the notes about how far the files of ``folder`` were written."""
+    for note in folder.glob("*.written"):
+        note.unlink()
+
+
+def _ends(start: int, pieces: Sequence[Piece]) -> list[int]:
+    """Where each piece ends in the file."""
+    ends, at = [], start
+    for piece in pieces:
+        at += sum(each.nbytes for each in piece.stored.values())
+        ends.append(at)
+    return ends
+
+
+def _complete(found: bytes, header: bytes, noted: int, ends: Sequence[int]) -> int:
+    """How many pieces of the file are there for sure."""
+    return sum(end <= noted for end in ends) if found == header else 0
+
+
+def _noted(path: Path) -> int:
+    note = path.with_suffix(".written")
+    try:
+        return min(int(note.read_text()), path.stat().st_size)
+    except (OSError, ValueError):
+        return 0
+
+
+def _note(path: Path, end: int) -> None:
+    note = path.with_suffix(".written")
+    new = note.with_suffix(".new")
+    new.write_text(str(end))
+    new.replace(note)
+
+
+def _checked(piece: Piece, made: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    for name, stored in piece.stored.items():
+        tensor = made[name]
+        if (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (stored.dtype, stored.shape):
+            raise CheckpointError(
+                f"{name} became {tensor.dtype} {list(tensor.shape)}, not {stored.dtype} {list(stored.shape)}; this is "
+                "a mistake of the package that quantized it"
+            )
+    return [made[name].contiguous().cpu() for name in piece.stored]
