@@ -16,12 +16,21 @@ from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel, rotation_refusal
-from evener_kernels_triton.linear import gemv, is_stored, persistent_gemv, product_bytes, project_rows
+from evener_kernels_triton.linear import (
+    Matrix,
+    gemv,
+    is_stored,
+    persistent_gemv,
+    product_bytes,
+    product_variants,
+    project_rows,
+)
+from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
-from evener_kernels_triton.stored import STORED, Matrix
+from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import Tuning, power_of_two
-from evener_kernels_triton.variants import combined, products, stored_products
+from evener_kernels_triton.variants import combined
 
 Enter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -69,18 +78,16 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
 class _Composite(TritonKernel):
     """Base of the kernels below."""
 
-    packings = (PLAIN, STORED)
+    packings = (PLAIN, STORED, PACKED)
     priority = 100
 
     def _entry(self, call: OpCall, weight: LinearWeight, activation: str = "") -> Sequence[Variant]:
         """Variants of ``enter_rows``."""
-        if is_stored(weight):
-            return stored_products(self.tuning, call, weight.rows, weight.columns)
-        return products(self.tuning, call, weight.rows, call.static["hidden"], 2 if activation else 1)
+        return product_variants(self.tuning, call, weight, 2 if activation else 1)
 
     def _exit(self, call: OpCall, weight: LinearWeight) -> Sequence[Variant]:
         """Variants of ``project_rows`` with ``weight``."""
-        return (stored_products if is_stored(weight) else products)(self.tuning, call, weight.rows, weight.columns)
+        return product_variants(self.tuning, call, weight)
 
     def _held(self, call: OpCall, width: int, **weights: LinearWeight) -> int:
         """Bytes of ``width`` numbers for each token, and of the largest partial sums of its products."""

@@ -24,6 +24,7 @@ from evener_kernels_triton.jit.experts import (
 from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
 from evener_kernels_triton.linear import (
+    Matrix,
     few_tokens_linear,
     gemv,
     is_stored,
@@ -33,7 +34,7 @@ from evener_kernels_triton.linear import (
     within,
 )
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
-from evener_kernels_triton.stored import STORED, Matrix, pieces
+from evener_kernels_triton.stored import STORED, pieces
 from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
 from evener_kernels_triton.variants import combined, gemv_variants, grouped_variants, persistent_gemv_variants
 

@@ -18,11 +18,15 @@ from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.linear import gemv_kernel, persistent_gemv_kernel, skinny_kernel
 from evener_kernels_triton.jit.stored import dequantize_kernel, stored_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
+from evener_kernels_triton.packed import PACKED, PackedMatrix
+from evener_kernels_triton.packed_linear import packed_bytes, packed_linear, unpacked
 from evener_kernels_triton.primitives import rows_of
-from evener_kernels_triton.stored import STORED, Form, Matrix, StoredMatrix, pieces
+from evener_kernels_triton.stored import STORED, Form, StoredMatrix, pieces
 from evener_kernels_triton.tuning import Product, Sizes, Tuning, memoized
-from evener_kernels_triton.variants import products, stored_products
+from evener_kernels_triton.variants import packed_products, products, stored_products
 
+#: The data of a linear weight, in one of this package's layouts.
+Matrix = torch.Tensor | StoredMatrix | PackedMatrix
 #: Rows and columns of a matrix that a program dequantizes.
 _DEQUANTIZED_ROWS, _DEQUANTIZED_COLUMNS = 16, 256
 
@@ -92,7 +96,8 @@ def _gemv(
 
 
 def skinny(
-    tuning: Tuning, x: torch.Tensor, weight: Matrix, out: torch.dtype, *, bias: torch.Tensor | None = None
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor | StoredMatrix, out: torch.dtype, *,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel`` and ``stored_kernel``."""
     x_row, apart = x.stride()
@@ -165,6 +170,8 @@ def few_tokens_linear(
     tokens = x.shape[0]
     if not tokens:
         return x.new_empty(0, weight.shape[0], dtype=out)
+    if isinstance(weight, PackedMatrix):
+        return packed_linear(tuning, out, x, weight, bias)
     if tokens > 1 or isinstance(weight, StoredMatrix):
         return skinny(tuning, x, weight, out, bias=bias)
     return gemv(tuning, rows_of(x), weight, out, bias=bias)
@@ -175,8 +182,10 @@ def within(p: Sizes, form: Form) -> Sizes:
     return replace(p, k=form.wide) if 0 < form.wide < p.k else p
 
 
-def dequantized(tuning: Tuning, weight: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(tuning: Tuning, weight: StoredMatrix | PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
     """The matrix in ``dtype``."""
+    if isinstance(weight, PackedMatrix):
+        return unpacked(tuning, weight, dtype)
     rows, columns = weight.shape
     elements, scales, blocks, form = pieces(weight)
     y = torch.empty(rows, columns, dtype=dtype, device=elements.device)
@@ -193,7 +202,7 @@ def dequantized_linear(
 ) -> torch.Tensor:
     """The library's product with a copy of ``weight`` in the dtype of x, for so many tokens that the copy takes little
     of the time."""
-    plain = dequantized(tuning, weight, x.dtype) if isinstance(weight, StoredMatrix) else weight
+    plain = weight if isinstance(weight, torch.Tensor) else dequantized(tuning, weight, x.dtype)
     return library_linear(out, x, plain, bias)
 
 
@@ -242,8 +251,13 @@ def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype, weight: LinearW
 
 
 def is_stored(weight: LinearWeight) -> bool:
-    """Whether resolution chose the layout of stored elements for ``weight``."""
-    return weight.layout == STORED.layout
+    """Whether resolution chose a layout of elements as they are stored for ``weight``."""
+    return weight.layout in (STORED.layout, PACKED.layout)
+
+
+def is_packed(weight: LinearWeight) -> bool:
+    """Whether resolution chose the layout of packed elements for ``weight``."""
+    return weight.layout == PACKED.layout
 
 
 def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
@@ -251,7 +265,18 @@ def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
     stored = is_stored(weight)
     if stored and not tuning.uses_own_product(call.bucket.high, weight.rows, stored):
         return dequantized_bytes(call, weight.rows, weight.columns)
+    if is_packed(weight):
+        return packed_bytes(tuning, call.bucket.high, weight.parts)
     return partial_sums(tuning, call, weight.rows, weight.columns, stored)
+
+
+def product_variants(tuning: Tuning, call: OpCall, weight: LinearWeight, halves: int = 1) -> Sequence[Variant]:
+    """Variants of the product with ``weight``; ``halves`` as in ``products``."""
+    if is_packed(weight):
+        return packed_products(tuning, call, weight.parts)
+    if is_stored(weight):
+        return stored_products(tuning, call, weight.rows, weight.columns)
+    return products(tuning, call, weight.rows, weight.columns, halves)
 
 
 class TritonLinear(TritonKernel):
@@ -308,11 +333,12 @@ class LibraryLinear(TritonKernel):
 
 
 class StoredLinear(TritonKernel):
-    """Weights of one byte an element: read as they are stored, or for many tokens from a copy in the compute dtype."""
+    """Weights that are no plain numbers: read as they are stored, or for many tokens from a copy in the compute
+    dtype."""
 
     op = "linear"
     priority = 110
-    packings = (STORED,)
+    packings = (STORED, PACKED)
 
     def __init__(self, device: Any, tuning: Tuning) -> None:
         super().__init__(device, tuning)
@@ -326,13 +352,11 @@ class StoredLinear(TritonKernel):
         return tuning.uses_own_product(call.bucket.high, call.static["rows"], stored=True)
 
     def workspace(self, call: OpCall) -> int:
-        rows, columns = call.static["rows"], call.static["columns"]
-        if self._few(call):
-            return partial_sums(self.tuning.with_changes(call.variant), call, rows, columns, stored=True)
-        return library_workspace(call) + dequantized_bytes(call, rows, columns)
+        own = product_bytes(self.tuning.with_changes(call.variant), call, call.static["weight"])
+        return own if self._few(call) else own + library_workspace(call)
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
-        return stored_products(self.tuning, call, call.static["rows"], call.static["columns"])
+        return product_variants(self.tuning, call, call.static["weight"])
 
     def build(self, call: OpCall) -> OpFunction:
         tuning = self.tuning.with_changes(call.variant)

@@ -67,10 +67,7 @@ class StoredMatrix:
         return StoredMatrix(self.elements[index], self.scales[index], self.form)
 
 
-Matrix = torch.Tensor | StoredMatrix
-
-
-def pieces(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor, int, Form]:
+def pieces(weight: torch.Tensor | StoredMatrix) -> tuple[torch.Tensor, torch.Tensor, int, Form]:
     """(elements, scales, blocks of a row, form), as the kernels take them; plain numbers have themselves as scales."""
     if isinstance(weight, StoredMatrix):
         return weight.elements, weight.scales, weight.scales.shape[-1], weight.form

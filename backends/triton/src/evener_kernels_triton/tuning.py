@@ -27,6 +27,8 @@ MIN_TILES = 1
 MAX_OWN_TOKENS, MAX_OWN_TOKENS_FEW_ROWS = 32, 64
 #: The same for weights that the library would need a copy of.
 MAX_OWN_TOKENS_STORED = 256
+#: Most tokens in a tile for which sums of groups of packed weights are scaled, rather than the weights.
+MAX_SUMMED_TOKENS = 16
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
 #: Most splits of a request with latent state.
@@ -277,6 +279,19 @@ class Tuning:
         while splits < 8 and 2 * splits * tiles <= programs * self.units and 8 * splits * k <= columns:
             splits *= 2
         return self._apply_changes(Product(m, n, k, 4, stages, splits))
+
+    @memoized
+    def packed(self, tokens: int, rows: int, columns: int, wide: int) -> Product:
+        """Packed weights, whose rows have spans of ``wide`` columns; ``splits`` of the spans as in ``stored``."""
+        if tokens <= MAX_SUMMED_TOKENS:
+            m, n, warps, stages, programs = 8 if tokens <= 8 else 16, 32, 2, 3, 8
+        else:
+            m, n, warps, stages, programs = min(128, power_of_two(tokens)), 64, 4, 2, 3
+        n = max(16, min(n, power_of_two(rows)))
+        tiles, splits, spans = -(-rows // n) * -(-tokens // m), 1, -(-columns // wide)
+        while splits < 8 and 2 * splits * tiles <= programs * self.units and 4 * splits <= spans:
+            splits *= 2
+        return self._apply_changes(Product(m, n, wide, warps, stages, splits))
 
     @memoized
     def grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, element: int) -> Grouped:

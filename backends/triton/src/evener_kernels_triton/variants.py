@@ -11,7 +11,9 @@ from dataclasses import replace
 import torch
 
 from evener.contracts.ops import OpCall, Variant
-from evener_kernels_triton.tuning import Grouped, Product, Tuning
+from evener.contracts.quant import WeightPart
+from evener_kernels_triton.packed import segments_of
+from evener_kernels_triton.tuning import MAX_SUMMED_TOKENS, Grouped, Product, Tuning
 
 #: Up to this many tokens our products are tried where the rule uses the library's.
 _MAX_TRIED_TOKENS = 128
@@ -61,6 +63,23 @@ def stored_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> Se
             if sizes and (n, k, stages) != (own.n, own.k, own.stages):
                 tried.append({"n": n, "k": k, "stages": stages})
     if 4 * own.splits * own.k <= columns:
+        tried.append({"splits": 2 * own.splits})
+    return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
+
+
+def packed_products(tuning: Tuning, call: OpCall, parts: Sequence[WeightPart]) -> Sequence[Variant]:
+    """As ``products``, for packed weights of these parts; the same changes for each segment."""
+    tokens, columns = call.bucket.high, parts[0].columns
+    rows, form = max(segments_of(parts), key=lambda of: of[0])
+    if not tuning.uses_own_product(tokens, rows, stored=True):
+        return []
+    own = tuning.packed(tokens, rows, columns, form.columns)
+    tried: list[Variant] = []
+    for n, warps, stages in ((16, 1, 3), (32, 1, 3), (32, 2, 2), (32, 2, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3),
+                             (128, 4, 2)):  # fmt: skip
+        if (n, warps, stages) != (own.n, own.warps, own.stages) and (own.m <= MAX_SUMMED_TOKENS or n >= 32):
+            tried.append({"n": n, "warps": warps, "stages": stages})
+    if 2 * own.splits <= form.spans(columns):
         tried.append({"splits": 2 * own.splits})
     return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
 

@@ -65,7 +65,7 @@ def widened(stored, KIND: tl.constexpr, PTX: tl.constexpr, to: tl.constexpr):
     elif KIND == "int8" and PTX and to != tl.float16:
         y = _by_fours(stored, _INT8_TO_BF16).to(to)
     elif KIND == "int8":
-        y = stored.to(to)
+        y = stored.to(tl.int8, bitcast=True).to(tl.float32).to(to)
     elif KIND == "e5m2":
         # The upper half of a float16.
         y = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(to)

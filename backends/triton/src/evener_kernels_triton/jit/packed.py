@@ -1,0 +1,524 @@
+"""Weights of two to eight bits an element, packed: bits to numbers, and scales onto numbers or sums.
+
+A matrix is cut into spans of 64 * UNITS columns. Its arrays are [spans, rows, …], so that a program's rows of a span
+are one piece of memory. The numbers of 64 columns are two tiles of 32: ``low`` has 8 bits of one number in a byte, or
+four bits of one of each tile, or two bits of one of each of four tiles; ``high`` has further bits, one or two, in the
+same manner. ``scales`` are words of 32 bits, whose meaning STYLE says, and ``tops`` one number, or two, that all scales
+of a row's span are multiplied with.
+"""
+
+import triton
+import triton.language as tl
+
+from evener_kernels_triton.jit.arrival import sum_of_spans
+from evener_kernels_triton.jit.launch import fast_launch
+from evener_kernels_triton.jit.stored import widened
+
+#: Bytes to two tiles of numbers, four at a time, in pairs of 16 bits. A bfloat16 with the exponent of 128 has the
+#: number in its last bits, so 128 is added to each; 1,024 to a float16. The third result is ones, in the same registers
+#: as numbers are. After the conversions of FasterTransformer (Kim et al. 2022, "Who Says Elephants Can't Run").
+_FOUR_BF16 = tl.constexpr("""
+{
+.reg .b32 a, b;
+prmt.b32 a, $6, 0, 0x4140;
+prmt.b32 b, $6, 0, 0x4342;
+lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 a, a, 4;
+shr.b32 b, b, 4;
+lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
+mov.b32 $4, 0x3F803F80;
+mov.b32 $5, 0x3F803F80;
+}
+""")
+_TWO_BF16 = tl.constexpr(_FOUR_BF16.value.replace("0x000F000F", "0x00030003").replace(" 4;", " 2;"))
+#: The same with one more bit (two more) of each number from a second word: its first bits are the first tile's.
+_FIVE_BF16 = tl.constexpr("""
+{
+.reg .b32 a, b, c, d, e;
+prmt.b32 a, $6, 0, 0x4140;
+prmt.b32 b, $6, 0, 0x4342;
+prmt.b32 c, $7, 0, 0x4140;
+prmt.b32 d, $7, 0, 0x4342;
+lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 a, a, 4;
+shr.b32 b, b, 4;
+lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
+shl.b32 e, c, 4;
+lop3.b32 $0, e, 0x00100010, $0, 0xEA;
+shl.b32 e, d, 4;
+lop3.b32 $1, e, 0x00100010, $1, 0xEA;
+shl.b32 e, c, 3;
+lop3.b32 $2, e, 0x00100010, $2, 0xEA;
+shl.b32 e, d, 3;
+lop3.b32 $3, e, 0x00100010, $3, 0xEA;
+mov.b32 $4, 0x3F803F80;
+mov.b32 $5, 0x3F803F80;
+}
+""")
+_SIX_BF16 = tl.constexpr(_FIVE_BF16.value.replace(", 3;", ", 2;").replace("0x00100010", "0x00300030"))
+_THREE_BF16 = tl.constexpr(
+    _FIVE_BF16.value.replace(", 4;", ", 2;")
+    .replace(", 3;", ", 1;")
+    .replace("0x000F000F", "0x00030003")
+    .replace("0x00100010", "0x00040004")
+)
+#: Four-bit floats: sign, exponent and mantissa at their places give the number times 2^-126.
+_E2M1_BF16 = tl.constexpr("""
+{
+.reg .b32 a, b, c, d, e, z;
+mov.b32 e, 0x7E807E80;
+mov.b32 z, 0x80008000;
+prmt.b32 a, $6, 0, 0x4140;
+prmt.b32 b, $6, 0, 0x4342;
+shl.b32 c, a, 12;
+shl.b32 d, a, 6;
+and.b32 d, d, 0x01C001C0;
+lop3.b32 c, c, 0x80008000, d, 0xEA;
+fma.rn.bf16x2 $0, c, e, z;
+shl.b32 c, b, 12;
+shl.b32 d, b, 6;
+and.b32 d, d, 0x01C001C0;
+lop3.b32 c, c, 0x80008000, d, 0xEA;
+fma.rn.bf16x2 $1, c, e, z;
+shl.b32 c, a, 8;
+shl.b32 d, a, 2;
+and.b32 d, d, 0x01C001C0;
+lop3.b32 c, c, 0x80008000, d, 0xEA;
+fma.rn.bf16x2 $2, c, e, z;
+shl.b32 c, b, 8;
+shl.b32 d, b, 2;
+and.b32 d, d, 0x01C001C0;
+lop3.b32 c, c, 0x80008000, d, 0xEA;
+fma.rn.bf16x2 $3, c, e, z;
+mov.b32 $4, 0x3F803F80;
+mov.b32 $5, 0x3F803F80;
+}
+""")
+
+
+def _half(code):
+    """The same for float16."""
+    return tl.constexpr(code.value.replace("0x43004300", "0x64006400").replace("0x3F803F80", "0x3C003C00"))
+
+
+_FOUR_F16, _TWO_F16, _FIVE_F16 = _half(_FOUR_BF16), _half(_TWO_BF16), _half(_FIVE_BF16)
+_SIX_F16, _THREE_F16 = _half(_SIX_BF16), _half(_THREE_BF16)
+#: (number + $2) * $3 + $4, for two at a time; $2 is whole, so the first sum is exact.
+_SCALE_BF16 = tl.constexpr("""
+{
+.reg .b32 t, one;
+mov.b32 one, 0x3F803F80;
+fma.rn.bf16x2 t, $1, one, $2;
+fma.rn.bf16x2 $0, t, $3, $4;
+}
+""")
+_SCALE_F16 = tl.constexpr(_SCALE_BF16.value.replace("bf16x2", "f16x2").replace("0x3F803F80", "0x3C003C00"))
+
+
+@triton.jit
+def _bf16_tiles(low, high, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        CODE, "=r,=r,=r,=r,=r,=r,r,r", [low, high], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _f16_tiles(low, high, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        CODE, "=r,=r,=r,=r,=r,=r,r,r", [low, high], dtype=(tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _numbers(low, high, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
+    """Two tiles of numbers of the dtype ``to``, and ones. With PTX, ``ADDED`` is added to each; else ZERO is
+    subtracted. Four-bit floats are what they are."""
+    if PTX and to == tl.bfloat16 and KIND == "q4":
+        first, second, ones = _bf16_tiles(low, high, _FOUR_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q5":
+        first, second, ones = _bf16_tiles(low, high, _FIVE_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q6":
+        first, second, ones = _bf16_tiles(low, high, _SIX_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q3":
+        first, second, ones = _bf16_tiles(low, high, _THREE_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q2":
+        first, second, ones = _bf16_tiles(low, high, _TWO_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "e2m1":
+        first, second, ones = _bf16_tiles(low, high, _E2M1_BF16)
+    elif PTX and to == tl.float16 and KIND == "q4":
+        first, second, ones = _f16_tiles(low, high, _FOUR_F16)
+    elif PTX and to == tl.float16 and KIND == "q5":
+        first, second, ones = _f16_tiles(low, high, _FIVE_F16)
+    elif PTX and to == tl.float16 and KIND == "q6":
+        first, second, ones = _f16_tiles(low, high, _SIX_F16)
+    elif PTX and to == tl.float16 and KIND == "q3":
+        first, second, ones = _f16_tiles(low, high, _THREE_F16)
+    elif PTX and to == tl.float16 and KIND == "q2":
+        first, second, ones = _f16_tiles(low, high, _TWO_F16)
+    else:
+        ones = tl.full(low.shape, 1.0, to)
+        a = low.to(tl.int32)
+        h = high.to(tl.int32)
+        if KIND == "q4":
+            first = a & 15
+            second = (a >> 4) & 15
+        elif KIND == "q2":
+            first = a & 3
+            second = (a >> 2) & 3
+        elif KIND == "q5":
+            first = a & 15 | (h & 1) << 4
+            second = (a >> 4) & 15 | (h & 2) << 3
+        elif KIND == "q6":
+            first = a & 15 | (h & 3) << 4
+            second = (a >> 4) & 15 | (h & 12) << 2
+        elif KIND == "q3":
+            first = a & 3 | (h & 1) << 2
+            second = (a >> 2) & 3 | (h & 2) << 1
+        if KIND == "e2m1":
+            # A float16 has the same fields, with three more bits of exponent and nine more of mantissa.
+            first = ((a & 8) << 12 | (a & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+            second = ((a & 128) << 8 | (a & 112) << 5).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            second = second * 16384.0
+            first = first.to(to)
+            second = second.to(to)
+        else:
+            first = (first - ZERO).to(tl.float32).to(to)
+            second = (second - ZERO).to(tl.float32).to(to)
+    return first, second, ones
+
+
+@triton.jit
+def _advanced(word, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Bytes whose next bits are first; bits behind those come from a neighbour and mean nothing."""
+    if PTX and BITS == 2:
+        y = tl.inline_asm_elementwise("shr.b32 $0, $1, 2;", "=r,r", [word], dtype=tl.uint8, is_pure=True, pack=4)
+    elif PTX:
+        y = tl.inline_asm_elementwise("shr.b32 $0, $1, 4;", "=r,r", [word], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        y = word >> BITS
+    return y
+
+
+@triton.jit
+def _as_float(bits, BF16: tl.constexpr):
+    """The lower 16 bits of a word as a number; upper ones must be zero."""
+    if BF16:
+        y = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        y = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _pair(scales, mask, top, least, u, STYLE: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr):
+    """(scale, what is added, zero point) of the first tile of unit ``u``, then those of the second, in float32."""
+    none = tl.zeros(top.shape, tl.float32)
+    m0, m1, z0, z1 = none, none, none, none
+    if STYLE == "super":
+        v = tl.load(scales + u, mask=mask, other=0)
+        s0 = (v & 255).to(tl.float32) * top
+        m0 = ((v >> 8) & 255).to(tl.float32) * least
+        s1 = ((v >> 16) & 255).to(tl.float32) * top
+        m1 = ((v >> 24) & 255).to(tl.float32) * least
+    elif STYLE == "power":
+        v = tl.load(scales + u // 2, mask=mask, other=0)
+        s0 = tl.maximum(((v >> (16 * (u % 2))) & 255) << 23, 0x400000).to(tl.float32, bitcast=True)
+        s1 = tl.maximum(((v >> (16 * (u % 2) + 8)) & 255) << 23, 0x400000).to(tl.float32, bitcast=True)
+    elif STYLE == "half" and GROUP == 32:
+        v = tl.load(scales + u, mask=mask, other=0)
+        s0 = _as_float(v & 0xFFFF, BF16)
+        s1 = _as_float((v >> 16) & 0xFFFF, BF16)
+    elif STYLE == "half":
+        g = 64 * u // GROUP
+        v = tl.load(scales + g // 2, mask=mask, other=0)
+        s0 = _as_float((v >> (16 * (g % 2))) & 0xFFFF, BF16)
+        s1 = s0
+    else:
+        first = 2 * u if GROUP == 32 else 64 * u // GROUP
+        v = tl.load(scales + first, mask=mask, other=0)
+        s0 = _as_float(v & 0xFFFF, BF16)
+        w = v
+        s1 = s0
+        if GROUP == 32:
+            w = tl.load(scales + first + 1, mask=mask, other=0)
+            s1 = _as_float(w & 0xFFFF, BF16)
+        if STYLE == "zero":
+            z0 = ((v >> 16) & 255).to(tl.float32)
+            z1 = ((w >> 16) & 255).to(tl.float32)
+        else:
+            m0 = _as_float((v >> 16) & 0xFFFF, BF16)
+            m1 = _as_float((w >> 16) & 0xFFFF, BF16)
+    return s0, m0, z0, s1, m1, z1
+
+
+@triton.jit
+def _quad(scales, mask, top, least, u, i: tl.constexpr, STYLE: tl.constexpr):
+    """(scale, what is added) of the i-th 16 columns of unit ``u``."""
+    v = tl.load(scales + u, mask=mask, other=0)
+    if STYLE == "signed":
+        s = ((v << (24 - 8 * i)) >> 24).to(tl.float32) * top
+        m = tl.zeros(top.shape, tl.float32)
+    else:
+        s = ((v >> (8 * i)) & 15).to(tl.float32) * top
+        m = ((v >> (8 * i + 4)) & 15).to(tl.float32) * least
+    return s, m
+
+
+@triton.jit
+def _scaled(number, minus, scale, more, PTX: tl.constexpr):
+    """(number + minus) * scale + more, in the dtype of ``number``; the others are float32 and are spread to it."""
+    to: tl.constexpr = number.dtype
+    if PTX and to == tl.bfloat16:
+        minus, _ = tl.broadcast(minus.to(to), number)
+        scale, _ = tl.broadcast(scale.to(to), number)
+        more, _ = tl.broadcast(more.to(to), number)
+        y = tl.inline_asm_elementwise(
+            _SCALE_BF16, "=r,r,r,r,r", [number, minus, scale, more], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif PTX and to == tl.float16:
+        minus, _ = tl.broadcast(minus.to(to), number)
+        scale, _ = tl.broadcast(scale.to(to), number)
+        more, _ = tl.broadcast(more.to(to), number)
+        y = tl.inline_asm_elementwise(
+            _SCALE_F16, "=r,r,r,r,r", [number, minus, scale, more], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        y = ((number.to(tl.float32) + minus) * scale + more).to(to)
+    return y
+
+
+@triton.jit
+def _places(low, high, scales, tops, row, j, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr):
+    """Where the arrays of rows ``row`` of [spans * rows] begin; the bytes ``j`` of those in bytes."""
+    return (
+        low + row[:, None] * LOW + j[None, :], high + row[:, None] * HIGH + j[None, :], scales + row * WORDS, tops + row
+    )  # fmt: skip
+
+
+@triton.jit
+def _tops(at, inside, BN: tl.constexpr, STYLE: tl.constexpr, BF16: tl.constexpr):
+    """(scale of scales, that of minima with its sign turned) [BN], in float32; zeros where there are none."""
+    top = tl.zeros([BN], tl.float32)
+    least = top
+    if STYLE == "signed":
+        top = tl.load(at, mask=inside, other=0).to(tl.float32)
+    elif STYLE == "super" or STYLE == "least":
+        both = tl.load(at, mask=inside, other=0)
+        least = -_as_float((both >> 16) & 0xFFFF, BF16)
+        top = _as_float(both & 0xFFFF, BF16)
+    return top, least
+
+
+@triton.jit
+def _next_tiles(low_at, high_at, inside, w, h, u: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Bytes whose first bits belong to unit ``u``: of ``low``, for eight bits those of its second tile, of ``high``.
+    ``w`` and ``h`` are those of the unit before."""
+    held = inside[:, None]
+    second = w
+    if KIND == "q8":
+        w = tl.load(low_at + u * 64, mask=held, other=0)
+        second = tl.load(low_at + (u * 64 + 32), mask=held, other=0)
+    elif KIND == "q2" or KIND == "q3":
+        if u % 2 == 0:
+            w = tl.load(low_at + u * 16, mask=held, other=0)
+        else:
+            w = _advanced(w, 4, PTX)
+    else:
+        w = tl.load(low_at + u * 32, mask=held, other=0)
+    if KIND == "q6":
+        if u % 2 == 0:
+            h = tl.load(high_at + u * 16, mask=held, other=0)
+        else:
+            h = _advanced(h, 4, PTX)
+    elif KIND == "q3" or KIND == "q5":
+        if u == 0:
+            h = tl.load(high_at, mask=held, other=0)
+        else:
+            h = _advanced(h, 2, PTX)
+    else:
+        h = w
+    return w, second, h
+
+
+@triton.jit
+def _spread(scales, mask, top, least, j, u: tl.constexpr, STYLE: tl.constexpr):
+    """(scales, what is added) [BN, 32] of the first tile of unit ``u``, then of the second, for groups of 16."""
+    early = (j < 16)[None, :]
+    s0, m0 = _quad(scales, mask, top, least, u, 0, STYLE)
+    s1, m1 = _quad(scales, mask, top, least, u, 1, STYLE)
+    s2, m2 = _quad(scales, mask, top, least, u, 2, STYLE)
+    s3, m3 = _quad(scales, mask, top, least, u, 3, STYLE)
+    return (
+        tl.where(early, s0[:, None], s1[:, None]), tl.where(early, m0[:, None], m1[:, None]),
+        tl.where(early, s2[:, None], s3[:, None]), tl.where(early, m2[:, None], m3[:, None]),
+    )  # fmt: skip
+
+
+@triton.jit
+def packed_sum(
+    x_at, there, low, high, scales, tops, n, inside, rows, columns, first, last,
+    KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr,
+    UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr, ADDED: tl.constexpr,
+    PTX: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """[BN, BM] sums of rows ``n`` times the rows of x that begin at ``x_at`` [1, BM], over spans ``first`` to ``last``.
+
+    SUMS: a group's products are summed before they are scaled; what is added to its numbers is multiplied with the sum
+    of x, a product with ones. Else numbers are scaled before, and rounded to x's dtype. EVEN: whole spans of columns.
+    """
+    to: tl.constexpr = x_at.dtype.element_ty
+    shifted: tl.constexpr = STYLE == "super" or STYLE == "pair" or STYLE == "zero" or ADDED + ZERO != 0
+    j = tl.arange(0, 32)
+    row = first.to(tl.int64) * rows + n
+    low_at, high_at, scales_at, tops_at = _places(low, high, scales, tops, row, j, LOW, HIGH, WORDS)
+    x_at = x_at + first * (64 * UNITS) + j[:, None]
+    acc = tl.zeros([BN, BM], tl.float32)
+    none = tl.zeros([BN], tl.float32)
+    minus = none[:, None] - (ADDED + ZERO)
+    for span in range(first, last):
+        top, least = _tops(tops_at, inside, BN, STYLE, BF16)
+        left = columns - span * (64 * UNITS) - j[:, None]
+        p = tl.zeros([BN, BM], tl.float32)
+        t = tl.zeros([BN, BM], tl.float32)
+        w = tl.zeros([BN, 32], tl.uint8)
+        h = w
+        for u in tl.static_range(UNITS):
+            if EVEN:
+                a = tl.load(x_at + u * 64, mask=there, other=0.0)
+                b = tl.load(x_at + (u * 64 + 32), mask=there, other=0.0)
+            else:
+                a = tl.load(x_at + u * 64, mask=there & (left > u * 64), other=0.0)
+                b = tl.load(x_at + (u * 64 + 32), mask=there & (left > u * 64 + 32), other=0.0)
+            w, w2, h = _next_tiles(low_at, high_at, inside, w, h, u, KIND, PTX)
+            if KIND == "q8":
+                lo = widened(w, "int8", PTX, to)
+                hi = widened(w2, "int8", PTX, to)
+                ones = lo
+            else:
+                lo, hi, ones = _numbers(w, h, KIND, PTX, ZERO, to)
+            if GROUP == 16:
+                s0, m0, s1, m1 = _spread(scales_at, inside, top, least, j, u, STYLE)
+                lo = _scaled(lo, minus, s0, m0, PTX)
+                hi = _scaled(hi, minus, s1, m1, PTX)
+                acc = tl.dot(lo, a, acc, input_precision=PRECISION)
+                acc = tl.dot(hi, b, acc, input_precision=PRECISION)
+            elif SUMS:
+                s0, m0, z0, s1, m1, z1 = _pair(scales_at, inside, top, least, u, STYLE, GROUP, BF16)
+                if GROUP == 32:
+                    acc = tl.dot(lo, a, input_precision=PRECISION) * s0[:, None] + acc
+                    if shifted:
+                        m0 -= s0 * (z0 + (ADDED + ZERO))
+                        acc = tl.dot(ones, a, input_precision=PRECISION) * m0[:, None] + acc
+                    acc = tl.dot(hi, b, input_precision=PRECISION) * s1[:, None] + acc
+                    if shifted:
+                        m1 -= s1 * (z1 + (ADDED + ZERO))
+                        acc = tl.dot(ones, b, input_precision=PRECISION) * m1[:, None] + acc
+                else:
+                    p = tl.dot(lo, a, p, input_precision=PRECISION)
+                    p = tl.dot(hi, b, p, input_precision=PRECISION)
+                    if shifted:
+                        t = tl.dot(ones, a, t, input_precision=PRECISION)
+                        t = tl.dot(ones, b, t, input_precision=PRECISION)
+                    if (u + 1) * 64 % GROUP == 0:
+                        acc = p * s0[:, None] + acc
+                        p = tl.zeros([BN, BM], tl.float32)
+                        if shifted:
+                            m0 -= s0 * (z0 + (ADDED + ZERO))
+                            acc = t * m0[:, None] + acc
+                            t = tl.zeros([BN, BM], tl.float32)
+            else:
+                s0, m0, z0, s1, m1, z1 = _pair(scales_at, inside, top, least, u, STYLE, GROUP, BF16)
+                lo = _scaled(lo, minus - z0[:, None], s0[:, None], m0[:, None], PTX)
+                hi = _scaled(hi, minus - z1[:, None], s1[:, None], m1[:, None], PTX)
+                acc = tl.dot(lo, a, acc, input_precision=PRECISION)
+                acc = tl.dot(hi, b, acc, input_precision=PRECISION)
+        low_at += rows.to(tl.int64) * LOW
+        high_at += rows.to(tl.int64) * HIGH
+        scales_at += rows.to(tl.int64) * WORDS
+        tops_at += rows
+        x_at += 64 * UNITS
+    return acc
+
+
+@fast_launch
+@triton.jit
+def packed_kernel(
+    x, low, high, scales, tops, bias, y, parts, arrived, tokens, rows, columns, x_row, y_row, spans, each,
+    BIAS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BF16: tl.constexpr, UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr,
+    ADDED: tl.constexpr, PTX: tl.constexpr, SUMS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y [tokens, rows] = x @ wᵀ for BM tokens and BN rows a program; splits of ``each`` spans as in
+    ``skinny_kernel``. The weights are the left operand, with few rows a program: of many rows, a warp group's product
+    would read them two bytes at a time."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    inside = n < rows
+    there = m < tokens
+    first = tl.program_id(2) * each
+    last = tl.minimum(first + each, spans)
+    x_at = x + m.to(tl.int64)[None, :] * x_row
+    acc = packed_sum(
+        x_at, there[None, :], low, high, scales, tops, n, inside, rows, columns, first, last, KIND, STYLE, GROUP, ZERO,
+        BF16, UNITS, LOW, HIGH, WORDS, ADDED, PTX, SUMS, EVEN, PRECISION, BM, BN,
+    )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    acc, finish = sum_of_spans(acc, parts, arrived, SPLITS, BN, BM)
+    if finish:
+        if BIAS:
+            acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+        at = m.to(tl.int64)[None, :] * y_row + n[:, None]
+        tl.store(y + at, acc.to(y.dtype.element_ty), mask=there[None, :] & inside[:, None])
+
+
+@fast_launch
+@triton.jit
+def unpack_kernel(
+    low, high, scales, tops, y, rows, columns, y_row,
+    BN: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BF16: tl.constexpr, UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr,
+    ADDED: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y [rows, columns] = the numbers of a matrix; a program takes BN rows of one span."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    to: tl.constexpr = y.dtype.element_ty
+    span = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < rows
+    j = tl.arange(0, 32)
+    row = span.to(tl.int64) * rows + n
+    low_at, high_at, scales_at, tops_at = _places(low, high, scales, tops, row, j, LOW, HIGH, WORDS)
+    top, least = _tops(tops_at, inside, BN, STYLE, BF16)
+    minus = tl.zeros([BN], tl.float32)[:, None] - (ADDED + ZERO)
+    w = tl.zeros([BN, 32], tl.uint8)
+    h = w
+    for u in tl.static_range(UNITS):
+        w, w2, h = _next_tiles(low_at, high_at, inside, w, h, u, KIND, PTX)
+        if KIND == "q8":
+            lo = widened(w, "int8", PTX, to)
+            hi = widened(w2, "int8", PTX, to)
+        else:
+            lo, hi, _ = _numbers(w, h, KIND, PTX, ZERO, to)
+        if GROUP == 16:
+            s0, m0, s1, m1 = _spread(scales_at, inside, top, least, j, u, STYLE)
+            lo = _scaled(lo, minus, s0, m0, False)
+            hi = _scaled(hi, minus, s1, m1, False)
+        else:
+            s0, m0, z0, s1, m1, z1 = _pair(scales_at, inside, top, least, u, STYLE, GROUP, BF16)
+            lo = _scaled(lo, minus - z0[:, None], s0[:, None], m0[:, None], False)
+            hi = _scaled(hi, minus - z1[:, None], s1[:, None], m1[:, None], False)
+        c = (span * UNITS + u) * 64 + j
+        at = y + n.to(tl.int64)[:, None] * y_row + c[None, :]
+        tl.store(at, lo, mask=inside[:, None] & (c < columns)[None, :])
+        tl.store(at + 32, hi, mask=inside[:, None] & (c + 32 < columns)[None, :])

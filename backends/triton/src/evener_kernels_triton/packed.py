@@ -1,0 +1,193 @@
+"""Weights that stay packed: blocks of files (GGUF, MXFP4) with two to eight bits a number.
+
+The kernels unpack in registers. With a few tokens they sum a group's products in float32 and scale the sums; with more,
+or groups of 16, they scale numbers and round them to the compute dtype before they multiply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
+from evener_kernels_triton.blocks import PackedForm, Pieces, block_form, block_pieces
+from evener_kernels_triton.kernel import DTYPES
+
+#: Numbers that are rearranged at a time.
+_AT_A_TIME = 1 << 25
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of a packed matrix that are stored alike, or the same rows of each matrix of a stack.
+
+    Attributes:
+        first: the first row in the matrix.
+        rows, columns: of the segment.
+        form: how it is stored.
+        low: uint8 [spans, rows, bytes], as ``high``, which is ``low`` itself if the form has no further bits.
+        scales: int32 [spans, rows, words].
+        tops: int32 or float16 [spans, rows]; ``scales`` if the form has none.
+        order: int32 [columns], the column of x for each column; None: as they are.
+    """
+
+    first: int
+    rows: int
+    columns: int
+    form: PackedForm
+    low: torch.Tensor
+    high: torch.Tensor
+    scales: torch.Tensor
+    tops: torch.Tensor
+    order: torch.Tensor | None = None
+
+    @property
+    def matrix_strides(self) -> tuple[int, int, int, int]:
+        """Elements from a stack's matrix to the next, of the four tensors; 0 for those that stand for none."""
+        high = self.high.stride(0) if self.form.high else 0
+        return self.low.stride(0), high, self.scales.stride(0), self.tops.stride(0) if self.form.top else 0
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What it holds, each once."""
+        yield from (self.low, self.scales)
+        if self.form.high:
+            yield self.high
+        if self.form.top:
+            yield self.tops
+        if self.order is not None:
+            yield self.order
+
+    def __getitem__(self, index: int) -> Segment:
+        low, scales = self.low[index], self.scales[index]
+        high = self.high[index] if self.form.high else low
+        tops = self.tops[index] if self.form.top else scales
+        order = None if self.order is None else self.order[index]
+        return replace(self, low=low, high=high, scales=scales, tops=tops, order=order)
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix, or a stack of such, in segments of rows."""
+
+    shape: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+    def __getitem__(self, index: int) -> PackedMatrix:
+        return PackedMatrix(self.shape[1:], tuple(segment[index] for segment in self.segments))
+
+
+class PackedPacking(Packing):
+    """Numbers, scales and their scales in arrays of their own; a segment for each run of parts with one format."""
+
+    layout = "triton.packed"
+
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        if dtype not in DTYPES:
+            return f"computes in {', '.join(DTYPES)}, not {dtype}"
+        for part in parts:
+            form = _form(part)
+            if isinstance(form, str):
+                return form
+        return None
+
+    def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
+        total = 0
+        for part in parts:
+            form = _known_form(part)
+            total += part.rows * form.spans(part.columns) * form.nbytes
+        return total
+
+    def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
+        return self._stacked([parts], None, device)
+
+    def pack_stack(
+        self, matrices: Iterable[Sequence[WeightPart]], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        return self._stacked(matrices, count, device)
+
+    def _stacked(
+        self, matrices: Iterable[Sequence[WeightPart]], count: int | None, device: torch.device
+    ) -> PackedWeight:
+        """A stack of ``count`` matrices; None: the only matrix itself."""
+        made: PackedMatrix | None = None
+        formats: tuple[QuantFormat, ...] = ()
+        for index, parts in enumerate(matrices):
+            if made is None:  # the first matrix has the sizes
+                made, formats = _room(parts, count or 1, device), tuple(part.format for part in parts)
+            _write(made[index], parts)
+        assert made is not None, "there is at least one matrix"
+        made = made if count is not None else made[0]
+        held = sum(tensor.nbytes for segment in made.segments for tensor in segment.tensors())
+        return PackedWeight(self.layout, made.shape, made, held, formats)
+
+
+PACKED = PackedPacking()
+
+
+def _form(part: WeightPart) -> PackedForm | str:
+    """The form of a part, or why there is none."""
+    return block_form(part)
+
+
+def _known_form(part: WeightPart) -> PackedForm:
+    form = _form(part)
+    assert isinstance(form, PackedForm), "pack is called after supports"
+    return form
+
+
+def segments_of(parts: Sequence[WeightPart]) -> Iterator[tuple[int, PackedForm]]:
+    """(rows, form) of each segment of a matrix of these parts, which need no tensors."""
+    for _, rows, own in _runs(parts):
+        yield rows, _known_form(own[0])
+
+
+def _runs(parts: Sequence[WeightPart]) -> Iterator[tuple[int, int, list[WeightPart]]]:
+    """(first row, rows, parts) of each run of parts with one format."""
+    first = 0
+    for _, run in groupby(parts, lambda part: part.format):
+        own = list(run)
+        rows = sum(part.rows for part in own)
+        yield first, rows, own
+        first += rows
+
+
+def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> PackedMatrix:
+    segments = []
+    for first, rows, own in _runs(parts):
+        form, columns = _known_form(own[0]), own[0].columns
+        spans = form.spans(columns)
+        low = torch.empty(count, spans, rows, form.low, dtype=torch.uint8, device=device)
+        scales = torch.empty(count, spans, rows, form.words, dtype=torch.int32, device=device)
+        high, tops = low, scales
+        if form.high:
+            high = torch.empty(count, spans, rows, form.high, dtype=torch.uint8, device=device)
+        if form.top:
+            kind = torch.int32 if form.top == 4 else torch.float16
+            tops = torch.empty(count, spans, rows, dtype=kind, device=device)
+        segments.append(Segment(first, rows, columns, form, low, high, scales, tops))
+    rows = sum(part.rows for part in parts)
+    return PackedMatrix((count, rows, parts[0].columns), tuple(segments))
+
+
+def _write(to: PackedMatrix, parts: Sequence[WeightPart]) -> None:
+    for segment, (_, _, own) in zip(to.segments, _runs(parts), strict=True):
+        at = 0
+        step = max(1, _AT_A_TIME // segment.columns)
+        for part in own:
+            for first in range(0, part.rows, step):
+                stop = min(part.rows, first + step)
+                _copy(segment, at + first, block_pieces(part, segment.form, first, stop, segment.low.device))
+            at += part.rows
+
+
+def _copy(to: Segment, first: int, pieces: Pieces) -> None:
+    rows = slice(first, first + pieces.low.shape[0])
+    to.low[:, rows].copy_(pieces.low.transpose(0, 1))
+    to.scales[:, rows].copy_(pieces.scales.transpose(0, 1))
+    if pieces.high is not None:
+        to.high[:, rows].copy_(pieces.high.transpose(0, 1))
+    if pieces.tops is not None:
+        to.tops[:, rows].copy_(pieces.tops.transpose(0, 1))
