@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from evener.contracts.quant import QuantFormat, WeightPart
-from evener_kernels_triton.linear import dequantized_linear, few_tokens_linear, library_linear
-from evener_kernels_triton.stored import STORED, Matrix
+from evener_kernels_triton.linear import Matrix, dequantized_linear, few_tokens_linear, library_linear
+from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import Tuning
 
 #: [rows, columns] of Qwen3-8B's layers.

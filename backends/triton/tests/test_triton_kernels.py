@@ -28,6 +28,7 @@ from evener_kernels_triton.experts import Choice, route, scores, sort
 from evener_kernels_triton.latent_state import LatentState
 from evener_kernels_triton.linear import gemv, skinny
 from evener_kernels_triton.sampling import sample_filtered
+from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import MAX_OWN_TOKENS_FEW_ROWS, Tuning
 
@@ -46,8 +47,8 @@ def tiny_tensors(one_thread: None) -> None:
 def primitives() -> list[Any]:
     """Those that search and that list make many passes, which the interpreter takes its time for."""
     slow = {"sample": [pytest.mark.slow], "logprobs": [pytest.mark.slow]}
-    # Stored elements have tests of their own (test_triton_stored.py): the ops' cases are plain.
-    plain = [k for k in host_kernels(composite=False) if k.packings != (STORED,)]
+    # Stored elements have tests of their own (test_triton_stored.py, test_triton_packed.py): the ops' cases are plain.
+    plain = [k for k in host_kernels(composite=False) if STORED not in k.packings or PLAIN in k.packings]
     return [pytest.param(k, id=k.name, marks=slow.get(k.op, [])) for k in plain]
 
 

@@ -137,7 +137,7 @@ def block_pieces(part: WeightPart, form: PackedForm, first: int, stop: int, devi
         _expect(part, scale, (part.rows, count))
         data, scale = stored[first:stop].to(device), scale[first:stop].to(device)
         numbers = torch.stack((data & 15, data >> 4), -1).flatten(1)
-        return Pieces(_low(numbers, form), None, _words(scale, form), None)
+        return Pieces(low_bits(numbers, form), None, scale_words(scale, form), None)
     elements, nbytes = BLOCKS[storage]
     count = part.columns // elements
     _expect(part, stored, (part.rows, count * nbytes))
@@ -153,10 +153,11 @@ def _expect(part: WeightPart, tensor: torch.Tensor, shape: tuple[int, ...]) -> N
 def _spans(values: torch.Tensor, form: PackedForm) -> torch.Tensor:
     """[rows, columns] of anything for each column to [rows, spans, columns of a span], with zeros behind the end."""
     spans = form.spans(values.shape[1])
-    return torch.nn.functional.pad(values, (0, spans * form.columns - values.shape[1])).unflatten(1, (spans, -1))
+    padded: torch.Tensor = torch.nn.functional.pad(values, (0, spans * form.columns - values.shape[1]))
+    return padded.unflatten(1, (spans, -1))  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _low(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
+def low_bits(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
     """uint8 [rows, columns] to ``Pieces.low``, for four and eight bits; further bits are ignored."""
     spans = _spans(numbers, form)
     if form.kind == "q8":
@@ -172,7 +173,7 @@ def _fifth_bits(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
     return (bits << place).sum(2, dtype=torch.uint8)
 
 
-def _words(values: torch.Tensor, form: PackedForm) -> torch.Tensor:
+def scale_words(values: torch.Tensor, form: PackedForm) -> torch.Tensor:
     """Scales of a row's groups, [rows, groups, …], to ``Pieces.scales``, with zeros behind the end."""
     data = values.reshape(values.shape[0], values.shape[1], -1).contiguous().view(torch.uint8)
     each = max(1, form.columns // form.group)
@@ -196,17 +197,19 @@ def _legacy(fifth: bool, least: bool) -> Callable[[torch.Tensor, PackedForm], Pi
             numbers |= ((blocks[..., -20:-16, None] >> place) & 1).flatten(-2) << 4
         numbers = numbers.flatten(1)
         scales = blocks[..., : 4 if least else 2]
-        return Pieces(_low(numbers, form), _fifth_bits(numbers, form) if fifth else None, _words(scales, form), None)
+        high = _fifth_bits(numbers, form) if fifth else None
+        return Pieces(low_bits(numbers, form), high, scale_words(scales, form), None)
 
     return rearranged
 
 
 def _q8_0(blocks: torch.Tensor, form: PackedForm) -> Pieces:
-    return Pieces(_low(blocks[..., 2:].flatten(1), form), None, _words(blocks[..., :2], form), None)
+    return Pieces(low_bits(blocks[..., 2:].flatten(1), form), None, scale_words(blocks[..., :2], form), None)
 
 
 def _q2_k(blocks: torch.Tensor, form: PackedForm) -> Pieces:
-    return Pieces(blocks[..., 16:80], None, _bytes(blocks, 0, 16, torch.int32), _bytes(blocks, 80, 84, torch.int32)[..., 0])
+    tops = _bytes(blocks, 80, 84, torch.int32)[..., 0]
+    return Pieces(blocks[..., 16:80], None, _bytes(blocks, 0, 16, torch.int32), tops)
 
 
 def _q3_k(blocks: torch.Tensor, form: PackedForm) -> Pieces:
@@ -234,9 +237,8 @@ def _q4_k_or_q5_k(fifth: bool) -> Callable[[torch.Tensor, PackedForm], Pieces]:
 def _q6_k(blocks: torch.Tensor, form: PackedForm) -> Pieces:
     first, second = blocks[..., :128].unflatten(-1, (2, 2, 32)).unbind(-2)
     low = torch.stack(((first & 15) | (second & 15) << 4, first >> 4 | (second & 240)), -2).flatten(-3)
-    return Pieces(
-        low, blocks[..., 128:192], _bytes(blocks, 192, 208, torch.int32), _bytes(blocks, 208, 210, torch.float16)[..., 0]
-    )
+    tops = _bytes(blocks, 208, 210, torch.float16)[..., 0]
+    return Pieces(low, blocks[..., 128:192], _bytes(blocks, 192, 208, torch.int32), tops)
 
 
 _REARRANGED: Mapping[str, Callable[[torch.Tensor, PackedForm], Pieces]] = {

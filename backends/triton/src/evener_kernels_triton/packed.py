@@ -14,6 +14,7 @@ import torch
 
 from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
 from evener_kernels_triton.blocks import PackedForm, Pieces, block_form, block_pieces
+from evener_kernels_triton.grouped import GROUPED, group_form, group_pieces, sorted_columns
 from evener_kernels_triton.kernel import DTYPES
 
 #: Numbers that are rearranged at a time.
@@ -98,6 +99,7 @@ class PackedPacking(Packing):
         for part in parts:
             form = _known_form(part)
             total += part.rows * form.spans(part.columns) * form.nbytes
+            total += 4 * part.columns * (part.format.order == "act")
         return total
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
@@ -129,7 +131,7 @@ PACKED = PackedPacking()
 
 def _form(part: WeightPart) -> PackedForm | str:
     """The form of a part, or why there is none."""
-    return block_form(part)
+    return group_form(part) if part.format.storage == GROUPED else block_form(part)
 
 
 def _known_form(part: WeightPart) -> PackedForm:
@@ -147,8 +149,9 @@ def segments_of(parts: Sequence[WeightPart]) -> Iterator[tuple[int, PackedForm]]
 def _runs(parts: Sequence[WeightPart]) -> Iterator[tuple[int, int, list[WeightPart]]]:
     """(first row, rows, parts) of each run of parts with one format."""
     first = 0
-    for _, run in groupby(parts, lambda part: part.format):
-        own = list(run)
+    # Of parts with act-order, each has its own.
+    for _, run in groupby(enumerate(parts), lambda of: (of[1].format, of[0] * (of[1].format.order == "act"))):
+        own = [part for _, part in run]
         rows = sum(part.rows for part in own)
         yield first, rows, own
         first += rows
@@ -167,7 +170,10 @@ def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> Pack
         if form.top:
             kind = torch.int32 if form.top == 4 else torch.float16
             tops = torch.empty(count, spans, rows, dtype=kind, device=device)
-        segments.append(Segment(first, rows, columns, form, low, high, scales, tops))
+        order = None
+        if own[0].format.order == "act":
+            order = torch.empty(count, columns, dtype=torch.int32, device=device)
+        segments.append(Segment(first, rows, columns, form, low, high, scales, tops, order))
     rows = sum(part.rows for part in parts)
     return PackedMatrix((count, rows, parts[0].columns), tuple(segments))
 
@@ -177,9 +183,12 @@ def _write(to: PackedMatrix, parts: Sequence[WeightPart]) -> None:
         at = 0
         step = max(1, _AT_A_TIME // segment.columns)
         for part in own:
+            if segment.order is not None:
+                segment.order.copy_(sorted_columns(part))
+            pieces = group_pieces if part.format.storage == GROUPED else block_pieces
             for first in range(0, part.rows, step):
                 stop = min(part.rows, first + step)
-                _copy(segment, at + first, block_pieces(part, segment.form, first, stop, segment.low.device))
+                _copy(segment, at + first, pieces(part, segment.form, first, stop, segment.low.device))
             at += part.rows
 
 

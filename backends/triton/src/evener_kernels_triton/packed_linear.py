@@ -106,10 +106,13 @@ def unpacked(tuning: Tuning, weight: PackedMatrix, dtype: torch.dtype) -> torch.
     rows, columns = weight.shape
     y = torch.empty(rows, columns, dtype=dtype, device=weight.segments[0].low.device)
     for one in weight.segments:
+        own = y[one.first : one.first + one.rows]
+        # Columns in act-order are put back where x has them.
+        made = own if one.order is None else torch.empty_like(own)
         unpack_kernel[(-(-one.rows // _UNPACKED_ROWS), one.form.spans(columns))](
-            one.low, one.high, one.scales, one.tops, y[one.first :], one.rows, columns, columns, BN=_UNPACKED_ROWS,
+            one.low, one.high, one.scales, one.tops, made, one.rows, columns, columns, BN=_UNPACKED_ROWS,
             OVERLAP=tuning.overlap, **one.form.constants(dtype, tuning.ptx), **tuning.launch,
         )  # fmt: skip
         if one.order is not None:
-            raise NotImplementedError
+            own.index_copy_(1, one.order.long(), made)
     return y

@@ -1,0 +1,134 @@
+"""Packed weights under Triton's interpreter, against the numbers that their formats say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from interpreted import every_access_checked
+
+from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, WeightPart
+from evener_conformance.kit.cases.blocks import GROUPED, random_part, reference_dequantize, unit_of
+from evener_kernels_triton.linear import dequantized, few_tokens_linear
+from evener_kernels_triton.packed import PACKED, PackedMatrix
+from evener_kernels_triton.tuning import Tuning
+
+HOST = torch.device("cpu")
+SMALL, LARGE = Tuning(4, 48 << 10, False), Tuning(132, 227 << 10, False)
+GROUPS = ("uint4 by 128", "uint4 by row", "uint4 by 32, zeros", "uint4 by 64, act")
+STORAGES = (*BLOCKS, MXFP4.storage, *GROUPS)
+
+
+@pytest.fixture(autouse=True)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread."""
+
+
+def random_parts(storages: Sequence[str], columns: int, rows: Sequence[int]) -> list[WeightPart]:
+    draw = torch.Generator().manual_seed(columns)
+    return [random_part(storage, count, columns, draw) for storage, count in zip(storages, rows, strict=True)]
+
+
+def packed(parts: Sequence[WeightPart]) -> PackedMatrix:
+    assert PACKED.supports([replace(p, tensors={}) for p in parts], "float32") is None
+    made = PACKED.pack(parts, "float32", HOST)
+    assert made.nbytes == PACKED.nbytes([replace(p, tensors={}) for p in parts], "float32")
+    assert made.shape == (sum(p.rows for p in parts), parts[0].columns)
+    matrix: PackedMatrix = made.data
+    return matrix
+
+
+def widths(storage: str) -> tuple[int, ...]:
+    """Whole spans of columns, and torn ones where a format's blocks allow them."""
+    return (256, 768) if unit_of(storage) == 256 else (256, 96, 320)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_packed_matrix_of_two_parts_has_their_values(storage: str) -> None:
+    for columns in widths(storage):
+        parts = random_parts([storage] * 2, columns, (40, 21))
+        want = torch.cat([reference_dequantize(p) for p in parts])
+        with every_access_checked():
+            got = dequantized(SMALL, packed(parts), torch.float32)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("tokens", [1, 9, 20])
+def test_products_with_a_packed_matrix_are_those_of_its_values(tuning: Tuning, storage: str, tokens: int) -> None:
+    columns = widths(storage)[-1]
+    parts = random_parts([storage] * 2, columns, (40, 21))
+    draw = torch.Generator().manual_seed(7)
+    x, bias = torch.randn(tokens, columns, generator=draw), torch.randn(61, generator=draw)
+    want = x @ torch.cat([reference_dequantize(p) for p in parts]).T + bias
+    matrix = packed(parts)
+    with every_access_checked():
+        got = few_tokens_linear(tuning, torch.float32, x, matrix, bias)
+        narrow = few_tokens_linear(tuning, torch.bfloat16, x.bfloat16(), matrix, bias.bfloat16())
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert (narrow.float() - want).norm() < 1e-2 * want.norm()
+
+
+@pytest.mark.parametrize("mix", [("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("uint4 by 64, act",) * 3])
+def test_parts_of_several_types_are_one_weight(mix: tuple[str, ...]) -> None:
+    parts = random_parts(mix, 512, (33, 17, 16))
+    matrix = packed(parts)
+    assert len(matrix.segments) == (3 if "act" in mix[0] else 2), "those that are stored alike are one segment"
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
+    want = torch.cat([reference_dequantize(p) for p in parts])
+    torch.testing.assert_close(few_tokens_linear(LARGE, torch.float32, x, matrix), x @ want.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dequantized(LARGE, matrix, torch.float32), want, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_means_packed() -> None:
+    """No more than a few percent above the files' bytes."""
+    for storage in STORAGES:
+        (part,) = random_parts([storage], 1024, (16,))
+        held = PACKED.nbytes([part], "bfloat16")
+        most = 1.09 if part.format.zero else 1.04  # a zero point of four bits has a byte, and a word with its scale
+        assert held <= most * part.format.nbytes(16, 1024), storage
+
+
+def test_a_stack_is_indexed_by_matrix() -> None:
+    for storage in ("q4_k", "q6_k", "uint4 by 64, act"):
+        matrices = [random_parts([storage], 256, (n,)) for n in (32, 32, 32)]
+        made = PACKED.pack_stack(iter(matrices), 3, "float32", HOST)
+        assert made.shape == (3, 32, 256)
+        assert made.nbytes == 3 * PACKED.nbytes(matrices[0], "float32")
+        for index, parts in enumerate(matrices):
+            want = reference_dequantize(parts[0])
+            torch.testing.assert_close(dequantized(SMALL, made.data[index], torch.float32), want, rtol=1e-5, atol=1e-6)
+
+
+def test_formats_that_the_kernels_cannot_read_are_refused() -> None:
+    draw = torch.Generator().manual_seed(0)
+    part = random_part("uint4 by 128", 16, 256, draw)
+    piece = random_part("uint4 by 128, zeros, act, piece", 16, 256, draw)
+
+    def changed(**what: object) -> WeightPart:
+        return replace(part, format=replace(part.format, **what))
+
+    for one, said in (
+        (piece, "whole groups"), (changed(zero="int8"), "zero points"), (changed(scale="float32"), "scales"),
+        (changed(group=48), "groups"), (changed(activation="int8"), "activations"),
+        (WeightPart("p", 16, 64, QuantFormat("bfloat16")), "bfloat16"),
+        (random_part("e4m3 by row", 16, 256, draw), "float8_e4m3fn"),
+    ):  # fmt: skip
+        assert said in (PACKED.supports([part, one], "float32") or "")
+    assert "float64" in (PACKED.supports([part], "float64") or "")
+    assert set(GROUPS) < set(GROUPED)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    (part,) = random_parts(["q4_k"], 256, (16,))
+    with pytest.raises(ValueError, match="part"):
+        PACKED.pack([replace(part, columns=512)], "float32", HOST)
+    (grouped,) = random_parts(["uint4 by 128"], 256, (16,))
+    with pytest.raises(ValueError, match="scale"):
+        PACKED.pack([replace(grouped, tensors={**grouped.tensors, "scale": torch.ones(16, 3)})], "float32", HOST)
+    matrix = packed([part])
+    with pytest.raises(ValueError, match="16 x 256"):
+        few_tokens_linear(SMALL, torch.float32, torch.ones(1, 512), matrix)

@@ -1,0 +1,230 @@
+"""Check and time linear layers over packed weights with Triton's kernels, on a GPU: GGUF's blocks, integers of four bits
+in groups, MXFP4.
+
+    python benchmarks/packed_products.py [--sweep] [FILE]
+
+First each format is compared with its dequantized values. Then each row: microseconds of one product in a captured
+graph, and the share of the time that reading the weight takes at the card's read speed, which is measured first.
+``--sweep``: other sizes of tiles too; the rows say what the fastest were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from stored_products import APART, CUDA, SHAPES, microseconds, tuning
+
+from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, WeightPart, block_format
+from evener_kernels_triton.linear import dequantized, dequantized_linear, few_tokens_linear
+from evener_kernels_triton.packed import PACKED, PackedMatrix
+from evener_kernels_triton.tuning import Tuning
+
+INT4 = {
+    "int4": QuantFormat("uint4", 128, scale="bfloat16"),
+    "int4-zeros": QuantFormat("uint4", 128, scale="float16", zero="uint8"),
+    "int4-act": QuantFormat("uint4", 128, scale="float16", order="act"),
+}
+FORMS: dict[str, QuantFormat] = {
+    **INT4, **{storage: block_format(storage) for storage in BLOCKS}, "mxfp4": MXFP4,
+}  # fmt: skip
+TIMED = ("int4", "int4-zeros", "q4_k", "q6_k", "q8_0", "q4_0", "q5_k", "q3_k", "q2_k", "mxfp4")
+SWEPT = ("int4", "q4_k", "q6_k", "mxfp4")
+TOKENS = (1, 4, 16, 64, 256)
+Job = tuple[str, int, dict[str, int]]
+
+
+def part_of(form: str, rows: int, columns: int, seed: int, where: torch.device = CUDA) -> WeightPart:
+    """Random bits of a format, whose numbers are of the size of a model's, made on ``where``."""
+    draw, how = torch.Generator(where).manual_seed(seed), FORMS[form]
+
+    def bits(*shape: int) -> torch.Tensor:
+        return torch.randint(256, shape, generator=draw, dtype=torch.uint8, device=where)
+
+    def scales(size: float, *shape: int) -> torch.Tensor:
+        return (torch.rand(shape, generator=draw, device=where) + 0.5) * size
+
+    if form == "mxfp4":
+        tensors = {"weight": bits(rows, columns // 32, 16), "scale": bits(rows, columns // 32) % 4 + 118}
+    elif how.storage == "uint4":
+        groups = how.row_scales(columns)
+        tensors = {"weight": bits(rows, columns // 2)}
+        tensors["scale"] = scales(0.004, rows, groups).to(getattr(torch, str(how.scale)))
+        if how.zero:
+            tensors["zero"] = bits(rows, groups) % 16
+        if how.order == "act":
+            index = torch.arange(columns, device=where, dtype=torch.int32) // how.group
+            tensors["group_index"] = index[torch.randperm(columns, generator=draw, device=where)]
+    else:
+        count, nbytes = columns // BLOCKS[how.storage][0], BLOCKS[how.storage][1]
+        data = bits(rows, count, nbytes)
+        usual = (0, 2) if form[3:] in ("k", "1") else (0,)
+        places = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}.get(form, usual)
+        for at in places:
+            data[..., at : at + 2] = scales(1e-4 if form[3:] == "k" else 4e-3, rows, count, 1).half().view(torch.uint8)
+        tensors = {"weight": data.flatten(1)}
+    return WeightPart(form, rows, columns, how, tensors)
+
+
+def packed(form: str, rows: int, columns: int, seed: int) -> PackedMatrix:
+    """A packed weight on the card."""
+    matrix: PackedMatrix = PACKED.pack([part_of(form, rows, columns, seed)], "bfloat16", CUDA).data
+    return matrix
+
+
+def check(sizes: Tuning) -> None:
+    """Compare every format with the numbers that the kit says it has, at sizes with torn tiles.
+
+    Raises:
+        SystemExit: a format is off.
+    """
+    from evener_conformance.kit.cases.blocks import reference_dequantize
+
+    wrong = []
+    host = torch.device("cpu")
+    for form, columns in itertools.product(FORMS, (320, 1024, 4352)):
+        if columns % max(32, BLOCKS.get(FORMS[form].storage, (32, 0))[0]):
+            continue
+        parts = [part_of(form, rows, columns, rows, host) for rows in (70, 131)]
+        want_values = torch.cat([reference_dequantize(part) for part in parts]).to(CUDA)
+        matrix = PACKED.pack(parts, "bfloat16", CUDA).data
+        copy = dequantized(sizes, matrix, torch.float32)
+        off = float((copy - want_values).norm() / want_values.norm())
+        worst, bias = {"copy": off}, torch.randn(201, device=CUDA)
+        for tokens, dtype in itertools.product((1, 3, 16, 17, 130, 300), (torch.bfloat16, torch.float16)):
+            x = torch.randn(tokens, columns, device=CUDA).to(dtype)
+            product = few_tokens_linear if tokens <= 256 else dequantized_linear
+            got = product(sizes, dtype, x, matrix, bias.to(dtype)).float()
+            want = x.float() @ want_values.T + bias.to(dtype).float()
+            worst[f"{tokens} {str(dtype)[6:]}"] = float((got - want).norm() / want.norm())
+        bad = {name: f"{off:.1e}" for name, off in worst.items() if not off < (1e-5 if name == "copy" else 8e-3)}
+        print(f"check {form} {columns}: worst {max(worst.values()):.1e} {f'WRONG {bad}' if bad else ''}", flush=True)
+        wrong += [form] if bad else []
+    if wrong:
+        print(f"WRONG: {sorted(set(wrong))}", flush=True)
+
+
+def changes(tokens: int) -> Iterator[dict[str, int]]:
+    """Sizes to try."""
+    if tokens <= 16:
+        tiles: Sequence[Any] = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
+        for (n, warps), stages, splits in itertools.product(tiles, (2, 3, 4), (1, 2, 4, 8)):
+            yield {"n": n, "warps": warps, "stages": stages, "splits": splits}
+        return
+    for m, n, warps, stages, splits in itertools.product((32, 64, 128, 256), (64, 128), (4, 8), (2, 3), (1, 2, 4)):
+        if m <= max(64, tokens) and 64 <= m * n * 4 // warps // 64 <= 2048:
+            yield {"m": m, "n": n, "warps": warps, "stages": stages, "splits": splits}
+
+
+def compile_one(job: Job) -> str:
+    """Compile the kernel of a job into the cache on disk; returns an error."""
+    form, tokens, change = job
+    torch.set_num_threads(1)
+    sizes = _tuning().with_changes(change)
+    try:
+        few_tokens_linear(sizes, torch.bfloat16, *_operands(form, tokens))
+    except Exception as error:
+        return f"{job}: {type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+@cache
+def _tuning() -> Tuning:
+    return tuning()
+
+
+@cache
+def _operands(form: str, tokens: int) -> tuple[torch.Tensor, PackedMatrix]:
+    return torch.zeros(tokens, 4096, device=CUDA, dtype=torch.bfloat16), packed(form, 4096, 4096, 0)
+
+
+def sweep(speed: float, out: Path | None) -> None:
+    """Time other sizes for the most important formats."""
+    jobs = [
+        (form, tokens, change) for form, tokens in itertools.product(SWEPT, (1, 16, 64, 256))
+        for change in changes(tokens)
+    ]  # fmt: skip
+    count = max(1, min(14, (os.cpu_count() or 2) - 1))
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        errors = {job: error for job, error in zip(map(str, jobs), pool.imap(compile_one, jobs, 4)) if error}  # noqa: B905
+    print(f"{len(jobs)} kernels, {len(errors)} do not compile", *list(errors.values())[:3], sep="\n", flush=True)
+    for name, form in itertools.product(SHAPES, SWEPT):
+        rows, columns = SHAPES[name]
+        weights = _weights(form, rows, columns)
+        for tokens in (1, 16, 64, 256):
+            x = torch.randn(tokens, columns, device=CUDA, dtype=torch.bfloat16)
+            found = []
+            for change in changes(tokens):
+                if str((form, tokens, change)) in errors:
+                    continue
+                sizes = _tuning().with_changes(change)
+                try:
+                    us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in weights[:8]], 5)
+                except Exception as error:
+                    found.append((1e9, {**change, "error": str(error)[:80]}))
+                    continue
+                found.append((us, change))
+            found.sort(key=lambda of: of[0])
+            for us, change in found[:4]:
+                report({"sweep": name, "form": form, "tokens": tokens, "us": round(us, 2), **change}, out)
+
+
+def _weights(form: str, rows: int, columns: int) -> list[PackedMatrix]:
+    one = packed(form, rows, columns, 0)
+    return [one, *(packed(form, rows, columns, seed) for seed in range(1, max(2, APART // _bytes(one))))]
+
+
+def _bytes(matrix: PackedMatrix) -> int:
+    return sum(tensor.nbytes for segment in matrix.segments for tensor in segment.tensors())
+
+
+def report(row: dict[str, Any], out: Path | None) -> None:
+    """Print a row, and add it to a file."""
+    print(json.dumps(row), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps({**row, "device": torch.cuda.get_device_name()}) + "\n")
+
+
+def read_speed() -> float:
+    """Of the card's memory, in TB/s."""
+    block = torch.empty(APART * 8, dtype=torch.uint8, device=CUDA).view(torch.int64)
+    return APART * 8 / microseconds([block.max], 5) / 1e6
+
+
+def main(out: Path | None, also_sweep: bool) -> None:
+    """Print a row for each case, and write it to ``out``."""
+    speed = read_speed()
+    print(f"reads {speed:.2f} TB/s", flush=True)
+    sizes = _tuning()
+    check(sizes)
+    for name, form in itertools.product(SHAPES, TIMED):
+        rows, columns = SHAPES[name]
+        weights = _weights(form, rows, columns)
+        for tokens in TOKENS:
+            x = torch.randn(tokens, columns, device=CUDA, dtype=torch.bfloat16)
+            used = weights if tokens <= 64 else weights[:4]
+            us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in used], 10)
+            row = {"weight": name, "form": form, "tokens": tokens, "us": round(us, 2)}
+            report({**row, "floor": round(_bytes(weights[0]) / speed / 1e6 / us, 3), "read_tb_s": round(speed, 2)}, out)
+        if name == "gate_up":
+            us = microseconds([partial(dequantized, sizes, w, torch.bfloat16) for w in weights[:4]], 5)
+            report({"weight": name, "form": form, "copy_us": round(us, 2)}, out)
+    if also_sweep:
+        sweep(speed, out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--sweep", action="store_true")
+    given = parser.parse_args()
+    main(given.file, given.sweep)

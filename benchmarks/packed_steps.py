@@ -1,0 +1,95 @@
+"""Time decode steps of a model of packed weights on a GPU. Its weights are random bits, made on the device.
+
+    python benchmarks/packed_steps.py MODEL FORM [FORM ...]        qwen3-8b int4 q4_k_m
+
+Forms: those of ``packed_products.py``, for all linear layers but the head and routers; and ``q4_k_m``, the mix of types
+that llama.cpp's files of this name have: Q6_K for the head, and in half of the layers for the values and ``down``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_check import measure, say, start
+from gpu_check import write as write_config
+from packed_products import FORMS, part_of, read_speed
+from stored_steps import CASES
+
+from evener.contracts.declared import LinearWeight
+from evener.contracts.quant import WeightPart
+from evener.loading import dummy
+from evener.resolution.resolver import Resolver
+
+
+def form_of(part: WeightPart, weight: LinearWeight, form: str, layers: int) -> str:
+    """The form of a part; "" if it stays plain."""
+    words = part.name.split(".")
+    if "layers" not in words:
+        return "q6_k" if form == "q4_k_m" and "lm_head" in words else ""
+    if "proj" not in part.name and not weight.experts:
+        return ""
+    if form != "q4_k_m":
+        return form
+    layer = int(words[words.index("layers") + 1])
+    more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    return "q6_k" if more and ("v_proj" in part.name or "down" in part.name) else "q4_k"
+
+
+def quantize(form: str, layers: int) -> None:
+    """From here on weights are declared in ``form``, and random weights have random bits."""
+    packings, plain = _ORIGINAL
+
+    def declared(self: Resolver, weights: Sequence[LinearWeight]) -> None:
+        for weight in weights:
+            asked = [form_of(part, weight, form, layers) for part in weight.parts]
+            weight.parts = tuple(
+                replace(part, format=FORMS[how]) if how else part for part, how in zip(weight.parts, asked, strict=True)
+            )
+        packings(self, weights)
+
+    def random(self: Any, part: WeightPart, cut: Any, dtype: str, device: torch.device) -> WeightPart:
+        if part.format.plain:
+            return plain(self, part, cut, dtype, device)
+        assert cut is None, "on one device"
+        how = next(name for name, each in FORMS.items() if each == part.format)
+        return replace(part, tensors=part_of(how, part.rows, part.columns, hash(part.name) % 997, device).tensors)
+
+    Resolver.packings = declared  # type: ignore[method-assign]
+    dummy._Noise.part = random  # type: ignore[method-assign]
+
+
+_ORIGINAL = Resolver.packings, dummy._Noise.part
+
+
+def main(model: str, forms: Sequence[str], out: Path) -> None:
+    """Print a row for each case."""
+    from model_configs import CONFIGS
+
+    say(f"reads {read_speed():.2f} TB/s, {torch.cuda.get_device_name()}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(model, Path(folder) / model)
+        for form in forms:
+            if form != "plain":
+                quantize(form, CONFIGS[model]["num_hidden_layers"])
+            llm = start(path, True, ["infer.max_seq_len=2048"])
+            layouts = sorted({str(layout) for layout in llm.info.manifest.get("packings", {}).values()})
+            say(f"{model} {form}: memory {llm.info.memory}, layouts {layouts}")
+            for batch, prompt in CASES:
+                try:
+                    measure(llm, f"{model} {form}", "graphs", batch, prompt, out)
+                except Exception as error:  # the other rows are still useful
+                    say(f"{model} {form} {batch}x{prompt}: FAILED: {type(error).__name__}: {str(error)[:400]}")
+            llm.close()
+            del llm
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    target = Path(tempfile.mkdtemp(prefix="packed-"))
+    main(sys.argv[1], sys.argv[2:], target)
