@@ -1,7 +1,8 @@
-"""Check and time linear layers over packed weights with Triton's kernels, on a GPU: GGUF's blocks, integers of four bits
-in groups, MXFP4.
+"""Check and time linear layers over packed weights with Triton's kernels, on a GPU.
 
-    python benchmarks/packed_products.py [--sweep] [FILE]
+Formats: GGUF's blocks, integers of four bits in groups, MXFP4.
+
+    python benchmarks/packed_products.py [--sweep SECONDS] [FILE]
 
 First each format is compared with its dequantized values. Then each row: microseconds of one product in a captured
 graph, and the share of the time that reading the weight takes at the card's read speed, which is measured first.
@@ -15,6 +16,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -38,8 +40,10 @@ FORMS: dict[str, QuantFormat] = {
 }  # fmt: skip
 TIMED = ("int4", "int4-zeros", "q4_k", "q6_k", "q8_0", "q4_0", "q5_k", "q3_k", "q2_k", "mxfp4")
 SWEPT = ("int4", "q4_k", "q6_k", "mxfp4")
+EXPERTS = ("int4", "q4_k", "q6_k", "q8_0", "mxfp4")
 TOKENS = (1, 4, 16, 64, 256)
-Job = tuple[str, int, dict[str, int]]
+#: Form, name of a shape, tokens, and changes of sizes.
+Job = tuple[str, str, int, dict[str, int]]
 
 
 def part_of(form: str, rows: int, columns: int, seed: int, where: torch.device = CUDA) -> WeightPart:
@@ -80,36 +84,60 @@ def packed(form: str, rows: int, columns: int, seed: int) -> PackedMatrix:
     return matrix
 
 
-def check(sizes: Tuning) -> None:
-    """Compare every format with the numbers that the kit says it has, at sizes with torn tiles.
-
-    Raises:
-        SystemExit: a format is off.
-    """
+def check(form: str) -> tuple[str, bool]:
+    """Compare a format with the numbers that the kit says it has, at sizes with torn tiles: a line, and whether it is
+    off."""
     from evener_conformance.kit.cases.blocks import reference_dequantize
 
-    wrong = []
-    host = torch.device("cpu")
-    for form, columns in itertools.product(FORMS, (320, 1024, 4352)):
-        if columns % max(32, BLOCKS.get(FORMS[form].storage, (32, 0))[0]):
-            continue
+    torch.set_num_threads(1)
+    sizes, host, worst = _tuning(), torch.device("cpu"), dict[str, float]()
+    for columns in (1280, 320) if BLOCKS.get(FORMS[form].storage, (32, 0))[0] == 32 else (1280,):
         parts = [part_of(form, rows, columns, rows, host) for rows in (70, 131)]
         want_values = torch.cat([reference_dequantize(part) for part in parts]).to(CUDA)
         matrix = PACKED.pack(parts, "bfloat16", CUDA).data
-        copy = dequantized(sizes, matrix, torch.float32)
-        off = float((copy - want_values).norm() / want_values.norm())
-        worst, bias = {"copy": off}, torch.randn(201, device=CUDA)
-        for tokens, dtype in itertools.product((1, 3, 16, 17, 130, 300), (torch.bfloat16, torch.float16)):
+        copy, bias = dequantized(sizes, matrix, torch.float32), torch.randn(201, device=CUDA)
+        worst[f"{columns} copy"] = float((copy - want_values).norm() / want_values.norm())
+        cases = [(tokens, torch.bfloat16) for tokens in (1, 16, 17, 130, 300)]
+        for tokens, dtype in [*cases, (2, torch.float16), (64, torch.float16)]:
             x = torch.randn(tokens, columns, device=CUDA).to(dtype)
             product = few_tokens_linear if tokens <= 256 else dequantized_linear
             got = product(sizes, dtype, x, matrix, bias.to(dtype)).float()
             want = x.float() @ want_values.T + bias.to(dtype).float()
-            worst[f"{tokens} {str(dtype)[6:]}"] = float((got - want).norm() / want.norm())
-        bad = {name: f"{off:.1e}" for name, off in worst.items() if not off < (1e-5 if name == "copy" else 8e-3)}
-        print(f"check {form} {columns}: worst {max(worst.values()):.1e} {f'WRONG {bad}' if bad else ''}", flush=True)
-        wrong += [form] if bad else []
-    if wrong:
-        print(f"WRONG: {sorted(set(wrong))}", flush=True)
+            worst[f"{columns} {tokens} {str(dtype)[6:]}"] = float((got - want).norm() / want.norm())
+    bad = {name: f"{off:.1e}" for name, off in worst.items() if not off < (1e-5 if "copy" in name else 8e-3)}
+    line = f"check {form}: worst {max(worst.values()):.1e}"
+    return (f"{line} WRONG {bad}" if bad else line), bool(bad)
+
+
+def check_experts(form: str) -> tuple[str, bool]:
+    """The same for stacks of matrices, with and without an activation."""
+    from evener_conformance.kit.cases.blocks import reference_dequantize
+    from evener_kernels_triton.experts import ExpertAssignment, grouped, sort
+
+    torch.set_num_threads(1)
+    sizes, host, worst = _tuning(), torch.device("cpu"), dict[str, float]()
+    matrices = [[part_of(form, rows, 512, 7 * i + rows, host) for rows in (96, 96)] for i in range(5)]
+    values = torch.stack([torch.cat([reference_dequantize(part) for part in parts]) for parts in matrices]).to(CUDA)
+    stack = PACKED.pack_stack(iter(matrices), 5, "bfloat16", CUDA).data
+    for tokens, activation in itertools.product((1, 3, 16, 40, 300), ("", "silu", "clamped_swiglu")):
+        x = torch.randn(tokens, 512, device=CUDA).to(torch.bfloat16)
+        slots = torch.stack([torch.randperm(5, device=CUDA)[:2] for _ in range(tokens)]).int()
+        slots[0, 1] = -1
+        y = torch.zeros(tokens * 2, 96 if activation else 192, device=CUDA, dtype=torch.bfloat16)
+        work = sort(sizes, slots, 5, tokens) if tokens > 16 else ExpertAssignment(slots, None, None)
+        grouped(sizes, x, stack, y, work, share=True, activation=activation, alpha=1.702, limit=7.0)
+        all_rows = torch.einsum("tc,mrc->tmr", x.float(), values)
+        want = torch.gather(all_rows, 1, slots.clamp(min=0).long()[..., None].expand(-1, -1, 192))
+        if activation == "silu":
+            want = torch.nn.functional.silu(want[..., :96]) * want[..., 96:]
+        elif activation:
+            gate, up = want[..., ::2].clamp(max=7), want[..., 1::2].clamp(-7, 7) + 1
+            want = gate * torch.sigmoid(1.702 * gate) * up
+        want = (want * (slots >= 0)[..., None]).flatten(0, 1)
+        worst[f"{tokens} {activation}"] = float((y.float() - want).norm() / want.norm())
+    bad = {name: f"{off:.1e}" for name, off in worst.items() if not off < 1.2e-2}
+    line = f"check experts in {form}: worst {max(worst.values()):.1e}"
+    return (f"{line} WRONG {bad}" if bad else line), bool(bad)
 
 
 def changes(tokens: int) -> Iterator[dict[str, int]]:
@@ -119,18 +147,18 @@ def changes(tokens: int) -> Iterator[dict[str, int]]:
         for (n, warps), stages, splits in itertools.product(tiles, (2, 3, 4), (1, 2, 4, 8)):
             yield {"n": n, "warps": warps, "stages": stages, "splits": splits}
         return
-    for m, n, warps, stages, splits in itertools.product((32, 64, 128, 256), (64, 128), (4, 8), (2, 3), (1, 2, 4)):
-        if m <= max(64, tokens) and 64 <= m * n * 4 // warps // 64 <= 2048:
+    for m, n, warps, stages, splits in itertools.product((32, 64, 128, 256), (32, 64, 128), (2, 4, 8), (2, 3), (1, 2)):
+        if m <= max(64, tokens) and m >= tokens // 4 and 32 <= m * n // (32 * warps) <= 128 and n // warps >= 16:
             yield {"m": m, "n": n, "warps": warps, "stages": stages, "splits": splits}
 
 
 def compile_one(job: Job) -> str:
     """Compile the kernel of a job into the cache on disk; returns an error."""
-    form, tokens, change = job
+    form, name, tokens, change = job
     torch.set_num_threads(1)
-    sizes = _tuning().with_changes(change)
+    x = torch.zeros(tokens, SHAPES[name][1], device=CUDA, dtype=torch.bfloat16)
     try:
-        few_tokens_linear(sizes, torch.bfloat16, *_operands(form, tokens))
+        few_tokens_linear(_tuning().with_changes(change), torch.bfloat16, x, _operand(form, name))
     except Exception as error:
         return f"{job}: {type(error).__name__}: {str(error)[:200]}"
     return ""
@@ -142,39 +170,37 @@ def _tuning() -> Tuning:
 
 
 @cache
-def _operands(form: str, tokens: int) -> tuple[torch.Tensor, PackedMatrix]:
-    return torch.zeros(tokens, 4096, device=CUDA, dtype=torch.bfloat16), packed(form, 4096, 4096, 0)
+def _operand(form: str, name: str) -> PackedMatrix:
+    return packed(form, *SHAPES[name], 0)
 
 
-def sweep(speed: float, out: Path | None) -> None:
-    """Time other sizes for the most important formats."""
+def sweep(pool: Any, until: float, out: Path | None) -> None:
+    """Time other sizes for the most important formats, until so many seconds of the clock."""
     jobs = [
-        (form, tokens, change) for form, tokens in itertools.product(SWEPT, (1, 16, 64, 256))
+        (form, "o", tokens, change) for tokens, form in itertools.product((1, 16, 64, 256), SWEPT)
         for change in changes(tokens)
     ]  # fmt: skip
-    count = max(1, min(14, (os.cpu_count() or 2) - 1))
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        errors = {job: error for job, error in zip(map(str, jobs), pool.imap(compile_one, jobs, 4)) if error}  # noqa: B905
+    answers = zip(jobs, pool.imap(compile_one, jobs, 4), strict=True)
+    errors = {str((form, tokens, change)): error for (form, _, tokens, change), error in answers if error}
     print(f"{len(jobs)} kernels, {len(errors)} do not compile", *list(errors.values())[:3], sep="\n", flush=True)
-    for name, form in itertools.product(SHAPES, SWEPT):
-        rows, columns = SHAPES[name]
-        weights = _weights(form, rows, columns)
-        for tokens in (1, 16, 64, 256):
-            x = torch.randn(tokens, columns, device=CUDA, dtype=torch.bfloat16)
-            found = []
-            for change in changes(tokens):
-                if str((form, tokens, change)) in errors:
-                    continue
-                sizes = _tuning().with_changes(change)
-                try:
-                    us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in weights[:8]], 5)
-                except Exception as error:
-                    found.append((1e9, {**change, "error": str(error)[:80]}))
-                    continue
-                found.append((us, change))
-            found.sort(key=lambda of: of[0])
-            for us, change in found[:4]:
-                report({"sweep": name, "form": form, "tokens": tokens, "us": round(us, 2), **change}, out)
+    for name, tokens, form in itertools.product(("gate_up", "o", "down", "qkv"), (1, 64, 16, 256), SWEPT):
+        if time.monotonic() > until:
+            print("no time for the rest")
+            return
+        weights, found = _weights(form, *SHAPES[name])[:8], list[tuple[float, dict[str, int]]]()
+        x = torch.randn(tokens, SHAPES[name][1], device=CUDA, dtype=torch.bfloat16)
+        for change in changes(tokens):
+            if str((form, tokens, change)) in errors:
+                continue
+            sizes = _tuning().with_changes(change)
+            try:
+                us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in weights], 5)
+            except Exception as error:  # it is one of many
+                print(change, str(error)[:200])
+                continue
+            found.append((us, change))
+        for us, change in sorted(found, key=lambda of: of[0])[:3]:
+            report({"sweep": name, "form": form, "tokens": tokens, "us": round(us, 2), **change}, out)
 
 
 def _weights(form: str, rows: int, columns: int) -> list[PackedMatrix]:
@@ -200,31 +226,39 @@ def read_speed() -> float:
     return APART * 8 / microseconds([block.max], 5) / 1e6
 
 
-def main(out: Path | None, also_sweep: bool) -> None:
+def main(out: Path | None, seconds: float) -> None:
     """Print a row for each case, and write it to ``out``."""
-    speed = read_speed()
-    print(f"reads {speed:.2f} TB/s", flush=True)
-    sizes = _tuning()
-    check(sizes)
-    for name, form in itertools.product(SHAPES, TIMED):
-        rows, columns = SHAPES[name]
-        weights = _weights(form, rows, columns)
-        for tokens in TOKENS:
-            x = torch.randn(tokens, columns, device=CUDA, dtype=torch.bfloat16)
-            used = weights if tokens <= 64 else weights[:4]
-            us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in used], 10)
-            row = {"weight": name, "form": form, "tokens": tokens, "us": round(us, 2)}
-            report({**row, "floor": round(_bytes(weights[0]) / speed / 1e6 / us, 3), "read_tb_s": round(speed, 2)}, out)
-        if name == "gate_up":
-            us = microseconds([partial(dequantized, sizes, w, torch.bfloat16) for w in weights[:4]], 5)
-            report({"weight": name, "form": form, "copy_us": round(us, 2)}, out)
-    if also_sweep:
-        sweep(speed, out)
+    until = time.monotonic() + seconds
+    speed, sizes = read_speed(), _tuning()
+    print(f"reads {speed:.2f} TB/s, {torch.cuda.get_device_name()}", flush=True)
+    with multiprocessing.get_context("spawn").Pool(max(1, min(14, (os.cpu_count() or 2) - 1))) as pool:
+        checks = [pool.map_async(check, FORMS, 1), pool.map_async(check_experts, EXPERTS, 1)]
+        results = [result for each in checks for result in each.get()]
+        print(*(line for line, _ in results), sep="\n", flush=True)
+        jobs = [(form, name, tokens, {}) for name, form, tokens in itertools.product(SHAPES, TIMED, TOKENS)]
+        print(*filter(None, pool.imap(compile_one, jobs, 5)), sep="\n", flush=True)
+        print(f"{seconds - until + time.monotonic():.0f} s", flush=True)
+        for name, form in itertools.product(SHAPES, TIMED):
+            weights = _weights(form, *SHAPES[name])
+            for tokens in TOKENS:
+                x = torch.randn(tokens, SHAPES[name][1], device=CUDA, dtype=torch.bfloat16)
+                used = weights if tokens <= 64 else weights[:4]
+                us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in used], 10)
+                row = {"weight": name, "form": form, "tokens": tokens, "us": round(us, 2)}
+                floor = round(_bytes(weights[0]) / speed / 1e6 / us, 3)
+                report({**row, "floor": floor, "read_tb_s": round(speed, 2)}, out)
+            if name == "gate_up":
+                us = microseconds([partial(dequantized, sizes, w, torch.bfloat16) for w in weights[:4]], 5)
+                report({"weight": name, "form": form, "copy_us": round(us, 2)}, out)
+        if seconds:
+            sweep(pool, until, out)
+    if any(off for _, off in results):
+        raise SystemExit("a format is WRONG, see above")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", type=float, default=0, metavar="SECONDS", help="stop other sizes after so long")
     given = parser.parse_args()
     main(given.file, given.sweep)

@@ -15,6 +15,7 @@ from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
 from evener.layers.experts import MoEConfig
 from evener.ops.parts import load_reference
+from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.sampling import sample
 from evener.ops.reference.state import ReferenceState
 from evener_conformance.kit import families as family_list
@@ -28,7 +29,6 @@ from evener_kernels_triton.experts import Choice, route, scores, sort
 from evener_kernels_triton.latent_state import LatentState
 from evener_kernels_triton.linear import gemv, skinny
 from evener_kernels_triton.sampling import sample_filtered
-from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import MAX_OWN_TOKENS_FEW_ROWS, Tuning
 

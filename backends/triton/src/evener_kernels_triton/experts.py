@@ -27,12 +27,15 @@ from evener_kernels_triton.linear import (
     Matrix,
     few_tokens_linear,
     gemv,
+    is_packed,
     is_stored,
     persistent_gemv,
     product_bytes,
     project_rows,
     within,
 )
+from evener_kernels_triton.packed import PACKED, PackedMatrix, segments_of
+from evener_kernels_triton.packed_experts import ExpertAssignment, packed_grouped
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.stored import STORED, pieces
 from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
@@ -116,21 +119,6 @@ def scores(tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, counts: torch.
     return y if parts > 1 else y[0]
 
 
-@dataclass(frozen=True)
-class ExpertAssignment:
-    """Which pairs (token, choice) go to which matrix.
-
-    Attributes:
-        slots: int32 [T, top], the matrix of each pair; -1 for none.
-        lists: int32 [matrices, room], the pairs of each; None if programs search ``slots``.
-        counts: int32 [matrices], the number of pairs of each.
-    """
-
-    slots: torch.Tensor
-    lists: torch.Tensor | None
-    counts: torch.Tensor | None
-
-
 def sort(tuning: Tuning, slots: torch.Tensor, matrices: int, room: int) -> ExpertAssignment:
     """Lists of at most ``room`` pairs for each matrix. Their sizes stay on the device, so that this can be captured."""
     lists = torch.empty(matrices, room, dtype=torch.int32, device=slots.device)
@@ -150,6 +138,9 @@ def grouped(
 ) -> torch.Tensor:  # fmt: skip
     """y [pairs, rows] = weight [matrices, rows, columns] of the pair's matrix times x, which has one row for each pair,
     or for each token (``share``). An activation halves the rows."""
+    if isinstance(weight, PackedMatrix):
+        return packed_grouped(tuning, x, weight, y, work, share=share, bias=bias, activation=activation, alpha=alpha,
+                              limit=limit)  # fmt: skip
     (tokens, top), matrices, listed = work.slots.shape, weight.shape[0], work.lists is not None
     pairs = tokens * top
     columns, halves = weight.shape[2], 2 if activation else 1
@@ -221,7 +212,10 @@ class TritonGroupedLinear(TritonKernel):
     """Pairs are sorted by matrix, then one launch covers all matrices with pairs; very many pairs go in parts."""
 
     op = "grouped_linear"
-    packings = (PLAIN, STORED)
+    packings = (PLAIN, STORED, PACKED)
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        return _act_order(call.static["weight"])
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, rows = self.tuning, call.static["rows"]
@@ -262,6 +256,12 @@ class TritonMixExperts(TritonKernel):
         return run
 
 
+def _act_order(weight: LinearWeight) -> str | None:
+    """Why packed matrices of a stack cannot be read; None if they can."""
+    act = is_packed(weight) and any(part.format.order == "act" for part in weight.parts)
+    return "gathers no columns in act-order for each matrix" if act else None
+
+
 def _too_many_experts(call: OpCall) -> str | None:
     places = Choice.of(cast(RouteStatic, call.static)).places
     return None if places <= MAX_EXPERTS else f"routes among at most {MAX_EXPERTS} experts"
@@ -281,12 +281,16 @@ class TritonMoeBlock(TritonKernel):
     """One token: norm and router, then the rows of its experts in one pass. More tokens: sorted by expert."""
 
     op = "moe_block"
-    packings = (PLAIN, STORED)
+    packings = (PLAIN, STORED, PACKED)
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         s = cast(MoEStatic, call.static)
         if is_stored(s["router"]):
             return "reads the router's weight in the compute dtype"
+        if reason := _act_order(s["gate_up"]) or _act_order(s["down"]):
+            return reason
+        if is_packed(s["gate_up"]) and len(list(segments_of(s["gate_up"].parts))) > 1:
+            return "reads gate and up of one format"
         if s["activation"] not in GATED:
             return f"does not know activation {s['activation']!r}"
         if s["shared_inner"] and s["activation"] not in ACTIVATIONS:
@@ -308,6 +312,8 @@ class TritonMoeBlock(TritonKernel):
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s, tuning = cast(MoEStatic, call.static), self.tuning
         single_token, up, down = tuning.single_token(s["hidden"], s["inner"], s["top"]), s["gate_up"], s["down"]
+        if is_packed(up) or is_packed(down):
+            return []
         if call.bucket.high == 1 and single_token is not None:
             return combined({"up": persistent_gemv_variants(single_token.up), "down": gemv_variants(single_token.down)})
         sizes = (up.rows // 2, up.columns, 2), (down.rows, down.columns, 1)
@@ -319,7 +325,8 @@ class TritonMoeBlock(TritonKernel):
         dtype = getattr(torch, s["dtype"])
         single_token = tuning.single_token(s["hidden"], s["inner"], s["top"])
         first = tuning.persistent_gemv(s["experts"], s["hidden"], 1)
-        if call.bucket.high == 1 and single_token is not None and first is not None:
+        packed = is_packed(s["gate_up"]) or is_packed(s["down"])
+        if call.bucket.high == 1 and single_token is not None and first is not None and not packed:
             run = _single_token_block(tuning, call, single_token)
         else:
             run = _multi_token_block(tuning, call)

@@ -294,6 +294,16 @@ class Tuning:
         return self._apply_changes(Product(m, n, wide, warps, stages, splits))
 
     @memoized
+    def packed_grouped(self, pairs: int, matrices: int, rows: int, searched: int) -> Product:
+        """Packed matrices of a stack, as ``grouped``; ``searched``: tokens that programs search, which a tile holds; 0:
+        pairs are listed."""
+        m = max(8, min(64, power_of_two(searched or -(-2 * pairs // matrices))))
+        n, warps, stages = (32, 2, 3) if m <= MAX_SUMMED_TOKENS else (64, 4, 2)
+        if searched == 1:
+            n, warps = 16, 1
+        return self._apply_changes(Product(m, max(16, min(n, power_of_two(rows))), 0, warps, stages))
+
+    @memoized
     def grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, element: int) -> Grouped:
         """Products with matrices of a stack. A tile holds twice the pairs that a matrix gets of ``pairs`` in an even
         distribution, so that few matrices are read twice."""

@@ -323,22 +323,13 @@ def _next_tiles(low_at, high_at, inside, w, h, u: tl.constexpr, KIND: tl.constex
         w = tl.load(low_at + u * 64, mask=held, other=0)
         second = tl.load(low_at + (u * 64 + 32), mask=held, other=0)
     elif KIND == "q2" or KIND == "q3":
-        if u % 2 == 0:
-            w = tl.load(low_at + u * 16, mask=held, other=0)
-        else:
-            w = _advanced(w, 4, PTX)
+        w = tl.load(low_at + u * 16, mask=held, other=0) if u % 2 == 0 else _advanced(w, 4, PTX)
     else:
         w = tl.load(low_at + u * 32, mask=held, other=0)
     if KIND == "q6":
-        if u % 2 == 0:
-            h = tl.load(high_at + u * 16, mask=held, other=0)
-        else:
-            h = _advanced(h, 4, PTX)
+        h = tl.load(high_at + u * 16, mask=held, other=0) if u % 2 == 0 else _advanced(h, 4, PTX)
     elif KIND == "q3" or KIND == "q5":
-        if u == 0:
-            h = tl.load(high_at, mask=held, other=0)
-        else:
-            h = _advanced(h, 2, PTX)
+        h = tl.load(high_at, mask=held, other=0) if u == 0 else _advanced(h, 2, PTX)
     else:
         h = w
     return w, second, h
@@ -374,7 +365,7 @@ def packed_sum(
     to: tl.constexpr = x_at.dtype.element_ty
     shifted: tl.constexpr = STYLE == "super" or STYLE == "pair" or STYLE == "zero" or ADDED + ZERO != 0
     j = tl.arange(0, 32)
-    row = first.to(tl.int64) * rows + n
+    row = tl.cast(first, tl.int64) * rows + n
     low_at, high_at, scales_at, tops_at = _places(low, high, scales, tops, row, j, LOW, HIGH, WORDS)
     x_at = x_at + first * (64 * UNITS) + j[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
@@ -437,9 +428,9 @@ def packed_sum(
                 hi = _scaled(hi, minus - z1[:, None], s1[:, None], m1[:, None], PTX)
                 acc = tl.dot(lo, a, acc, input_precision=PRECISION)
                 acc = tl.dot(hi, b, acc, input_precision=PRECISION)
-        low_at += rows.to(tl.int64) * LOW
-        high_at += rows.to(tl.int64) * HIGH
-        scales_at += rows.to(tl.int64) * WORDS
+        low_at += tl.cast(rows, tl.int64) * LOW
+        high_at += tl.cast(rows, tl.int64) * HIGH
+        scales_at += tl.cast(rows, tl.int64) * WORDS
         tops_at += rows
         x_at += 64 * UNITS
     return acc
