@@ -31,8 +31,11 @@ from evener.ops.schemas import BUILTIN
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import Family, families
 from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton.blocks import FORMS, PackedForm
 from evener_kernels_triton.experts import grouped, scores, sort
-from evener_kernels_triton.linear import dequantized_linear, few_tokens_linear, gemv
+from evener_kernels_triton.linear import dequantized, dequantized_linear, few_tokens_linear, gemv
+from evener_kernels_triton.packed import PackedMatrix, Segment
+from evener_kernels_triton.packed_experts import ExpertAssignment
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
 from evener_kernels_triton.sampling import choose, sample_filtered
@@ -123,6 +126,7 @@ def record(target: str) -> Recorder:
                 gemv(tuning, x, w, x.dtype, activation="silu")
     _experts(tuning, getattr(torch, dtype))
     _stored(tuning, getattr(torch, dtype))
+    _packed(tuning, getattr(torch, dtype))
     logits = torch.empty(4, 151936, device=META)
     ints = torch.empty(4, dtype=torch.int32, device=META)
     choose(tuning, logits)
@@ -196,6 +200,37 @@ def _stored(tuning: Tuning, kind: torch.dtype) -> None:
             grouped(tuning, x, matrix(128, 1536, 2048), inside, work, share=True, activation="silu")
             grouped(tuning, inside, matrix(128, 2048, 768), torch.empty(slots.numel(), 2048, device=META), work,
                     share=False)  # fmt: skip
+
+
+def _packed(tuning: Tuning, kind: torch.dtype) -> None:
+    """Products with packed weights of every form, of a large model's sizes."""
+    integers = {"uint4": PackedForm("q4", "half", 128, 8, bf16=True), "uint4, zeros": PackedForm("q4", "zero", 128)}
+    for name, form in (FORMS | integers).items():
+        for tokens in (1, 64):
+            x = torch.empty(tokens, 4096, dtype=kind, device=META)
+            few_tokens_linear(tuning, kind, x, _matrix(form, 4096, 4096))
+        dequantized(tuning, _matrix(form, 4096, 4096), kind)
+        for tokens in (1, 4, 64) if name in ("q4_k", "q6_k", "uint4, zeros", "float4_e2m1") else ():
+            slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
+            x = torch.empty(tokens, 2048, dtype=kind, device=META)
+            inside = torch.empty(tokens * 8, 768, dtype=kind, device=META)
+            work = sort(tuning, slots, 128, tokens) if tokens > 16 else ExpertAssignment(slots, None, None)
+            grouped(tuning, x, _matrix(form, 128, 1536, 2048), inside, work, share=True, activation="silu")
+            y = torch.empty(tokens * 8, 2048, dtype=kind, device=META)
+            grouped(tuning, inside, _matrix(form, 128, 2048, 768), y, work, share=False)
+
+
+def _matrix(form: PackedForm, *shape: int) -> PackedMatrix:
+    *count, rows, columns = shape
+    spans = form.spans(columns)
+
+    def room(*more: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.empty(*count, spans, rows, *more, dtype=dtype, device=META)
+
+    low, scales = room(form.low), room(form.words, dtype=torch.int32)
+    high = room(form.high) if form.high else low
+    tops = room(dtype=torch.int32 if form.top == 4 else torch.float16) if form.top else scales
+    return PackedMatrix(shape, (Segment(0, rows, columns, form, low, high, scales, tops),))
 
 
 def _large_latent(provider: Any, device: HostDevice, dtype: str) -> tuple[Family, ...]:

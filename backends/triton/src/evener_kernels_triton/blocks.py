@@ -84,7 +84,7 @@ class PackedForm(NamedTuple):
 
 
 #: Forms of the block formats; of those with blocks of 32 columns, ``units`` depends on the row.
-_FORMS: Mapping[str, PackedForm] = {
+FORMS: Mapping[str, PackedForm] = {
     "q4_0": PackedForm("q4", "half", 32, 8), "q4_1": PackedForm("q4", "pair", 32),
     "q5_0": PackedForm("q5", "half", 32, 16), "q5_1": PackedForm("q5", "pair", 32),
     "q8_0": PackedForm("q8", "half", 32), "q2_k": PackedForm("q2", "least", 16),
@@ -116,7 +116,7 @@ def fitting_units(columns: int, kind: str, group: int) -> int:
 def block_form(part: WeightPart) -> PackedForm | str:
     """The form of a part in blocks, or why there is none."""
     storage = part.format.storage
-    form = _FORMS.get(storage)
+    form = FORMS.get(storage)
     if form is None or part.format != (MXFP4 if storage == MXFP4.storage else block_format(storage)):
         return f"does not know the format {storage}"
     if part.columns % part.format.group:
