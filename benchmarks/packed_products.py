@@ -2,11 +2,11 @@
 
 Formats: GGUF's blocks, integers of four bits in groups, MXFP4.
 
-    python benchmarks/packed_products.py [--sweep SECONDS] [FILE]
+    python benchmarks/packed_products.py [--sweep SECONDS] [--best BEST] [FILE]
 
 First each format is compared with its dequantized values. Then each row: microseconds of one product in a captured
 graph, and the share of the time that reading the weight takes at the card's read speed, which is measured first.
-``--sweep``: other sizes of tiles too; the rows say what the fastest were.
+``--sweep``: other sizes of tiles too; the rows say what the fastest were, and BEST gets them, for ``packed_steps.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,12 @@ INT4 = {
 FORMS: dict[str, QuantFormat] = {
     **INT4, **{storage: block_format(storage) for storage in BLOCKS}, "mxfp4": MXFP4,
 }  # fmt: skip
-TIMED = ("int4", "int4-zeros", "q4_k", "q6_k", "q8_0", "q4_0", "q5_k", "q3_k", "q2_k", "mxfp4")
-SWEPT = ("int4", "q4_k", "q6_k", "mxfp4")
-EXPERTS = ("int4", "q4_k", "q6_k", "q8_0", "mxfp4")
-TOKENS = (1, 4, 16, 64, 256)
+#: Formats that are timed at all sizes and tokens, and those that are timed for gate and up at few.
+TIMED, BRIEFLY = ("int4", "q4_k", "q6_k"), ("int4-zeros", "q8_0", "q4_0", "q5_k", "q3_k", "q2_k", "mxfp4")
+#: Formats whose other sizes are tried, with the tokens.
+SWEPT = {"int4": (1, 16, 64, 256), "q4_k": (1, 64), "q6_k": (1,)}
+EXPERTS = ("int4", "q4_k", "q6_k", "mxfp4")
+TOKENS = (1, 16, 64, 256)
 #: Form, name of a shape, tokens, and changes of sizes.
 Job = tuple[str, str, int, dict[str, int]]
 
@@ -91,14 +93,14 @@ def check(form: str) -> tuple[str, bool]:
 
     torch.set_num_threads(1)
     sizes, host, worst = _tuning(), torch.device("cpu"), dict[str, float]()
-    for columns in (1280, 320) if BLOCKS.get(FORMS[form].storage, (32, 0))[0] == 32 else (1280,):
+    for columns in (1280, 320) if form in ("int4", "q4_0", "mxfp4") else (1280,):
         parts = [part_of(form, rows, columns, rows, host) for rows in (70, 131)]
         want_values = torch.cat([reference_dequantize(part) for part in parts]).to(CUDA)
         matrix = PACKED.pack(parts, "bfloat16", CUDA).data
         copy, bias = dequantized(sizes, matrix, torch.float32), torch.randn(201, device=CUDA)
         worst[f"{columns} copy"] = float((copy - want_values).norm() / want_values.norm())
-        cases = [(tokens, torch.bfloat16) for tokens in (1, 16, 17, 130, 300)]
-        for tokens, dtype in [*cases, (2, torch.float16), (64, torch.float16)]:
+        cases = [(tokens, torch.bfloat16) for tokens in (1, 17, 300)]
+        for tokens, dtype in [*cases, (2, torch.float16)]:
             x = torch.randn(tokens, columns, device=CUDA).to(dtype)
             product = few_tokens_linear if tokens <= 256 else dequantized_linear
             got = product(sizes, dtype, x, matrix, bias.to(dtype)).float()
@@ -112,14 +114,15 @@ def check(form: str) -> tuple[str, bool]:
 def check_experts(form: str) -> tuple[str, bool]:
     """The same for stacks of matrices, with and without an activation."""
     from evener_conformance.kit.cases.blocks import reference_dequantize
-    from evener_kernels_triton.experts import ExpertAssignment, grouped, sort
+    from evener_kernels_triton.experts import grouped, sort
+    from evener_kernels_triton.packed_experts import ExpertAssignment
 
     torch.set_num_threads(1)
     sizes, host, worst = _tuning(), torch.device("cpu"), dict[str, float]()
     matrices = [[part_of(form, rows, 512, 7 * i + rows, host) for rows in (96, 96)] for i in range(5)]
     values = torch.stack([torch.cat([reference_dequantize(part) for part in parts]) for parts in matrices]).to(CUDA)
     stack = PACKED.pack_stack(iter(matrices), 5, "bfloat16", CUDA).data
-    for tokens, activation in itertools.product((1, 3, 16, 40, 300), ("", "silu", "clamped_swiglu")):
+    for tokens, activation in ((1, "silu"), (3, ""), (16, "silu"), (16, "clamped_swiglu"), (40, "silu"), (300, "")):
         x = torch.randn(tokens, 512, device=CUDA).to(torch.bfloat16)
         slots = torch.stack([torch.randperm(5, device=CUDA)[:2] for _ in range(tokens)]).int()
         slots[0, 1] = -1
@@ -142,14 +145,18 @@ def check_experts(form: str) -> tuple[str, bool]:
 
 def changes(tokens: int) -> Iterator[dict[str, int]]:
     """Sizes to try."""
-    if tokens <= 16:
-        tiles: Sequence[Any] = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
-        for (n, warps), stages, splits in itertools.product(tiles, (2, 3, 4), (1, 2, 4, 8)):
-            yield {"n": n, "warps": warps, "stages": stages, "splits": splits}
-        return
-    for m, n, warps, stages, splits in itertools.product((32, 64, 128, 256), (32, 64, 128), (2, 4, 8), (2, 3), (1, 2)):
-        if m <= max(64, tokens) and m >= tokens // 4 and 32 <= m * n // (32 * warps) <= 128 and n // warps >= 16:
-            yield {"m": m, "n": n, "warps": warps, "stages": stages, "splits": splits}
+    tiles: Sequence[Any] = ((8, 16, 1), (8, 32, 2), (8, 64, 2), (8, 64, 4), (8, 128, 4))
+    stages: Sequence[int] = (3, 4)
+    splits: Sequence[int] = (1, 2, 4, 8)
+    if tokens == 16:
+        tiles, stages = ((16, 32, 2), (16, 64, 2), (16, 64, 4)), (3,)
+    elif tokens == 64:
+        tiles, stages, splits = ((64, 32, 2), (64, 64, 2), (64, 64, 4), (64, 128, 4), (32, 64, 2)), (2, 3), (1, 2)
+    elif tokens > 64:
+        tiles = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 64, 4), (256, 64, 8))
+        stages, splits = (2, 3), (1,)
+    for (m, n, warps), count, parts in itertools.product(tiles, stages, splits):
+        yield {"m": m, "n": n, "warps": warps, "stages": count, "splits": parts}
 
 
 def compile_one(job: Job) -> str:
@@ -174,33 +181,37 @@ def _operand(form: str, name: str) -> PackedMatrix:
     return packed(form, *SHAPES[name], 0)
 
 
-def sweep(pool: Any, until: float, out: Path | None) -> None:
+def sweep(until: float, best: Path | None, out: Path | None, errors: Collection[str]) -> None:
     """Time other sizes for the most important formats, until so many seconds of the clock."""
-    jobs = [
-        (form, "o", tokens, change) for tokens, form in itertools.product((1, 16, 64, 256), SWEPT)
-        for change in changes(tokens)
+    found: dict[str, dict[str, int]] = {}
+    cases = [
+        (form, tokens, name) for form, counts in SWEPT.items() for tokens in counts
+        for name in ("gate_up", "o", "down", "qkv")
     ]  # fmt: skip
-    answers = zip(jobs, pool.imap(compile_one, jobs, 4), strict=True)
-    errors = {str((form, tokens, change)): error for (form, _, tokens, change), error in answers if error}
-    print(f"{len(jobs)} kernels, {len(errors)} do not compile", *list(errors.values())[:3], sep="\n", flush=True)
-    for name, tokens, form in itertools.product(("gate_up", "o", "down", "qkv"), (1, 64, 16, 256), SWEPT):
+    for form, tokens, name in cases:
         if time.monotonic() > until:
             print("no time for the rest")
-            return
-        weights, found = _weights(form, *SHAPES[name])[:8], list[tuple[float, dict[str, int]]]()
+            break
+        weights, times = _weights(form, *SHAPES[name])[:8], list[tuple[float, dict[str, int]]]()
         x = torch.randn(tokens, SHAPES[name][1], device=CUDA, dtype=torch.bfloat16)
         for change in changes(tokens):
+            sizes = _tuning().with_changes(change)
             if str((form, tokens, change)) in errors:
                 continue
-            sizes = _tuning().with_changes(change)
             try:
                 us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in weights], 5)
             except Exception as error:  # it is one of many
                 print(change, str(error)[:200])
                 continue
-            found.append((us, change))
-        for us, change in sorted(found, key=lambda of: of[0])[:3]:
+            times.append((us, change))
+        times.sort(key=lambda of: of[0])
+        for us, change in times[:3]:
             report({"sweep": name, "form": form, "tokens": tokens, "us": round(us, 2), **change}, out)
+        if times:
+            rows, columns = SHAPES[name]
+            found[f"{form} {tokens} {rows} {columns}"] = times[0][1]
+    if best is not None:
+        best.write_text(json.dumps(found))
 
 
 def _weights(form: str, rows: int, columns: int) -> list[PackedMatrix]:
@@ -226,39 +237,55 @@ def read_speed() -> float:
     return APART * 8 / microseconds([block.max], 5) / 1e6
 
 
-def main(out: Path | None, seconds: float) -> None:
+def main(out: Path | None, seconds: float, best: Path | None) -> None:
     """Print a row for each case, and write it to ``out``."""
     until = time.monotonic() + seconds
-    speed, sizes = read_speed(), _tuning()
+    speed = read_speed()
     print(f"reads {speed:.2f} TB/s, {torch.cuda.get_device_name()}", flush=True)
     with multiprocessing.get_context("spawn").Pool(max(1, min(14, (os.cpu_count() or 2) - 1))) as pool:
+        first: list[Job] = [(form, name, tokens, {}) for form, tokens, name in itertools.product(TIMED, TOKENS, SHAPES)]
+        first += [(form, "gate_up", tokens, {}) for form, tokens in itertools.product(BRIEFLY, (1, 64))]
+        made = pool.map_async(compile_one, first, 2)
         checks = [pool.map_async(check, FORMS, 1), pool.map_async(check_experts, EXPERTS, 1)]
+        tried: list[Job] = [
+            (form, "o", tokens, change) for form, counts in SWEPT.items() for tokens in counts
+            for change in changes(tokens) if seconds
+        ]  # fmt: skip
+        others = pool.map_async(compile_one, tried, 2)
+        print(*filter(None, made.get()), sep="\n", flush=True)
         results = [result for each in checks for result in each.get()]
         print(*(line for line, _ in results), sep="\n", flush=True)
-        jobs = [(form, name, tokens, {}) for name, form, tokens in itertools.product(SHAPES, TIMED, TOKENS)]
-        print(*filter(None, pool.imap(compile_one, jobs, 5)), sep="\n", flush=True)
-        print(f"{seconds - until + time.monotonic():.0f} s", flush=True)
-        for name, form in itertools.product(SHAPES, TIMED):
-            weights = _weights(form, *SHAPES[name])
-            for tokens in TOKENS:
-                x = torch.randn(tokens, SHAPES[name][1], device=CUDA, dtype=torch.bfloat16)
-                used = weights if tokens <= 64 else weights[:4]
-                us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in used], 10)
-                row = {"weight": name, "form": form, "tokens": tokens, "us": round(us, 2)}
-                floor = round(_bytes(weights[0]) / speed / 1e6 / us, 3)
-                report({**row, "floor": floor, "read_tb_s": round(speed, 2)}, out)
-            if name == "gate_up":
-                us = microseconds([partial(dequantized, sizes, w, torch.bfloat16) for w in weights[:4]], 5)
-                report({"weight": name, "form": form, "copy_us": round(us, 2)}, out)
-        if seconds:
-            sweep(pool, until, out)
+        answers = zip(tried, others.get(), strict=True)
+        errors = {str((form, tokens, change)): error for (form, _, tokens, change), error in answers if error}
+        print(*list(errors.values())[:5], sep="\n", flush=True)
+    print(f"{time.monotonic() - until + seconds:.0f} s", flush=True)
+    for form, name in itertools.product(TIMED, SHAPES):
+        _time(form, name, TOKENS, speed, out)
+    if seconds:
+        sweep(until, best, out, errors)
+    for form in BRIEFLY:
+        _time(form, "gate_up", (1, 64), speed, out)
     if any(off for _, off in results):
         raise SystemExit("a format is WRONG, see above")
+
+
+def _time(form: str, name: str, counts: Sequence[int], speed: float, out: Path | None) -> None:
+    weights, sizes = _weights(form, *SHAPES[name]), _tuning()
+    for tokens in counts:
+        x = torch.randn(tokens, SHAPES[name][1], device=CUDA, dtype=torch.bfloat16)
+        used = weights if tokens <= 64 else weights[:4]
+        us = microseconds([partial(few_tokens_linear, sizes, torch.bfloat16, x, w) for w in used], 10)
+        row = {"weight": name, "form": form, "tokens": tokens, "us": round(us, 2)}
+        report({**row, "floor": round(_bytes(weights[0]) / speed / 1e6 / us, 3), "read_tb_s": round(speed, 2)}, out)
+    if name == "gate_up":
+        us = microseconds([partial(dequantized, sizes, w, torch.bfloat16) for w in weights[:4]], 5)
+        report({"weight": name, "form": form, "copy_us": round(us, 2)}, out)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--sweep", type=float, default=0, metavar="SECONDS", help="stop other sizes after so long")
+    parser.add_argument("--best", type=Path, help="where the fastest sizes go")
     given = parser.parse_args()
-    main(given.file, given.sweep)
+    main(given.file, given.sweep, given.best)

@@ -1,23 +1,27 @@
 """Time decode steps of a model of packed weights on a GPU. Its weights are random bits, made on the device.
 
-    python benchmarks/packed_steps.py MODEL FORM [FORM ...]        qwen3-8b int4 q4_k_m
+    python benchmarks/packed_steps.py MODEL [--best BEST] [--cases 1x128,64x512] FORM [FORM ...]
 
-Forms: those of ``packed_products.py``, for all linear layers but the head and routers; and ``q4_k_m``, the mix of types
-that llama.cpp's files of this name have: Q6_K for the head, and in half of the layers for the values and ``down``.
+Forms: those of ``packed_products.py``, for all linear layers but the head and routers; and ``q4_k_m``, the mix of
+types that llama.cpp's files of this name have: Q6_K for the head, and in half of the layers for the values and for
+``down``. BEST: the fastest sizes that ``packed_products.py`` found are used where it has any.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_check import measure, say, start
-from gpu_check import write as write_config
+from model_configs import CONFIGS
+from model_configs import write as write_config
 from packed_products import FORMS, part_of, read_speed
 from stored_steps import CASES
 
@@ -25,6 +29,7 @@ from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import WeightPart
 from evener.loading import dummy
 from evener.resolution.resolver import Resolver
+from evener_kernels_triton.tuning import Product, Tuning
 
 
 def form_of(part: WeightPart, weight: LinearWeight, form: str, layers: int) -> str:
@@ -67,20 +72,35 @@ def quantize(form: str, layers: int) -> None:
 _ORIGINAL = Resolver.packings, dummy._Noise.part
 
 
-def main(model: str, forms: Sequence[str], out: Path) -> None:
-    """Print a row for each case."""
-    from model_configs import CONFIGS
+def use(best: Mapping[str, Mapping[str, int]], form: str) -> None:
+    """Take these sizes instead of the rule's, for the next larger number of tokens that has any."""
+    rule = Tuning.packed
 
+    @wraps(rule)
+    def found(self: Tuning, tokens: int, rows: int, columns: int, wide: int) -> Product:
+        own = rule(self, tokens, rows, columns, wide)
+        for least, known in ((0, 1), (8, 16), (16, 64), (64, 256)):
+            change = best.get(f"{form} {known} {rows} {columns}")
+            if change and least < tokens <= max(8, known):
+                return replace(own, **change)
+        return own
+
+    Tuning.packed = found  # type: ignore[method-assign]
+
+
+def main(model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]], cases: Any) -> None:
+    """Print a row for each case."""
     say(f"reads {read_speed():.2f} TB/s, {torch.cuda.get_device_name()}")
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(model, Path(folder) / model)
         for form in forms:
             if form != "plain":
                 quantize(form, CONFIGS[model]["num_hidden_layers"])
+                use(best, form)
             llm = start(path, True, ["infer.max_seq_len=2048"])
             layouts = sorted({str(layout) for layout in llm.info.manifest.get("packings", {}).values()})
             say(f"{model} {form}: memory {llm.info.memory}, layouts {layouts}")
-            for batch, prompt in CASES:
+            for batch, prompt in cases:
                 try:
                     measure(llm, f"{model} {form}", "graphs", batch, prompt, out)
                 except Exception as error:  # the other rows are still useful
@@ -91,5 +111,12 @@ def main(model: str, forms: Sequence[str], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(tempfile.mkdtemp(prefix="packed-"))
-    main(sys.argv[1], sys.argv[2:], target)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("forms", nargs="+")
+    parser.add_argument("--best", type=Path)
+    parser.add_argument("--cases", default=",".join(f"{batch}x{prompt}" for batch, prompt in CASES))
+    given = parser.parse_args()
+    known = json.loads(given.best.read_text()) if given.best and given.best.exists() else {}
+    pairs = [tuple(int(n) for n in case.split("x")) for case in given.cases.split(",")]
+    main(given.model, given.forms, Path(tempfile.mkdtemp(prefix="packed-")), known, pairs)

@@ -47,7 +47,7 @@ META = torch.device("meta")
 LATENT = ("latent", "latent queries")
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 #: What such a device says of itself: units, shared memory, bfloat16, and what else it can.
 FACTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
@@ -224,11 +224,11 @@ def _matrix(form: PackedForm, *shape: int) -> PackedMatrix:
     *count, rows, columns = shape
     spans = form.spans(columns)
 
-    def room(*more: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    def room(*more: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*count, spans, rows, *more, dtype=dtype, device=META)
 
-    low, scales = room(form.low), room(form.words, dtype=torch.int32)
-    high = room(form.high) if form.high else low
+    low, scales = room(form.low, dtype=torch.int16), room(form.words, dtype=torch.int32)
+    high = room(form.high, dtype=form.high_dtype) if form.high else low
     tops = room(dtype=torch.int32 if form.top == 4 else torch.float16) if form.top else scales
     return PackedMatrix(shape, (Segment(0, rows, columns, form, low, high, scales, tops),))
 

@@ -13,7 +13,7 @@ import torch
 from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format
 
 #: Columns of a span with one unit.
-UNIT = 64
+UNIT = 128
 
 
 class PackedForm(NamedTuple):
@@ -24,7 +24,7 @@ class PackedForm(NamedTuple):
         style: what the words of scales mean; see ``_pair`` and ``_quad`` in ``jit/packed.py``.
         group: columns that share a scale.
         zero: what is subtracted from every number.
-        units: a span has 64 times so many columns.
+        units: a span has 128 times so many columns.
         bf16: 16-bit numbers in the words are bfloat16, not float16.
     """
 
@@ -32,7 +32,7 @@ class PackedForm(NamedTuple):
     style: str
     group: int
     zero: int = 0
-    units: int = 4
+    units: int = 2
     bf16: bool = False
 
     def constants(self, dtype: torch.dtype, ptx: bool) -> dict[str, str | int | bool]:
@@ -53,13 +53,18 @@ class PackedForm(NamedTuple):
 
     @property
     def low(self) -> int:
-        """Bytes of a row's span in ``low``."""
-        return self.columns * {"q8": 4, "q2": 1, "q3": 1}.get(self.kind, 2) // 4
+        """Elements of a row's span in ``low``, 16 bits each."""
+        return self.columns * {"q8": 4, "q2": 1, "q3": 1}.get(self.kind, 2) // 8
 
     @property
     def high(self) -> int:
-        """Bytes of a row's span in ``high``; 0: there is none."""
-        return self.columns * {"q6": 2, "q5": 1, "q3": 1}.get(self.kind, 0) // 8
+        """Elements of a row's span in ``high``, of ``high_dtype``; 0: there is none."""
+        return self.columns // 8 if self.kind in ("q3", "q5", "q6") else 0
+
+    @property
+    def high_dtype(self) -> torch.dtype:
+        """Eight tiles have one bit each, or two."""
+        return torch.int16 if self.kind == "q6" else torch.uint8
 
     @property
     def words(self) -> int:
@@ -76,7 +81,7 @@ class PackedForm(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of a row's span."""
-        return self.low + self.high + 4 * self.words + self.top
+        return 2 * self.low + self.high * self.high_dtype.itemsize + 4 * self.words + self.top
 
     def spans(self, columns: int) -> int:
         """Spans of a row, the last of which may have less than its columns."""
@@ -95,8 +100,8 @@ FORMS: Mapping[str, PackedForm] = {
 
 
 class Pieces(NamedTuple):
-    """Rows of a packed matrix: uint8 [rows, spans, low] and [rows, spans, high], int32 [rows, spans, words], and tops
-    [rows, spans] as int32 or float16; None where a form has none."""
+    """Rows of a packed matrix: int16 [rows, spans, low], [rows, spans, high] of ``PackedForm.high_dtype``, int32 [rows,
+    spans, words], and tops [rows, spans] as int32 or float16; None where a form has none."""
 
     low: torch.Tensor
     high: torch.Tensor | None
@@ -106,11 +111,9 @@ class Pieces(NamedTuple):
 
 def fitting_units(columns: int, kind: str, group: int) -> int:
     """Units of a span: as many as do not make a row longer than it must be."""
-    if kind in ("q2", "q3", "q5", "q6"):
-        return 4
-    least = max(1, group // UNIT)
-    tried = [units for units in (4, 2, 1) if units >= least] or [least]
-    return min(tried, key=lambda units: (-(-columns // (UNIT * units)) * units, -units))
+    if kind in ("q2", "q3", "q5", "q6") or group > UNIT:
+        return 2
+    return 2 if -(-columns // UNIT) % 2 == 0 else 1
 
 
 def block_form(part: WeightPart) -> PackedForm | str:
@@ -154,23 +157,32 @@ def _spans(values: torch.Tensor, form: PackedForm) -> torch.Tensor:
     """[rows, columns] of anything for each column to [rows, spans, columns of a span], with zeros behind the end."""
     spans = form.spans(values.shape[1])
     padded: torch.Tensor = torch.nn.functional.pad(values, (0, spans * form.columns - values.shape[1]))
-    return padded.unflatten(1, (spans, -1))  # type: ignore[no-untyped-call,no-any-return]
+    return padded.reshape(len(values), spans, -1)
 
 
 def low_bits(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
     """uint8 [rows, columns] to ``Pieces.low``, for four and eight bits; further bits are ignored."""
     spans = _spans(numbers, form)
     if form.kind == "q8":
-        return spans
-    first, second = spans.unflatten(2, (form.units, 2, 32)).unbind(3)
-    return ((first & 15) | (second & 15) << 4).flatten(2)
+        return _words_of(spans)
+    first, second = spans.unflatten(2, (2 * form.units, 2, 32)).unbind(3)
+    return _words_of(((first & 15) | (second & 15) << 4).flatten(2))
+
+
+def _words_of(data: torch.Tensor) -> torch.Tensor:
+    """Bytes of tiles [rows, spans, 64 * n] to words [rows, spans, 32 * n]: of each two tiles, the first has the lower
+    halves."""
+    pairs = data.unflatten(2, (-1, 2, 32)).transpose(3, 4).contiguous()
+    words: torch.Tensor = pairs.flatten(2).view(torch.int16)
+    return words
 
 
 def _fifth_bits(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
     """uint8 [rows, columns] to ``Pieces.high`` for one bit."""
     bits = (_spans(numbers, form) >> 4 & 1).unflatten(2, (8, 32))
     place = torch.arange(8, dtype=torch.uint8, device=numbers.device)[:, None]
-    return (bits << place).sum(2, dtype=torch.uint8)
+    found: torch.Tensor = (bits << place).sum(2, dtype=torch.uint8)
+    return found
 
 
 def scale_words(values: torch.Tensor, form: PackedForm) -> torch.Tensor:
@@ -209,7 +221,7 @@ def _q8_0(blocks: torch.Tensor, form: PackedForm) -> Pieces:
 
 def _q2_k(blocks: torch.Tensor, form: PackedForm) -> Pieces:
     tops = _bytes(blocks, 80, 84, torch.int32)[..., 0]
-    return Pieces(blocks[..., 16:80], None, _bytes(blocks, 0, 16, torch.int32), tops)
+    return Pieces(_words_of(blocks[..., 16:80]), None, _bytes(blocks, 0, 16, torch.int32), tops)
 
 
 def _q3_k(blocks: torch.Tensor, form: PackedForm) -> Pieces:
@@ -217,9 +229,8 @@ def _q3_k(blocks: torch.Tensor, form: PackedForm) -> Pieces:
     low = torch.cat((low & 15, low >> 4), -1)
     high = torch.cat([(high >> (2 * i)) & 3 for i in range(4)], -1)
     scales = (low | high << 4).view(torch.int8) - 32
-    return Pieces(
-        blocks[..., 32:96], blocks[..., :32], scales.view(torch.int32), _bytes(blocks, 108, 110, torch.float16)[..., 0]
-    )
+    tops = _bytes(blocks, 108, 110, torch.float16)[..., 0]
+    return Pieces(_words_of(blocks[..., 32:96]), blocks[..., :32], scales.view(torch.int32), tops)
 
 
 def _q4_k_or_q5_k(fifth: bool) -> Callable[[torch.Tensor, PackedForm], Pieces]:
@@ -229,7 +240,7 @@ def _q4_k_or_q5_k(fifth: bool) -> Callable[[torch.Tensor, PackedForm], Pieces]:
         minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), -1)
         both = torch.stack((scales, minima), -1).flatten(-2).view(torch.int32)
         high = blocks[..., 16:48] if fifth else None
-        return Pieces(blocks[..., -128:], high, both, _bytes(blocks, 0, 4, torch.int32)[..., 0])
+        return Pieces(_words_of(blocks[..., -128:]), high, both, _bytes(blocks, 0, 4, torch.int32)[..., 0])
 
     return rearranged
 
@@ -238,7 +249,7 @@ def _q6_k(blocks: torch.Tensor, form: PackedForm) -> Pieces:
     first, second = blocks[..., :128].unflatten(-1, (2, 2, 32)).unbind(-2)
     low = torch.stack(((first & 15) | (second & 15) << 4, first >> 4 | (second & 240)), -2).flatten(-3)
     tops = _bytes(blocks, 208, 210, torch.float16)[..., 0]
-    return Pieces(low, blocks[..., 128:192], _bytes(blocks, 192, 208, torch.int32), tops)
+    return Pieces(_words_of(low), _words_of(blocks[..., 128:192]), _bytes(blocks, 192, 208, torch.int32), tops)
 
 
 _REARRANGED: Mapping[str, Callable[[torch.Tensor, PackedForm], Pieces]] = {

@@ -29,7 +29,8 @@ class Segment:
         first: the first row in the matrix.
         rows, columns: of the segment.
         form: how it is stored.
-        low: uint8 [spans, rows, bytes], as ``high``, which is ``low`` itself if the form has no further bits.
+        low: int16 [spans, rows, words].
+        high: [spans, rows, …], of the form's dtype; ``low`` itself if the form has no further bits.
         scales: int32 [spans, rows, words].
         tops: int32 or float16 [spans, rows]; ``scales`` if the form has none.
         order: int32 [columns], the column of x for each column; None: as they are.
@@ -162,11 +163,11 @@ def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> Pack
     for first, rows, own in _runs(parts):
         form, columns = _known_form(own[0]), own[0].columns
         spans = form.spans(columns)
-        low = torch.empty(count, spans, rows, form.low, dtype=torch.uint8, device=device)
+        low = torch.empty(count, spans, rows, form.low, dtype=torch.int16, device=device)
         scales = torch.empty(count, spans, rows, form.words, dtype=torch.int32, device=device)
         high, tops = low, scales
         if form.high:
-            high = torch.empty(count, spans, rows, form.high, dtype=torch.uint8, device=device)
+            high = torch.empty(count, spans, rows, form.high, dtype=form.high_dtype, device=device)
         if form.top:
             kind = torch.int32 if form.top == 4 else torch.float16
             tops = torch.empty(count, spans, rows, dtype=kind, device=device)

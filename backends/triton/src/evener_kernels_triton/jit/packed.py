@@ -1,10 +1,10 @@
 """Weights of two to eight bits an element, packed: bits to numbers, and scales onto numbers or sums.
 
-A matrix is cut into spans of 64 * UNITS columns. Its arrays are [spans, rows, …], so that a program's rows of a span
-are one piece of memory. The numbers of 64 columns are two tiles of 32: ``low`` has 8 bits of one number in a byte, or
-four bits of one of each tile, or two bits of one of each of four tiles; ``high`` has further bits, one or two, in the
-same manner. ``scales`` are words of 32 bits, whose meaning STYLE says, and ``tops`` one number, or two, that all scales
-of a row's span are multiplied with.
+A matrix is cut into spans of 128 * UNITS columns. Its arrays are [spans, rows, …], so that a program's rows of a span
+are one piece of memory. The numbers of 128 columns are four tiles of 32. A word of 16 bits of ``low`` has one number of
+each tile, four bits each; or of eight tiles, two bits each; or of two tiles, eight bits each. ``high`` has further bits
+of eight tiles, one (in bytes) or two (in words). ``scales`` are words of 32 bits, whose meaning STYLE says, and
+``tops`` one number, or two, that all scales of a row's span are multiplied with.
 """
 
 import triton
@@ -12,101 +12,67 @@ import triton.language as tl
 
 from evener_kernels_triton.jit.arrival import sum_of_spans
 from evener_kernels_triton.jit.launch import fast_launch
-from evener_kernels_triton.jit.stored import widened
 
-#: Bytes to two tiles of numbers, four at a time, in pairs of 16 bits. A bfloat16 with the exponent of 128 has the
-#: number in its last bits, so 128 is added to each; 1,024 to a float16. The third result is ones, in the same registers
-#: as numbers are. After the conversions of FasterTransformer (Kim et al. 2022, "Who Says Elephants Can't Run").
-_FOUR_BF16 = tl.constexpr("""
-{
-.reg .b32 a, b;
-prmt.b32 a, $6, 0, 0x4140;
-prmt.b32 b, $6, 0, 0x4342;
-lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-shr.b32 a, a, 4;
-shr.b32 b, b, 4;
-lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-mov.b32 $4, 0x3F803F80;
-mov.b32 $5, 0x3F803F80;
-}
-""")
-_TWO_BF16 = tl.constexpr(_FOUR_BF16.value.replace("0x000F000F", "0x00030003").replace(" 4;", " 2;"))
-#: The same with one more bit (two more) of each number from a second word: its first bits are the first tile's.
-_FIVE_BF16 = tl.constexpr("""
-{
-.reg .b32 a, b, c, d, e;
-prmt.b32 a, $6, 0, 0x4140;
-prmt.b32 b, $6, 0, 0x4342;
-prmt.b32 c, $7, 0, 0x4140;
-prmt.b32 d, $7, 0, 0x4342;
-lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-shr.b32 a, a, 4;
-shr.b32 b, b, 4;
-lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-shl.b32 e, c, 4;
-lop3.b32 $0, e, 0x00100010, $0, 0xEA;
-shl.b32 e, d, 4;
-lop3.b32 $1, e, 0x00100010, $1, 0xEA;
-shl.b32 e, c, 3;
-lop3.b32 $2, e, 0x00100010, $2, 0xEA;
-shl.b32 e, d, 3;
-lop3.b32 $3, e, 0x00100010, $3, 0xEA;
-mov.b32 $4, 0x3F803F80;
-mov.b32 $5, 0x3F803F80;
-}
-""")
-_SIX_BF16 = tl.constexpr(_FIVE_BF16.value.replace(", 3;", ", 2;").replace("0x00100010", "0x00300030"))
-_THREE_BF16 = tl.constexpr(
-    _FIVE_BF16.value.replace(", 4;", ", 2;")
-    .replace(", 3;", ", 1;")
-    .replace("0x000F000F", "0x00030003")
-    .replace("0x00100010", "0x00040004")
-)
-#: Four-bit floats: sign, exponent and mantissa at their places give the number times 2^-126.
-_E2M1_BF16 = tl.constexpr("""
-{
-.reg .b32 a, b, c, d, e, z;
-mov.b32 e, 0x7E807E80;
-mov.b32 z, 0x80008000;
-prmt.b32 a, $6, 0, 0x4140;
-prmt.b32 b, $6, 0, 0x4342;
-shl.b32 c, a, 12;
-shl.b32 d, a, 6;
-and.b32 d, d, 0x01C001C0;
-lop3.b32 c, c, 0x80008000, d, 0xEA;
-fma.rn.bf16x2 $0, c, e, z;
-shl.b32 c, b, 12;
-shl.b32 d, b, 6;
-and.b32 d, d, 0x01C001C0;
-lop3.b32 c, c, 0x80008000, d, 0xEA;
-fma.rn.bf16x2 $1, c, e, z;
-shl.b32 c, a, 8;
-shl.b32 d, a, 2;
-and.b32 d, d, 0x01C001C0;
-lop3.b32 c, c, 0x80008000, d, 0xEA;
-fma.rn.bf16x2 $2, c, e, z;
-shl.b32 c, b, 8;
-shl.b32 d, b, 2;
-and.b32 d, d, 0x01C001C0;
-lop3.b32 c, c, 0x80008000, d, 0xEA;
-fma.rn.bf16x2 $3, c, e, z;
-mov.b32 $4, 0x3F803F80;
-mov.b32 $5, 0x3F803F80;
-}
-""")
+#: The numbers of a word go to four registers, two neighbouring columns in each, as a matrix unit takes them. A bfloat16
+#: with the exponent of 128 has the number in its last bits, so 128 is added to each; 1,024 to a float16. The fifth
+#: result is ones. After the conversions of Kim et al. 2022, "Who Says Elephants Can't Run".
+_MAGIC = {"bf16": ("0x43004300", "0x3F803F80"), "f16": ("0x64006400", "0x3C003C00")}
 
 
-def _half(code):
-    """The same for float16."""
-    return tl.constexpr(code.value.replace("0x43004300", "0x64006400").replace("0x3F803F80", "0x3C003C00"))
+def _shifted(to, source, by):
+    """``source`` shifted right by ``by`` bits, left if it is negative."""
+    if by == 0:
+        return f"mov.b32 {to}, {source};"
+    return f"{'shr' if by > 0 else 'shl'}.b32 {to}, {source}, {abs(by)};"
 
 
-_FOUR_F16, _TWO_F16, _FIVE_F16 = _half(_FOUR_BF16), _half(_TWO_BF16), _half(_FIVE_BF16)
-_SIX_F16, _THREE_F16 = _half(_SIX_BF16), _half(_THREE_BF16)
+def _unpack(kind, bits, more=0):
+    """Code for numbers with ``bits`` bits in $5, and ``more`` further bits in $6."""
+    magic, ones = _MAGIC[kind]
+    mask = f"0x{(1 << bits) - 1:04X}" + f"{(1 << bits) - 1:04X}"
+    lines = []
+    for i in range(4):
+        lines += [_shifted("a", "$5", bits * i), f"lop3.b32 ${i}, a, {mask}, {magic}, 0xEA;"]
+        if more:
+            place = ((1 << more) - 1) << bits
+            lines += [_shifted("a", "$6", more * i - bits), f"lop3.b32 ${i}, a, 0x{place:04X}{place:04X}, ${i}, 0xEA;"]
+    return tl.constexpr("\n".join(["{", ".reg .b32 a;", *lines, f"mov.b32 $4, {ones};", "}"]))
+
+
+def _unpack_bytes(kind):
+    """Code for signed bytes: two tiles in $5, two in $6. Of a bfloat16 the lower seven bits are its mantissa, and 128
+    (256 for a negative number) is subtracted; of a float16 all eight are."""
+    lines, ones = [], _MAGIC[kind][1]
+    for i in range(4):
+        lines.append(_shifted("a", "$5" if i < 2 else "$6", 8 * (i % 2)))
+        if kind == "bf16":
+            lines += ["lop3.b32 b, a, 0x00800080, 0xC300C300, 0xEA;", "lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;"]
+        else:
+            lines += ["lop3.b32 a, a, 0x00FF00FF, 0x64006400, 0xEA;", "xor.b32 a, a, 0x00800080;",
+                      "mov.b32 b, 0xE480E480;"]  # fmt: skip
+        lines.append(f"fma.rn.{kind}x2 ${i}, a, one, b;")
+    one = f"mov.b32 one, {ones};"
+    return tl.constexpr("\n".join(["{", ".reg .b32 a, b, one;", one, *lines, f"mov.b32 $4, {ones};", "}"]))
+
+
+def _unpack_floats():
+    """Code for four-bit floats: sign, exponent and mantissa at their places in a bfloat16 give the number times
+    2^-126."""
+    lines = []
+    for i in range(4):
+        lines += [
+            _shifted("a", "$5", 4 * i - 12), _shifted("b", "$5", 4 * i - 6), "and.b32 b, b, 0x01C001C0;",
+            "lop3.b32 a, a, 0x80008000, b, 0xEA;", f"fma.rn.bf16x2 ${i}, a, power, zero;",
+        ]  # fmt: skip
+    made = ["mov.b32 power, 0x7E807E80;", "mov.b32 zero, 0x80008000;", *lines, "mov.b32 $4, 0x3F803F80;"]
+    return tl.constexpr("\n".join(["{", ".reg .b32 a, b, power, zero;", *made, "}"]))
+
+
+_TWO_BF16, _THREE_BF16, _FOUR_BF16 = _unpack("bf16", 2), _unpack("bf16", 2, 1), _unpack("bf16", 4)
+_FIVE_BF16, _SIX_BF16, _EIGHT_BF16 = _unpack("bf16", 4, 1), _unpack("bf16", 4, 2), _unpack_bytes("bf16")
+_TWO_F16, _THREE_F16, _FOUR_F16 = _unpack("f16", 2), _unpack("f16", 2, 1), _unpack("f16", 4)
+_FIVE_F16, _SIX_F16, _EIGHT_F16 = _unpack("f16", 4, 1), _unpack("f16", 4, 2), _unpack_bytes("f16")
+_E2M1_BF16 = _unpack_floats()
 #: (number + $2) * $3 + $4, for two at a time; $2 is whole, so the first sum is exact.
 _SCALE_BF16 = tl.constexpr("""
 {
@@ -120,87 +86,85 @@ _SCALE_F16 = tl.constexpr(_SCALE_BF16.value.replace("bf16x2", "f16x2").replace("
 
 
 @triton.jit
-def _bf16_tiles(low, high, CODE: tl.constexpr):
+def _bf16_tiles(low, more, CODE: tl.constexpr):
     return tl.inline_asm_elementwise(
-        CODE, "=r,=r,=r,=r,=r,=r,r,r", [low, high], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
+        CODE, "=&r,=&r,=&r,=&r,=&r,r,r", [low, more],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
-def _f16_tiles(low, high, CODE: tl.constexpr):
+def _f16_tiles(low, more, CODE: tl.constexpr):
     return tl.inline_asm_elementwise(
-        CODE, "=r,=r,=r,=r,=r,=r,r,r", [low, high], dtype=(tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
-    )
+        CODE, "=&r,=&r,=&r,=&r,=&r,r,r", [low, more],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
-def _numbers(low, high, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
-    """Two tiles of numbers of the dtype ``to``, and ones. With PTX, ``ADDED`` is added to each; else ZERO is
-    subtracted. Four-bit floats are what they are."""
-    if PTX and to == tl.bfloat16 and KIND == "q4":
-        first, second, ones = _bf16_tiles(low, high, _FOUR_BF16)
-    elif PTX and to == tl.bfloat16 and KIND == "q5":
-        first, second, ones = _bf16_tiles(low, high, _FIVE_BF16)
-    elif PTX and to == tl.bfloat16 and KIND == "q6":
-        first, second, ones = _bf16_tiles(low, high, _SIX_BF16)
-    elif PTX and to == tl.bfloat16 and KIND == "q3":
-        first, second, ones = _bf16_tiles(low, high, _THREE_BF16)
-    elif PTX and to == tl.bfloat16 and KIND == "q2":
-        first, second, ones = _bf16_tiles(low, high, _TWO_BF16)
-    elif PTX and to == tl.bfloat16 and KIND == "e2m1":
-        first, second, ones = _bf16_tiles(low, high, _E2M1_BF16)
-    elif PTX and to == tl.float16 and KIND == "q4":
-        first, second, ones = _f16_tiles(low, high, _FOUR_F16)
-    elif PTX and to == tl.float16 and KIND == "q5":
-        first, second, ones = _f16_tiles(low, high, _FIVE_F16)
-    elif PTX and to == tl.float16 and KIND == "q6":
-        first, second, ones = _f16_tiles(low, high, _SIX_F16)
-    elif PTX and to == tl.float16 and KIND == "q3":
-        first, second, ones = _f16_tiles(low, high, _THREE_F16)
-    elif PTX and to == tl.float16 and KIND == "q2":
-        first, second, ones = _f16_tiles(low, high, _TWO_F16)
+def _number(a, more, i: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
+    """The number of tile ``i``, without PTX; ``a`` and ``more`` are int32."""
+    if KIND == "e2m1":
+        # A float16 has the same fields, with three more bits of exponent and nine more of mantissa.
+        v = a >> (4 * i)
+        half = ((v & 8) << 12 | (v & 7) << 9).to(tl.uint16).to(tl.float16, bitcast=True)
+        y = (half.to(tl.float32) * 16384.0).to(to)
     else:
-        ones = tl.full(low.shape, 1.0, to)
-        a = low.to(tl.int32)
-        h = high.to(tl.int32)
-        if KIND == "q4":
-            first = a & 15
-            second = (a >> 4) & 15
-        elif KIND == "q2":
-            first = a & 3
-            second = (a >> 2) & 3
+        if KIND == "q8":
+            v = ((a if i < 2 else more) << (24 - 8 * (i % 2))) >> 24
+        elif KIND == "q4":
+            v = (a >> (4 * i)) & 15
         elif KIND == "q5":
-            first = a & 15 | (h & 1) << 4
-            second = (a >> 4) & 15 | (h & 2) << 3
+            v = (a >> (4 * i)) & 15 | ((more >> i) & 1) << 4
         elif KIND == "q6":
-            first = a & 15 | (h & 3) << 4
-            second = (a >> 4) & 15 | (h & 12) << 2
+            v = (a >> (4 * i)) & 15 | ((more >> (2 * i)) & 3) << 4
         elif KIND == "q3":
-            first = a & 3 | (h & 1) << 2
-            second = (a >> 2) & 3 | (h & 2) << 1
-        if KIND == "e2m1":
-            # A float16 has the same fields, with three more bits of exponent and nine more of mantissa.
-            first = ((a & 8) << 12 | (a & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-            second = ((a & 128) << 8 | (a & 112) << 5).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            second = second * 16384.0
-            first = first.to(to)
-            second = second.to(to)
+            v = (a >> (2 * i)) & 3 | ((more >> i) & 1) << 2
         else:
-            first = (first - ZERO).to(tl.float32).to(to)
-            second = (second - ZERO).to(tl.float32).to(to)
-    return first, second, ones
+            v = (a >> (2 * i)) & 3
+        y = (v - ZERO).to(tl.float32).to(to)
+    return y
 
 
 @triton.jit
-def _advanced(word, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Bytes whose next bits are first; bits behind those come from a neighbour and mean nothing."""
-    if PTX and BITS == 2:
-        y = tl.inline_asm_elementwise("shr.b32 $0, $1, 2;", "=r,r", [word], dtype=tl.uint8, is_pure=True, pack=4)
-    elif PTX:
-        y = tl.inline_asm_elementwise("shr.b32 $0, $1, 4;", "=r,r", [word], dtype=tl.uint8, is_pure=True, pack=4)
+def _numbers(low, more, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
+    """Four tiles of numbers of the dtype ``to``, and ones. With PTX, ``ADDED`` is added to each; else ZERO is
+    subtracted. Bytes and four-bit floats are what they are."""
+    if PTX and to == tl.bfloat16 and KIND == "q4":
+        q0, q1, q2, q3, ones = _bf16_tiles(low, more, _FOUR_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q5":
+        q0, q1, q2, q3, ones = _bf16_tiles(low, more, _FIVE_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q6":
+        q0, q1, q2, q3, ones = _bf16_tiles(low, more, _SIX_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q3":
+        q0, q1, q2, q3, ones = _bf16_tiles(low, more, _THREE_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q2":
+        q0, q1, q2, q3, ones = _bf16_tiles(low, more, _TWO_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "q8":
+        q0, q1, q2, q3, ones = _bf16_tiles(low, more, _EIGHT_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "e2m1":
+        q0, q1, q2, q3, ones = _bf16_tiles(low, more, _E2M1_BF16)
+    elif PTX and to == tl.float16 and KIND == "q4":
+        q0, q1, q2, q3, ones = _f16_tiles(low, more, _FOUR_F16)
+    elif PTX and to == tl.float16 and KIND == "q5":
+        q0, q1, q2, q3, ones = _f16_tiles(low, more, _FIVE_F16)
+    elif PTX and to == tl.float16 and KIND == "q6":
+        q0, q1, q2, q3, ones = _f16_tiles(low, more, _SIX_F16)
+    elif PTX and to == tl.float16 and KIND == "q3":
+        q0, q1, q2, q3, ones = _f16_tiles(low, more, _THREE_F16)
+    elif PTX and to == tl.float16 and KIND == "q2":
+        q0, q1, q2, q3, ones = _f16_tiles(low, more, _TWO_F16)
+    elif PTX and to == tl.float16 and KIND == "q8":
+        q0, q1, q2, q3, ones = _f16_tiles(low, more, _EIGHT_F16)
     else:
-        y = word >> BITS
-    return y
+        a = low.to(tl.int32)
+        b = more.to(tl.int32)
+        q0 = _number(a, b, 0, KIND, ZERO, to)
+        q1 = _number(a, b, 1, KIND, ZERO, to)
+        q2 = _number(a, b, 2, KIND, ZERO, to)
+        q3 = _number(a, b, 3, KIND, ZERO, to)
+        ones = tl.full(low.shape, 1.0, to)
+    return q0, q1, q2, q3, ones
 
 
 @triton.jit
@@ -215,7 +179,7 @@ def _as_float(bits, BF16: tl.constexpr):
 
 @triton.jit
 def _pair(scales, mask, top, least, u, STYLE: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr):
-    """(scale, what is added, zero point) of the first tile of unit ``u``, then those of the second, in float32."""
+    """(scale, what is added, zero point) of the first tile of 64 columns, ``u``, then of the second, in float32."""
     none = tl.zeros(top.shape, tl.float32)
     m0, m1, z0, z1 = none, none, none, none
     if STYLE == "super":
@@ -257,7 +221,7 @@ def _pair(scales, mask, top, least, u, STYLE: tl.constexpr, GROUP: tl.constexpr,
 
 @triton.jit
 def _quad(scales, mask, top, least, u, i: tl.constexpr, STYLE: tl.constexpr):
-    """(scale, what is added) of the i-th 16 columns of unit ``u``."""
+    """(scale, what is added) of the i-th 16 columns of 64 columns, ``u``."""
     v = tl.load(scales + u, mask=mask, other=0)
     if STYLE == "signed":
         s = ((v << (24 - 8 * i)) >> 24).to(tl.float32) * top
@@ -292,8 +256,22 @@ def _scaled(number, minus, scale, more, PTX: tl.constexpr):
 
 
 @triton.jit
+def _fetch(low, row, LOW: tl.constexpr):
+    """Have the L2 cache read rows of ``low``, which are at most 256 bytes long, ahead of their use."""
+    at = low + row * LOW
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+    if LOW > 64:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(at + 64).to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _places(low, high, scales, tops, row, j, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr):
-    """Where the arrays of rows ``row`` of [spans * rows] begin; the bytes ``j`` of those in bytes."""
+    """Where the arrays of rows ``row`` of [spans * rows] begin; of ``low`` and ``high`` the elements ``j``."""
     return (
         low + row[:, None] * LOW + j[None, :], high + row[:, None] * HIGH + j[None, :], scales + row * WORDS, tops + row
     )  # fmt: skip
@@ -314,30 +292,30 @@ def _tops(at, inside, BN: tl.constexpr, STYLE: tl.constexpr, BF16: tl.constexpr)
 
 
 @triton.jit
-def _next_tiles(low_at, high_at, inside, w, h, u: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Bytes whose first bits belong to unit ``u``: of ``low``, for eight bits those of its second tile, of ``high``.
+def _next_words(low_at, high_at, inside, w, h, u: tl.constexpr, KIND: tl.constexpr):
+    """Words whose first bits belong to unit ``u``: of ``low``; for eight bits of its other two tiles, else of ``high``.
     ``w`` and ``h`` are those of the unit before."""
     held = inside[:, None]
-    second = w
     if KIND == "q8":
         w = tl.load(low_at + u * 64, mask=held, other=0)
-        second = tl.load(low_at + (u * 64 + 32), mask=held, other=0)
     elif KIND == "q2" or KIND == "q3":
-        w = tl.load(low_at + u * 16, mask=held, other=0) if u % 2 == 0 else _advanced(w, 4, PTX)
+        w = tl.load(low_at, mask=held, other=0) if u == 0 else w >> 8
     else:
         w = tl.load(low_at + u * 32, mask=held, other=0)
-    if KIND == "q6":
-        h = tl.load(high_at + u * 16, mask=held, other=0) if u % 2 == 0 else _advanced(h, 4, PTX)
+    if KIND == "q8":
+        h = tl.load(low_at + (u * 64 + 32), mask=held, other=0)
+    elif KIND == "q6":
+        h = tl.load(high_at, mask=held, other=0) if u == 0 else h >> 8
     elif KIND == "q3" or KIND == "q5":
-        h = tl.load(high_at, mask=held, other=0) if u == 0 else _advanced(h, 2, PTX)
+        h = tl.load(high_at, mask=held, other=0).to(tl.int16) if u == 0 else h >> 4
     else:
         h = w
-    return w, second, h
+    return w, h
 
 
 @triton.jit
 def _spread(scales, mask, top, least, j, u: tl.constexpr, STYLE: tl.constexpr):
-    """(scales, what is added) [BN, 32] of the first tile of unit ``u``, then of the second, for groups of 16."""
+    """(scales, what is added) [BN, 32] of the first tile of 64 columns, ``u``, then of the second, for groups of 16."""
     early = (j < 16)[None, :]
     s0, m0 = _quad(scales, mask, top, least, u, 0, STYLE)
     s1, m1 = _quad(scales, mask, top, least, u, 1, STYLE)
@@ -367,31 +345,32 @@ def packed_sum(
     j = tl.arange(0, 32)
     row = tl.cast(first, tl.int64) * rows + n
     low_at, high_at, scales_at, tops_at = _places(low, high, scales, tops, row, j, LOW, HIGH, WORDS)
-    x_at = x_at + first * (64 * UNITS) + j[:, None]
+    x_at = x_at + first * (128 * UNITS) + j[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
     none = tl.zeros([BN], tl.float32)
     minus = none[:, None] - (ADDED + ZERO)
     for span in range(first, last):
+        if PTX and SUMS:
+            _fetch(low, tl.cast(tl.minimum(span + 6, last - 1), tl.int64) * rows + tl.minimum(n, rows - 1), LOW)
         top, least = _tops(tops_at, inside, BN, STYLE, BF16)
-        left = columns - span * (64 * UNITS) - j[:, None]
+        left = columns - span * (128 * UNITS) - j[:, None]
         p = tl.zeros([BN, BM], tl.float32)
         t = tl.zeros([BN, BM], tl.float32)
-        w = tl.zeros([BN, 32], tl.uint8)
+        w = tl.zeros([BN, 32], tl.int16)
         h = w
-        for u in tl.static_range(UNITS):
+        for u in tl.static_range(2 * UNITS):
             if EVEN:
                 a = tl.load(x_at + u * 64, mask=there, other=0.0)
                 b = tl.load(x_at + (u * 64 + 32), mask=there, other=0.0)
             else:
                 a = tl.load(x_at + u * 64, mask=there & (left > u * 64), other=0.0)
                 b = tl.load(x_at + (u * 64 + 32), mask=there & (left > u * 64 + 32), other=0.0)
-            w, w2, h = _next_tiles(low_at, high_at, inside, w, h, u, KIND, PTX)
-            if KIND == "q8":
-                lo = widened(w, "int8", PTX, to)
-                hi = widened(w2, "int8", PTX, to)
-                ones = lo
+            if u % 2 == 0:
+                w, h = _next_words(low_at, high_at, inside, w, h, u // 2, KIND)
+                lo, hi, third, fourth, ones = _numbers(w, h, KIND, PTX, ZERO, to)
             else:
-                lo, hi, ones = _numbers(w, h, KIND, PTX, ZERO, to)
+                lo = third
+                hi = fourth
             if GROUP == 16:
                 s0, m0, s1, m1 = _spread(scales_at, inside, top, least, j, u, STYLE)
                 lo = _scaled(lo, minus, s0, m0, PTX)
@@ -432,7 +411,7 @@ def packed_sum(
         high_at += tl.cast(rows, tl.int64) * HIGH
         scales_at += tl.cast(rows, tl.int64) * WORDS
         tops_at += rows
-        x_at += 64 * UNITS
+        x_at += 128 * UNITS
     return acc
 
 
@@ -492,15 +471,15 @@ def unpack_kernel(
     low_at, high_at, scales_at, tops_at = _places(low, high, scales, tops, row, j, LOW, HIGH, WORDS)
     top, least = _tops(tops_at, inside, BN, STYLE, BF16)
     minus = tl.zeros([BN], tl.float32)[:, None] - (ADDED + ZERO)
-    w = tl.zeros([BN, 32], tl.uint8)
+    w = tl.zeros([BN, 32], tl.int16)
     h = w
-    for u in tl.static_range(UNITS):
-        w, w2, h = _next_tiles(low_at, high_at, inside, w, h, u, KIND, PTX)
-        if KIND == "q8":
-            lo = widened(w, "int8", PTX, to)
-            hi = widened(w2, "int8", PTX, to)
+    for u in tl.static_range(2 * UNITS):
+        if u % 2 == 0:
+            w, h = _next_words(low_at, high_at, inside, w, h, u // 2, KIND)
+            lo, hi, third, fourth, _ = _numbers(w, h, KIND, PTX, ZERO, to)
         else:
-            lo, hi, _ = _numbers(w, h, KIND, PTX, ZERO, to)
+            lo = third
+            hi = fourth
         if GROUP == 16:
             s0, m0, s1, m1 = _spread(scales_at, inside, top, least, j, u, STYLE)
             lo = _scaled(lo, minus, s0, m0, False)
@@ -509,7 +488,7 @@ def unpack_kernel(
             s0, m0, z0, s1, m1, z1 = _pair(scales_at, inside, top, least, u, STYLE, GROUP, BF16)
             lo = _scaled(lo, minus - z0[:, None], s0[:, None], m0[:, None], False)
             hi = _scaled(hi, minus - z1[:, None], s1[:, None], m1[:, None], False)
-        c = (span * UNITS + u) * 64 + j
+        c = (span * (2 * UNITS) + u) * 64 + j
         at = y + n.to(tl.int64)[:, None] * y_row + c[None, :]
         tl.store(at, lo, mask=inside[:, None] & (c < columns)[None, :])
         tl.store(at + 32, hi, mask=inside[:, None] & (c + 32 < columns)[None, :])
