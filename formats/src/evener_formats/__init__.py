@@ -1,6 +1,24 @@
 """Checkpoint formats and quantization schemes, registered through the same hooks as anybody else's. Torch-free.
 
-================  =====================================================================
+================  ============================================================================
+package/module    holds
+================  ============================================================================
+``beside``        what schemes share whose weights are several tensors
+``bitsandbytes``  the scheme of bitsandbytes checkpoints of four bits
+``compressed``    the schemes compressed-tensors and modelopt; ``packed``: what both have packed
+``gptq``          the scheme of GPTQ checkpoints; ``awq``: that of AWQ
+``gguf``          GGUF files: header, families' tensor names, and the scheme of block formats
+``kv_cache``      which state is quantized, and the scales of keys and values
+``mxfp4``         the scheme of MXFP4 checkpoints (gpt-oss)
+``quantize``      quantizing plain weights while they are read
+``rules``         rules by layer name, and other values of a ``quantization_config``
+``scaled``        FP8 and int8 with scales: the scheme fp8
+``torch_files``   PyTorch's own weight files (``pytorch_model.bin``)
+``tokenizers``    SentencePiece, tiktoken and GGUF tokenizers as ``tokenizer.json``
+``words``         numbers of 2, 3, 4 and 8 bits in words of 32
+================  ============================================================================
+"""
+
 from __future__ import annotations
 
 from evener.contracts.descriptor import Descriptor, Option
