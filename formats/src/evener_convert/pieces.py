@@ -84,7 +84,7 @@ def _rank_piece(item: Declared, name: str, slices: Sequence[Slice], headers: Hea
     roles = judge.tensors(name, headers)
 
     def make(read: Read) -> Mapping[str, torch.Tensor]:
-        tensors = {role: read(each) for role, each in roles.items()}
+        tensors: Mapping[str, torch.Tensor] = {role: read(each) for role, each in roles.items()}
         if slices and (part is None or part.format.plain or not isinstance(item, LinearWeight)) and len(tensors) == 1:
             tensors = {role: _narrowed(tensor, item, slices) for role, tensor in tensors.items()}
         elif slices and part is not None:

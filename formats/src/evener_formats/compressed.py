@@ -198,8 +198,8 @@ class ModelOptScheme(_PartlyPacked):
         import torch
 
         config = {"quantization_config": {"quant_method": self.name, "quant_algo": "NVFP4"}}
-        tensors = _float_example(name, "", "_scale_2", torch.Generator().manual_seed(seed))
-        yield config, _headers(tensors), tensors
+        own = _float_example(name, "", "_scale_2", torch.Generator().manual_seed(seed))
+        yield config, _headers(own), own
         for _, headers, tensors in list(super().examples(name, seed))[:2]:
             yield config, headers, tensors
 
@@ -223,7 +223,8 @@ def _layer_of(group: Mapping[str, Any]) -> Layer:
             f"config.json's quantization_config has symmetric: {str(symmetric)[:20]} and actorder: {str(order)[:20]}; "
             "use the config.json that was published with these weights"
         )
-    return Layer(int(bits), 0 if whole else int(size), symmetric, order in (True, "group", "dynamic"))
+    assert isinstance(bits, int), "one of _BITS"
+    return Layer(bits, int(size) if grouped and size is not None else 0, symmetric, order in (True, "group", "dynamic"))
 
 
 def _positive(size: Any) -> bool:

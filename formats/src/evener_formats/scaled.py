@@ -81,7 +81,8 @@ class ScaledScheme(QuantScheme):
                 f"{name} has zero points, {name}_zero_point, which {self.name} reads in no format; use a checkpoint "
                 "with symmetric quantization"
             )
-        return WeightPart(name, *shape[stack:], form)
+        rows, columns = shape[stack:]
+        return WeightPart(name, rows, columns, form)
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
         import torch

@@ -100,7 +100,8 @@ class BlockedState(AttentionProvider):
     def write(self, views: Any, meta: BlockedMeta, *values: torch.Tensor) -> None:
         if values[0].shape[0]:
             key, value = (part.to(torch.float16) for part in values)
-            calls.write_blocked(key, value, *views.both, meta.step.slot_mapping)
+            keys, pages = views.both
+            calls.write_blocked(key, value, keys, pages, meta.step.slot_mapping)
 
     def attend(
         self, views: Any, meta: BlockedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None

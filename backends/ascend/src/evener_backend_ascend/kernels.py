@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from evener.contracts.ops import Kernel, OpCall, OpFunction
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import PackedWeight, Packing
 from evener.ops.reference.linear import PLAIN
 from evener_backend_ascend import calls
 from evener_backend_ascend.chip import refusal
@@ -173,7 +173,7 @@ class NpuGroupedLinear(NpuKernel):
     """Pairs of token and expert, sorted by expert, in one product. No value is read on the host."""
 
     op, name, vendor = "grouped_linear", "ascend.grouped_linear", "npu_grouped_matmul"
-    packings = (PLAIN,)
+    packings: tuple[Packing, ...] = (PLAIN,)
 
     def _unsupported(self, call: OpCall) -> str | None:
         experts, rows, dtype = (call.static[k] for k in ("experts", "rows", "dtype"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction
-from evener.contracts.quant import PackedWeight, Packing, WeightPart
+from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
 from evener_backend_ascend import calls
 from evener_backend_ascend.chip import INT8_EXPERTS, refusal
 from evener_backend_ascend.kernels import NpuGroupedLinear, NpuKernel
@@ -66,7 +66,8 @@ class Int8Rows(Packing):
     def pack_stack(
         self, matrices: Iterable[Sequence[WeightPart]], count: int, dtype: str, device: torch.device
     ) -> PackedWeight:
-        stack, formats = None, ()
+        stack: Int8Stack | None = None
+        formats: tuple[QuantFormat, ...] = ()
         for index, parts in enumerate(matrices):
             one = self.pack(parts, dtype, device)
             codes, scales = one.data
@@ -110,7 +111,7 @@ class NpuInt8GroupedLinear(NpuGroupedLinear):
     """The same of experts."""
 
     name, vendor = "ascend.int8_grouped_linear", INT8_EXPERTS
-    packings = (Int8Rows(),)
+    packings: tuple[Packing, ...] = (Int8Rows(),)
 
     def _unsupported(self, call: OpCall) -> str | None:
         dtype = call.static["dtype"]

@@ -9,10 +9,9 @@ itself come before these.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-import torch
 from triton.runtime import driver
 
 from evener.contracts.device import Device
@@ -74,10 +73,7 @@ class RowSample(RowKernel, TritonSample):
             return super().build(call)
         block = number_of("row", call.device.features, 8192) // 4
 
-        def run(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
-            return sample_filtered(logits, *columns, block=block)
-
-        return run
+        return partial(sample_filtered, block=block)
 
 
 @cache

@@ -111,8 +111,12 @@ class SimulatedPaged(AttentionProvider, QuantizedState):
         self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
     ) -> Pages:
         parts = zip(self.bind(storage, spec, block_size).canonical, scales, spec.tensors, strict=True)
-        wide = ((view, self._device.namespace.host(s), getattr(torch, str(t.wide))) for view, s, t in parts)
-        return Pages(tuple(ScaledPages(*each) for each in wide))
+        host = self._device.namespace.host
+        pages = []
+        for view, scale, tensor in parts:
+            assert isinstance(view, torch.Tensor), "bind makes tensors"
+            pages.append(ScaledPages(view, host(scale), getattr(torch, str(tensor.wide))))
+        return Pages(tuple(pages))
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         lengths = HostLengths(list(step.host_query_lens), list(step.host_kv_lens))

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evener.config.schema import Config
-from evener.contracts.checkpoint import Checkpoint, Headers
+from evener.contracts.checkpoint import Checkpoint, Headers, WeightFile
 from evener.contracts.declared import Declared, LinearWeight, Slice, Span, Weight
 from evener.distributed.world import World
 from evener.errors import CheckpointError, ConfigError
 from evener.layers.builder import Builder
-from evener.loading.checkpoint import FolderCheckpoint, WeightFile, open_checkpoint
+from evener.loading.checkpoint import FolderCheckpoint, open_checkpoint
 from evener.loading.safetensors_files import SafetensorsFile
 
 INDEX, VERSION = "evener_split.json", 1
