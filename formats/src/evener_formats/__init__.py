@@ -1,6 +1,16 @@
 """Checkpoint formats and quantization schemes, registered through the same hooks as anybody else's. Torch-free.
 
-===============  ====================================================================="""
+===============  ============================================================================
+package/module   holds
+===============  ============================================================================
+``gguf``         GGUF files: header, families' tensor names, and the scheme of block formats
+``kv_cache``     keys and values in eight bits: element types, scales and their files
+``mxfp4``        the scheme of MXFP4 checkpoints (gpt-oss)
+``scaled``       FP8 and int8 with scales: the schemes fp8 and compressed-tensors
+``torch_files``  PyTorch's own weight files (``pytorch_model.bin``)
+``tokenizers``   SentencePiece, tiktoken and GGUF tokenizers as ``tokenizer.json``
+===============  ============================================================================
+"""
 
 from __future__ import annotations
 
