@@ -40,7 +40,7 @@ CONTRACTS = ROOT / "core/src/evener/contracts"
 MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "architecture", "checkpoint", "communicator",
     "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared", "statics", "weights",
-    "generation.parsers", "generation.parsed", "grammar.library",
+    "generation.parsers", "generation.parsed", "grammar.library", "quantized.state",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {
@@ -50,7 +50,7 @@ LAYERS = {
 }  # fmt: skip
 #: Every command, in the order in which they are met.
 COMMANDS = (
-    "run", "chat", "serve", "explain", "why-not", "tune", "config", "plugins", "doctor", "models", "new",
+    "run", "chat", "serve", "explain", "why-not", "tune", "calibrate", "config", "plugins", "doctor", "models", "new",
     "conformance", "first-contact", "evidence", "version", "completion",
 )  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
