@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.declared import StateSlot
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quantized.state import StateAnswer, StateRequest
-from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
+from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateTensor
 from evener.errors import CheckpointError, ConfigError
+from evener.ops.reference.state import ReferenceState
 from evener_formats.kv_cache.choice import choose_state
 from evener_formats.kv_cache.scale_file import MAX_BYTES, format_scales, parse_scales, read_scale_file
 from evener_formats.kv_cache.scales import Scales, Shares
@@ -45,26 +46,32 @@ class Stored(Checkpoint):
 
 
 class Device:
-    """A device that may replace element types."""
+    """A device of which nothing is known."""
 
-    def __init__(self, **replaced: str) -> None:
-        self.capabilities = DeviceCapabilities(replaced_state=replaced)
+    capabilities = DeviceCapabilities()
+
+
+class Replacing(ReferenceState):
+    """Stores int8 only."""
+
+    scaled, replaced = frozenset({"int8"}), {"float8_e4m3fn": "int8"}
 
 
 def ask(
     dtype: str = "fp8_e4m3", scales: Path | None = None, tensors: Mapping[str, torch.Tensor] | None = None,
     texts: Mapping[str, str] | None = None, heads: int = 2, rank: int = 0, ranks: int = 1, kind: str = "full",
-    replaced: Mapping[str, str] | None = None, **config: Any,
+    providers: Sequence[StateProvider] = (), **config: Any,
 ) -> tuple[list[StateSlot], StateAnswer]:  # fmt: skip
     """The slots of two layers, and what was decided about them."""
     spec = StateSpec(kind, tuple(StateTensor(name, (heads, 16), "bfloat16") for name in ("key", "value")))
     attention = AttentionSpec(heads, 16, 0.25, dtype="bfloat16")
     slots = [StateSlot(f"model.layers.{n}.self_attn", spec, attention) for n in range(2)]
     checkpoint = Stored({"model.norm.weight": torch.ones(4), **(tensors or {})}, texts or {}, **config)
-    device: Any = Device(**(replaced or {}))
+    device: Any = Device()
     request = StateRequest(
-        dtype, None if scales is None else str(scales), [slots], checkpoint, checkpoint.headers, device, [], rank, ranks
-    )
+        dtype, None if scales is None else str(scales), [slots], checkpoint, checkpoint.headers, device, providers,
+        rank, ranks,
+    )  # fmt: skip
     return slots, choose_state(request)
 
 
@@ -230,8 +237,6 @@ SCHEME = {"quantization_config": {"kv_cache_scheme": {"type": "float", "num_bits
 
 
 def test_auto_does_as_the_checkpoint_says_where_a_kernel_can() -> None:
-    from evener.ops.reference.state import ReferenceState
-
     tensors, asked = scale_tensors("k_scale", "v_scale"), {**SCHEME}
     slots, answer = ask("auto", tensors=tensors, **asked)
     assert slots[0].spec.tensors[0].wide is None and "which no installed kernel stores here" in answer.notes[0]
@@ -243,20 +248,22 @@ def test_auto_does_as_the_checkpoint_says_where_a_kernel_can() -> None:
     assert "of 4 bits of float in config.json is not read here" in ask("auto", **odd)[1].notes[0]
 
 
-def test_a_device_may_replace_an_element_type_and_the_run_announces_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_provider_may_replace_an_element_type_and_the_run_announces_it(caplog: pytest.LogCaptureFixture) -> None:
     tensors = scale_tensors("k_scale", "v_scale")
-    slots, answer = ask(tensors=tensors, replaced={"float8_e4m3fn": "int8"})
+    slots, answer = ask(tensors=tensors, providers=[Replacing()])
     assert slots[0].spec.tensors[0].dtype == "int8"
     assert slots[0].scales[0] == pytest.approx([0.5 * 448 / 127] * 2)
-    said = "the KV cache is stored as int8 instead of fp8_e4m3 (infer.kv_dtype=fp8_e4m3), which the device does"
-    assert f"{said} not store" in answer.notes and said in caplog.text
+    said = "the KV cache is stored as int8 instead of fp8_e4m3 (infer.kv_dtype=fp8_e4m3), which reference"
+    assert f"{said} does not store" in answer.notes and said in caplog.text
 
 
 def test_what_cannot_be_done_is_an_error() -> None:
     with pytest.raises(ConfigError, match="evener calibrate stored --text FILE"):
         ask("int8")
-    with pytest.raises(ConfigError, match="this model keeps no keys and values"):
+    with pytest.raises(ConfigError, match=r"latents .* are stored without scales, in bfloat16 or fp8_e4m3"):
         ask("int8", kind="latent")
+    with pytest.raises(ConfigError, match="keeps no keys, values or latents"):
+        ask("fp8_e4m3", kind="index")
     with pytest.raises(ConfigError, match="are stored as computed, without scales"):
         ask("auto", Path("x"))
     with pytest.raises(ConfigError, match="are stored as bfloat16, without scales"):
@@ -267,3 +274,8 @@ def test_e5m2_needs_no_scales_and_bfloat16_has_none() -> None:
     assert ask("fp8_e5m2")[0][0].scales == ((1.0, 1.0), (1.0, 1.0))
     slots, _ = ask("bfloat16")
     assert slots[0].scales == () and slots[0].spec.tensors[0] == replace(slots[0].spec.tensors[0], dtype="bfloat16")
+
+
+def test_latents_are_stored_without_scales() -> None:
+    slots, answer = ask("fp8_e4m3", kind="latent")
+    assert answer.notes == ["latents are stored as fp8_e4m3: infer.kv_dtype=fp8_e4m3"] and slots[0].scales == ()

@@ -22,15 +22,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "latent, queries direct": ("DeepseekV2", {"infer.depth": 3}, {}),
     "latent in bf16, expanded": (
         "DeepseekV3",
-        {"infer.latent_dtype": "bfloat16", "infer.mla_absorb": "none"},
+        {"infer.kv_dtype": "bfloat16", "infer.mla_absorb": "none"},
         {"state_dtype": "bfloat16", "absorb": "none"},
     ),
     "latent in 8 bits, with products": (
         "DeepseekV3",
-        {"infer.latent_dtype": "float8_e4m3fn", "infer.mla_absorb": "absorb"},
+        {"infer.kv_dtype": "fp8_e4m3", "infer.mla_absorb": "absorb"},
         {"state_dtype": "float8_e4m3fn", "absorb": "absorb"},
     ),
-    "latent in 8 bits": ("DeepseekV3", {"infer.latent_dtype": "float8_e4m3fn"}, {"state_dtype": "float8_e4m3fn"}),
+    "latent in 8 bits": ("DeepseekV3", {"infer.kv_dtype": "fp8_e4m3"}, {"state_dtype": "float8_e4m3fn"}),
     "sparse": ("DeepseekV32", {"infer.step_tokens": 7}, {}),
     "sparse, fewer tokens": ("DeepseekV32", {"infer.index_topk": 3}, {"index_top": 3}),
     "sparse, read densely": ("DeepseekV32", {"infer.index_topk": 0}, {"index_top": 0}),

@@ -68,5 +68,4 @@ class Constraints:
             dtypes=self.chip.dtypes, alignment=self.alignment, int64=self.int64, host_lengths=self.host_lengths,
             graphs=self.graphs, max_captures=self.max_captures, graph_update=self.graph_update,
             variant=self.chip.name,
-            replaced_state=dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), "int8") if self.int8_state else {},
         )  # fmt: skip

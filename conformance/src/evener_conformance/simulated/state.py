@@ -63,7 +63,9 @@ class SimulatedPaged(AttentionProvider, QuantizedState):
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device, self._constraints = device, device.constraints
-        self.scaled = frozenset({"int8"} if self._constraints.int8_state else {"int8", "float8_e4m3fn", "float8_e5m2"})
+        floats = () if self._constraints.int8_state else ("float8_e4m3fn", "float8_e5m2")
+        self.scaled = frozenset({"int8", *floats})
+        self.replaced = dict.fromkeys({"float8_e4m3fn", "float8_e5m2"} - self.scaled, "int8")
         # Without updates, a replay would use the lengths of the captured step.
         self.graph = (
             "never" if self._constraints.host_lengths and not self._constraints.graph_update else "uniform_decode"

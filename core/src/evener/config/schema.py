@@ -93,8 +93,7 @@ class InferConfig(Section):
     tuning: str = option(
         "auto", "path",
         "File of `evener tune` with the choice of kernels; auto: the files for this device in the user's cache folder "
-        "and in packages; off: none.",
-        auto=True
+        "and in packages; off: none.", auto=True
     )  # fmt: skip
     cache_type: str = option("auto", "str", "Layout of the KV cache; always paged.", choices=("auto", "paged"))
     mla_absorb: str = option(
@@ -106,12 +105,8 @@ class InferConfig(Section):
     index_topk: int | Auto = option(
         "auto", "int", "Number of earlier tokens that sparse attention reads; 0: all.", auto=True, minimum=0
     )  # fmt: skip
-    latent_dtype: str = option(
-        "auto", "str", "Dtype of stored MLA latents; auto: the compute dtype.",
-        choices=("auto", "bfloat16", "float8_e4m3fn")
-    )  # fmt: skip
     kv_dtype: str = option(
-        "auto", "str", "Dtype of stored keys and values; auto: as the checkpoint says, or the compute dtype.",
+        "auto", "str", "Dtype of stored keys, values and latents; auto: as the checkpoint says, or the compute dtype.",
         choices=("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"), words={"fp8": "fp8_e4m3"}
     )  # fmt: skip
     kv_scales: str | None = option(None, "path", "File with scales of keys and values, by `evener calibrate`; none: "
@@ -121,8 +116,7 @@ class InferConfig(Section):
     )  # fmt: skip
     block_size: int | Auto = option("auto", "int", "Tokens in one block of the KV cache.", auto=True, minimum=1)
     kv_memory: int | float | Auto = option(
-        "auto", "size", "Memory for the KV cache and other state: bytes, or a fraction of the memory free at start.",
-        auto=True
+        "auto", "size", "Memory for KV cache and other state: bytes, or a fraction of what is free at start.", auto=True
     )  # fmt: skip
     step_tokens: int | Auto = option("auto", "int", "Token budget of one step, over all requests.",
                                      auto=True, minimum=1)  # fmt: skip

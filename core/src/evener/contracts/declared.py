@@ -161,8 +161,7 @@ class StackedWeight(LinearWeight):
     def stored_parts(self) -> Iterator[str]:
         """Names of all its tensors in the checkpoint."""
         for part in self.parts:
-            count = self.experts if "{}" in part.name else 1
-            yield from (part.name.format(expert) for expert in range(count))
+            yield from (part.name.format(n) for n in range(self.experts if "{}" in part.name else 1))
 
 
 @dataclass(eq=False)

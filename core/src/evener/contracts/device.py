@@ -36,8 +36,6 @@ class DeviceCapabilities:
         host_memory: tensors are in host memory (the CPU), so the host reads them without a copy.
         variant: the chip or instruction set, e.g. "avx512_bf16"; kernels may check it.
         features: more names that kernels may check, e.g. {"vnni"}.
-        replaced_state: element types of quantized state that the device does not store, and what it stores instead,
-            e.g. {"float8_e4m3fn": "int8"}; the run announces it.
     """
 
     dtypes: frozenset[str] = frozenset({"float32"})
@@ -51,7 +49,6 @@ class DeviceCapabilities:
     host_memory: bool = False
     variant: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
-    replaced_state: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

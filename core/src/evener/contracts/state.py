@@ -209,8 +209,7 @@ class StateStep:
     def rows(self, first: int, stop: int) -> StateStep:
         """The part of the step with requests ``first`` to ``stop`` only."""
         queries, lengths = self.host_query_lens[first:stop], self.host_kv_lens[first:stop]
-        start = sum(self.host_query_lens[:first])
-        end = start + sum(queries)
+        start, end = (sum(self.host_query_lens[:row]) for row in (first, stop))
         return StateStep(
             tokens=end - start, requests=stop - first, max_query=max(queries), max_kv=min(self.max_kv, max(lengths)),
             query_start=self.query_start[first : stop + 1] - start, kv_lens=self.kv_lens[first:stop],
@@ -295,8 +294,7 @@ class StateProvider(ABC):
         is the requests that come first and add one token each. Do not override it."""
         if not attention.split_decode:
             return self.prepare(step, spec, attention, block_size)
-        longer = (row for row, count in enumerate(step.host_query_lens) if count > 1)
-        cut = step.requests if step.max_query == 1 else next(longer)
+        cut = step.requests if step.max_query == 1 else next(r for r, n in enumerate(step.host_query_lens) if n > 1)
         one = self.prepare(step.rows(0, cut), spec, attention, block_size) if cut else None
         rest = step.rows(cut, step.requests) if cut < step.requests else None
         return SplitMetadata(one, rest and self.prepare(rest, spec, attention, block_size), cut)

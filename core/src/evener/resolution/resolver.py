@@ -229,12 +229,10 @@ def _choose_state(available: Candidates, slot: StateSlot) -> tuple[StateProvider
     if slot.spec.kind not in available.reference_state.kinds:
         detail = "; ".join(f"{name}: {reason}" for name, reason in refused)
         raise ResolveError(
-            f"{slot.name}: no installed package serves state of kind {slot.spec.kind!r}"
-            + (f" ({detail})" if detail else "")
-            + "; install a kernel package that does"
+            f"{slot.name}: no installed package serves state of kind {slot.spec.kind!r}{detail and f' ({detail})'}; "
+            "install a kernel package that does"
         )
-    choice = Choice("attention", slot.name, None, REFERENCE, available.version, tuple(refused))
-    return available.reference_state, choice
+    return available.reference_state, Choice("attention", slot.name, None, REFERENCE, available.version, tuple(refused))
 
 
 def plain_parts(weight: LinearWeight) -> tuple[WeightPart, ...]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evener.contracts.declared import StateSlot
-from evener.contracts.quantized.state import StateAnswer, StateRequest, unscaled
-from evener.contracts.state import StateSpec
+from evener.contracts.quantized.state import QuantizedState, StateAnswer, StateRequest, unscaled
+from evener.contracts.state import StateProvider, StateSpec
 from evener.errors import CheckpointError, ConfigError
 from evener_formats.kv_cache.scale_file import FILE_NAME, parse_scales, read_scale_file
 from evener_formats.kv_cache.scales import LARGEST, Scales, Shares, layer_numbers
@@ -28,6 +28,8 @@ ELEMENT_TYPES = {"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2"
 _NAMES = {dtype: name for name, dtype in ELEMENT_TYPES.items()}
 #: Kinds of state that hold keys and values.
 _KINDS = ("full", "window", "chunk")
+#: What latents are stored in, without scales; layers declare them so.
+_LATENTS = ("bfloat16", "float8_e4m3fn")
 #: Scales for random weights, which nobody calibrates: the largest key or value is about 8.
 _RANDOM_MAXIMUM = 8.0
 
@@ -57,7 +59,8 @@ def choose_state(request: StateRequest) -> StateAnswer:
     slots = [slot for slot in every if slot.spec.kind in _KINDS and slot.spec.per == "token"]
     notes = _Notes(request.rank)
     read = [re.escape(name) for slot in slots for name in scale_tensors(slot.name, request.headers)]
-    dtype = _element_type(slots, request, notes)
+    latents = any(slot.spec.kind == "latent" for slot in every)
+    dtype = _element_type(slots, latents, request, notes)
     if dtype not in LARGEST:
         if request.scales is not None:
             raise ConfigError(f"infer.kv_scales={request.scales} was given, but keys and values are stored as "
@@ -80,8 +83,8 @@ def _stored_as(spec: StateSpec, dtype: str, wide: str | None) -> StateSpec:
     return replace(spec, tensors=tuple(replace(tensor, dtype=dtype, wide=wide) for tensor in spec.tensors))
 
 
-def _element_type(slots: Sequence[StateSlot], request: StateRequest, notes: _Notes) -> str:
-    """The dtype of keys and values; empty: the compute dtype."""
+def _element_type(slots: Sequence[StateSlot], latents: bool, request: StateRequest, notes: _Notes) -> str:
+    """The dtype of keys and values; empty: the compute dtype. ``latents``: whether the model keeps some."""
     wanted, why = ELEMENT_TYPES.get(request.dtype), f"infer.kv_dtype={request.dtype}"
     automatic = wanted is None
     if automatic:
@@ -90,13 +93,19 @@ def _element_type(slots: Sequence[StateSlot], request: StateRequest, notes: _Not
             notes.say(f"the KV cache has the compute dtype: {why} in config.json is not read here")
     if wanted is None:
         return ""
+    if automatic and not slots:
+        return ""
+    if latents and wanted not in _LATENTS:
+        raise ConfigError(f"{why}, but latents (MLA) are stored without scales, in bfloat16 or fp8_e4m3; set one of "
+                          "these")  # fmt: skip
+    if not slots and not latents:
+        raise ConfigError(f"{why}, but this model keeps no keys, values or latents; leave it out")
     if not slots:
-        if automatic:
-            return ""
-        raise ConfigError(f"{why}, but this model keeps no keys and values; leave it out, or set infer.latent_dtype if "
-                          "it keeps latents (MLA)")  # fmt: skip
-    if (other := request.device.capabilities.replaced_state.get(wanted)) is not None:
-        notes.say(f"the KV cache is stored as {_NAMES[other]} instead of {_NAMES[wanted]} ({why}), which the device "
+        notes.say(f"latents are stored as {_NAMES[wanted]}: {why}")
+        return ""
+    best = _best_provider(slots[0], request)
+    if isinstance(best, QuantizedState) and (other := best.replaced.get(wanted)) is not None:
+        notes.say(f"the KV cache is stored as {_NAMES[other]} instead of {_NAMES[wanted]} ({why}), which {best.name} "
                    "does not store", logging.WARNING)  # fmt: skip
         wanted = other
     if automatic and wanted in LARGEST and not all(_is_served(slot, wanted, request) for slot in slots):
@@ -105,6 +114,16 @@ def _element_type(slots: Sequence[StateSlot], request: StateRequest, notes: _Not
         return ""
     notes.say(f"keys and values are stored as {_NAMES[wanted]}: {why}")
     return wanted
+
+
+def _best_provider(slot: StateSlot, request: StateRequest) -> StateProvider | None:
+    """Of the providers that serve the slot unquantized, the one with the highest priority."""
+    able = request.device.capabilities
+    fit = [
+        each for each in request.providers
+        if slot.spec.kind in each.kinds and each.supports(slot.spec, slot.attention, able) is None
+    ]  # fmt: skip
+    return max(fit, key=lambda each: each.priority, default=None)
 
 
 def _is_served(slot: StateSlot, dtype: str, request: StateRequest) -> bool:

@@ -8,8 +8,9 @@ saturated, and read as ``element * scale``; ``evener.state_pages.elements`` is t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Checkpoint, Headers
@@ -27,9 +28,12 @@ class QuantizedState(StateProvider):
     Attributes:
         scaled: the element types that it stores, of "float8_e4m3fn", "float8_e5m2", "int8". A group with another one is
             not offered to it.
+        replaced: (optional) element types that it does not store, and what it stores instead of each, e.g.
+            {"float8_e4m3fn": "int8"}. The run announces it. Default: none.
     """
 
     scaled: frozenset[str]
+    replaced: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def bind_scaled(

@@ -49,10 +49,15 @@ def choose_state(
     return [note for answer in answers for note in answer.notes]
 
 
-def bind_slot(slot: StateSlot, provider: StateProvider, storage: torch.Tensor, block_size: int, device: Device) -> Any:
-    """What ``StateProvider.bind`` or ``QuantizedState.bind_scaled`` returns for the slot's pages ``storage``."""
+def bind_slot(
+    slot: StateSlot, provider: StateProvider, slabs: torch.Tensor, cut: int, block_size: int, device: Device
+) -> Any:
+    """What ``StateProvider.bind`` or ``QuantizedState.bind_scaled`` returns for the slot's blocks: ``cut`` of them in
+    each of the ``slabs`` [slabs, bytes]."""
+    own = slabs if not provider.owns_memory else slabs.new_empty(len(slabs), 0)
+    blocks = own.view(len(own) * cut, own.shape[1] // cut)
     if not slot.scales:
-        return provider.bind(storage, slot.spec, block_size)
+        return provider.bind(blocks, slot.spec, block_size)
     assert isinstance(provider, QuantizedState), "resolution asks for it"
     scales = [device.upload(np.array(each, dtype=np.float32)) for each in slot.scales]
-    return provider.bind_scaled(storage, slot.spec, block_size, scales)
+    return provider.bind_scaled(blocks, slot.spec, block_size, scales)

@@ -97,7 +97,7 @@ def assemble(
             ranks.tp, absorb=infer.mla_absorb,
             index_top=None if infer.index_topk == "auto" else infer.index_topk,
             snapshot_every=infer.snapshot_every,
-            state_dtype=None if infer.latent_dtype == "auto" else infer.latent_dtype,
+            state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
             stage=(stage, world.pp_size), partition=layer_partition(infer),
         )  # fmt: skip
         model = family(checkpoint.config, build)

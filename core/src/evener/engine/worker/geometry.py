@@ -71,9 +71,7 @@ class Geometry:
         storage = device.zeros(math.prod(shape)).view(shape)
         for group in self.groups:
             for layer, slot in enumerate(group.slots):
-                own = storage[layer] if not group.provider.owns_memory else storage.new_empty(blocks, 0)
-                cut = own.view(blocks * group.cut, own.shape[1] // group.cut)
-                slot.views = bind_slot(slot, group.provider, cut, self.block_size, device)
+                slot.views = bind_slot(slot, group.provider, storage[layer], group.cut, self.block_size, device)
         return storage
 
 

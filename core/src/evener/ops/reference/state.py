@@ -96,9 +96,8 @@ class ReferenceState(QuantizedPages, PlainPages, SparseLatentProvider, IndexProv
         return None if attention.algorithm in known else f"does not compute {attention.algorithm}"
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> _Meta:
-        slots = step.slot_mapping
-        blocks = torch.div(slots, block_size, rounding_mode="floor")
-        return _Meta(step, spec, attention, block_size, blocks.long(), (slots - blocks * block_size).long())
+        blocks = torch.div(step.slot_mapping, block_size, rounding_mode="floor")
+        return _Meta(step, spec, attention, block_size, blocks.long(), (step.slot_mapping - blocks * block_size).long())
 
     def write(self, views: Any, meta: _Meta, *values: torch.Tensor) -> None:
         for view, value in zip(views, values, strict=True):
