@@ -77,8 +77,8 @@ def use(best: Mapping[str, Mapping[str, int]], form: str) -> None:
     rule = Tuning.packed
 
     @wraps(rule)
-    def found(self: Tuning, tokens: int, rows: int, columns: int, wide: int) -> Product:
-        own = rule(self, tokens, rows, columns, wide)
+    def found(self: Tuning, tokens: int, rows: int, columns: int, wide: int, element: int) -> Product:
+        own = rule(self, tokens, rows, columns, wide, element)
         for least, known in ((0, 1), (8, 16), (16, 64), (64, 256)):
             change = best.get(f"{form} {known} {rows} {columns}")
             if change and least < tokens <= max(8, known):

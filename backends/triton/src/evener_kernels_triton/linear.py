@@ -266,7 +266,7 @@ def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
     if stored and not tuning.uses_own_product(call.bucket.high, weight.rows, stored):
         return dequantized_bytes(call, weight.rows, weight.columns)
     if is_packed(weight):
-        return packed_bytes(tuning, call.bucket.high, weight.parts)
+        return packed_bytes(tuning, call.bucket.high, weight.parts, getattr(torch, call.static["dtype"]).itemsize)
     return partial_sums(tuning, call, weight.rows, weight.columns, stored)
 
 

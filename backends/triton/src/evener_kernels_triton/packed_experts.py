@@ -49,7 +49,9 @@ def packed_grouped(
     single = tokens == 1 and not listed
     for one in weight.segments:
         rows, form = one.rows // halves, one.form
-        p = tuning.packed_grouped(pairs, matrices, rows, 0 if listed else tokens)
+        p = tuning.packed_grouped(
+            pairs, matrices, rows, form.columns, x.dtype.itemsize, 0 if listed else tokens
+        )
         across = -(-rows // p.n)
         low_each, high_each, scales_each, tops_each = one.matrix_strides
         packed_grouped_kernel[((pairs if single else matrices) * across,)](

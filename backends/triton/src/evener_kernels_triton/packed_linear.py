@@ -65,7 +65,8 @@ def _launch(
     tuning: Tuning, tokens: int, rows: int, columns: int, form: PackedForm, dtype: torch.dtype, y_row: int, bias: bool
 ) -> tuple[PreparedLaunch, tuple[int, int, int], tuple[int, int, int] | None]:
     """(launch, its grid, shape of its partial sums or None)."""
-    p, spans = tuning.packed(tokens, rows, columns, form.columns), form.spans(columns)
+    spans = form.spans(columns)
+    p = tuning.packed(tokens, rows, columns, form.columns, dtype.itemsize)
     across, down, each, splits = _grid(p, tokens, rows, spans)
     launch = _prepared(tuning, p, columns, form, dtype, spans, each, splits, y_row, bias)
     return launch, (across, down, splits), (across * down * splits, p.n, p.m) if splits > 1 else None
@@ -90,12 +91,12 @@ def _grid(p: Product, tokens: int, rows: int, spans: int) -> tuple[int, int, int
     return -(-rows // p.n), -(-tokens // p.m), each, -(-spans // each)
 
 
-def packed_bytes(tuning: Tuning, tokens: int, parts: Sequence[WeightPart]) -> int:
-    """Bytes of the partial sums of ``packed_linear`` for a weight of these parts."""
+def packed_bytes(tuning: Tuning, tokens: int, parts: Sequence[WeightPart], element: int) -> int:
+    """Bytes of the partial sums of ``packed_linear`` for a weight of these parts; x has ``element`` bytes."""
     most = 0
     for rows, form in segments_of(parts):
         columns = parts[0].columns
-        p = tuning.packed(tokens, rows, columns, form.columns)
+        p = tuning.packed(tokens, rows, columns, form.columns, element)
         across, down, _, splits = _grid(p, tokens, rows, form.spans(columns))
         most = max(most, across * down * splits * p.n * p.m * 4 if splits > 1 else 0)
     return most

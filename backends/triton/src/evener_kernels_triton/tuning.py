@@ -281,27 +281,37 @@ class Tuning:
         return self._apply_changes(Product(m, n, k, 4, stages, splits))
 
     @memoized
-    def packed(self, tokens: int, rows: int, columns: int, wide: int) -> Product:
-        """Packed weights, whose rows have spans of ``wide`` columns; ``splits`` of the spans as in ``stored``."""
+    def packed(self, tokens: int, rows: int, columns: int, wide: int, element: int) -> Product:
+        """Packed weights, whose rows have spans of ``wide`` columns; x has ``element`` bytes. Splits of the spans as in
+        ``stored``."""
         if tokens <= MAX_SUMMED_TOKENS:
             m, n, warps, stages, programs = 8 if tokens <= 8 else 16, 32, 2, 3, 8
         else:
-            m, n, warps, stages, programs = min(128, power_of_two(tokens)), 64, 4, 2, 3
+            m, n, warps, stages, programs = min(MAX_TILE_TOKENS, power_of_two(tokens)), 64, 4, 2, 3
         n = max(16, min(n, power_of_two(rows)))
+        m, stages = self._fitting(m, n, wide, element, stages)
         tiles, splits, spans = -(-rows // n) * -(-tokens // m), 1, -(-columns // wide)
         while splits < 8 and 2 * splits * tiles <= programs * self.units and 4 * splits <= spans:
             splits *= 2
         return self._apply_changes(Product(m, n, wide, warps, stages, splits))
 
     @memoized
-    def packed_grouped(self, pairs: int, matrices: int, rows: int, searched: int) -> Product:
+    def packed_grouped(self, pairs: int, matrices: int, rows: int, wide: int, element: int, searched: int) -> Product:
         """Packed matrices of a stack, as ``grouped``; ``searched``: tokens that programs search, which a tile holds; 0:
         pairs are listed."""
         m = max(8, min(64, power_of_two(searched or -(-2 * pairs // matrices))))
         n, warps, stages = (32, 2, 3) if m <= MAX_SUMMED_TOKENS else (64, 4, 2)
         if searched == 1:
             n, warps = 16, 1
-        return self._apply_changes(Product(m, max(16, min(n, power_of_two(rows))), 0, warps, stages))
+        n = max(16, min(n, power_of_two(rows)))
+        small, stages = self._fitting(m, n, wide, element, stages)
+        return self._apply_changes(Product(m if searched else small, n, wide, warps, stages))
+
+    def _fitting(self, m: int, n: int, wide: int, element: int, stages: int) -> tuple[int, int]:
+        """(tokens, stages) for spans of ``wide`` columns in shared memory: x, and the words of ``n`` rows."""
+        while stages * wide * (m * element + n) > self.shared - 1024 and (m > 8 or stages > 1):
+            m, stages = (m // 2, stages) if m > MAX_SUMMED_TOKENS else (m, stages - 1) if stages > 1 else (8, 1)
+        return m, stages
 
     @memoized
     def grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, element: int) -> Grouped:

@@ -73,7 +73,7 @@ def packed_products(tuning: Tuning, call: OpCall, parts: Sequence[WeightPart]) -
     rows, form = max(segments_of(parts), key=lambda of: of[0])
     if not tuning.uses_own_product(tokens, rows, stored=True):
         return []
-    own = tuning.packed(tokens, rows, columns, form.columns)
+    own = tuning.packed(tokens, rows, columns, form.columns, _size(call))
     tried: list[Variant] = []
     for n, warps, stages in ((16, 1, 3), (32, 1, 3), (32, 2, 2), (32, 2, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3),
                              (128, 4, 2)):  # fmt: skip
