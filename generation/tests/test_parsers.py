@@ -242,20 +242,26 @@ def mutated(text: str, rng: random.Random) -> str:
     return text
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(700, marks=pytest.mark.slow)])
-def test_mutated_streams_raise_nothing_and_give_the_same_however_they_are_cut(count: int) -> None:
-    rng = random.Random(count)
-    for kind, example, *_ in EXAMPLES:
-        for _ in range(count):
-            text = mutated(example, rng)
-            whole = parsed(tool_parser(kind), [text])
-            assert parsed(tool_parser(kind), list(text)) == whole, text
-            if not whole.names:
-                assert bare(whole.content, kind) == bare(text, kind), "nothing is lost"
-    for reasoning, prompt, example, *_ in THINKING:
-        for _ in range(count):
-            text = mutated(example, rng)
-            assert parsed(reasoning(prompt), list(text)) == parsed(reasoning(prompt), [text]), text
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", dict.fromkeys(example[0] for example in EXAMPLES), ids=lambda kind: kind.__name__)
+def test_mutated_calls_raise_nothing_and_give_the_same_however_they_are_cut(kind: type[ToolParser], count: int) -> None:
+    rng, examples = random.Random(count), [example for each, example, *_ in EXAMPLES if each is kind]
+    for place in range(count):
+        text = mutated(examples[place % len(examples)], rng)
+        whole = parsed(tool_parser(kind), [text])
+        assert parsed(tool_parser(kind), list(text)) == whole, text
+        if not whole.names:
+            assert bare(whole.content, kind) == bare(text, kind), "nothing is lost"
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [Think, BracketThink, HarmonyReasoning])
+def test_mutated_reasoning_raises_nothing_and_gives_the_same_however_it_is_cut(kind: type[Think], count: int) -> None:
+    rng, examples = random.Random(count), [example for example in THINKING if example[0] is kind]
+    for place in range(count):
+        _, prompt, example, *_ = examples[place % len(examples)]
+        text = mutated(example, rng)
+        assert parsed(kind(prompt), list(text)) == parsed(kind(prompt), [text]), text
 
 
 #: What stands in the chat templates of the models.

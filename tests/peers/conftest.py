@@ -39,9 +39,13 @@ def places() -> Places:
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_dir: Path) -> Iterator[Served]:
-    """A real model behind a real server, for all clients of a file."""
-    with Served.model(smollm2_dir) as served:
+def server(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A real model behind a real server, for all clients of a file. Its own template has no place for tools."""
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    source = Path(__file__).with_name("vllm_peer") / "template.jinja"
+    template.write_text("{%- set reasons = false -%}\n" + source.read_text("utf-8"), "utf-8")
+    settings = ("server.reasoning_parser=none", "server.tool_parser=hermes")
+    with Served.model(smollm2_dir, f"server.chat_template={template}", *settings) as served:
         yield served
 
 

@@ -196,8 +196,8 @@ def test_lm_eval_scores_choices_and_generates(
 
 
 #: A client, what it does, and what it needs that is missing; None if nothing is.
-_FEATURES = {
-    "tools": ("openai", "a forced call of a function", "tool calls"),
+_FEATURES: dict[str, tuple[str, str, str | None]] = {
+    "tools": ("openai", "a forced call of a function", None),
     "structured_output": ("openai", "an answer of a JSON schema", None),
     "embeddings": ("openai", "embeddings of two texts", "embeddings"),
 }
