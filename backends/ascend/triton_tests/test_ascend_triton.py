@@ -69,7 +69,8 @@ def test_every_launch_that_the_backend_offers_compiles_L4(variant: str) -> None:
 
 
 def test_for_950_a_reduction_to_an_index_is_refused_which_is_why_sampling_is_not_offered_there_L4() -> None:
-    choice = next(each for each in rows("910b")["launches"] if each["name"] == "chunk_argmax_kernel")
+    launches = rows("910b")["launches"]
+    choice = next(each for each in launches if each["name"] == "chunk_argmax_kernel")
     assert "'linalg.reduce'" in (errors([choice], CHIPS["950"])[0] or "")
 
 
