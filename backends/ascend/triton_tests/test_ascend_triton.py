@@ -82,7 +82,7 @@ def test_a_row_that_does_not_fit_the_on_chip_memory_is_refused_L4() -> None:
 
 
 def test_each_kernel_of_the_whole_package_compiles_or_is_listed_with_the_compilers_reason_L4() -> None:
-    """The first launch of each, as tiny models make it. Those that compile could be offered; only those over rows are."""
+    """The first launch of each, as tiny models make it. Those that compile could be offered; those over rows are."""
     recorded = run(str(AOT), "--list", "npu")
     launches = list({each["name"]: each for each in reversed(recorded)}.values())
     found = dict(zip((each["name"] for each in launches), errors(launches, CHIPS["910b"]), strict=True))
