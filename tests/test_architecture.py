@@ -202,7 +202,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 931
 #: The whole core.
-TOTAL_CAP = 14_372
+TOTAL_CAP = 14_398
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:
