@@ -158,6 +158,7 @@ def test_two_ranks_cut_the_groups_and_give_the_same_tokens(
 ) -> None:
     _, folder = checkpoint(tmp_path, family, kind)
     request = NewRequest(id="a", prompt=prompt(family), max_tokens=12, sampling=Sampling(temperature=0.0))
-    with rank_threads(from_overrides(str(folder), {**SMALL, "infer.tp_size": 2})) as (controller, ready):
+    config = from_overrides(str(folder), {**SMALL, "infer.tp_size": 2})
+    with rank_threads(config) as (controller, _):
         assert play(controller, [request]).tokens["a"] == greedy(folder, prompt(family), 12)
-        assert bool(ready.info.manifest["dequantized"]) == (kind not in KERNELS)
+    assert bool(explain(config)["dequantized"]) == (kind not in KERNELS)

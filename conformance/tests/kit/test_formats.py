@@ -140,6 +140,54 @@ def test_a_wrong_dequantization_is_reported_with_the_format_name() -> None:
     assert found and all("q5_k" in r.case and "elements differ" in r.detail for r in found)
 
 
+def rolled(part: WeightPart, role: str, axis: int) -> WeightPart:
+    """A part whose ``role`` is one place further along ``axis``; unchanged if it has no such tensor."""
+    if role not in part.tensors:
+        return part
+    return replace(part, tensors={**part.tensors, role: part.tensors[role].roll(1, axis)})
+
+
+def with_tensor(part: WeightPart, role: str, change: Callable[[torch.Tensor], torch.Tensor]) -> WeightPart:
+    """A part with another tensor for ``role``; unchanged if it has none."""
+    return replace(part, tensors={**part.tensors, role: change(part.tensors[role])}) if role in part.tensors else part
+
+
+#: What a kernel for integers in groups may get wrong, and a storage of ``GROUPED`` in which that shows.
+FAULTS: dict[str, tuple[str, Callable[[WeightPart], WeightPart]]] = {
+    "scales of the next group": ("uint4 by 32, zeros", lambda p: rolled(p, "scale", 1)),
+    "scales of the next row": ("uint4 by row", lambda p: rolled(p, "scale", 0)),
+    "zero points of the next group": ("uint4 by 32, zeros", lambda p: rolled(p, "zero", 1)),
+    "zero points less one": ("uint4 by 32, zeros", lambda p: with_tensor(p, "zero", lambda z: z - (z > 0).to(z.dtype))),
+    "no zero points": ("uint4 by 32, zeros", lambda p: with_tensor(p, "zero", lambda z: z * 0 + 8)),
+    "zero points of eight bits left out": ("int8 by 64, zeros", lambda p: with_tensor(p, "zero", lambda z: z * 0)),
+    "halves of a byte exchanged": ("uint4 by 128", lambda p: with_tensor(p, "weight", lambda w: w >> 4 | w << 4)),
+    "groups in the order of the columns": (
+        "uint4 by 64, act", lambda p: with_tensor(p, "group_index", lambda g: g.sort().values)
+    ),
+    "the index of eight bits ignored": (
+        "int8 by 128, act", lambda p: with_tensor(p, "group_index", lambda g: g.sort().values)
+    ),
+    "a piece's groups taken as a whole's": (
+        "uint4 by 128, zeros, act, piece",
+        lambda p: with_tensor(p, "group_index", lambda g: torch.arange(len(g)).int() // p.format.group),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_scales_zero_points_or_order_of_integers_is_found(fault: str, op: str) -> None:
+    storage, spoil = FAULTS[fault]
+
+    class Only(Stored):
+        def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+            return None if all(part.format == GROUPED[storage] for part in parts) else "of no use here"
+
+    assert failures(results(Only(), op=op)) == ""
+    found = [r for r in results(Only(), lambda part: reference_dequantize(spoil(part)), op) if r.outcome == "failed"]
+    assert found and all("elements differ" in r.detail for r in found)
+
+
 def other_order(packed: PackedWeight) -> PackedWeight:
     return replace(packed, data=Parts(packed.data.parts[::-1]))
 

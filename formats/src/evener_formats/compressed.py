@@ -198,10 +198,10 @@ class ModelOptScheme(_PartlyPacked):
         import torch
 
         config = {"quantization_config": {"quant_method": self.name, "quant_algo": "NVFP4"}}
-        own = _float_example(name, "", "_scale_2", torch.Generator().manual_seed(seed))
-        yield config, _headers(own), own
-        for _, headers, tensors in list(super().examples(name, seed))[:2]:
-            yield config, headers, tensors
+        tensors = _float_example(name, "", "_scale_2", torch.Generator().manual_seed(seed))
+        yield config, _headers(tensors), tensors
+        for _, headers, scaled in list(super().examples(name, seed))[:2]:
+            yield config, headers, scaled
 
 
 def _layer_of(group: Mapping[str, Any]) -> Layer:
@@ -211,7 +211,7 @@ def _layer_of(group: Mapping[str, Any]) -> Layer:
     bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
     whole = strategy == "channel" or (strategy == "group" and size == -1)
     kind, grouped = weights.get("type", "int"), strategy == "group" and _positive(size)
-    if bits not in _BITS or kind != "int" or not (whole or grouped):
+    if not isinstance(bits, int) or bits not in _BITS or kind != "int" or not (whole or grouped):
         raise CheckpointError(
             f"config.json's quantization_config has weights of type {str(kind)[:20]} with num_bits {str(bits)[:20]}, "
             f"strategy {str(strategy)[:20]} and group_size {str(size)[:20]}; packed integers are read with "
@@ -223,8 +223,7 @@ def _layer_of(group: Mapping[str, Any]) -> Layer:
             f"config.json's quantization_config has symmetric: {str(symmetric)[:20]} and actorder: {str(order)[:20]}; "
             "use the config.json that was published with these weights"
         )
-    assert isinstance(bits, int), "one of _BITS"
-    return Layer(bits, int(size) if grouped and size is not None else 0, symmetric, order in (True, "group", "dynamic"))
+    return Layer(int(bits), 0 if whole or size is None else int(size), symmetric, order in (True, "group", "dynamic"))
 
 
 def _positive(size: Any) -> bool:

@@ -153,14 +153,17 @@ class GptqScheme(BesideScheme):
                 "there; fetch the files again"
             )
         form = integer_format(layer, columns, group, scale)
-        return WeightPart(name, rows, columns, replace(form, cut=(unit, lcm(unit, max(1, group)))))
+        cut = (1 if layer.symmetric else unit, lcm(unit, max(1, group)))
+        return WeightPart(name, rows, columns, replace(form, cut=cut))
 
     def axes(self, part: WeightPart) -> Mapping[str, Axes]:
-        words, group = per_word(self.layer(part.name.removesuffix(".weight")).bits), part.format.group
-        groups = Along(0, group) if group and part.format.order == "row" else None
+        layer, group = self.layer(part.name.removesuffix(".weight")), part.format.group
+        groups, words = Along(0, group) if group and part.format.order == "row" else None, per_word(layer.bits)
+        # The zero points of a symmetric layer are all equal: any rows can be cut, and the zero points stay whole.
+        zeros = Axes() if layer.symmetric else Axes(Along(1, words), groups)
         return {
-            "qweight": Axes(Along(1), Along(0, words)), "qzeros": Axes(Along(1, words), groups),
-            "scales": Axes(Along(1), groups), "g_idx": Axes(None, Along(0)),
+            "qweight": Axes(Along(1), Along(0, words)), "qzeros": zeros, "scales": Axes(Along(1), groups),
+            "g_idx": Axes(None, Along(0)),
         }  # fmt: skip
 
     def arrange(self, part: WeightPart) -> WeightPart:
