@@ -223,9 +223,19 @@ async def serve_bytes(protocol: type[Protocol], *parts: bytes, before: int = 0) 
 LINE = b"GET / HTTP/1.1\r\n"
 
 
-async def test_a_header_that_is_too_large_is_refused() -> None:
+@pytest.mark.parametrize("end", [b"", b"\r\nhost: a\r\n\r\n"], ids=["open", "whole"])
+async def test_a_header_that_is_too_large_is_refused_also_if_it_comes_at_once(end: bytes) -> None:
     small = type("Small", (Protocol,), {"header_bytes": 1000})
-    assert (await serve_bytes(small, LINE, b"x: " + b"y" * 2000)).startswith(b"HTTP/1.1 431")
+    large = b"x: " + b"y" * 2000 + end
+    assert (await serve_bytes(small, LINE, large)).startswith(b"HTTP/1.1 431")
+    assert (await serve_bytes(small, LINE + large)).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+async def test_a_large_body_is_no_header_wherever_reads_end(cut: int) -> None:
+    small = type("Small", (Protocol,), {"header_bytes": 1000})
+    head = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 5000\r\n\r\n"
+    assert b"hello" in await serve_bytes(small, head[:-cut], head[-cut:] + b"z" * 5000)
 
 
 @pytest.mark.parametrize("parts", [(), (LINE,), (LINE + b"host: a\r\n\r\n" + LINE,)], ids=["none", "first", "second"])

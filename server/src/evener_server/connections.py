@@ -35,7 +35,7 @@ class Protocol(HttpToolsProtocol):
     header_timeout: ClassVar[float] = 20.0
     connection_limit: ClassVar[int] = 4096
 
-    _header_size = 0
+    _header_size, _last = 0, b""
     _in_header = True
     _header_timer: asyncio.TimerHandle | None = None
 
@@ -52,14 +52,17 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        seen, self._last = self._last + data, data[-3:]
         if self._in_header:
             if self._header_timer is None:
                 self._await_header()
-            # Counted before it is parsed. A part of the body may be counted too, so only that of one read.
-            self._header_size += len(data)
+            # Counted before it is parsed; what begins in the middle of a read is counted from the next one on.
+            end = seen.find(b"\r\n\r\n")
+            self._header_size += len(data) if end < 0 else end + 4 - (len(seen) - len(data))
+            if self._header_size > self.header_bytes:
+                self._refuse(431, f"the request's header is larger than {self.header_bytes} bytes")
+                return
         super().data_received(data)
-        if self._in_header and self._header_size > self.header_bytes and not self.transport.is_closing():
-            self._refuse(431, f"the request's header is larger than {self.header_bytes} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
