@@ -62,7 +62,7 @@ def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
             if draw.random() < 0.5:
                 tensors = mutate(stored, draw)
             else:
-                method = config["quantization_config"] if "quantization_config" in config else {}
+                method = config.get("quantization_config", {})
                 settings["quantization_config"] = {**changed(method, draw), "quant_method": scheme.name} if isinstance(
                     changed(method, draw), Mapping) and method else method  # fmt: skip
             headers = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
