@@ -1,4 +1,4 @@
-"""Mutated configs, headers and numbers of quantized weights: read, or refused with what to do; never another exception."""
+"""Mutated configs, headers and numbers of quantized weights are read, or refused with what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from evener_conformance.kit.formats import _Held
 from evener_formats.plugin import evener_quant_schemes
 
 NAME = "layers.0.example.weight"
-ODD: tuple[Any, ...] = (0, -1, 1, 3, 7, 33, 2**31, 2**63, 1.5, "4", "", None, True, [], {}, [1], {"a": 1}, "marlin", "re:(")
+ODD: tuple[Any, ...] = (
+    0, -1, 1, 3, 7, 33, 2**31, 2**63, 1.5, "4", "", None, True, [], {}, [1], {"a": 1}, "marlin", "re:(",
+)  # fmt: skip
 DTYPES = ("int32", "int64", "uint8", "int8", "float16", "float32", "bfloat16", "float8_e4m3fn")
 
 
