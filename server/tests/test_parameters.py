@@ -174,9 +174,8 @@ def test_a_deadline_after_some_tokens_ends_the_answer_with_what_there_is(
         *_, last, done = sse(response)
         assert last["choices"][0]["finish_reason"] == "timeout" and done == "[DONE]"
     else:
-        assert response.json()["choices"][0] == {
-            "index": 0, "text": "ab", "logprobs": None, "finish_reason": "timeout"
-        }  # fmt: skip
+        choice = response.json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("ab", "timeout")
 
 
 def test_template_variables_reach_the_template(api: Any) -> None:

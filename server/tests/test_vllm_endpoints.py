@@ -91,7 +91,11 @@ def test_streams_end_with_the_usage_where_the_operator_says_so(make_api: Callabl
     for response in (api.chat(stream=True), api.complete(stream=True)):
         *chunks, last, done = sse(response)
         assert done == "[DONE]" and last["usage"]["completion_tokens"] == 4 and last["choices"] == []
-        assert all(chunk["usage"] is None for chunk in chunks)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(set(counts)) and counts[-1] == 4, "each chunk counts more tokens than the one before"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    plain = api.chat(stream=True, stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None for chunk in sse(plain)[:-2]), "what the request says counts"
 
 
 def test_tokens_are_named_by_their_ids_where_the_operator_says_so(make_api: Callable[..., Any]) -> None:

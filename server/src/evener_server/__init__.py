@@ -65,7 +65,9 @@ descriptor = Descriptor(
             type=str, default=None, help="File with a chat template (Jinja), used instead of the model's own."
         ),
         "force_include_usage": Option(
-            type=bool, default=False, help="End every stream with the usage, as if each request had asked for it."
+            type=bool,
+            default=False,
+            help="Give the usage with every chunk of a stream and at its end, if the request does not say.",
         ),
         "model_aliases": Option(
             type=str,

@@ -205,7 +205,8 @@ class ChatJob(Job):
         # The parts of a chunk that do not change are encoded once.
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
         usage = self._body.include_usage or self._service.options.force_include_usage
-        end = ChunkEnd(generation, usage, self._body.continuous_usage)
+        counted = self._service.continuous_usage(self._body)
+        end = ChunkEnd(generation, usage, counted)
         chunk = head + b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}]%b'
         messages, head_sent = self.messages(generation), False
         async for choice, delta in generation:
@@ -224,12 +225,17 @@ class ChatJob(Job):
                 content = chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
                 logprobs = to_json({"content": content, "refusal": None})
             parts = message.feed(delta.text, last=delta.finish_reason is not None)
-            for part in parts or ([{"content": ""}] if logprobs != b"null" or ids else []):
-                pieces.append(chunk % (choice, to_json(part), logprobs, b"null", ids, end()))
-                logprobs, ids = b"null", b""
+            shown = list(map(to_json, parts or ([{"content": ""}] if logprobs != b"null" or ids else [])))
+            reasons = [b"null"] * len(shown)
             if delta.finish_reason is not None:
                 reason = to_json(finish_reason(delta.finish_reason, message))
-                pieces.append(chunk % (choice, b"{}", b"null", reason, b"", end()))
+                if counted and shown:  # clients that count along expect more tokens with each chunk
+                    reasons[-1] = reason
+                else:
+                    shown, reasons = [*shown, b"{}"], [*reasons, reason]
+            for part, reason in zip(shown, reasons, strict=True):
+                pieces.append(chunk % (choice, part, logprobs, reason, ids, end()))
+                logprobs, ids = b"null", b""
             if pieces:
                 yield b"".join(pieces)
         if usage:

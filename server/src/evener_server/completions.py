@@ -115,7 +115,7 @@ class CompletionJob(Job):
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         head = b"data: " + to_json(self._head)[:-1] + b',"choices":[{"index":'
         usage = self._body.include_usage or self._service.options.force_include_usage
-        end = ChunkEnd(generation, usage, self._body.continuous_usage)
+        end = ChunkEnd(generation, usage, self._service.continuous_usage(self._body))
         chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b'
         logprob_builders, begun = self._logprob_builders(generation), set[int]()
         async for choice, delta in self._deltas(generation):

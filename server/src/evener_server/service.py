@@ -105,6 +105,10 @@ class Service:
         kind = None if self.llm.chat is None else self.parsers.reasoning(self.llm.chat, with_tools)
         return kind is not None and issubclass(kind, ReasoningWriter)
 
+    def continuous_usage(self, body: GenerationBody) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return body.continuous_usage or (self.options.force_include_usage and body.stream_options is None)
+
     def token_names(self, as_ids: bool | None) -> TokenNames:
         """How log-probabilities name tokens; ``as_ids``: what the request says."""
         return TokenNames(self.llm.tokenizer, self.options.token_ids if as_ids is None else as_ids)
