@@ -85,10 +85,10 @@ class GptqScheme(BesideScheme):
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]
-        form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+        form = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
         if form not in _FORMATS or settings.get("is_marlin_format") or settings.get("pack_dtype", "int32") != "int32":
             raise CheckpointError(
-                f"config.json's quantization_config has the checkpoint_format {str(form)[:40]!r}"
+                f"config.json's quantization_config has the checkpoint_format {form[:40]!r}"
                 f"{', is_marlin_format' if settings.get('is_marlin_format') else ''}, pack_dtype "
                 f"{str(settings.get('pack_dtype', 'int32'))[:40]!r}; {self.name} reads {' and '.join(_FORMATS)} in "
                 "int32; use a checkpoint in one of them"

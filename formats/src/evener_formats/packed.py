@@ -79,12 +79,11 @@ class PackedIntegers(BesideScheme):
 
         layer, stored = self._layer(part.name.removesuffix(".weight")), part.tensors
         numbers = unpack(stored["packed"], layer.bits)
-        if "shape" in stored and not all(
-            least <= most for least, most in zip((part.rows, part.columns), stored["shape"].tolist(), strict=False)
-        ):
+        whole = stored["shape"].flatten().tolist() if "shape" in stored else [part.rows, part.columns]
+        if len(whole) != 2 or not (part.rows <= whole[0] and part.columns <= whole[1]):
             raise CheckpointError(
-                f"{part.name}_shape says {stored['shape'].tolist()[:4]}, and the packed weight has {part.rows} rows of "
-                f"{part.columns}; fetch the files again"
+                f"{part.name}_shape says {whole[:4]}, and the packed weight has {part.rows} rows of {part.columns}; "
+                "fetch the files again"
             )
         if layer.symmetric:
             zeros = torch.full((1, 1), 1 << (layer.bits - 1), dtype=torch.uint8)
