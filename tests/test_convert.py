@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from evener_convert.command import convert, read_arguments
+from evener_convert.work import work_folder
 from family_oracles import make_transformers
 from family_runner import SMALL, prompt_of
 from gguf_files import write_gguf
@@ -25,6 +26,7 @@ from safetensors import safe_open
 
 from evener.cli.main import main
 from evener.config import from_overrides
+from evener.conversion.quantized import QuantizedCheckpoint
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError, EvenerError
@@ -177,7 +179,36 @@ def test_a_tensor_that_is_not_finite_ends_the_conversion_without_a_result(tmp_pa
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(EvenerError, match=r"NaN or infinite somewhere: model.layers.1.mlp.down_proj"):
         converted(source, tmp_path / "made", quant="q8_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_two_processes_do_not_convert_to_one_place(tmp_path: Path) -> None:
+    source = model(tmp_path / "source")
+    with work_folder(tmp_path / "made", {}) as folder, pytest.raises(ConfigError, match=r"another process"):
+        converted(source, tmp_path / "made")
+    assert folder.name == ".made.converting" and (tmp_path / "made").is_dir()
+
+
+def test_what_was_written_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = model(tmp_path / "source")
+    expected = (converted(source, tmp_path / "whole", quant="q8_0") / "model.safetensors").read_bytes()
+    monkeypatch.setattr("evener_convert.writer._DURABLE", 1)
+    read, real = [], QuantizedCheckpoint.tensor
+
+    def tensor(self: QuantizedCheckpoint, name: str) -> torch.Tensor:
+        read.append(name)
+        if len(read) == 9:
+            raise KeyboardInterrupt
+        return real(self, name)
+
+    monkeypatch.setattr(QuantizedCheckpoint, "tensor", tensor)
+    with pytest.raises(KeyboardInterrupt):
+        converted(source, tmp_path / "made", quant="q8_0")
     assert not (tmp_path / "made").exists()
+    begun = list(read)
+    made = converted(source, tmp_path / "made", quant="q8_0")
+    assert read[len(begun)] == begun[-1] and len(set(read)) == len(read) - 1
+    assert (made / "model.safetensors").read_bytes() == expected
 
 
 def test_what_another_conversion_left_is_not_taken(tmp_path: Path, one_thread: None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from evener.errors import ConfigError
+from evener.errors import ConfigError, EvenerError
 
 _KEY = "conversion.key"
 
@@ -20,25 +20,18 @@ _KEY = "conversion.key"
 @contextlib.contextmanager
 def work_folder(result: Path, key: Mapping[str, Any]) -> Iterator[Path]:
     """The folder to write in. What an interrupted conversion with an equal ``key`` left is there; anything else was
-    removed. When the block ends without an error, it becomes ``result``.
+    removed. When the block ends without an error, it becomes ``result``; after an error of ours it is removed.
 
     Raises:
-        ConfigError: ``result`` exists, another process converts to it, or there is no folder to put it in.
+        ConfigError: ``result`` exists, another process converts to it, or nothing can be written there.
     """
     refuse_existing(result)
     folder = result.parent / f".{result.name}.converting"
-    lock = result.parent / f".{result.name}.lock"
     try:
-        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        held = _locked(folder, result)
     except OSError as error:
         raise ConfigError(f"cannot write to {result.parent}: {error.strerror}; choose another place") from error
     try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            why = "wait for it, or choose another name"
-            raise ConfigError(f"another process is converting to {result}; {why}") from None
-        refuse_existing(result)
         _prepare(folder, json.dumps(key, sort_keys=True))
         yield folder
         (folder / _KEY).unlink()
@@ -48,7 +41,14 @@ def work_folder(result: Path, key: Mapping[str, Any]) -> Iterator[Path]:
         refuse_existing(result)
         folder.rename(result)
         _sync(result.parent)
-        lock.unlink(missing_ok=True)
+    except EvenerError:
+        shutil.rmtree(folder)
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {result}: {error.strerror}; what is written so far is kept in {folder}: make room and type "
+            "the same command again, or remove it"
+        ) from error
     finally:
         os.close(held)
 
@@ -61,15 +61,33 @@ def refuse_existing(result: Path) -> None:
         raise ConfigError(f"{result} exists; choose another name, or remove it first: nothing is overwritten")
 
 
+def _locked(folder: Path, result: Path) -> int:
+    """An open folder of this user's, which no other process holds."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(held).st_uid != os.geteuid() or not os.path.samestat(os.fstat(held), os.stat(folder)):
+            raise BlockingIOError
+    except BlockingIOError:
+        os.close(held)
+        raise ConfigError(
+            f"another process or user is converting to {result}; wait for it, or choose another name"
+        ) from None
+    return held
+
+
 def _prepare(folder: Path, key: str) -> None:
+    """Remove what is in the folder unless it belongs to a conversion with this ``key``."""
     with contextlib.suppress(OSError, ValueError):
-        if not folder.is_symlink() and (folder / _KEY).read_text("utf-8") == key:
+        if (folder / _KEY).read_text("utf-8") == key:
             return
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     (folder / _KEY).write_text(key, "utf-8")
 
 

@@ -75,7 +75,7 @@ def file_header(pieces: Sequence[Piece]) -> bytes:
 
 def forget_notes(folder: Path) -> None:
     """Remove the notes about how far the files of ``folder`` were written."""
-    for note in folder.glob("*.written"):
+    for note in (*folder.glob("*.written"), *folder.glob("*.new")):
         note.unlink()
 
 
