@@ -202,15 +202,19 @@ def _stored(tuning: Tuning, kind: torch.dtype) -> None:
                     share=False)  # fmt: skip
 
 
+#: GGUF's legacy and k-quants, with scales of their own and inside of blocks; and MXFP4.
+_COMPILED_FORMS = ("q4_0", "q4_k", "q6_k", "float4_e2m1")
+
+
 def _packed(tuning: Tuning, kind: torch.dtype) -> None:
-    """Products with packed weights of every form, of a large model's sizes."""
-    integers = {"uint4": PackedForm("q4", "half", 128, 8, bf16=True), "uint4, zeros": PackedForm("q4", "zero", 128)}
-    for name, form in (FORMS | integers).items():
+    """Products with packed weights of one form of each kind, of a large model's sizes: compiling one takes seconds."""
+    forms = {"uint4, zeros": PackedForm("q4", "zero", 128), **{name: FORMS[name] for name in _COMPILED_FORMS}}
+    for name, form in forms.items():
         for tokens in (1, 64):
             x = torch.empty(tokens, 4096, dtype=kind, device=META)
             few_tokens_linear(tuning, kind, x, _matrix(form, 4096, 4096))
         dequantized(tuning, _matrix(form, 4096, 4096), kind)
-        for tokens in (1, 4, 64) if name in ("q4_k", "q6_k", "uint4, zeros", "float4_e2m1") else ():
+        for tokens in (4, 64) if name in ("q4_k", "float4_e2m1") else ():
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
             x = torch.empty(tokens, 2048, dtype=kind, device=META)
             inside = torch.empty(tokens * 8, 768, dtype=kind, device=META)
