@@ -26,6 +26,7 @@ from evener.plugins.hook_check import check_supports
 from evener_conformance.kit.cases.blocks import (
     STORAGES,
     format_mixes,
+    format_of,
     is_known_format,
     make_case,
     mixed_parts,
@@ -131,10 +132,17 @@ def kernel_results(
         schemes: their examples add further formats.
         thorough: many sizes instead of a few.
     """
-    foreign = [e for scheme in schemes for e in _readable(scheme, seed) if not is_known_format(e.part)]
+    # Those that no weight of the kit's own has, also if it could read them.
+    own = {format_of(storage) for storage in STORAGES}
+    foreign = [
+        example for scheme in schemes for example in _readable(scheme, seed)
+        if not example.part.format.plain and example.arranged.format not in own
+    ]  # fmt: skip
 
     def held(part: WeightPart) -> torch.Tensor:
-        return reference_dequantize(part) if is_known_format(part) else _dequantize_by_scheme(foreign, part)
+        if part.format.plain or part.format in own:
+            return reference_dequantize(part)
+        return _dequantize_by_scheme(foreign, part)
 
     for packing in kernel.packings:
         found: list[CaseResult] = []
