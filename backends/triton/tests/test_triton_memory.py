@@ -64,10 +64,10 @@ def attention(tuning: Tuning, tokens: int) -> tuple[dict[str, Any], AttentionWei
     tensors = tuple(StateTensor(name, (KV_HEADS, DIM), "bfloat16") for name in ("key", "value"))
     spec, how = StateSpec("full", tensors), AttentionSpec(HEADS, DIM, DIM**-0.5, dtype="bfloat16")
     requests = tokens if tokens <= 64 else 1
-    each, ints = tokens // requests, torch.zeros(tokens, dtype=torch.int32)
+    each, ints = tokens // requests, torch.zeros(tokens + 1, dtype=torch.int32)
     step = StateStep(
         tokens=tokens, requests=requests, max_query=each, max_kv=512, query_start=ints[: requests + 1],
-        kv_lens=ints[:requests], positions=ints, slot_mapping=ints, block_table=torch.zeros(requests, 16).int(),
+        kv_lens=ints[:requests], positions=ints[:-1], slot_mapping=ints[:-1], block_table=torch.zeros(requests, 16).int(),
         host_query_lens=[each] * requests, host_kv_lens=[512] * requests,
     )  # fmt: skip
     weights = AttentionWeights(
@@ -154,7 +154,7 @@ def latent(heads: int, q_rank: int, before: list[int], counts: list[int]) -> tup
     tuning, tokens, hidden = Tuning.of(GPU), sum(counts), 2048
     provider, pages = LatentState(tuning), 64
     spec = StateSpec("latent", (StateTensor("latent", (RANK,), "bfloat16"), StateTensor("rope", (ROPE,), "bfloat16")))
-    how = AttentionSpec(heads, NOPE + ROPE, (NOPE + ROPE) ** -0.5, dtype="bfloat16")
+    how = AttentionSpec(heads, RANK + ROPE, (NOPE + ROPE) ** -0.5, dtype="bfloat16")
     lengths = [a + b for a, b in zip(before, counts, strict=True)]
     ints = torch.zeros(tokens + 1, dtype=torch.int32)
     step = StateStep(

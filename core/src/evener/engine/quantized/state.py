@@ -54,8 +54,7 @@ def bind_slot(
 ) -> Any:
     """What ``StateProvider.bind`` or ``QuantizedState.bind_scaled`` returns for the slot's blocks: ``cut`` of them in
     each of the ``slabs`` [slabs, bytes]."""
-    own = slabs if not provider.owns_memory else slabs.new_empty(len(slabs), 0)
-    blocks = own.view(len(own) * cut, own.shape[1] // cut)
+    blocks = slabs.view(len(slabs) * cut, slabs.shape[1] // cut)
     if not slot.scales:
         return provider.bind(blocks, slot.spec, block_size)
     assert isinstance(provider, QuantizedState), "resolution asks for it"

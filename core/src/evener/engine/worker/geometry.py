@@ -71,7 +71,8 @@ class Geometry:
         storage = device.zeros(math.prod(shape)).view(shape)
         for group in self.groups:
             for layer, slot in enumerate(group.slots):
-                slot.views = bind_slot(slot, group.provider, storage[layer], group.cut, self.block_size, device)
+                slabs = storage.new_empty(blocks, 0) if group.provider.owns_memory else storage[layer]
+                slot.views = bind_slot(slot, group.provider, slabs, group.cut, self.block_size, device)
         return storage
 
 
