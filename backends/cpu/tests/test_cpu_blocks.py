@@ -35,6 +35,8 @@ HALVES = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
     "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
 }  # fmt: skip
+#: Those whose blocks hold their scales; integers in groups have tests of their own.
+STORAGES = [storage for storage in KINDS if storage in FORMATS]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,6 @@ def device() -> CpuDevice:
     device = CpuDevice(0, {})
     assert isinstance(device.native, Native)
     return device
-#: Those whose blocks hold their scales; integers in groups have tests of their own.
-STORAGES = [storage for storage in KINDS if storage in FORMATS]
 
 
 def part(storage: str, rows: int, columns: int, seed: int = 0, name: str = "part") -> WeightPart:

@@ -67,11 +67,11 @@ def attention(tuning: Tuning, tokens: int) -> tuple[dict[str, Any], AttentionWei
     each, ints = tokens // requests, torch.zeros(tokens + 1, dtype=torch.int32)
     step = StateStep(
         tokens=tokens, requests=requests, max_query=each, max_kv=512, query_start=ints[: requests + 1],
-        kv_lens=ints[:requests], positions=ints[:-1], slot_mapping=ints[:-1], block_table=torch.zeros(requests, 16).int(),
-        host_query_lens=[each] * requests, host_kv_lens=[512] * requests,
+        kv_lens=ints[:requests], positions=ints[:-1], slot_mapping=ints[:-1],
+        block_table=torch.zeros(requests, 16).int(), host_query_lens=[each] * requests, host_kv_lens=[512] * requests,
     )  # fmt: skip
     weights = AttentionWeights(
-        torch.ones(HIDDEN), packed((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), packed(HIDDEN, HEADS * DIM),
+        torch.ones(HIDDEN).bfloat16(), packed((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), packed(HIDDEN, HEADS * DIM),
         torch.zeros(512, DIM), post_norm=torch.ones(HIDDEN),
     )  # fmt: skip
     static = {
