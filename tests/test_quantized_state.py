@@ -251,12 +251,11 @@ def test_perplexity_with_calibrated_scales_is_close_to_that_of_16_bits(tmp_path:
 
     from evener_conformance.oracle import teacher_forced
 
-    torch.set_num_threads(2)
     text = (ROOT / "LICENSE").read_text()  # another text than the one of the calibration
-    ids = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json")).encode(text).ids[:1025]
-    limits = {"backend": "cpu", "dtype": "bfloat16", "infer.max_seq_len": 1100, "infer.max_reqs": 2,
-              "infer.kv_memory": 2**28}  # fmt: skip
-    tensor = calibrated(smollm2_dir, tmp_path / "layers.json", "--tokens", "4096", "--window", "1024",
+    ids = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json")).encode(text).ids[:385]
+    limits = {"backend": "cpu", "dtype": "bfloat16", "infer.max_seq_len": 512, "infer.max_reqs": 2,
+              "infer.kv_memory": 2**27, "infer.threads": 1}  # fmt: skip
+    tensor = calibrated(smollm2_dir, tmp_path / "layers.json", "--tokens", "1024", "--window", "512",
                         *(f"{key}={value}" for key, value in limits.items()))  # fmt: skip
 
     def perplexity(**more: Any) -> float:
