@@ -1,4 +1,4 @@
-"""bitsandbytes' four bits: the published layout, written here in plain Python; broken states are refused."""
+"""bitsandbytes' four bits: the numbers of the published layout, written here; broken states are refused."""
 
 from __future__ import annotations
 

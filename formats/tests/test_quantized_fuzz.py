@@ -1,4 +1,4 @@
-"""Mutated configs, headers and numbers of quantized weights are read, or refused with what to do."""
+"""Mutated configs, headers and numbers of quantized weights: read, or refused with what to do; no other exception."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ NAME = "layers.0.example.weight"
 ODD: tuple[Any, ...] = (
     0, -1, 1, 3, 7, 33, 2**31, 2**63, 1.5, "4", "", None, True, [], {}, [1], {"a": 1}, "marlin", "re:(",
 )  # fmt: skip
+SCHEMES = [
+    s for s in evener_quant_schemes() if s.name in ("gptq", "awq", "compressed-tensors", "modelopt", "bitsandbytes")
+]
 DTYPES = ("int32", "int64", "uint8", "int8", "float16", "float32", "bfloat16", "float8_e4m3fn")
 
 
@@ -54,7 +57,7 @@ def mutate(stored: Mapping[str, torch.Tensor], draw: random.Random) -> dict[str,
     return tensors
 
 
-@pytest.mark.parametrize("scheme", evener_quant_schemes(), ids=lambda each: str(each.name))
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda each: str(each.name))
 def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
     draw, read, refused = random.Random(7), 0, 0
     for config, _, stored in list(scheme.examples(NAME, 3)):
@@ -64,9 +67,8 @@ def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
             if draw.random() < 0.5:
                 tensors = mutate(stored, draw)
             else:
-                method = config.get("quantization_config", {})
-                settings["quantization_config"] = {**changed(method, draw), "quant_method": scheme.name} if isinstance(
-                    changed(method, draw), Mapping) and method else method  # fmt: skip
+                odd = changed(config["quantization_config"], draw)
+                settings["quantization_config"] = {**odd, "quant_method": scheme.name}
             headers = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
             try:
                 if not scheme.detect(settings):
@@ -77,9 +79,11 @@ def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
                     continue
                 part = replace(part, tensors={role: tensors[stored_name] for role, stored_name in roles.items()})
                 ready.arrange(part)
-                assert ready.dequantize(part, "float32").shape == (part.rows, part.columns)
+                shape = ready.dequantize(part, "float32").shape
+                # A plain tensor may also be a vector or a stack, which the loader compares with the model.
+                assert part.format.plain or shape == (part.rows, part.columns)
                 read += 1
             except CheckpointError as error:
                 assert len(str(error)) > 40
                 refused += 1
-    assert read and (refused or scheme.name == "gguf")
+    assert read > 20 < refused
