@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import host_states
+from interpreted import host_kernels, host_states, schemas
 
 from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
+from evener.layers.decoder import AttentionConfig, MLPConfig
+from evener.layers.rotary import RotaryConfig
+from evener.ops.reference.state import ReferenceState
 from evener.state_pages.elements import quantize
+from evener_conformance.kit.composites import TinyModel
+from evener_conformance.kit.families import Family
 from evener_conformance.kit.shapes import QUANTIZED
 from evener_conformance.kit.state import check_provider
 from evener_conformance.reference.device import HostDevice
@@ -62,3 +67,29 @@ def test_it_keeps_the_contract_of_quantized_state(dtype: str) -> None:
 def test_attention_over_elements_is_that_of_the_numbers() -> None:
     report = check_provider(paged(), HostDevice(0), "float32", QUANTIZED[2:3])
     assert report.problems == [] and len(report.checked) == 1
+
+
+@pytest.mark.parametrize("stored", ["float8_e4m3fn", "int8"])
+def test_the_launch_after_a_projection_writes_elements_too(stored: str) -> None:
+    """A key that is rounded elsewhere before it is divided may become the next element, so one step is allowed."""
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=32, rotary=RotaryConfig(32), qk_norm=True)
+    family = Family("quantized", attention, MLPConfig(inner=64), hidden=64, state=stored)
+    kernels = [k for k in host_kernels(composite=True) if k.op in ("attention_block", "norm_qkv_rotary_write")]
+    every, place = list(schemas().values()), HostDevice(0)
+    model = TinyModel(place, "float32", family, kernels, paged(), every)
+    reference = TinyModel(place, "float32", family, (), ReferenceState(), every, model)
+    served = [choice.provider for choice in model.resolver.manifest.choices if choice.op == "attention_block"]
+    assert served and not {"expanded", "reference"} & set(served)
+    noise = torch.Generator().manual_seed(6)
+    for before, counts in (((0, 0), (5, 2)), ((5, 2), (1, 1))):
+        x = torch.randn(sum(counts), family.hidden, generator=noise)
+        with torch.inference_mode():
+            got, want = (m.step(x, before, counts)[0] for m in (model, reference))
+        assert (got - want).abs().max() <= 2e-2 * want.abs().max()
+    have, need = (m.written((6, 3)) for m in (model, reference))
+    assert have.keys() == need.keys() and len(need) == 8
+    largest = max(max(part) for slot in model.build.slots for part in slot.scales)
+    for name, numbers in need.items():
+        step = largest if stored == "int8" else numbers.abs() / 8 + largest
+        assert ((have[name] - numbers).abs() <= step * 1.01).all(), name
+        assert (have[name] == numbers).float().mean() > 0.99

@@ -20,6 +20,7 @@ from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall, OpSchema
 from evener.contracts.quant import WeightPart, plain
 from evener.contracts.state import StateProvider, StateStep
+from evener.engine.quantized.state import bind_slot
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer
 from evener.layers.embedding import LMHead
@@ -43,6 +44,7 @@ from evener_conformance.kit.families import (
 from evener_conformance.kit.guards import GuardedMemory
 from evener_conformance.kit.ops import DTYPES
 from evener_conformance.kit.outcome import CaseResult, Outcome, format_backend_exception
+from evener_conformance.kit.quantized import scales_of
 from evener_conformance.kit.wrapped_kernel import monitored
 from evener_conformance.reference.device import HostDevice
 
@@ -95,6 +97,10 @@ class TinyModel:
         ]  # fmt: skip
         norms = norm_common(build, family.hidden, family.eps, family.offset, family.norm)
         self.head = LMHead(build, "head.weight", "norm", family.vocab, norms, cap=family.cap, scale=family.scale)
+        for slot in build.slots if family.state else ():
+            stored = tuple(replace(t, dtype=family.state, wide=dtype) for t in slot.spec.tensors)
+            slot.spec = replace(slot.spec, tensors=stored)
+            slot.scales = tuple(tuple(scale.tolist()) for scale in scales_of(slot.spec))
         for weight in build.weights:
             # Most checkpoints leave routers as they are.
             if not family.storage or not isinstance(weight, LinearWeight):
@@ -185,7 +191,7 @@ class TinyModel:
             page = -(-slot.provider.bytes_per_block(slot.spec, self.block) // alignment) * alignment
             garbage = torch.full((self.table.numel() + 2, page), GARBAGE, dtype=torch.uint8)
             storage = self._memory.copy(garbage, f"the state of {slot.name}")
-            slot.views = slot.provider.bind(storage, slot.spec, self.block)
+            slot.views = bind_slot(slot, slot.provider, storage, 1, self.block, self.device)
 
     def step(self, x: torch.Tensor, before: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
         """Hidden states [T, hidden] and logits [requests, vocab] of one step of the first requests, on the host.

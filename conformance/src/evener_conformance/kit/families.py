@@ -33,7 +33,7 @@ _CONFIGS_SEEN_BY_OP = {
 }  # fmt: skip
 #: Fields of a family and its configs that are names and sizes, not details.
 _SIZE_FIELDS = {
-    "name", "storage", "routers", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads",
+    "name", "storage", "routers", "state", "attention", "mlp", "absorb", "eps", "hidden", "vocab", "heads", "kv_heads",
     "head_dim", "inner", "experts", "top", "at", "qkv", "gate_up", "down", "key_heads", "key_dim", "value_dim", "width",
     "nope_dim", "rope_dim", "rank",
 }  # fmt: skip
@@ -52,7 +52,8 @@ class Family:
     """One kind of decoder layer.
 
     ``spread``: its first expert has two copies, and its last one is on another rank. ``storage``: the storage of
-    its linear weights; plain if empty. ``routers``: of its routers too.
+    its linear weights; plain if empty. ``routers``: of its routers too. ``state``: the element type of quantized keys
+    and values; as computed if empty.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Family:
     spread: bool = False
     storage: str = ""
     routers: bool = False
+    state: str = ""
 
     def calls(self, op: str) -> bool:
         """Whether its layers call this composite. What several kinds of layer call counts for plain attention."""
