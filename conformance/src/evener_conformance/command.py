@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     check_core_version()
     options = package_options(words)
     # A kernel that reaches behind its tensors may end the process (see ``kit.guards``): show where.
-    faulthandler.enable()
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
     # Otherwise torch's profiler prints its own start and stop messages between the lines of progress.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from evener_conformance.kit import report
