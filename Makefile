@@ -101,7 +101,7 @@ test-vendors: test-vendors-ascend test-vendors-ascend-triton  ## vendors' backen
 	@$(PYTEST) backends/parts/tests backends/hygon/tests backends/muxi/tests backends/gcu/tests tests/test_probe_matrix.py tests/test_containers.py $(ARGS)
 	@$(if $(ARGS),,$(PY) scripts/vendor_tests.py record)
 
-# For CI: torch_npu's wheel on one chip. Slow tests of the other vendors run with all slow tests.
+# torch_npu's wheel on one chip; CI does not call it yet. Slow tests of the other vendors run with all slow tests.
 test-vendors-changed: install
 	@! $(PY) scripts/vendor_tests.py changed || \
 	    { $(MAKE) test-vendors-ascend ASCEND_CHIPS=Ascend910B2 && $(PY) scripts/vendor_tests.py record; }

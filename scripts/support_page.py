@@ -31,7 +31,13 @@ class Row:
 ROWS = (
     Row("evener-backend-cpu", "CPUs that torch runs on", "x86-64 with AVX-512 BF16; others were not run", "cpu"),
     Row("evener-backend-cuda", "NVIDIA, compute capability 7.0 and later", "H200 (9.0) alone", "cuda"),
-    Row("evener-kernels-triton", "whatever has Triton", "run on 9.0; compiled for seven targets", "triton"),
+    Row(
+        "evener-kernels-triton",
+        "whatever has Triton",
+        "run on 9.0; compiled for seven targets; weights of two to six bits: "
+        "[some cases of the kit fail](lab/stored-weights.md)",
+        "triton",
+    ),
     Row(
         "evener-backend-ascend",
         "Huawei Ascend",
