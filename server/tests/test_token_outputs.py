@@ -126,6 +126,17 @@ def test_the_time_to_tokenize_and_cut_a_prompt_counts(make_api: Any, monkeypatch
     assert len(left) == 2 and max(left) < 29.81
 
 
+def test_a_deadline_that_passed_before_the_engine_was_asked_is_missed_and_nothing_is_generated(
+    make_api: Any, error: Any
+) -> None:
+    api = make_api()
+    for ask in (api.chat, api.complete):
+        for fields in ({}, {"truncate_prompt_tokens": 10}):
+            missed = ask(max_time=1e-9, **fields)
+            assert (missed.status_code, error(missed)["code"]) == (504, "deadline_exceeded"), fields
+    assert not any(isinstance(message, NewRequest) for message in api.engine.sent)
+
+
 def test_special_tokens_are_added_and_shown_as_asked(make_api: Any, tmp_path: Path) -> None:
     model = write_tiny_tokenizer(tmp_path)
     library = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))

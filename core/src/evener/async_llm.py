@@ -201,17 +201,11 @@ class AsyncLLM:
         return stream
 
     async def submit_chat(
-        self,
-        messages: list[dict[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, *, request_id: str | None = None,
+        tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, template_kwargs: dict[str, Any] | None = None,
         reservation: Reservation | None = None,
-    ) -> RequestStream:
+    ) -> RequestStream:  # fmt: skip
         """``submit`` of a conversation, rendered with the model's chat template.
 
         Raises:
@@ -226,15 +220,17 @@ class AsyncLLM:
                 continue_final_message=continue_final_message, template_kwargs=template_kwargs,
             )  # fmt: skip
             began, limit = self._loop.time(), None if params is None else params.max_time
+            late = "max_time passed before the messages were rendered; send a larger max_time"
             try:
                 text = await asyncio.wait_for(asyncio.wrap_future(rendering), limit)
             except asyncio.TimeoutError as error:
                 if not rendering.cancel():
                     self.chat.interrupt()
-                message = "max_time passed before the messages were rendered; send a larger max_time"
-                raise RenderTimeoutError(message, "max_time", "deadline_exceeded") from error
+                raise RenderTimeoutError(late, "max_time", "deadline_exceeded") from error
             if params is not None and limit is not None:
-                params = dataclasses.replace(params, max_time=max(limit - (self._loop.time() - began), 1e-3))
+                if (left := limit - (self._loop.time() - began)) <= 0:
+                    raise RenderTimeoutError(late, "max_time", "deadline_exceeded")
+                params = dataclasses.replace(params, max_time=left)
             return await self.submit(text, params, request_id=request_id, kind="chat", reservation=room)
 
     async def stream(

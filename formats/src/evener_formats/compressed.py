@@ -151,7 +151,9 @@ class CompressedTensors(_PartlyPacked):
                 f"{name}_{end}": torch.randint(-(2**31), 2**31, size, generator=random).int()
                 for end, size in sizes.items()
             }
-            tensors[f"{name}_scale"] = (torch.rand(rows, groups, generator=random) / 64 + 1 / 64).bfloat16()
+            # Weights stay below one: kernels that round activations are allowed an error for such weights.
+            scales = (torch.rand(rows, groups, generator=random) + 1) / (4 << bits)
+            tensors[f"{name}_scale"] = scales.bfloat16()
             tensors[f"{name}_shape"] = torch.tensor([rows, columns])
             if actorder:
                 tensors[f"{name}_g_idx"] = (torch.randperm(columns, generator=random) // group).int()

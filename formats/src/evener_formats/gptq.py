@@ -202,7 +202,8 @@ class GptqScheme(BesideScheme):
             tensors = {
                 f"{stem}.qweight": words(columns * bits // 32, rows), f"{stem}.g_idx": index.int(),
                 f"{stem}.qzeros": zeros if symmetric else words(groups, rows * bits // 32),
-                f"{stem}.scales": (torch.rand(groups, rows, generator=random) / 64 + 1 / 64).half(),
+                # Weights stay below one: kernels that round activations are allowed an error for such weights.
+                f"{stem}.scales": ((torch.rand(groups, rows, generator=random) + 1) / (4 << bits)).half(),
             }  # fmt: skip
             settings = {"bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order}
             config = {"quantization_config": {"quant_method": self.name, "checkpoint_format": form, **settings}}

@@ -115,6 +115,13 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="service_unavailable", headers={"Retry-After": str(_RETRY_SECONDS)})
 
 
+def deadline_missed() -> ApiError:
+    """504: the request's ``max_time`` passed before its first token."""
+    message = "max_time passed before the first token; send a larger max_time, or try again under less load"
+    # Official clients would retry, with the same deadline.
+    return ApiError(504, message, "max_time", "deadline_exceeded", {"x-should-retry": "false"})
+
+
 def status_error(status: int, message: str) -> ApiError:
     """The error of a request that the engine ended with ``status``."""
     if status == OverloadedError.status:

@@ -11,7 +11,7 @@ from typing import Any
 from evener.async_llm import AsyncLLM
 from evener.contracts.outputs import Delta
 from evener.frontend.stream import RequestStream
-from evener_server.errors import ApiError, status_error, unavailable
+from evener_server.errors import ApiError, deadline_missed, status_error, unavailable
 from evener_server.metrics import Metrics, RequestTimer
 
 Submit = Callable[[], Awaitable[RequestStream]]
@@ -171,9 +171,7 @@ class Generation:
                 f"the request was aborted: {self._running.stop_reason or 'the engine was asked to end it'}"
             )
         if delta.finish_reason == "timeout":
-            message = "max_time passed before the first token; send a larger max_time, or try again under less load"
-            # Official clients would retry, with the same deadline.
-            return ApiError(504, message, "max_time", "deadline_exceeded", {"x-should-retry": "false"})
+            return deadline_missed()
         return status_error(delta.status, delta.error or "the engine gave no reason")
 
 

@@ -12,6 +12,7 @@ from evener.contracts.media import MediaPrompt
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import SamplingParams
+from evener_server.errors import deadline_missed
 from evener_server.fill_in_middle import GapMarks, spelling_of
 from evener_server.images import decode_images
 from evener_server.protocol import ChatBody, GenerationBody
@@ -106,7 +107,14 @@ class PromptTokens:
 
 
 def left_of(params: SamplingParams, began: float) -> SamplingParams:
-    """``params`` with the rest of ``max_time``, which began at ``began`` (of ``time.monotonic``)."""
+    """``params`` with the rest of ``max_time``, which began at ``began`` (of ``time.monotonic``).
+
+    Raises:
+        ApiError: 504, nothing is left of it.
+    """
     if params.max_time is None:
         return params
-    return replace(params, max_time=max(params.max_time - (time.monotonic() - began), 1e-3))
+    left = params.max_time - (time.monotonic() - began)
+    if left <= 0:
+        raise deadline_missed()
+    return replace(params, max_time=left)
