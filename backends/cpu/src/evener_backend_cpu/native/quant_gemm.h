@@ -5,12 +5,8 @@
 #include <type_traits>
 
 #include "gemm.h"
-#include "quant_blocks.h"
+#include "quant_lanes.h"
 #include "stored_gemm.h"
-
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(EVENER_PORTABLE)
-#define EVENER_VNNI 1
-#endif
 
 // A part of a matrix: rows first <= n < first + rows. ``data``: rows if plain, a Stored of such kinds, else tiles.
 struct Segment {
@@ -59,16 +55,6 @@ struct Quantized {
   }
 };
 
-INLINE int32_t sum16(i16x a) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_epi32((__m512i)a);
-#else
-  int32_t s = 0;
-  for (int i = 0; i < 16; i++) s += a[i];
-  return s;
-#endif
-}
-
 template <class T> static void quantize_row(const T* x, long columns, int16_t* q, float* scale, int32_t* sum) {
   typedef int16_t s16 __attribute__((vector_size(32)));
   typedef int16_t s16u __attribute__((vector_size(32), aligned(2), may_alias));
@@ -93,114 +79,19 @@ template <class T> static void quantize_rows(const T* x, long ldx, long from, lo
     quantize_row(x + m * ldx, columns, out.q + m * columns, out.scale + m * (columns / 32), out.sum + m * (columns / 16));
 }
 
-INLINE v16 halves(const char* p) {
-#if defined(__AVX512F__)
-  return (v16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#else
-  v16 out;
-  for (int i = 0; i < 16; i++) {
-    uint16_t h;
-    memcpy(&h, p + 2 * i, 2);
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
-    float f;
-    uint32_t bits = (rest << 13) + (rest >= 0x7c00 ? 0x70000000u : 0x38000000u);
-    memcpy(&f, &bits, 4);
-    if (rest < 0x400) f = (float)rest * 5.9604645e-8f;
-    memcpy(&bits, &f, 4);
-    bits |= sign;
-    memcpy(&f, &bits, 4);
-    out[i] = f;
-  }
-  return out;
-#endif
-}
-template <class B> INLINE v16 bytes16(const char* p) {
-#if defined(__AVX512F__)
-  __m128i b = _mm_loadu_si128((const __m128i*)p);
-  return (v16)_mm512_cvtepi32_ps((B)-1 < 0 ? _mm512_cvtepi8_epi32(b) : _mm512_cvtepu8_epi32(b));
-#else
-  v16 out;
-  for (int i = 0; i < 16; i++) out[i] = (float)((const B*)p)[i];
-  return out;
-#endif
-}
-
-// 2^(s - 128) of bytes s; 255 is NaN.
-INLINE v16 powers(const char* p) {
-  u16x e;
-  for (int i = 0; i < 16; i++) e[i] = (uint8_t)p[i];
-  u16x odd = (u16x)((e == 0u) | (e == 255u)) & 0x400000u;  // below the normal numbers, and above infinity
-  return (v16)(e << 23 | odd) * 0.5f;
-}
-
-// Pairs of columns of sixteen rows.
-struct Pair {
-#ifdef EVENER_VNNI
-  __m512i both;
-  MEMBER void dot(i16x& a, const int16_t* x) const {
-    int32_t two;
-    memcpy(&two, x, 4);
-    a = (i16x)_mm512_dpwssd_epi32((__m512i)a, both, _mm512_set1_epi32(two));
-  }
-#else
-  i16x one, two;
-  MEMBER void dot(i16x& a, const int16_t* x) const { a += one * (int32_t)x[0] + two * (int32_t)x[1]; }
-#endif
-};
-
-template <class F> struct Unit {
-  const char* p;
-#ifdef EVENER_VNNI
-  static MEMBER __m512i word(const char* p) { return _mm512_loadu_si512(p); }
-  MEMBER Pair pair(int i) const {
-    if (F::bits == 8) return Pair{_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(p + i * 32)))};
-    __m512i low = _mm512_srli_epi16(word(p + i / 4 * 64), 4 * (i % 4));
-    if (F::scales == POWER) {
-      __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4));
-      return Pair{_mm512_maskz_shuffle_epi8(0x5555555555555555, table, _mm512_and_si512(low, _mm512_set1_epi16(15)))};
-    }
-    if (F::bits == 4) return Pair{_mm512_and_si512(low, _mm512_set1_epi16(15))};
-    __m512i high = word(p + 256 + (F::bits == 6 ? i / 8 * 64 : 0));
-    int at = F::bits == 6 ? 2 * (i % 8) : i;
-    high = at < 4 ? _mm512_slli_epi16(high, 4 - at) : _mm512_srli_epi16(high, at - 4);
-    // bits of ``low`` where the mask is set, else those of ``high``
-    __m512i mixed = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca);
-    return Pair{_mm512_and_si512(mixed, _mm512_set1_epi16((1 << F::bits) - 1))};
-  }
-#else
-  static MEMBER u16x word(const char* p) { return (u16x)(*(const u16xu*)p); }
-  MEMBER Pair pair(int i) const {
-    Pair r;
-    if (F::bits == 8) {
-      for (int l = 0; l < 16; l++) r.one[l] = (int8_t)p[i * 32 + 2 * l], r.two[l] = (int8_t)p[i * 32 + 2 * l + 1];
-      return r;
-    }
-    u16x w = word(p + i / 4 * 64) >> (4 * (i % 4));
-    u16x a = w & 15u, b = w >> 16 & 15u;
-    if (F::bits > 4) {
-      u16x h = word(p + 256 + (F::bits == 6 ? i / 8 * 64 : 0)) >> (F::bits == 6 ? 2 * (i % 8) : i);
-      const uint32_t mask = F::bits == 6 ? 3 : 1;
-      a |= (h & mask) << 4, b |= (h >> 16 & mask) << 4;
-    }
-    if (F::scales == POWER)
-      for (int l = 0; l < 16; l++) a[l] = FP4[a[l]], b[l] = FP4[b[l]];
-    r.one = (i16x)a, r.two = (i16x)b;
-    return r;
-  }
-#endif
-};
-
 // Results of one tile for R rows of x, [R, 16].
-template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, Rows in, long columns, v16 f[R]) {
+template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, Rows in, long columns, v16 out[R]) {
   const int16_t* q[R];
   const float* xs[R];
   const int32_t* sums[R];
+  Floats f[R];
   for (int r = 0; r < R; r++) {
     long m = in[r];
     q[r] = x.q + m * columns, xs[r] = x.scale + m * (columns / 32), sums[r] = x.sum + m * (columns / 16);
-    f[r] = splat(0.f);
+    f[r] = all_floats(0.f);
   }
-  v16 d{}, dm{};
+  const bool shifted = F::scales == AFFINE || F::scales == KMIN || has_zero(F::scales);
+  Floats d = all_floats(0.f), dm = all_floats(0.f);
   for (long u = 0; u < columns / UNIT; u++) {
     const char* scales = tile + F::at(u);
     if (F::head_bytes && u % 8 == 0) {
@@ -210,22 +101,22 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
     Unit<F> unit{scales + F::scale_bytes};
 #pragma GCC unroll 2
     for (int g = 0; g < F::groups; g++) {
-      v16 s, t{};
+      Floats s, t = all_floats(0.f);
       if (F::scales == HALF) s = halves(scales);
       if (F::scales == AFFINE) s = halves(scales), t = halves(scales + 32);
       if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
       if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
       if (F::scales == POWER) s = powers(scales);
       if (F::scales == ZERO_HALF) s = halves(scales);
-      if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
+      if (F::scales == ZERO_BRAIN) s = floats_of(load((const bf16*)scales));
       if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
-      i16x a[R];
+      Ints a[R];
       float total[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const int32_t* at = sums[r] + 2 * u + g;
         int32_t sum = F::groups == 1 ? at[0] + at[1] : at[0];
-        a[r] = i16x{} - F::offset * (F::offset ? sum : 0);
+        a[r] = all_ints(F::offset ? -F::offset * sum : 0);
         total[r] = (float)sum;
       }
       const int pairs = 16 / F::groups;
@@ -238,11 +129,12 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         float scale = xs[r][u];
-        f[r] += __builtin_convertvector(a[r], v16) * (s * scale);
-        if (F::scales == AFFINE || F::scales == KMIN || has_zero(F::scales)) f[r] += t * (scale * total[r]);
+        f[r] = add_product(f[r], a[r].floats(), s * scale);
+        if (shifted) f[r] = add_product(f[r], t, all_floats(scale * total[r]));
       }
     }
   }
+  for (int r = 0; r < R; r++) out[r] = whole(f[r]);
 }
 
 template <class T, class O>
@@ -279,8 +171,8 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
         put_quant<F, T, O, decltype(R)::value>(tile, x, in.from(m), columns, skip, count, b, to, ldy, out.from(m));
         m += decltype(R)::value;
       };
-      while (m + 8 <= m1) rows(std::integral_constant<int, 8>());
-      if (m1 - m >= 4) rows(std::integral_constant<int, 4>());
+      while (m + PRODUCT_ROWS <= m1) rows(std::integral_constant<int, PRODUCT_ROWS>());
+      if (PRODUCT_ROWS > 4 && m1 - m >= 4) rows(std::integral_constant<int, 4>());
       if (m1 - m >= 2) rows(std::integral_constant<int, 2>());
       if (m1 - m == 1) rows(std::integral_constant<int, 1>());
       n += count;
@@ -321,7 +213,7 @@ __attribute__((noinline)) void multiply_ordered(const Ordered& w, const T* x, lo
 
 // As ``gemm``, over a matrix of either kind; ``q`` are the rows of x as integers, for parts in blocks.
 template <class T, class O>
-INLINE void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy,
+__attribute__((noinline)) void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy,
                      Rows in = {}, Rows out = {}) {
   if (!w.blocks) return gemm<T, O>(x, K, M, (const T*)w.plain, n0, n1, K, bias, y, ldy, in, out);
   for (long i = 0; i < w.blocks->count; i++) {

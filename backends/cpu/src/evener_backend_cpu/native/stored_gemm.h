@@ -30,15 +30,27 @@ struct Scratch {
   }
 };
 
+// Sixteen bytes as integers. GCC converts vectors of bytes one by one.
+INLINE u16x bytes_of(const uint8_t* p) {
+  u16x u;
+#if defined(__AVX2__) && !defined(EVENER_PORTABLE)
+  __m128i b = _mm_loadu_si128((const __m128i*)p);
+  const __m256i half[2] = {_mm256_cvtepu8_epi32(b), _mm256_cvtepu8_epi32(_mm_srli_si128(b, 8))};
+  memcpy(&u, half, sizeof u);
+#else
+  for (int i = 0; i < 16; i++) u[i] = p[i];
+#endif
+  return u;
+}
+
 // Sixteen elements in float32. A float8 number below the normal ones is its integer times a power of two.
 template <int KIND> INLINE v16 stored16(const uint8_t* p) {
-#if defined(__AVX512F__)  // GCC converts vectors of bytes one by one
+#if defined(__AVX512F__)
   __m128i b = _mm_loadu_si128((const __m128i*)p);
   if (KIND == STORED_INT8) return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b));
   u16x u = (u16x)_mm512_cvtepu8_epi32(b);
 #else
-  u16x u;
-  for (int i = 0; i < 16; i++) u[i] = p[i];
+  u16x u = bytes_of(p);
   if (KIND == STORED_INT8) return __builtin_convertvector((i16x)(u << 24) >> 24, v16);
 #endif
   u16x sign = (u & 0x80u) << 24, rest = u & 0x7fu;
@@ -138,23 +150,29 @@ INLINE void stored_tile(const W& w, int first, const T* const x[MR], const float
   }
 }
 
-// Rows that are read from memory come one after another (see ``tile`` in gemm.h), converted ones all at once.
+// Rows that are read from memory come one after another (see ``tile`` in gemm.h), converted ones all at once. Compiled once for each T,
+// whatever the outputs' type.
+template <class T, int MR, bool ROW_BY_ROW, class W>
+__attribute__((noinline)) void stored_sums(const W& w, const float* const scale[4], long wide, const T* const x[MR], long K, v4 sum[MR]) {
+  v16 total[4][MR];
+  if (ROW_BY_ROW)
+    for (int i = 0; i < 4; i++) stored_tile<T, MR, 1>(w, i, x, scale, wide, K, total);
+  else stored_tile<T, MR, 4>(w, 0, x, scale, wide, K, total);
+  for (int j = 0; j < MR; j++) sum[j] = sums(total[0][j], total[1][j], total[2][j], total[3][j]);
+}
+
 template <class T, class O, int MR, bool ROW_BY_ROW, class W>
 INLINE void put_stored(const W& w, const float* const scale[4], long wide, const T* x, Rows in, long K, const T* bias, O* y, long ldy, Rows out,
                        int count) {
   const T* at[MR];
-  v16 total[4][MR];
+  v4 sum[MR];
   for (int j = 0; j < MR; j++) at[j] = x + in[j] * K;
-  if (ROW_BY_ROW)
-    for (int i = 0; i < 4; i++) stored_tile<T, MR, 1>(w, i, at, scale, wide, K, total);
-  else stored_tile<T, MR, 4>(w, 0, at, scale, wide, K, total);
-  for (int j = 0; j < MR; j++) {
-    v4 sum = sums(total[0][j], total[1][j], total[2][j], total[3][j]);
-    for (int i = 0; i < count; i++) put(y + out[j] * ldy + i, bias ? sum[i] + ::wide(bias[i]) : sum[i]);
-  }
+  stored_sums<T, MR, ROW_BY_ROW>(w, scale, wide, at, K, sum);
+  for (int j = 0; j < MR; j++)
+    for (int i = 0; i < count; i++) put(y + out[j] * ldy + i, bias ? sum[j][i] + ::wide(bias[i]) : sum[j][i]);
 }
 
-template <class T, int KIND> INLINE void convert_row(const uint8_t* from, long K, T* to) {
+template <class T, int KIND> __attribute__((noinline)) void convert_row(const uint8_t* from, long K, T* to) {
   constexpr int S = Lanes<T>::step;
   long k = 0;
   for (; k + S <= K; k += S) {

@@ -1,0 +1,219 @@
+// Sixteen lanes of block-quantized weights, one for each row of a tile: reading scales and quants, and products with activations in 16-bit
+// integers. With AVX-512 and AVX2 by their instructions; elsewhere by vector types.
+#pragma once
+#include "quant_blocks.h"
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(EVENER_PORTABLE)
+#define EVENER_LANES512 1
+#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__) && !defined(__AVX512F__) && !defined(EVENER_PORTABLE)
+#define EVENER_LANES256 1
+#endif
+
+#ifdef EVENER_LANES256
+// Two registers. GCC keeps a vector that is wider than a register in memory.
+struct Floats {
+  __m256 low, high;
+  MEMBER Floats operator*(Floats o) const { return {_mm256_mul_ps(low, o.low), _mm256_mul_ps(high, o.high)}; }
+  MEMBER Floats operator*(float x) const { return *this * Floats{_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  MEMBER Floats operator-() const { return *this * -1.f; }
+};
+INLINE Floats all_floats(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE Floats add_product(Floats sum, Floats a, Floats b) {
+  return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
+}
+INLINE v16 whole(Floats x) {
+  v16 out;
+  memcpy(&out, &x, sizeof out);
+  return out;
+}
+INLINE Floats floats_of(v16 x) {
+  Floats out;
+  memcpy(&out, &x, sizeof out);
+  return out;
+}
+struct Ints {
+  __m256i low, high;
+  MEMBER Floats floats() const { return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}; }
+};
+INLINE Ints all_ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+#else
+typedef v16 Floats;
+INLINE Floats all_floats(float x) { return splat(x); }
+INLINE Floats add_product(Floats sum, Floats a, Floats b) { return sum + a * b; }
+INLINE v16 whole(Floats x) { return x; }
+INLINE Floats floats_of(v16 x) { return x; }
+struct Ints {
+  i16x all;
+  MEMBER Floats floats() const { return __builtin_convertvector(all, v16); }
+};
+INLINE Ints all_ints(int32_t x) { return {i16x{} + x}; }
+#endif
+
+// Rows of x at a time: what fits the registers.
+#ifdef EVENER_LANES256
+static const int PRODUCT_ROWS = 4;
+#else
+static const int PRODUCT_ROWS = 8;
+#endif
+
+// Sixteen float16 numbers.
+INLINE Floats halves(const char* p) {
+#if defined(EVENER_LANES256)
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 16)))};
+#elif defined(__AVX512F__)
+  return (v16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+  v16 out;
+  for (int i = 0; i < 16; i++) {
+    uint16_t h;
+    memcpy(&h, p + 2 * i, 2);
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    float f;
+    uint32_t bits = (rest << 13) + (rest >= 0x7c00 ? 0x70000000u : 0x38000000u);
+    memcpy(&f, &bits, 4);
+    if (rest < 0x400) f = (float)rest * 5.9604645e-8f;
+    memcpy(&bits, &f, 4);
+    bits |= sign;
+    memcpy(&f, &bits, 4);
+    out[i] = f;
+  }
+  return out;
+#endif
+}
+
+// Sixteen bytes, int8 or uint8.
+template <class B> INLINE Floats bytes16(const char* p) {
+#if defined(EVENER_LANES256) || defined(__AVX512F__)
+  __m128i b = _mm_loadu_si128((const __m128i*)p);
+  const bool is_signed = (B)-1 < 0;
+#endif
+#if defined(EVENER_LANES256)
+  __m128i upper = _mm_srli_si128(b, 8);
+  return Ints{is_signed ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b), is_signed ? _mm256_cvtepi8_epi32(upper) : _mm256_cvtepu8_epi32(upper)}.floats();
+#elif defined(__AVX512F__)
+  return (v16)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(b) : _mm512_cvtepu8_epi32(b));
+#else
+  v16 out;
+  for (int i = 0; i < 16; i++) out[i] = (float)((const B*)p)[i];
+  return out;
+#endif
+}
+
+// 2^(s - 128) of bytes s; 255 is NaN.
+INLINE Floats powers(const char* p) {
+#ifdef EVENER_LANES256
+  __m128i b = _mm_loadu_si128((const __m128i*)p);
+  auto eight = [](__m128i s) {
+    __m256i e = _mm256_cvtepu8_epi32(s), last = _mm256_cmpeq_epi32(e, _mm256_set1_epi32(255));
+    __m256i odd = _mm256_and_si256(_mm256_or_si256(_mm256_cmpeq_epi32(e, _mm256_setzero_si256()), last), _mm256_set1_epi32(0x400000));
+    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(e, 23), odd)), _mm256_set1_ps(0.5f));
+  };
+  return {eight(b), eight(_mm_srli_si128(b, 8))};
+#else
+  u16x e;
+  for (int i = 0; i < 16; i++) e[i] = (uint8_t)p[i];
+  u16x odd = (u16x)((e == 0u) | (e == 255u)) & 0x400000u;  // below the normal numbers, and above infinity
+  return (v16)(e << 23 | odd) * 0.5f;
+#endif
+}
+
+INLINE int32_t sum16(i16x a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)a);
+#else
+  int32_t s = 0;
+  for (int i = 0; i < 16; i++) s += a[i];
+  return s;
+#endif
+}
+
+// Pairs of neighbouring columns of sixteen rows.
+struct Pair {
+#if defined(EVENER_LANES512)
+  __m512i both;
+  MEMBER void dot(Ints& a, const int16_t* x) const {
+    int32_t two;
+    memcpy(&two, x, 4);
+#ifdef __AVX512VNNI__
+    a.all = (i16x)_mm512_dpwssd_epi32((__m512i)a.all, both, _mm512_set1_epi32(two));
+#else
+    a.all += (i16x)_mm512_madd_epi16(both, _mm512_set1_epi32(two));
+#endif
+  }
+#elif defined(EVENER_LANES256)
+  __m256i low, high;
+  MEMBER void dot(Ints& a, const int16_t* x) const {
+    int32_t two;
+    memcpy(&two, x, 4);
+    __m256i all = _mm256_set1_epi32(two);
+    a.low = _mm256_add_epi32(a.low, _mm256_madd_epi16(low, all)), a.high = _mm256_add_epi32(a.high, _mm256_madd_epi16(high, all));
+  }
+#else
+  i16x one, two;
+  MEMBER void dot(Ints& a, const int16_t* x) const { a.all += one * (int32_t)x[0] + two * (int32_t)x[1]; }
+#endif
+};
+
+// The quants of a unit (see quant_blocks.h).
+template <class F> struct Unit {
+  const char* p;
+  static constexpr bool six = F::bits == 6;
+  // Of pair i: where its word with the upper bits is, and at which bit they begin.
+  static constexpr int upper_word(int i) { return 256 + (six ? i / 8 * 64 : 0); }
+  static constexpr int upper_bit(int i) { return six ? 2 * (i % 8) : i; }
+#if defined(EVENER_LANES512)
+  static MEMBER __m512i word(const char* p) { return _mm512_loadu_si512(p); }
+  MEMBER Pair pair(int i) const {
+    if (F::bits == 8) return Pair{_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(p + i * 32)))};
+    __m512i low = _mm512_srli_epi16(word(p + i / 4 * 64), 4 * (i % 4));
+    if (F::scales == POWER) {
+      __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4));
+      return Pair{_mm512_maskz_shuffle_epi8(0x5555555555555555, table, _mm512_and_si512(low, _mm512_set1_epi16(15)))};
+    }
+    if (F::bits == 4) return Pair{_mm512_and_si512(low, _mm512_set1_epi16(15))};
+    __m512i high = word(p + upper_word(i));
+    int at = upper_bit(i);
+    high = at < 4 ? _mm512_slli_epi16(high, 4 - at) : _mm512_srli_epi16(high, at - 4);
+    // bits of ``low`` where the mask is set, else those of ``high``
+    __m512i mixed = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca);
+    return Pair{_mm512_and_si512(mixed, _mm512_set1_epi16((1 << F::bits) - 1))};
+  }
+#elif defined(EVENER_LANES256)
+  MEMBER Pair pair(int i) const { return Pair{half(i, 0), half(i, 1)}; }
+  // Rows 8 h to 8 h + 7.
+  MEMBER __m256i half(int i, int h) const {
+    if (F::bits == 8) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + i * 32 + h * 16)));
+    auto word = [&](int at) { return _mm256_loadu_si256((const __m256i*)(p + at + h * 32)); };
+    __m256i low = _mm256_and_si256(_mm256_srli_epi16(word(i / 4 * 64), 4 * (i % 4)), _mm256_set1_epi16(15));
+    if (F::scales == POWER) {
+      __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)FP4));
+      return _mm256_shuffle_epi8(table, _mm256_or_si256(low, _mm256_set1_epi16((short)0x8000)));  // the upper bytes become 0
+    }
+    if (F::bits == 4) return low;
+    int at = upper_bit(i);
+    __m256i high = word(upper_word(i));
+    high = at < 4 ? _mm256_slli_epi16(high, 4 - at) : _mm256_srli_epi16(high, at - 4);
+    return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi16((1 << F::bits) - 16)));
+  }
+#else
+  static MEMBER u16x word(const char* p) { return (u16x)(*(const u16xu*)p); }
+  MEMBER Pair pair(int i) const {
+    Pair r;
+    if (F::bits == 8) {
+      for (int l = 0; l < 16; l++) r.one[l] = (int8_t)p[i * 32 + 2 * l], r.two[l] = (int8_t)p[i * 32 + 2 * l + 1];
+      return r;
+    }
+    u16x w = word(p + i / 4 * 64) >> (4 * (i % 4));
+    u16x a = w & 15u, b = w >> 16 & 15u;
+    if (F::bits > 4) {
+      u16x h = word(p + upper_word(i)) >> upper_bit(i);
+      const uint32_t mask = six ? 3 : 1;
+      a |= (h & mask) << 4, b |= (h >> 16 & mask) << 4;
+    }
+    if (F::scales == POWER)
+      for (int l = 0; l < 16; l++) a[l] = FP4[a[l]], b[l] = FP4[b[l]];
+    r.one = (i16x)a, r.two = (i16x)b;
+    return r;
+  }
+#endif
+};
