@@ -11,6 +11,9 @@ import pytest
 from evener.cli.main import main
 from evener.config.schema import key_specs
 from evener.contracts.device import DeviceCapabilities, MemoryInfo
+
+# Imported before anything is replaced: it and what it imports would keep the replacements.
+from evener.engine.worker import assembly
 from evener.plugins.catalog import LazyImport
 from evener_inspection import descriptor
 from evener_inspection.config_command import keys
@@ -45,16 +48,16 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return call
 
-    monkeypatch.setattr(
-        "evener.plugins.discover.installed_catalog",
-        lambda: SimpleNamespace(packages=(), commands=lambda: {"config": CONFIG}),
-    )
     monkeypatch.setattr("evener.plugins.choose.choose", record("selection"))
     selection = SimpleNamespace(reason="highest score 10")
     loaded = SimpleNamespace(backend=backend, selection=selection, open_device=lambda: device)
     monkeypatch.setattr("evener.plugins.load.load", record(loaded))
     family = SimpleNamespace(max_positions=777)
-    monkeypatch.setattr("evener.engine.worker.assembly.find_architecture", lambda *_: family)
+    monkeypatch.setattr(assembly, "find_architecture", lambda *_: family)
+    monkeypatch.setattr(
+        "evener.plugins.discover.installed_catalog",
+        lambda: SimpleNamespace(packages=(), commands=lambda: {"config": CONFIG}),
+    )
     return asked
 
 
