@@ -12,7 +12,6 @@ from evener.contracts.conversion.quantizer import Quantizer
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.errors import CheckpointError, ConfigError, UnknownNameError
 from evener.loading.scheme import Unquantized
-from evener.plugins.discover import installed_catalog
 from evener.plugins.load import options_by_package
 from evener_convert.matrices import ModelMatrices, model_matrices
 
@@ -56,6 +55,8 @@ class QuantizedCheckpoint(CheckpointView):
             UnknownNameError: no installed package has the scheme or quantizer ``quant``.
             ConfigError: the checkpoint is quantized already, or the quantizer cannot be used with this model.
         """
+        from evener.plugins.discover import installed_catalog
+
         quant, checkpoint = request.quant, request.checkpoint
         if quant in ("auto", "none"):
             return None

@@ -40,7 +40,7 @@ class SplitCheckpoint(CheckpointView):
         """The rank's part, if the folder was split.
 
         Raises:
-            CheckpointError: the folder is of another version.
+            CheckpointError: the folder is of another version, or broken.
             ConfigError: it was split for another number of ranks.
         """
         path, (tp_rank, tp_size), (pp_rank, pp_size) = request.checkpoint.path, request.tp, request.stage
@@ -56,9 +56,13 @@ class SplitCheckpoint(CheckpointView):
                 "these, or convert the original model for this number of ranks"
             )
         partition = made.get("pp_layer_partition")
+        if not isinstance(partition, list) or not all(isinstance(each, str) for each in partition):
+            raise CheckpointError(
+                f"{path / INDEX}: pp_layer_partition {partition!r} is no list of numbers; convert it again"
+            )
         if partition != [str(each) for each in request.partition]:
             raise ConfigError(
-                f"{path} was split with infer.pp_layer_partition={','.join(partition or []) or 'none'}; set the same, "
+                f"{path} was split with infer.pp_layer_partition={','.join(partition) or 'none'}; set the same, "
                 "or convert the original model"
             )
         world = World(tp_rank, tp_size, pp_rank, pp_size, pp_rank * tp_size + tp_rank, tp_size * pp_size)
