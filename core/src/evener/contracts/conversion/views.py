@@ -75,7 +75,7 @@ class CheckpointView(Checkpoint):
     @classmethod
     @abstractmethod
     def of(cls, request: ViewRequest) -> CheckpointView | None:
-        """The view of ``request.checkpoint``; None if there is nothing to do. It must not read tensors yet.
+        """The view of ``request.checkpoint``; None if there is nothing to do. It should not read tensors yet.
 
         Raises:
             CheckpointError: a file is broken.
