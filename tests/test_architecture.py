@@ -208,7 +208,7 @@ CAPS: Mapping[str, int] = {
     "evener.engine.wire": 268, "evener.engine.batching": 76, "evener.engine.controller": 817,
     "evener.engine.worker": 998, "evener.engine.processes": 804, "evener.ops": 1_328, "evener.plugins": 1_481,
     "evener.frontend": 1_216, "evener.layers": 1_105, "evener.config": 922, "evener.cli": 290,
-    "evener.contracts": 1_118, "evener.loading": 746, "evener.resolution": 646, "evener.distributed": 209,
+    "evener.contracts": 1_118, "evener.loading": 747, "evener.resolution": 646, "evener.distributed": 209,
     "evener.tuning": 318, "evener.folders": 62, "evener.backend": 274, "evener.builtin": 65,
     "evener.contracts.generation": 39, "evener.contracts.grammar": 23, "evener.engine.constraints": 134,
     "evener.engine.sampling": 178, "evener.tokenization": 89, "evener.exits": 51, "evener.contracts.conversion": 79,
@@ -218,7 +218,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 927
 #: The whole core.
-TOTAL_CAP = 14_441
+TOTAL_CAP = 14_442
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:
