@@ -42,7 +42,7 @@ MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "checkpoint",
     "communicator", "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared", "statics",
     "weights", "generation.parsers", "generation.parsed", "grammar.library", "writing", "conversion.quantizer",
-    "quantized.state",
+    "conversion.views", "quantized.state",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from evener_convert.command import convert, read_arguments
+from evener_convert.quantized import QuantizedCheckpoint
 from evener_convert.work import work_folder
 from family_oracles import make_transformers
 from family_runner import SMALL, prompt_of
@@ -26,7 +27,6 @@ from safetensors import safe_open
 
 from evener.cli.main import main
 from evener.config import from_overrides
-from evener.conversion.quantized import QuantizedCheckpoint
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError, EvenerError

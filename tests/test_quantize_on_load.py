@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evener_convert.matrices import ModelMatrices
+from evener_convert.quantized import QuantizedCheckpoint
 from family_oracles import make_transformers
 from family_runner import SMALL, prompt_of
 from gguf.constants import GGMLQuantizationType
@@ -22,8 +24,6 @@ from evener.config import from_overrides
 from evener.contracts.conversion.quantizer import Matrix
 from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import PackedWeight, Packing, WeightPart, block_format
-from evener.conversion.matrices import ModelMatrices
-from evener.conversion.quantized import QuantizedCheckpoint
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import CheckpointError, ConfigError, EvenerError

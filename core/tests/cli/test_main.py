@@ -79,6 +79,8 @@ def test_an_unknown_command_is_an_error_with_the_nearest_one(
     ("name", "install"),
     [
         ("serve", 'pip install "evener[serve]"'),
+        ("run", 'pip install "evener[serve]"'),
+        ("plugins", 'pip install "evener[serve]"'),
         ("conformance", "pip install evener-conformance"),
         ("new", "pip install evener-conformance"),
     ],
@@ -116,8 +118,8 @@ def test_a_package_brings_commands_and_their_exit_codes(brought: Calls) -> None:
 
 
 def test_a_package_cannot_take_a_built_in_command(installed: dict[str, LazyImport]) -> None:
-    installed["run"] = target("run", "a:b")
-    with pytest.raises(DescriptorError, match="evener-pack declares a command 'run', which is a built-in command"):
+    installed["doctor"] = target("doctor", "a:b")
+    with pytest.raises(DescriptorError, match="evener-pack declares a command 'doctor', which is a built-in command"):
         cli.installed_commands()
 
 

@@ -1,9 +1,13 @@
-"""``evener convert``: a checkpoint stored anew, quantized, or split for ranks. Torch-free to import.
+"""A checkpoint in another form than it is stored in: while it is read (views), or stored anew (``evener convert``).
+Torch-free to import.
 
 ===============  ===================================================================
 module           holds
 ===============  ===================================================================
-``command``      the command
+``quantized``    the view whose matrices are quantized; ``matrices``: which these are
+``split``        the view of a folder that was split for ranks
+``weight_map``   the view whose tensors are renamed by rules
+``command``      the command ``evener convert``
 ``source``       the model that is converted, and what each file of the result holds
 ``pieces``       tensors that are made together, and how big they will be
 ``writer``       a safetensors file that is written tensor by tensor and continued
@@ -18,7 +22,12 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="convert",
-    summary="Store a checkpoint anew: quantized, or split for ranks (`evener convert`).",
-    contracts={"descriptor": 1},
+    summary="Read a checkpoint quantized, renamed, or split for ranks, or store it so (`evener convert`).",
+    contracts={"descriptor": 1, "checkpoint": 1},
     commands={"convert": "evener_convert.command:main"},
+    checkpoint_views={
+        "split": "evener_convert.split:SplitCheckpoint",
+        "weight_map": "evener_convert.weight_map:RenamedCheckpoint",
+        "quantize": "evener_convert.quantized:QuantizedCheckpoint",
+    },
 )

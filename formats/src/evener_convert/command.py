@@ -60,9 +60,9 @@ def convert(config: Config, result: Path, quiet: bool = True) -> dict[str, Any]:
         EvenerError: the model cannot be read or not be stored in this way, or the disk is too small; then there is no
             ``result``.
     """
-    from evener.conversion.split import INDEX, split_index
     from evener_convert.carried import carry, write_json
     from evener_convert.source import description, files, open_source
+    from evener_convert.split import INDEX, split_index
     from evener_convert.work import refuse_existing, work_folder
     from evener_convert.writer import file_header, forget_notes, write_file
 

@@ -11,8 +11,8 @@ import torch
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeight
 from evener.contracts.quant import BLOCKS, QuantScheme, WeightPart
-from evener.conversion.split import named_pieces, spans_read
 from evener.loading.scheme import scheme_of
+from evener_convert.split import named_pieces, spans_read
 
 #: Reads a tensor of the source; for sizes alone, one without numbers.
 Read = Callable[[str], torch.Tensor]

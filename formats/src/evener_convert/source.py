@@ -16,16 +16,16 @@ from evener.config.schema import Config
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint
 from evener.contracts.communicator import Communicator, CommunicatorCapabilities
+from evener.contracts.conversion.views import ViewRequest
 from evener.contracts.quant import QuantScheme
-from evener.conversion.quantized import choose_storage
-from evener.conversion.split import INDEX, rank_file
 from evener.distributed.world import World
 from evener.errors import ArchitectureError, ConfigError, EngineError
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.match import check_match, match_context
-from evener.loading.weight_map import with_weight_map
+from evener.loading.views import view_checkpoint
 from evener_convert.pieces import Piece, rank_pieces, whole_pieces
+from evener_convert.split import INDEX, rank_file
 
 #: Bytes of the largest weight file of an unsplit result; a single tensor may be larger.
 FILE_BYTES = 5_000_000_000
@@ -58,7 +58,7 @@ def open_source(config: Config) -> Source:
     path = Path(config.model).expanduser()
     if (path / INDEX).is_file():
         raise ConfigError(f"{path} was split for ranks already; convert the original model")
-    checkpoint = with_weight_map(open_checkpoint(path), config.weight_map)
+    checkpoint = open_checkpoint(path)
     loaded = BackendSearch(config.backend).load(config.options)
     target = loaded.architectures.get(checkpoint.architecture)
     if target is None:
@@ -69,7 +69,9 @@ def open_source(config: Config) -> Source:
     family: type[Architecture] = target.load()
     schemes = [provided.value for provided in loaded.quant_schemes()]
     length = facts_of(config.model, checkpoint.config, family.max_positions).max_positions or 2
-    checkpoint, _, scheme = choose_storage(checkpoint, checkpoint.headers, family, schemes, config, min(length, 4096))
+    checkpoint, scheme = view_checkpoint(ViewRequest(
+        checkpoint, family, schemes, min(length, 4096), config.quant, config.weight_map, config.options
+    ))  # fmt: skip
     source = Source(config, checkpoint, family, scheme)
     build = declare(source, World())
     check_match(build.weights, checkpoint.headers, scheme, where=str(path), **match_context(build))

@@ -8,6 +8,7 @@ module                   holds
 ``why_not_command``      ``evener why-not``: why something that is installed was or wasn't used
 ``config_command``       ``evener config``: the resolved value of every key
 ``models_command``       ``evener models``: the supported architectures
+``plugins_command``      ``evener plugins``: the installed packages
 ``explanation``          what ``explain`` shows, as plain data
 ``absent_ranks``         the communicator of a model that is declared and not run
 ``explanation_text``     the same as text for a terminal
@@ -27,6 +28,7 @@ descriptor = Descriptor(
     commands={
         "explain": "evener_inspection.explain_command:main", "why-not": "evener_inspection.why_not_command:main",
         "config": "evener_inspection.config_command:main", "models": "evener_inspection.models_command:main",
+        "plugins": "evener_inspection.plugins_command:main",
     },
     executors={"inline": "evener_inspection.rank_threads:RankThreads"},
 )  # fmt: skip

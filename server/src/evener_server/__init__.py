@@ -4,6 +4,7 @@
 module                  content
 ======================  ==========================================================
 ``command``             ``evener serve``
+``run_command``         ``evener run``; ``run_outputs``: the folder that it writes
 ``chat_command``        ``evener chat``
 ``chat_models``         what answers there: a model in this process, or a server
 ``chat_screen``         how answers are shown there
@@ -47,7 +48,7 @@ from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="server",
-    summary="The OpenAI API over HTTP (`evener serve`), and a chat in the terminal (`evener chat`).",
+    summary="The OpenAI API over HTTP (`evener serve`); in a terminal, one answer (`evener run`) or a chat.",
     contracts={"descriptor": 1},
     options={
         "vllm_metrics": Option(
@@ -94,6 +95,7 @@ descriptor = Descriptor(
     },
     commands={
         "serve": "evener_server.command:main",
+        "run": "evener_server.run_command:main",
         "chat": "evener_server.chat_command:main",
         "completion": "evener_server.completion_script:main",
     },

@@ -16,11 +16,11 @@ from contextlib import aclosing
 
 from evener.async_llm import AsyncLLM
 from evener.cli.command import Command, read_config
-from evener.cli.run import add_sampling_options, sampling_params_from
 from evener.errors import ConfigError, EngineDeadError, EvenerError
 from evener.logs import set_up_logging
 from evener_server.chat_models import ChatModel, LocalModel, RemoteModel
 from evener_server.chat_screen import MarkdownScreen, PlainScreen, Screen, without_echo
+from evener_server.run_command import add_sampling_options, sampling_params_from
 
 HELP = (
     "/reset: new conversation; /system TEXT: set the system message (no TEXT: none); /exit: end; Ctrl-C: stop an answer"

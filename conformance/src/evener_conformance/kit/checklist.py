@@ -15,6 +15,7 @@ from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.plugins.catalog import Provided
+from evener.plugins.discover import installed_catalog
 from evener_conformance.kit.cases import has_cases
 from evener_conformance.kit.collectives import collective_results
 from evener_conformance.kit.compare import join_problems
@@ -38,6 +39,7 @@ from evener_conformance.kit.result import NUMBERS
 from evener_conformance.kit.shapes import SHAPES
 from evener_conformance.kit.state import check_provider
 from evener_conformance.kit.subject import PretendDevice, Subject
+from evener_conformance.kit.views import view_results
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,9 @@ class Checklist:
         for scheme in subject.schemes:
             yield self._add("formats", scheme.value.name, scheme.package, partial(
                 scheme_results, scheme=scheme.value, seed=self.request.seed), scheme.value)  # fmt: skip
+        for name, view in installed_catalog().lazy_imports("checkpoint view").items():
+            run = partial(view_results, load=view.load, seed=self.request.seed)
+            yield self._add("formats", name, view.package, run)
 
     def _packings(self, kernel: Kernel, check: Check) -> Iterator[CaseResult]:
         subject, request, watch = self.subject, self.request, FallbackMonitor(self.subject.device)
@@ -352,7 +357,7 @@ _AREAS_BY_MODE = {"perf": ("primitives",), "support": ("primitives", "composites
 #: Why an optional area has no checks.
 _WHY_NO_CHECKS = {
     "composites": "has no kernel for a composite op (an op that is made of others)",
-    "formats": "has no `linear` kernel with packings, and no package brings a quantization scheme",
+    "formats": "has no `linear` kernel with packings, and no package brings a quantization scheme or a view",
     "graphs": "captures nothing (it announces no contract `graph` and has no hook evener_graph_capture)",
     "collectives": "has no hook evener_communicator",
 }

@@ -83,7 +83,7 @@ class Example:
         return self.scheme.arrange(self.part)
 
 
-class _Held(Checkpoint):
+class HeldCheckpoint(Checkpoint):
     """An example as a checkpoint; a key of its config that ends in .json is a file of its own."""
 
     def __init__(self, config: Mapping[str, Any], headers: Headers, stored: Mapping[str, torch.Tensor]) -> None:
@@ -110,7 +110,7 @@ def examples_of(scheme: QuantScheme, seed: int) -> list[Example]:
     """
     found = []
     for config, headers, stored in scheme.examples(_NAME, seed):
-        scheme = scheme.configured(config, _Held(config, headers, stored))
+        scheme = scheme.configured(config, HeldCheckpoint(config, headers, stored))
         part, roles = scheme.part(_NAME, headers), scheme.tensors(_NAME, headers)
         if part is None:
             raise CheckpointError(f"part({_NAME!r}, …) of its own example is None; its headers name {sorted(headers)}")

@@ -21,7 +21,8 @@ AREAS = (*REQUIRED[:3], "composites", "formats", "graphs", "collectives", "memor
 
 #: Top-level modules through which calls reach a backend's code, or leave it.
 _NOT_BACKEND_MODULES = {
-    "evener", "evener_conformance", "evener_formats", "evener_generation", "evener_models", "torch", "numpy", "pluggy",
+    "evener", "evener_conformance", "evener_convert", "evener_formats", "evener_generation", "evener_models", "torch",
+    "numpy", "pluggy",
 } | sys.stdlib_module_names  # fmt: skip
 
 

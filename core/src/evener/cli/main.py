@@ -23,9 +23,7 @@ Main = Callable[[list[str]], int]
 
 #: Commands of the core's own: module and summary.
 _BUILTIN: Mapping[str, tuple[str, str]] = {
-    "run": ("evener.cli.run", "answer one prompt and exit"),
     "tune": ("evener.cli.tune", "benchmark kernels and save the choices"),
-    "plugins": ("evener.cli.plugins", "list installed packages"),
     "doctor": ("evener.cli.doctor", "show how the backend is chosen, step by step"),
     "version": ("evener.cli.version", "show versions"),
 }
@@ -33,6 +31,7 @@ BUILTIN_NAMES = tuple(_BUILTIN)
 #: Commands that come with another distribution of this project, and what to type when it is not installed.
 _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "serve": ("serve a model over HTTP", 'pip install "evener[serve]"'),
+    "run": ("answer one prompt and exit", 'pip install "evener[serve]"'),
     "chat": ("chat with a model in the terminal", 'pip install "evener[serve]"'),
     "completion": ("print a shell completion script", 'pip install "evener[serve]"'),
     "explain": ("show which kernel would run each op, and the memory plan", 'pip install "evener[serve]"'),
@@ -41,6 +40,7 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     ),
     "config": ("show the resolved value of every option, and why", 'pip install "evener[serve]"'),
     "models": ("list the supported model architectures", 'pip install "evener[serve]"'),
+    "plugins": ("list installed packages", 'pip install "evener[serve]"'),
     "conformance": ("check whether a backend keeps the contracts", "pip install evener-conformance"),
     "new": ("create a package to start from: new backend NAME, new model NAME", "pip install evener-conformance"),
     "first-contact": ("try a backend on its hardware, and write an evidence file", "pip install evener-conformance"),

@@ -58,8 +58,8 @@ class Descriptor:
             Required: ``probe`` and ``device`` for a backend, ``communicator`` for collectives, ``graph`` for graphs,
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states``, ``state_kinds`` and ``state_formats``,
             ``quant`` for ``formats`` and ``quantizers``, ``architecture`` for ``architectures``, ``request_plugin`` for
-            ``request_plugins``, ``checkpoint`` for ``checkpoints``, ``weight_files`` and ``model_sources``,
-            ``generation`` for ``tool_parsers``, ``reasoning_parsers`` and ``grammars``.
+            ``request_plugins``, ``checkpoint`` for ``checkpoints``, ``weight_files``, ``checkpoint_views``
+            and ``model_sources``, ``generation`` for ``tool_parsers``, ``reasoning_parsers`` and ``grammars``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -87,6 +87,8 @@ class Descriptor:
         grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
         weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
+        checkpoint_views: (optional) checkpoints over others, with other files, names or numbers,
+            ``{"name": "module:Class"}``. See ``evener.contracts.conversion.views``.
         state_formats: (optional) functions that decide which state is quantized, ``{"name": "module:function"}``; see
             ``evener.contracts.quantized``.
         quantizers: (optional) what quantizes weights while they are read, ``{"name": "module:Class"}``; the name is a
@@ -124,6 +126,7 @@ class Descriptor:
     grammars: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     weight_files: Mapping[str, str] = field(default_factory=dict)
+    checkpoint_views: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)

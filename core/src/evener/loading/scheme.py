@@ -86,7 +86,8 @@ def pick_scheme(config: Mapping[str, Any], schemes: Sequence[QuantScheme], quant
     stored = _method(config)
     if quant != "auto":
         if quant not in known:
-            raise UnknownNameError("quantization scheme", quant, known, "Or leave quant=auto.")
+            hint = "Or leave quant=auto; for more of them type: pip install evener-formats"
+            raise UnknownNameError("quantization scheme", quant, known, hint)
         if not known[quant].detect(config):
             raise CheckpointError(f"quant={quant}, but the checkpoint is stored as {stored!r}; leave quant=auto")
         return known[quant].configured(config, checkpoint)

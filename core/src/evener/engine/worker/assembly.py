@@ -12,13 +12,12 @@ from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_partition, 
 from evener.config.schema import Config
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Headers
+from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
-from evener.conversion.quantized import choose_storage
-from evener.conversion.split import as_stored, open_part
 from evener.distributed.communicators import communicator_factory
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
@@ -26,7 +25,9 @@ from evener.engine.sampling.sampler import Sampler
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
-from evener.loading.weight_map import with_weight_map
+from evener.loading.checkpoint import open_checkpoint
+from evener.loading.scheme import Unquantized
+from evener.loading.views import view_checkpoint
 from evener.plugins.catalog import Provided
 from evener.plugins.load import LoadedPackages
 from evener.resolution.buckets import token_buckets
@@ -73,11 +74,7 @@ def assemble(
         EvenerError: a backend, package, checkpoint or option cannot be used; see the tree in ``evener.errors``.
     """
     place = ranks or RankGroups()
-    checkpoint = open_part(config, place.world)
-    headers: Headers = {}
-    if config.load != "dummy":
-        checkpoint = with_weight_map(checkpoint, config.weight_map)
-        headers = checkpoint.headers
+    checkpoint = open_checkpoint(config.model)
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
     family = find_architecture(loaded, checkpoint)
@@ -87,9 +84,16 @@ def assemble(
     device.limit_threads(resolved.threads)
     device.select()
     ranks = place.open(communicator_factory(loaded.communicator(), device))
-    schemes = [p.value for p in loaded.quant_schemes()]
-    checkpoint, headers, scheme = choose_storage(checkpoint, headers, family, schemes, config, resolved.max_seq_len)
     infer, world = resolved.config.infer, ranks.world
+    headers: Headers = {}
+    scheme: QuantScheme = Unquantized()
+    if config.load != "dummy":
+        checkpoint, scheme = view_checkpoint(ViewRequest(
+            checkpoint, family, [p.value for p in loaded.quant_schemes()], resolved.max_seq_len, config.quant,
+            config.weight_map, config.options, (world.tp_rank, world.tp_size), (world.pp_rank, world.pp_size),
+            layer_partition(infer),
+        ))  # fmt: skip
+        headers = checkpoint.headers
 
     def declare(stage: int) -> tuple[Builder, Architecture]:
         build = Builder(
@@ -107,7 +111,9 @@ def assemble(
 
     # Other stages are declared too: their state, so that block ids mean the same on all, and their weights' names.
     declared = [declare(stage) for stage in range(world.pp_size)]
-    build, model = as_stored(checkpoint, headers, declared[world.pp_rank])
+    build, model = declared[world.pp_rank]
+    if headers and isinstance(checkpoint, CheckpointView):
+        checkpoint.reslice(build.weights)
     other_stages = [other for other, _ in declared if other is not build]
     sampler = Sampler(build, model.vocab_size)
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.command import Command, read_config
-from evener.cli.outputs import open_outputs
 from evener.config.schema import Config
 from evener.errors import ConfigError, EngineError, EvenerError
 from evener.logs import set_up_logging
+from evener_server.run_outputs import open_outputs
 
 if TYPE_CHECKING:
     from evener.async_llm import AsyncLLM

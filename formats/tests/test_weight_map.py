@@ -11,14 +11,35 @@ from typing import Any
 
 import pytest
 import torch
+from evener_convert.weight_map import RenamedCheckpoint
+from safetensors.torch import save_file
 
 from evener.contracts.checkpoint import Checkpoint
+from evener.contracts.conversion.views import ViewRequest
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_checkpoint
-from evener.loading.weight_map import with_weight_map
+from evener_models.llama import LlamaForCausalLM
 
 Write = Callable[..., Path]
+CONFIG = {"architectures": ["TinyForCausalLM"], "model_type": "tiny"}
 STORED = {"transformer.h.0.attn.w": torch.ones(2), "transformer.h.1.attn.w": torch.zeros(3), "wte": torch.ones(1)}
+
+
+@pytest.fixture
+def write_folder(tmp_path: Path) -> Write:
+    """``write_folder(tensors)``: a model folder with one weight file."""
+
+    def write(tensors: Mapping[str, torch.Tensor]) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        save_file(dict(tensors), tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+def with_weight_map(checkpoint: Checkpoint, file: str | None) -> Checkpoint:
+    request = ViewRequest(checkpoint, LlamaForCausalLM, weight_map=file)
+    return RenamedCheckpoint.of(request) or checkpoint
 
 
 def mapped(folder: Path, rules: Any) -> Checkpoint:
@@ -49,7 +70,7 @@ def test_the_first_rule_that_fits_a_whole_name_wins_and_null_drops(
 
 
 def test_unused_rules_and_unmatched_tensors_are_logged(write_folder: Write, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "evener.loading.weight_map"):
+    with caplog.at_level(logging.INFO, "evener_convert.weight_map"):
         mapped(write_folder(STORED), {"wte": "e", "nothing": "x", r"tr.*\.0.*": "y"})
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         ("WARNING", "weight map: no tensor matches 'nothing'"),

@@ -8,22 +8,21 @@ the file has these spans, one after another; so a declared weight reads the whol
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from evener.config.schema import Config
-from evener.contracts.checkpoint import Checkpoint, Headers, WeightFile
+from evener.contracts.checkpoint import WeightFile
+from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.contracts.declared import Declared, LinearWeight, Slice, Span, Weight
 from evener.distributed.world import World
 from evener.errors import CheckpointError, ConfigError
-from evener.layers.builder import Builder
-from evener.loading.checkpoint import FolderCheckpoint, open_checkpoint
+from evener.loading.checkpoint import FolderCheckpoint
 from evener.loading.safetensors_files import SafetensorsFile
 
 INDEX, VERSION = "evener_split.json", 1
-T = TypeVar("T")
 
 
 def rank_file(world: World) -> str:
@@ -31,40 +30,54 @@ def rank_file(world: World) -> str:
     return f"rank-{world.rank:05}-of-{world.size:05}.safetensors"
 
 
-def open_part(config: Config, world: World) -> Checkpoint:
-    """The model of ``config``: if it was split, what the rank reads, else all of it.
+class SplitCheckpoint(CheckpointView):
+    """What one rank reads of a folder that was split."""
 
-    Raises:
-        CheckpointError: it does not exist, or is broken.
-        ConfigError: it was split for another number of ranks.
-    """
-    path = Path(config.model).expanduser()
-    if not (path / INDEX).is_file() or config.load == "dummy":
-        return open_checkpoint(path)
-    made = FolderCheckpoint(path).json(INDEX)
-    wanted = {"version": VERSION, "tp_size": world.tp_size, "pp_size": world.pp_size}
-    if made.get("version") != VERSION:
-        raise CheckpointError(f"{path / INDEX} has version {made.get('version')!r}, not {VERSION}; convert it again")
-    if any(made.get(key) != value for key, value in wanted.items()):
-        raise ConfigError(
-            f"{path} was split for infer.tp_size={made.get('tp_size')} infer.pp_size={made.get('pp_size')}; set these, "
-            "or convert the original model for this number of ranks"
-        )
-    partition = list(config.infer.pp_layer_partition)
-    if made.get("pp_layer_partition") != partition:
-        raise ConfigError(
-            f"{path} was split with infer.pp_layer_partition={','.join(made.get('pp_layer_partition') or []) or 'none'}"
-            "; set the same, or convert the original model"
-        )
-    return SplitCheckpoint(path, rank_file(world))
+    changes = "files"
+
+    @classmethod
+    def of(cls, request: ViewRequest) -> SplitCheckpoint | None:
+        """The rank's part, if the folder was split.
+
+        Raises:
+            CheckpointError: the folder is of another version, or broken.
+            ConfigError: it was split for another number of ranks.
+        """
+        path, (tp_rank, tp_size), (pp_rank, pp_size) = request.checkpoint.path, request.tp, request.stage
+        if request.checkpoint.text(INDEX) is None:
+            return None
+        made = request.checkpoint.json(INDEX)
+        if made.get("version") != VERSION:
+            found = made.get("version")
+            raise CheckpointError(f"{path / INDEX} has version {found!r}, not {VERSION}; convert it again")
+        if (made.get("tp_size"), made.get("pp_size")) != (tp_size, pp_size):
+            raise ConfigError(
+                f"{path} was split for infer.tp_size={made.get('tp_size')} infer.pp_size={made.get('pp_size')}; set "
+                "these, or convert the original model for this number of ranks"
+            )
+        partition = made.get("pp_layer_partition")
+        if not isinstance(partition, list) or not all(isinstance(each, str) for each in partition):
+            raise CheckpointError(
+                f"{path / INDEX}: pp_layer_partition {partition!r} is no list of numbers; convert it again"
+            )
+        if partition != [str(each) for each in request.partition]:
+            raise ConfigError(
+                f"{path} was split with infer.pp_layer_partition={','.join(partition) or 'none'}; set the same, "
+                "or convert the original model"
+            )
+        world = World(tp_rank, tp_size, pp_rank, pp_size, pp_rank * tp_size + tp_rank, tp_size * pp_size)
+        return cls(_RankFolder(path, rank_file(world)))
+
+    def reslice(self, weights: Sequence[Declared]) -> None:
+        spans = spans_read(weights)
+        for item in weights:
+            if isinstance(item, (Weight, LinearWeight)):
+                local = tuple(_local(name, cut, spans) for name, cut in named_pieces(item))
+                item.slices = local if any(local) else ()
 
 
-class SplitCheckpoint(FolderCheckpoint):
-    """A folder of which one file is read.
-
-    Raises:
-        CheckpointError: the folder or its ``config.json`` is missing.
-    """
+class _RankFolder(FolderCheckpoint):
+    """A folder of which one weight file is read."""
 
     def __init__(self, path: Path, file: str) -> None:
         super().__init__(path)
@@ -76,19 +89,6 @@ class SplitCheckpoint(FolderCheckpoint):
             raise CheckpointError(f"{self.path} lacks {self._file}; convert the original model again")
         file = SafetensorsFile(self.path / self._file)
         return dict.fromkeys(file.headers, file)
-
-
-def as_stored(checkpoint: Checkpoint, headers: Headers, declared: tuple[Builder, T]) -> tuple[Builder, T]:
-    """``declared``, a builder and its model; if the checkpoint is one rank's part, weights read it and not slices of
-    whole tensors. ``headers``: of the checkpoint; empty for random weights."""
-    build, model = declared
-    if headers and (checkpoint.path / INDEX).is_file():
-        spans = spans_read(build.weights)
-        for item in build.weights:
-            if isinstance(item, (Weight, LinearWeight)):
-                local = tuple(_local(name, cut, spans) for name, cut in named_pieces(item))
-                item.slices = local if any(local) else ()
-    return build, model
 
 
 def named_pieces(item: Declared) -> Iterator[tuple[str, Slice | None]]:

@@ -15,7 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import re2
+
 from evener.contracts.checkpoint import Checkpoint, Extent, Headers
+from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import FolderFiles
 
@@ -25,34 +28,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def with_weight_map(checkpoint: Checkpoint, file: str | None) -> Checkpoint:
-    """``checkpoint`` with renamed tensors; itself if there are no rules.
+class RenamedCheckpoint(CheckpointView):
+    """A checkpoint with renamed tensors.
+
+    Args:
+        inner: the checkpoint below.
+        rules: compiled expressions, and the name that each gives; None drops the tensor.
 
     Raises:
-        CheckpointError: the rules are not a JSON object of expressions and names, or two tensors get the same name.
+        CheckpointError: two tensors get the same name.
     """
-    import re2
 
-    options = re2.Options()
-    options.log_errors = False
-    named = None if file is None else Path(file).expanduser()
-    files = checkpoint if named is None else FolderFiles(named.parent)
-    name = f"{checkpoint.config.get('model_type')}_weight_map.json" if named is None else named.name
-    if (text := files.text(name)) is None and named is None:
-        return checkpoint
-    try:
-        rules = [(re2.compile(key, options), value and re2.sub(r"\$(\d+)", r"\\g<\1>", value))
-                 for key, value in json.loads(text or "").items()]  # fmt: skip
-        return _Renamed(checkpoint, rules)
-    except (ValueError, AttributeError, TypeError, IndexError, re2.error) as error:
-        where, why = file or checkpoint.where(name), "there is no such file" if text is None else error
-        must = "it must be a JSON object of regular expressions and names"
-        raise CheckpointError(f"the weight map {where} cannot be used: {why}; {must}") from error
+    changes, keys = "names", frozenset({"weight_map"})
 
-
-class _Renamed(Checkpoint):
     def __init__(self, inner: Checkpoint, rules: Sequence[tuple[Any, str | None]]) -> None:
-        self._inner, self.path = inner, inner.path
+        super().__init__(inner)
         self._names: dict[str, str] = {}
         used, untouched = [0] * len(rules), []
         for stored in inner.headers:
@@ -76,21 +66,36 @@ class _Renamed(Checkpoint):
             shown = ", ".join(untouched[:10]) + (", …" if len(untouched) > 10 else "")
             log.info("weight map: %d tensors keep their names: %s", len(untouched), shown)
 
+    @classmethod
+    def of(cls, request: ViewRequest) -> RenamedCheckpoint | None:
+        """The renamed checkpoint, if there are rules.
+
+        Raises:
+            CheckpointError: the rules are not a JSON object of expressions and names, or two tensors get the same name.
+        """
+        checkpoint, file = request.checkpoint, request.weight_map
+        options = re2.Options()
+        options.log_errors = False
+        named = None if file is None else Path(file).expanduser()
+        files = checkpoint if named is None else FolderFiles(named.parent)
+        name = f"{checkpoint.config.get('model_type')}_weight_map.json" if named is None else named.name
+        if (text := files.text(name)) is None and named is None:
+            return None
+        try:
+            rules = [(re2.compile(key, options), value and re2.sub(r"\$(\d+)", r"\\g<\1>", value))
+                     for key, value in json.loads(text or "").items()]  # fmt: skip
+            return cls(checkpoint, rules)
+        except (ValueError, AttributeError, TypeError, IndexError, re2.error) as error:
+            where, why = file or checkpoint.where(name), "there is no such file" if text is None else error
+            must = "it must be a JSON object of regular expressions and names"
+            raise CheckpointError(f"the weight map {where} cannot be used: {why}; {must}") from error
+
     @cached_property
     def headers(self) -> Headers:
-        return {name: self._inner.headers[stored] for name, stored in self._names.items()}
+        return {name: self.inner.headers[stored] for name, stored in self._names.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._inner.tensor(self._names.get(name, name))
+        return self.inner.tensor(self._names.get(name, name))
 
     def extent(self, name: str) -> Extent | None:
-        return self._inner.extent(self._names.get(name, name))
-
-    def text(self, name: str) -> str | None:
-        return self._inner.text(name)
-
-    def json(self, name: str) -> dict[str, Any]:
-        return self._inner.json(name)
-
-    def close(self) -> None:
-        self._inner.close()
+        return self.inner.extent(self._names.get(name, name))

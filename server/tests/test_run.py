@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from evener.cli.main import main
-from evener.cli.outputs import OutputFolder
 from evener.contracts.outputs import Delta
 from evener.engine.wire.engine_info import EngineInfo
+from evener_server.run_outputs import OutputFolder
 
 
 class FakeStream:

@@ -7,15 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from evener.config.schema import Config
-from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Extent, Headers
 from evener.contracts.conversion.quantizer import Quantizer
-from evener.contracts.quant import QuantScheme
-from evener.conversion.matrices import ModelMatrices, model_matrices
+from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.errors import CheckpointError, ConfigError, UnknownNameError
-from evener.loading.scheme import Unquantized, pick_scheme
+from evener.loading.scheme import Unquantized
 from evener.plugins.load import options_by_package
+from evener_convert.matrices import ModelMatrices, model_matrices
 
 if TYPE_CHECKING:
     import torch
@@ -24,55 +22,7 @@ if TYPE_CHECKING:
 _KEPT = 3
 
 
-def choose_storage(
-    checkpoint: Checkpoint, headers: Headers, family: type[Architecture], schemes: Sequence[QuantScheme],
-    config: Config, length: int,
-) -> tuple[Checkpoint, Headers, QuantScheme]:  # fmt: skip
-    """What is read, its headers, and the scheme that reads it.
-
-    Args:
-        checkpoint: as it is stored.
-        headers: its own; empty for random weights, which are not quantized, whatever the checkpoint's own are.
-        family: the model's class.
-        schemes: those of the installed packages.
-        config: with ``quant`` and the options of packages; the name of an installed quantizer wraps an unquantized
-            checkpoint.
-        length: tokens of the longest sequence.
-
-    Raises:
-        UnknownNameError: no installed package has the scheme or quantizer ``quant``.
-        CheckpointError: no scheme fits the checkpoint, or ``quant`` does not.
-        ConfigError: the quantizer cannot be used with this model.
-    """
-    from evener.plugins.discover import installed_catalog
-
-    if not headers:
-        return checkpoint, headers, Unquantized()
-    quantizers = {} if config.quant in ("auto", "none") else installed_catalog().lazy_imports("quantizer")
-    if config.quant not in quantizers or not Unquantized().detect(checkpoint.config):
-        _check_name(config.quant, checkpoint, schemes, quantizers)
-        return checkpoint, headers, pick_scheme(checkpoint.config, schemes, config.quant, checkpoint)
-    matrices = model_matrices(family, checkpoint.config, headers, length)
-    chosen = quantizers[config.quant]
-    package = next(each for each in installed_catalog().packages if config.quant in each.descriptor.quantizers)
-    options = options_by_package([package], {package.name: config.options.get(package.name, {})})[package.key]
-    quantizer: Quantizer = chosen.load()(config.quant, options, list(matrices.found.values()))
-    wrapped = QuantizedCheckpoint(checkpoint, quantizer, matrices)
-    return wrapped, wrapped.headers, pick_scheme(wrapped.config, schemes)
-
-
-def _check_name(quant: str, checkpoint: Checkpoint, schemes: Sequence[QuantScheme], quantizers: Iterable[str]) -> None:
-    known = {"auto", "none", *(scheme.name for scheme in schemes)}
-    if quant not in {*known, *quantizers}:
-        raise UnknownNameError("quantization scheme", quant, {*known, *quantizers}, "Or leave quant=auto.")
-    if quant not in known:
-        raise ConfigError(
-            f"quant={quant} quantizes an unquantized checkpoint while it is loaded, and {checkpoint.path} is quantized "
-            "already; leave quant=auto, or give the unquantized model"
-        )
-
-
-class QuantizedCheckpoint(Checkpoint):
+class QuantizedCheckpoint(CheckpointView):
     """``inner`` with quantized matrices. A matrix is quantized when a tensor of it is asked for, and not kept longer
     than until the next ones; so memory holds one layer's at a time.
 
@@ -80,9 +30,11 @@ class QuantizedCheckpoint(Checkpoint):
         CheckpointError: a head that is quantized is tied to an embedding, and the two differ.
     """
 
+    changes, keys = "numbers", frozenset({"quant"})
+
     def __init__(self, inner: Checkpoint, quantizer: Quantizer, matrices: ModelMatrices) -> None:
-        self._inner, self._quantizer, self._matrices = inner, quantizer, matrices
-        self.path = inner.path
+        super().__init__(inner)
+        self._quantizer, self._matrices = quantizer, matrices
         stored = {name: quantizer.stored(matrix) for name, matrix in matrices.found.items()}
         self._stored = {name: tensors for name, tensors in stored.items() if tensors}
         self._source = {each: name for name, tensors in self._stored.items() for each in tensors}
@@ -95,13 +47,37 @@ class QuantizedCheckpoint(Checkpoint):
         self.copied = (inner.copied & kept.keys()) | made.keys()
         self._made: OrderedDict[str, Mapping[str, torch.Tensor]] = OrderedDict()
 
+    @classmethod
+    def of(cls, request: ViewRequest) -> QuantizedCheckpoint | None:
+        """The quantized checkpoint, if ``quant`` names an installed quantizer and the stored one is not quantized.
+
+        Raises:
+            UnknownNameError: no installed package has the scheme or quantizer ``quant``.
+            ConfigError: the checkpoint is quantized already, or the quantizer cannot be used with this model.
+        """
+        from evener.plugins.discover import installed_catalog
+
+        quant, checkpoint = request.quant, request.checkpoint
+        if quant in ("auto", "none"):
+            return None
+        quantizers = installed_catalog().lazy_imports("quantizer")
+        if quant not in quantizers or not Unquantized().detect(checkpoint.config):
+            _check_name(request, quantizers)
+            return None
+        matrices = model_matrices(request.architecture, checkpoint.config, checkpoint.headers, request.length)
+        package = next(each for each in installed_catalog().packages if quant in each.descriptor.quantizers)
+        given = {package.name: request.options.get(package.name, {})}
+        options = options_by_package([package], given)[package.key]
+        quantizer: Quantizer = quantizers[quant].load()(quant, options, list(matrices.found.values()))
+        return cls(checkpoint, quantizer, matrices)
+
     @property
     def headers(self) -> Headers:
         return self._headers
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return {**self._inner.config, "quantization_config": dict(self._quantizer.settings)}
+        return {**self.inner.config, "quantization_config": dict(self._quantizer.settings)}
 
     @property
     def kept(self) -> Sequence[str]:
@@ -111,7 +87,7 @@ class QuantizedCheckpoint(Checkpoint):
     def tensor(self, name: str) -> torch.Tensor:
         source = self._source.get(name)
         if source is None:
-            return self._inner.tensor(name)
+            return self.inner.tensor(name)
         if source not in self._made:
             while len(self._made) >= _KEPT or (self._made and len(self._matrices.found[source].shape) == 2):
                 self._made.popitem(last=False)
@@ -121,7 +97,7 @@ class QuantizedCheckpoint(Checkpoint):
     def _quantize(self, name: str) -> Mapping[str, torch.Tensor]:
         import torch
 
-        values = self._inner.tensor(name)
+        values = self.inner.tensor(name)
         if not all(map(torch.isfinite, torch.aminmax(values))):
             raise CheckpointError(
                 f"in {self.path}, NaN or infinite somewhere: {name}; fetch or convert the model again"
@@ -130,23 +106,23 @@ class QuantizedCheckpoint(Checkpoint):
         return self._quantizer.quantize(self._matrices.found[name], values)
 
     def extent(self, name: str) -> Extent | None:
-        return None if name in self._source else self._inner.extent(name)
-
-    def text(self, name: str) -> str | None:
-        return self._inner.text(name)
-
-    def json(self, name: str) -> dict[str, Any]:
-        return self._inner.json(name)
-
-    def names(self, pattern: str) -> Sequence[str]:
-        return self._inner.names(pattern)
-
-    def where(self, name: str) -> str:
-        return self._inner.where(name)
+        return None if name in self._source else self.inner.extent(name)
 
     def close(self) -> None:
         self._made.clear()
-        self._inner.close()
+        self.inner.close()
+
+
+def _check_name(request: ViewRequest, quantizers: Iterable[str]) -> None:
+    quant = request.quant
+    known = {"auto", "none", *(scheme.name for scheme in request.schemes)}
+    if quant not in {*known, *quantizers}:
+        raise UnknownNameError("quantization scheme", quant, {*known, *quantizers}, "Or leave quant=auto.")
+    if quant not in known:
+        raise ConfigError(
+            f"quant={quant} quantizes an unquantized checkpoint while it is loaded, and {request.checkpoint.path} is "
+            "quantized already; leave quant=auto, or give the unquantized model"
+        )
 
 
 def _check_equal(checkpoint: Checkpoint, name: str, twin: str) -> None:

@@ -1,1 +1,0 @@
-"""Changing how a checkpoint stores its weights: which tensors are matrices, and quantizing them while they are read."""
