@@ -25,7 +25,7 @@ from evener.engine.wire.messages import Dead, FromController, GetStats, Ready, S
 from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.capacity import Capacity, Reservation
 from evener.frontend.chat import Chat
-from evener.frontend.frontend import Frontend, Kind
+from evener.frontend.frontend import Frontend, Kind, PreparedRequest
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.stream import RequestStream
@@ -188,7 +188,7 @@ class AsyncLLM:
                 reservation.add(wanted.n - samples)
         text = prompt if isinstance(prompt, str) else None
         # In a thread: the loop answers others while a text is tokenized.
-        prepared = await self._loop.run_in_executor(self._texts, frontend.prepare, prompt, wanted, kind)
+        prepared = await self.prepare(prompt, wanted, kind)
         self._ready_frontend()  # the engine may have stopped meanwhile
         request_id = request_id or uuid.uuid4().hex
         messages = frontend.submit(prepared, request_id)
@@ -199,6 +199,16 @@ class AsyncLLM:
         for message in messages:
             self._client.send(message)
         return stream
+
+    async def prepare(
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: Kind = "completion"
+    ) -> PreparedRequest:
+        """What ``submit`` would send: the prompt's ids, and the limit and the stop tokens that hold.
+
+        Raises:
+            RequestError, ContextLengthError, EngineDeadError: as ``submit``.
+        """
+        return await self._loop.run_in_executor(self._texts, self._ready_frontend().prepare, prompt, params, kind)
 
     async def submit_chat(
         self, messages: list[dict[str, Any]], params: SamplingParams | None = None, *, request_id: str | None = None,

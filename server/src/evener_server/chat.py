@@ -15,8 +15,8 @@ from evener.contracts.outputs import Delta
 from evener.contracts.writing import ReasoningFormat, ReasoningWriter
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.capacity import Reservation
-from evener.frontend.stream import RequestStream
-from evener_server.generation import Generation, Submit
+from evener_server.beams import check_beams, start_beams
+from evener_server.generation import Generation, Stream, Submit
 from evener_server.held import Held, before, held_to
 from evener_server.images import decode_images
 from evener_server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -107,6 +107,11 @@ class ChatJob(Job):
             if reasons:
                 await self._hold(before(self._reasoning, self._end_of(given)))
             params = left_of(self._params, began)
+            if body.beams is not None:
+                if isinstance(given, MediaPrompt):
+                    raise RequestError("beam search cannot be used with images; leave it out", "use_beam_search")
+                check_beams(params, self.stream)
+                return functools.partial(start_beams, llm, given, params, body.beams, body.choices, self.request_id)
             return functools.partial(
                 llm.submit, given, params, request_id=self.request_id, kind="chat", reservation=room
             )
@@ -166,7 +171,7 @@ class ChatJob(Job):
             for _ in range(generation.n)
         ]  # fmt: skip
 
-    def _prompt_end(self, stream: RequestStream) -> str:
+    def _prompt_end(self, stream: Stream) -> str:
         tokenizer = self._service.llm.tokenizer
         if stream.prompt is not None or tokenizer is None:
             return (stream.prompt or "")[-PROMPT_END:]

@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from evener.contracts.outputs import Delta
+from evener.frontend.capacity import Reservation
+from evener.sampling_params import SamplingParams
+from evener_server.beams import check_beams, start_beams
 from evener_server.echo import with_echo
 from evener_server.fill_in_middle import with_suffix
-from evener_server.generation import Generation
+from evener_server.generation import Generation, Submit
 from evener_server.logprobs import CompletionLogprobs, extend, prompt_logprobs
 from evener_server.prompt_tokens import left_of
 from evener_server.protocol import CompletionBody
@@ -25,6 +28,8 @@ class CompletionJob(Job):
         self.stream = bool(body.stream)
         self._service, self._body = service, body
         self._params, self._tokenizer = service.sampling(body), service.llm.tokenizer
+        if body.beams is not None:
+            check_beams(self._params, self.stream)
         self._names = service.token_names(body.return_tokens_as_token_ids)
         self._head = service.head("cmpl", "text_completion")
 
@@ -37,13 +42,16 @@ class CompletionJob(Job):
             began = time.monotonic()
             given = [await self._prompt(prompt) for prompt in prompts]
             params = left_of(self._params, began)
-            submits = [
-                functools.partial(service.llm.submit, prompt, params, request_id=name, reservation=room)
-                for prompt, name in zip(given, names, strict=True)
-            ]
+            submits = [self._submit(*each, params, room) for each in zip(given, names, strict=True)]
             generation = await service.running.start(submits, samples, self._body.max_tokens)
         generation.prompt_only = self._body.max_tokens == 0
         return generation
+
+    def _submit(self, prompt: str | list[int], name: str, params: SamplingParams, room: Reservation) -> Submit:
+        llm, beams = self._service.llm, self._body.beams
+        if beams is None:
+            return functools.partial(llm.submit, prompt, params, request_id=name, reservation=room)
+        return functools.partial(start_beams, llm, prompt, params, beams, self._body.choices, name)
 
     async def _prompt(self, prompt: str | list[int]) -> str | list[int]:
         """What the engine gets for one of the request's prompts."""

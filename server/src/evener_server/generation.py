@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
+
+from evener_beam.stream import BeamStream
 
 from evener.async_llm import AsyncLLM
 from evener.contracts.outputs import Delta
@@ -14,7 +16,9 @@ from evener.frontend.stream import RequestStream
 from evener_server.errors import ApiError, deadline_missed, status_error, unavailable
 from evener_server.metrics import Metrics, RequestTimer
 
-Submit = Callable[[], Awaitable[RequestStream]]
+#: What a prompt's deltas come from.
+Stream: TypeAlias = "RequestStream | BeamStream"
+Submit = Callable[[], Awaitable[Stream]]
 
 
 class RunningGenerations:
@@ -37,7 +41,7 @@ class RunningGenerations:
         """
         meter = RequestTimer(self._metrics)
         async with AsyncExitStack() as stack:
-            streams = []
+            streams: list[Stream] = []
             for submit in submits:
                 streams.append(await stack.enter_async_context(await submit()))
                 # A short prompt is tokenized on the loop; with many of them other requests take turns.
@@ -76,7 +80,7 @@ class Generation:
         prompt_only: only the prompt was requested; sampled tokens are neither returned nor counted.
     """
 
-    def __init__(self, running: RunningGenerations, streams: list[RequestStream], n: int, meter: RequestTimer) -> None:
+    def __init__(self, running: RunningGenerations, streams: list[Stream], n: int, meter: RequestTimer) -> None:
         self.streams, self.n = streams, n
         self._meter = meter
         self.finish_reasons: dict[int, str] = {}
@@ -175,7 +179,7 @@ class Generation:
         return status_error(delta.status, delta.error or "the engine gave no reason")
 
 
-async def _forward_deltas(prompt: int, stream: RequestStream, queue: asyncio.Queue[tuple[int, Delta | None]]) -> None:
+async def _forward_deltas(prompt: int, stream: Stream, queue: asyncio.Queue[tuple[int, Delta | None]]) -> None:
     try:
         async for delta in stream:
             queue.put_nowait((prompt, delta))

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
+from evener_beam.search import BeamOptions
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -24,6 +25,7 @@ from evener.sampling_params import (
     MIN_REPETITION,
     SamplingParams,
 )
+from evener_server.beams import BeamFields
 from evener_server.messages import Body, ImagePart, Message, Messages, TextPart, allowed_values
 from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only
 from evener_server.tools import Choice, ToolChoice, Tools
@@ -127,7 +129,7 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, allowed_values(False)] = None
 
 
-class GenerationBody(Body):
+class GenerationBody(BeamFields):
     """The fields of every endpoint that generates."""
 
     #: Default: the model that is served.
@@ -175,9 +177,7 @@ class GenerationBody(Body):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
-    use_beam_search: Annotated[Any, allowed_values(False)] = None
     # Of vLLM's API: what would change the answer.
-    length_penalty: Annotated[Any, allowed_values(1)] = None
     bad_words: Annotated[Any, allowed_values([])] = None
     allowed_token_ids: Annotated[Any, allowed_values([])] = None
     logits_processors: Annotated[Any, allowed_values([])] = None
@@ -218,9 +218,14 @@ class GenerationBody(Body):
         return None
 
     @property
+    def beams(self) -> BeamOptions | None:
+        """How to search for the likeliest texts; None: the request samples."""
+        return self.beam_options(self.choices)
+
+    @property
     def own_prompt_tokens(self) -> bool:
-        """Whether the prompt is tokenized otherwise than by default, or cut."""
-        return self.truncate_prompt_tokens is not None or self.add_special_tokens is not None
+        """Whether the prompt's tokens are needed first, or made otherwise than by default, or cut."""
+        return self.beams is not None or self.truncate_prompt_tokens is not None or self.add_special_tokens is not None
 
     def without_effect(self) -> list[str]:
         """Paths of fields that were sent and that change nothing."""
@@ -238,6 +243,8 @@ class GenerationBody(Body):
         """
         if self.stop_with_eos is not None and self.ignore_eos is not None and self.stop_with_eos == self.ignore_eos:
             raise RequestError("stop_with_eos and ignore_eos contradict each other; send one of them", "ignore_eos")
+        if self.beams is not None and self.samples > self.choices:
+            raise RequestError("best_of cannot be used with beam search; send num_beams instead", "best_of")
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens is 0; send 1 or more, or -1", "truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
