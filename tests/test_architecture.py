@@ -132,7 +132,13 @@ def test_the_converter_imports_no_engine_no_front_end_and_no_other_distribution(
 
 def test_grammars_and_parsers_import_only_contracts_and_errors() -> None:
     allowed = allow_of_evener("evener_generation", "evener.contracts", "evener.errors")
-    assert violations(GENERATION, allowed, typing=True) == []
+    assert violations(inside("evener_generation", GENERATION), allowed, typing=True) == []
+
+
+def test_beam_search_imports_only_the_python_api() -> None:
+    own = ("evener_beam", "evener.async_llm", "evener.sampling_params", "evener.contracts", "evener.errors")
+    beams = inside("evener_beam", GENERATION)
+    assert beams and violations(beams, allow_of_evener(*own), typing=True) == []
 
 
 def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_files() -> None:

@@ -52,8 +52,10 @@ def test_an_installed_copy_is_imported_from_where_it_was_installed(target: Path)
     assert done.stdout.split() == [str(target / name / "__init__.py") for name in names]
 
 
-#: Packages beside that of the distribution's name: commands that know the core, which formats must not.
-MORE_PACKAGES = {"evener_formats": {"evener_calibrate", "evener_convert"}}
+#: Packages beside that of the distribution's name, which know more of the core than that one may.
+MORE_PACKAGES = {
+    "evener_formats": {"evener_calibrate", "evener_convert"}, "evener_generation": {"evener_beam"},
+}
 
 
 def test_a_wheel_holds_its_typed_packages_its_licence_and_no_tests(wheels: list[Path]) -> None:

@@ -87,7 +87,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": ..., "min_tokens": 500}, "min_tokens"),
     ({"max_time": 0}, "max_time"),
     ({"max_time": "1s"}, "max_time"),
-    ({"use_beam_search": True}, "use_beam_search"),
+    ({"use_beam_search": "yes"}, "use_beam_search"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema"),
@@ -294,8 +294,8 @@ def test_codes_tell_unknown_missing_mistyped_and_unsupported_fields_apart(api: A
     assert error(api.complete(prompt=...))["code"] == "missing_required_parameter"
     assert error(api.complete(max_tokens="4"))["code"] == "invalid_type"
     assert error(api.complete(top_p=2))["code"] == "invalid_value"
-    assert error(api.complete(use_beam_search=True))["code"] == "unsupported_parameter"
-    assert "send false" in error(api.complete(use_beam_search=True))["message"]
+    assert error(api.complete(bad_words=["x"]))["code"] == "unsupported_parameter"
+    assert "send []" in error(api.complete(bad_words=["x"]))["message"]
 
 
 NO_OP_FIELDS = {

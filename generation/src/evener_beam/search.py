@@ -79,7 +79,8 @@ class BeamSearch:
             for token, value in likeliest[i].items()
         )
         ranked = heapq.nlargest(beams * (1 + len(self._stops)), longer)
-        running, finished = [], []
+        running: list[Beam] = []
+        finished: list[Beam] = []
         for place, (score, i, token) in enumerate(ranked):
             stopped = token in self._stops
             ends = stopped or length == self._max
@@ -113,5 +114,5 @@ class BeamSearch:
         if len(self.finished) < self.options.beams:
             return True
         longest = self.options.early_stopping == "never" and self.options.length_penalty > 0
-        best = self.running[0].score / (self._max if longest else length) ** self.options.length_penalty
-        return best > self.finished[-1].score
+        divisor: float = (self._max if longest else length) ** self.options.length_penalty
+        return self.running[0].score / divisor > self.finished[-1].score

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 
 from evener.async_llm import AsyncLLM
-from evener.contracts.outputs import Delta
+from evener.contracts.outputs import Delta, FinishReason
 from evener.errors import RequestError
 from evener.sampling_params import MAX_LOGPROBS, SamplingParams
 from evener_beam.search import Beam, BeamOptions, BeamSearch
@@ -87,7 +87,7 @@ class BeamStream:
         if tokenizer is not None:
             shown = ids[:-1] if beam.stopped else ids
             text = tokenizer.decode(shown, skip_special_tokens=self._skip_special)
-        reason = "stop" if beam.stopped else "timeout" if late else "length"
+        reason: FinishReason = "stop" if beam.stopped else "timeout" if late else "length"
         return Delta(
             self.request_id, index, text=text, token_ids=ids, logprobs=[dict(entry) for entry in beam.entries],
             finish_reason=reason, num_cached_tokens=self._cached,

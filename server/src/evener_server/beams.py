@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from evener_beam.search import BeamOptions
 from evener_beam.stream import BeamStream
@@ -44,7 +45,7 @@ class BeamFields(Body):
 
 
 #: Sampling parameters that beam search, which draws nothing, has no use for, and their values without an effect.
-_OF_SAMPLING = {
+_OF_SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0), "min_tokens": (0,), "frequency_penalty": (0,),
     "presence_penalty": (0,), "repetition_penalty": (None, 1), "logit_bias": ({},), "grammar": (None,),
     "prompt_logprobs": (None,), "temperature": (None, 0, 1),
