@@ -222,9 +222,9 @@ CAPS: Mapping[str, int] = {
     "evener.engine.quantized": 41, "evener.state_pages": 28,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
-TOP_CAP = 927
+TOP_CAP = 926
 #: The whole core.
-TOTAL_CAP = 14_442
+TOTAL_CAP = 14_441
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -155,14 +155,9 @@ class AsyncLLM:
         return self._capacity.reserve(samples, param)
 
     async def submit(
-        self,
-        prompt: str | list[int] | MediaPrompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        kind: Kind = "completion",
-        reservation: Reservation | None = None,
-    ) -> RequestStream:
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams | None = None, *,
+        request_id: str | None = None, kind: Kind = "completion", reservation: Reservation | None = None,
+    ) -> RequestStream:  # fmt: skip
         """Check and send a request. Errors in the request are raised here, before the first delta.
 
         Args:
