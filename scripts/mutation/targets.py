@@ -90,6 +90,7 @@ _NATIVE, _CPU, _JIT, _TRITON = (
 
 NATIVE = Target("cpu-native", "backends/cpu/src", {
     f"{_NATIVE}rows.h": _ROWS, f"{_NATIVE}simd.h": ("linear", "act_and_mul", "sample", *_ROWS),
+    f"{_NATIVE}two_registers.h": ("linear", "act_and_mul", "sample", *_ROWS), f"{_NATIVE}corners.h": ("linear",),
     f"{_NATIVE}gemm.h": ("linear",), f"{_NATIVE}attention.h": ("attention",), f"{_NATIVE}layer.h": _LAYERS,
     f"{_NATIVE}experts.h": ("moe_block", "grouped_linear"), f"{_NATIVE}sampling.h": ("sample",),
     f"{_NATIVE}quant_gemm.h": ("formats",), f"{_NATIVE}quant_blocks.h": ("formats",),

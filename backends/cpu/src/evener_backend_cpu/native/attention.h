@@ -84,28 +84,40 @@ INLINE v16 broadcast32(const void* p) {
   return splat(f);
 }
 
-template <class T, int R>
-INLINE void scores(const T* const q[R], const T* const k[4], long d, float* out) {
+// Of R rows, the vectors that a loop sums at a time: what fits the registers.
+#ifdef EVENER_LANES256
+constexpr int vectors_at_once(int rows) { return rows > 2 ? 1 : 4 / rows; }
+#else
+constexpr int vectors_at_once(int) { return 4; }
+#endif
+
+// Scores of G groups of 16 tokens.
+template <class T, int R, int G> INLINE void group_scores(const T* const q[R], const T* const k[G], long d, float* out) {
   constexpr int E = 4 / sizeof(T);
-  v16 a[R][4];
+  v16 a[R][G];
+#pragma GCC unroll 4
   for (int r = 0; r < R; r++)
-    for (int g = 0; g < 4; g++) a[r][g] = splat(0.f);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) a[r][g] = splat(0.f);
   for (long i = 0; i < d; i += E) {
-    v16 k0 = Lanes<T>::raw(k[0] + i * 16), k1 = Lanes<T>::raw(k[1] + i * 16), k2 = Lanes<T>::raw(k[2] + i * 16),
-        k3 = Lanes<T>::raw(k[3] + i * 16);
+    v16 key[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) key[g] = Lanes<T>::raw(k[g] + i * 16);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       v16 x = broadcast32(q[r] + i);
-      Lanes<T>::dot(a[r][0], k0, x);
-      Lanes<T>::dot(a[r][1], k1, x);
-      Lanes<T>::dot(a[r][2], k2, x);
-      Lanes<T>::dot(a[r][3], k3, x);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) Lanes<T>::dot(a[r][g], key[g], x);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int g = 0; g < 4; g++) store(out + r * CHUNK + g * 16, a[r][g]);
+    for (int g = 0; g < G; g++) store(out + r * CHUNK + g * 16, a[r][g]);
+}
+template <class T, int R> __attribute__((noinline)) void scores(const T* const q[R], const T* const k[4], long d, float* out) {
+  constexpr int G = vectors_at_once(R);
+  for (int g = 0; g < 4; g += G) group_scores<T, R, G>(q, k + g, d, out + g * 16);
 }
 
 // out[r] = out[r] * scale[r] + p[r] · values, for C vectors of columns, over the tokens j0 <= j < n.
@@ -139,12 +151,12 @@ INLINE void accumulate_values(const T* p, const T* const v[4], long dv, long j0,
 }
 
 template <class T, int R>
-INLINE void accumulate_values_all(const T* p, const T* const v[4], long dv, long j0, long n, const float* scale, float* out) {
-  constexpr int E = 4 / sizeof(T);
+__attribute__((noinline)) void accumulate_values_all(const T* p, const T* const v[4], long dv, long j0, long n, const float* scale, float* out) {
+  constexpr int E = 4 / sizeof(T), C = vectors_at_once(R);
   long c = 0;
-  for (; c + 64 <= dv; c += 64) {
+  for (; c + 16 * C <= dv; c += 16 * C) {
     const T* at[4] = {v[0] + c * E, v[1] + c * E, v[2] + c * E, v[3] + c * E};
-    accumulate_values<T, R, 4>(p, at, dv, j0, n, scale, out + c, dv);
+    accumulate_values<T, R, C>(p, at, dv, j0, n, scale, out + c, dv);
   }
   for (; c < dv; c += 16) {
     const T* at[4] = {v[0] + c * E, v[1] + c * E, v[2] + c * E, v[3] + c * E};

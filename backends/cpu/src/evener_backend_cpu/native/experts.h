@@ -135,8 +135,9 @@ INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 // y = act(gate) * up of interleaved pairs: g sigmoid(alpha g) (u + 1), g clamped above and u on both sides.
 template <class T> INLINE void clamped_row(const float* pairs, T* y, long n, float alpha, float limit) {
   for (long i = 0; i < n; i += 16) {
-    v16 g{}, u{};
-    for (long j = 0; j < 16 && i + j < n; j++) g[j] = pairs[2 * (i + j)], u[j] = pairs[2 * (i + j) + 1];
+    float both[2][16] = {};
+    for (long j = 0; j < 16 && i + j < n; j++) both[0][j] = pairs[2 * (i + j)], both[1][j] = pairs[2 * (i + j) + 1];
+    v16 g = load(both[0]), u = load(both[1]);
     g = pick(g > limit, splat(limit), g), u = pick(u > limit, splat(limit), pick(u < -limit, splat(-limit), u));
     v16 r = g / (vexp(g * -alpha) + 1.f) * (u + 1.f);
     T out[16];

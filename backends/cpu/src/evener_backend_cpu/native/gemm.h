@@ -2,6 +2,9 @@
 // tied embedding is stored once. A tile is 4 weight rows by up to 4 tokens; each sum runs along the columns.
 #pragma once
 #include "simd.h"
+#ifdef EVENER_LANES256
+#include "corners.h"
+#endif
 
 // Rows that a product reads: those with index at[0], at[1], …, or consecutive rows from ``first`` on.
 struct Rows {
@@ -53,6 +56,10 @@ __attribute__((noinline)) void tile(const T* const w[4], const T* const x[MR], l
   for (int j = 0; j < MR; j++) out[j] = sums(a[0][j], a[1][j], a[2][j], a[3][j]);
 }
 
+template <class T, class O> INLINE void put_sums(v4 sum, const T* bias, O* y, int count) {
+  for (int i = 0; i < count; i++) put(y + i, bias ? sum[i] + wide(bias[i]) : sum[i]);
+}
+
 template <class T, class O, int MR, bool ROW_BY_ROW = false>
 INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K, const T* bias, O* y, long ldy, Rows out, int count) {
   v4 sum[MR];
@@ -60,8 +67,7 @@ INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K,
 #pragma GCC unroll 4
   for (int j = 0; j < MR; j++) at[j] = x + in[j] * ldx;
   tile<T, MR, ROW_BY_ROW>(w, at, K, sum);
-  for (int j = 0; j < MR; j++)
-    for (int i = 0; i < count; i++) put(y + out[j] * ldy + i, bias ? sum[j][i] + wide(bias[i]) : sum[j][i]);
+  for (int j = 0; j < MR; j++) put_sums(sum[j], bias, y + out[j] * ldy, count);
 }
 
 // Prefetches the data of the next tile during this one, spread over its steps.
@@ -80,8 +86,16 @@ __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, lo
                                     Rows in = {}, Rows out = {}) {
   long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
   if (panel < 32) panel = 32;
+#ifdef EVENER_LANES256
+  if (panel > PANEL_TOKENS) panel = PANEL_TOKENS;
+  const T* at[PANEL_TOKENS];
+  v4 sum[PANEL_TOKENS];
+#endif
   for (long m0 = 0; m0 < M; m0 += panel) {
     long m1 = m0 + panel < M ? m0 + panel : M;
+#ifdef EVENER_LANES256
+    for (long m = m0; m < m1; m++) at[m - m0] = x + in[m] * ldx;
+#endif
     for (long n = n0; n < n1; n += 4) {
       Prefetcher ahead(w + (n + 4) * K, m0 ? 0 : 4 * K * sizeof(T), M / 4 + 1);
       int count = n1 - n < 4 ? (int)(n1 - n) : 4;
@@ -97,6 +111,11 @@ __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, lo
         if (M == 1) put_tile<T, O, 1, true>(rows, x, ldx, in, K, b, to, ldy, out, count);
         continue;
       }
+#ifdef EVENER_LANES256
+      panel_sums(rows, at, m1 - m0, K, sum, [&] { ahead.step(); });
+      for (; m < m1; m++) put_sums(sum[m - m0], b, to + out[m] * ldy, count);
+      continue;
+#endif
       for (; m + 4 <= m1; m += 4) {
         ahead.step();
         put_tile<T, O, 4>(rows, x, ldx, in.from(m), K, b, to, ldy, out.from(m), count);

@@ -56,8 +56,6 @@ struct Quantized {
 };
 
 template <class T> static void quantize_row(const T* x, long columns, int16_t* q, float* scale, int32_t* sum) {
-  typedef int16_t s16 __attribute__((vector_size(32)));
-  typedef int16_t s16u __attribute__((vector_size(32), aligned(2), may_alias));
   const v16 magic = splat(12582912.f);
   for (long u = 0; u < columns / UNIT; u++) {
     v16 a = load(x + u * UNIT), b = load(x + u * UNIT + 16);
@@ -66,9 +64,8 @@ template <class T> static void quantize_row(const T* x, long columns, int16_t* q
     float most = max16(top);
     float back = most > 0.f ? 32767.f / most : 0.f;
     if (!(back <= 3.4e38f)) back = 0.f, most = 0.f;  // too small for a scale
-    i16x i = __builtin_convertvector((a * back + magic) - magic, i16x), j = __builtin_convertvector((b * back + magic) - magic, i16x);
-    *(s16u*)(q + u * UNIT) = (s16u)__builtin_convertvector(i, s16);
-    *(s16u*)(q + u * UNIT + 16) = (s16u)__builtin_convertvector(j, s16);
+    i16x i = ints_of((a * back + magic) - magic), j = ints_of((b * back + magic) - magic);
+    store_lower((uint16_t*)(q + u * UNIT), (u16x)i), store_lower((uint16_t*)(q + u * UNIT + 16), (u16x)j);
     scale[u] = most * (1.f / 32767.f) + sum16(bad);
     sum[2 * u] = sum16(i), sum[2 * u + 1] = sum16(j);
   }
@@ -84,14 +81,14 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
   const int16_t* q[R];
   const float* xs[R];
   const int32_t* sums[R];
-  Floats f[R];
+  v16 f[R];
   for (int r = 0; r < R; r++) {
     long m = in[r];
     q[r] = x.q + m * columns, xs[r] = x.scale + m * (columns / 32), sums[r] = x.sum + m * (columns / 16);
-    f[r] = all_floats(0.f);
+    f[r] = splat(0.f);
   }
   const bool shifted = F::scales == AFFINE || F::scales == KMIN || has_zero(F::scales);
-  Floats d = all_floats(0.f), dm = all_floats(0.f);
+  v16 d = splat(0.f), dm = splat(0.f);
   for (long u = 0; u < columns / UNIT; u++) {
     const char* scales = tile + F::at(u);
     if (F::head_bytes && u % 8 == 0) {
@@ -101,22 +98,22 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
     Unit<F> unit{scales + F::scale_bytes};
 #pragma GCC unroll 2
     for (int g = 0; g < F::groups; g++) {
-      Floats s, t = all_floats(0.f);
+      v16 s, t = splat(0.f);
       if (F::scales == HALF) s = halves(scales);
       if (F::scales == AFFINE) s = halves(scales), t = halves(scales + 32);
       if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
       if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
       if (F::scales == POWER) s = powers(scales);
       if (F::scales == ZERO_HALF) s = halves(scales);
-      if (F::scales == ZERO_BRAIN) s = floats_of(load((const bf16*)scales));
+      if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
       if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
-      Ints a[R];
+      i16x a[R];
       float total[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const int32_t* at = sums[r] + 2 * u + g;
         int32_t sum = F::groups == 1 ? at[0] + at[1] : at[0];
-        a[r] = all_ints(F::offset ? -F::offset * sum : 0);
+        a[r] = i16x{} + (F::offset ? -F::offset * sum : 0);
         total[r] = (float)sum;
       }
       const int pairs = 16 / F::groups;
@@ -129,12 +126,12 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         float scale = xs[r][u];
-        f[r] = add_product(f[r], a[r].floats(), s * scale);
-        if (shifted) f[r] = add_product(f[r], t, all_floats(scale * total[r]));
+        f[r] += floats_of(a[r]) * (s * scale);
+        if (shifted) f[r] += t * (scale * total[r]);
       }
     }
   }
-  for (int r = 0; r < R; r++) out[r] = whole(f[r]);
+  for (int r = 0; r < R; r++) out[r] = f[r];
 }
 
 template <class T, class O>

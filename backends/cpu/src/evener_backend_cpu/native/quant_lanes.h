@@ -5,48 +5,6 @@
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(EVENER_PORTABLE)
 #define EVENER_LANES512 1
-#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__) && !defined(__AVX512F__) && !defined(EVENER_PORTABLE)
-#define EVENER_LANES256 1
-#endif
-
-#ifdef EVENER_LANES256
-// Two registers. GCC keeps a vector that is wider than a register in memory.
-struct Floats {
-  __m256 low, high;
-  MEMBER Floats operator*(Floats o) const { return {_mm256_mul_ps(low, o.low), _mm256_mul_ps(high, o.high)}; }
-  MEMBER Floats operator*(float x) const { return *this * Floats{_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-  MEMBER Floats operator-() const { return *this * -1.f; }
-};
-INLINE Floats all_floats(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-INLINE Floats add_product(Floats sum, Floats a, Floats b) {
-  return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
-}
-INLINE v16 whole(Floats x) {
-  v16 out;
-  memcpy(&out, &x, sizeof out);
-  return out;
-}
-INLINE Floats floats_of(v16 x) {
-  Floats out;
-  memcpy(&out, &x, sizeof out);
-  return out;
-}
-struct Ints {
-  __m256i low, high;
-  MEMBER Floats floats() const { return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}; }
-};
-INLINE Ints all_ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-#else
-typedef v16 Floats;
-INLINE Floats all_floats(float x) { return splat(x); }
-INLINE Floats add_product(Floats sum, Floats a, Floats b) { return sum + a * b; }
-INLINE v16 whole(Floats x) { return x; }
-INLINE Floats floats_of(v16 x) { return x; }
-struct Ints {
-  i16x all;
-  MEMBER Floats floats() const { return __builtin_convertvector(all, v16); }
-};
-INLINE Ints all_ints(int32_t x) { return {i16x{} + x}; }
 #endif
 
 // Rows of x at a time: what fits the registers.
@@ -57,7 +15,7 @@ static const int PRODUCT_ROWS = 8;
 #endif
 
 // Sixteen float16 numbers.
-INLINE Floats halves(const char* p) {
+INLINE v16 halves(const char* p) {
 #if defined(EVENER_LANES256)
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 16)))};
 #elif defined(__AVX512F__)
@@ -82,25 +40,25 @@ INLINE Floats halves(const char* p) {
 }
 
 // Sixteen bytes, int8 or uint8.
-template <class B> INLINE Floats bytes16(const char* p) {
+template <class B> INLINE v16 bytes16(const char* p) {
 #if defined(EVENER_LANES256) || defined(__AVX512F__)
   __m128i b = _mm_loadu_si128((const __m128i*)p);
   const bool is_signed = (B)-1 < 0;
 #endif
 #if defined(EVENER_LANES256)
-  __m128i upper = _mm_srli_si128(b, 8);
-  return Ints{is_signed ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b), is_signed ? _mm256_cvtepi8_epi32(upper) : _mm256_cvtepu8_epi32(upper)}.floats();
+  auto eight = [=](__m128i b) { return _mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b)); };
+  return {eight(b), eight(_mm_srli_si128(b, 8))};
 #elif defined(__AVX512F__)
   return (v16)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(b) : _mm512_cvtepu8_epi32(b));
 #else
-  v16 out;
+  float out[16];
   for (int i = 0; i < 16; i++) out[i] = (float)((const B*)p)[i];
-  return out;
+  return load(out);
 #endif
 }
 
 // 2^(s - 128) of bytes s; 255 is NaN.
-INLINE Floats powers(const char* p) {
+INLINE v16 powers(const char* p) {
 #ifdef EVENER_LANES256
   __m128i b = _mm_loadu_si128((const __m128i*)p);
   auto eight = [](__m128i s) {
@@ -117,40 +75,30 @@ INLINE Floats powers(const char* p) {
 #endif
 }
 
-INLINE int32_t sum16(i16x a) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_epi32((__m512i)a);
-#else
-  int32_t s = 0;
-  for (int i = 0; i < 16; i++) s += a[i];
-  return s;
-#endif
-}
-
 // Pairs of neighbouring columns of sixteen rows.
 struct Pair {
 #if defined(EVENER_LANES512)
   __m512i both;
-  MEMBER void dot(Ints& a, const int16_t* x) const {
+  MEMBER void dot(i16x& a, const int16_t* x) const {
     int32_t two;
     memcpy(&two, x, 4);
 #ifdef __AVX512VNNI__
-    a.all = (i16x)_mm512_dpwssd_epi32((__m512i)a.all, both, _mm512_set1_epi32(two));
+    a = (i16x)_mm512_dpwssd_epi32((__m512i)a, both, _mm512_set1_epi32(two));
 #else
-    a.all += (i16x)_mm512_madd_epi16(both, _mm512_set1_epi32(two));
+    a += (i16x)_mm512_madd_epi16(both, _mm512_set1_epi32(two));
 #endif
   }
 #elif defined(EVENER_LANES256)
   __m256i low, high;
-  MEMBER void dot(Ints& a, const int16_t* x) const {
+  MEMBER void dot(i16x& a, const int16_t* x) const {
     int32_t two;
     memcpy(&two, x, 4);
     __m256i all = _mm256_set1_epi32(two);
-    a.low = _mm256_add_epi32(a.low, _mm256_madd_epi16(low, all)), a.high = _mm256_add_epi32(a.high, _mm256_madd_epi16(high, all));
+    a.low += (i16x::Half)_mm256_madd_epi16(low, all), a.high += (i16x::Half)_mm256_madd_epi16(high, all);
   }
 #else
   i16x one, two;
-  MEMBER void dot(Ints& a, const int16_t* x) const { a.all += one * (int32_t)x[0] + two * (int32_t)x[1]; }
+  MEMBER void dot(i16x& a, const int16_t* x) const { a += one * (int32_t)x[0] + two * (int32_t)x[1]; }
 #endif
 };
 
@@ -196,7 +144,7 @@ template <class F> struct Unit {
     return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi16((1 << F::bits) - 16)));
   }
 #else
-  static MEMBER u16x word(const char* p) { return (u16x)(*(const u16xu*)p); }
+  static MEMBER u16x word(const char* p) { return (u16x)load_bits(p); }
   MEMBER Pair pair(int i) const {
     Pair r;
     if (F::bits == 8) {

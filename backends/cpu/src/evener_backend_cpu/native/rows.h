@@ -56,9 +56,10 @@ enum Activation { SILU = 0, GELU = 1, GELU_TANH = 2 };
 INLINE v16 activate(v16 x, int kind) {
   if (kind == SILU) return x / (vexp(-x) + 1.f);
   if (kind == GELU_TANH) return x * 0.5f * (vtanh((x + x * x * x * 0.044715f) * 0.7978845608f) + 1.f);
-  v16 y;
-  for (int i = 0; i < 16; i++) y[i] = 0.5f * x[i] * (1.f + erff(x[i] * 0.70710678f));
-  return y;
+  float y[16];
+  store(y, x);
+  for (int i = 0; i < 16; i++) y[i] = 0.5f * y[i] * (1.f + erff(y[i] * 0.70710678f));
+  return load(y);
 }
 
 // y = act(gate) * up.

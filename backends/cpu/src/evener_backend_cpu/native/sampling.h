@@ -14,7 +14,7 @@ INLINE v16 vlog(v16 x) {
   i16x small = m < 0.70710678f;
   e += small;  // -1 where true
   m = m + pick(small, m, splat(0.f)) - 1.f;
-  v16 z = m * m, n = __builtin_convertvector(e, v16);
+  v16 z = m * m, n = floats_of(e);
   v16 y = m * 7.0376836292e-2f - 1.1514610310e-1f;
   y = y * m + 1.1676998740e-1f;
   y = y * m - 1.2420140846e-1f;
@@ -39,7 +39,7 @@ INLINE uint32_t hash32(uint32_t x) {
 }
 INLINE v16 gumbel(uint32_t key, u16x ids) {
   u16x bits = hash32(hash32(ids) ^ key) >> 8;
-  v16 u = (__builtin_convertvector((i16x)bits, v16) + 0.5f) * 5.9604644775390625e-8f;
+  v16 u = (floats_of((i16x)bits) + 0.5f) * 5.9604644775390625e-8f;
   u = pick(u > 0.99999994f, splat(0.99999994f), u);
   return -vlog(-vlog(u));
 }
@@ -79,7 +79,7 @@ struct Sampler {
   int32_t draw(uint32_t key) const {
     v16 most = splat(-INFINITY);
     i16x at{};
-    u16x ids{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    u16x ids = (u16x)ints_of(lanes());
     for (long i = 0; i < (long)score.size(); i += 16, ids += 16) {
       v16 v = load(&score[i]) + gumbel(key, ids);
       i16x more = v > most;
@@ -151,10 +151,10 @@ struct Sampler {
     float most = -INFINITY;
     int32_t id = best;
     for (long i = 0; i < count; i += 16) {
-      u16x ids{};
+      uint32_t ids[16] = {};
       long left = std::min<long>(16, count - i);
       for (long l = 0; l < left; l++) ids[l] = (uint32_t)kept[i + l].id;
-      v16 noise = gumbel(key, ids);
+      v16 noise = gumbel(key, (u16x)load_bits(ids));
       for (long l = 0; l < left; l++)
         if (kept[i + l].score + noise[l] > most) most = kept[i + l].score + noise[l], id = kept[i + l].id;
     }

@@ -1,4 +1,5 @@
-// Sixteen float32 lanes on any instruction set: vector types of GCC and clang, with AVX-512 if the compiler may use it.
+// Sixteen float32 lanes on any instruction set: two registers of AVX2 (two_registers.h), else vector types of GCC and clang, with AVX-512 if the
+// compiler may use it.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -9,25 +10,24 @@
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && !defined(EVENER_PORTABLE)
 #define EVENER_DPBF16 1
 #endif
+#if defined(__AVX2__) && defined(__F16C__) && defined(__FMA__) && !defined(__AVX512F__) && !defined(EVENER_PORTABLE)
+#define EVENER_LANES256 1
+#endif
 
-#define MEMBER inline __attribute__((always_inline))
-#define INLINE static MEMBER
-
-typedef float v16 __attribute__((vector_size(64)));
 typedef float v4 __attribute__((vector_size(16)));
-typedef uint32_t u16x __attribute__((vector_size(64)));
-typedef int32_t i16x __attribute__((vector_size(64)));
-typedef uint16_t h16 __attribute__((vector_size(32)));
-typedef float v16u __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t u16xu __attribute__((vector_size(64), aligned(2), may_alias));
-typedef uint16_t h16u __attribute__((vector_size(32), aligned(2), may_alias));
+
+#ifdef EVENER_LANES256
+#include "two_registers.h"
+INLINE v16 splat(float x) { return x; }
+INLINE v16 load_bits(const void* p) { return v16::from(p); }
+INLINE void store_bits(void* p, v16 x) { x.to(p); }
+#else
+#include "vector_types.h"
+#endif
 
 struct bf16 {
   uint16_t bits;
 };
-
-INLINE v16 splat(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-INLINE v16 lanes() { return v16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 INLINE float wide(float x) { return x; }
 INLINE float wide(bf16 x) {
@@ -43,12 +43,9 @@ INLINE void put(bf16* p, float x) {
   p->bits = x != x ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-INLINE v16 load(const float* p) { return *(const v16u*)p; }
-INLINE v16 load(const bf16* p) {
-  u16x u = __builtin_convertvector((h16)(*(const h16u*)p), u16x) << 16;
-  return (v16)u;
-}
-INLINE void store(float* p, v16 x) { *(v16u*)p = x; }
+INLINE v16 load(const float* p) { return load_bits(p); }
+INLINE v16 load(const bf16* p) { return (v16)(widened((const uint16_t*)p) << 16); }
+INLINE void store(float* p, v16 x) { store_bits(p, x); }
 INLINE void store(bf16* p, v16 x) {
 #ifdef EVENER_DPBF16
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
@@ -57,7 +54,7 @@ INLINE void store(bf16* p, v16 x) {
   u16x r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   u16x nan = (u16x)(x != x);
   r = (r & ~nan) | (nan & 0x7fc0);
-  *(h16u*)p = (h16u)__builtin_convertvector(r, h16);
+  store_lower((uint16_t*)p, r);
 #endif
 }
 // The value after a store and a load in T.
@@ -71,25 +68,6 @@ template <class T> INLINE float rounded1(float x) {
   T tmp;
   put(&tmp, x);
   return wide(tmp);
-}
-
-INLINE v16 pick(i16x mask, v16 a, v16 b) { return (v16)(((i16x)a & mask) | ((i16x)b & ~mask)); }
-INLINE v16 vmax(v16 a, v16 b) { return pick(a > b, a, b); }
-
-INLINE float sum16(v16 a) {
-  float s[8];
-  for (int i = 0; i < 8; i++) s[i] = a[i] + a[i + 8];
-  for (int i = 0; i < 4; i++) s[i] += s[i + 4];
-  return (s[0] + s[2]) + (s[1] + s[3]);
-}
-INLINE float max16(v16 a) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)a);
-#else
-  float m = a[0];
-  for (int i = 1; i < 16; i++) m = a[i] > m ? a[i] : m;
-  return m;
-#endif
 }
 
 // e^x to about 1 unit in the last place; exactly 0 below -87.3, as for masked scores.
@@ -106,7 +84,7 @@ INLINE v16 vexp(v16 x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.f;
-  i16x e = (__builtin_convertvector(n, i16x) + 127) << 23;
+  i16x e = (ints_of(n) + 127) << 23;
   return pick(x < lo, splat(0.f), p * (v16)e);
 }
 INLINE float exp1(float x) { return vexp(splat(x))[0]; }
@@ -122,7 +100,7 @@ template <> struct Lanes<float> {
 };
 template <> struct Lanes<bf16> {
   static constexpr int step = 32;
-  static MEMBER v16 raw(const bf16* p) { return (v16)(*(const u16xu*)p); }
+  static MEMBER v16 raw(const bf16* p) { return load_bits(p); }
   static MEMBER void dot(v16& a, v16 x, v16 y) {
 #ifdef EVENER_DPBF16
     a = (v16)_mm512_dpbf16_ps((__m512)a, (__m512bh)(__m512)x, (__m512bh)(__m512)y);
@@ -133,16 +111,3 @@ template <> struct Lanes<bf16> {
 #endif
   }
 };
-
-// The sums of four vectors' lanes.
-INLINE v4 sums(v16 a, v16 b, v16 c, v16 d) {
-#if defined(__AVX512DQ__) && !defined(EVENER_PORTABLE)
-  __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
-  __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
-  __m512 r = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(r), _mm512_extractf32x8_ps(r, 1));
-  return (v4)_mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-#else
-  return v4{sum16(a), sum16(b), sum16(c), sum16(d)};
-#endif
-}

@@ -30,7 +30,7 @@ template <class T> __attribute__((noinline)) static void widen(long kind, const 
     constexpr long S = Lanes<T>::step;
     for (long i = 0; i < n; i += S) {
       v16 v = stored_lanes<decltype(k)::value>(from + i, (T*)nullptr);
-      memcpy((void*)(to + i), &v, sizeof v);
+      store_bits(to + i, v);
     }
   });
 }

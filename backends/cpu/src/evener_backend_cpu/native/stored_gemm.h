@@ -32,15 +32,14 @@ struct Scratch {
 
 // Sixteen bytes as integers. GCC converts vectors of bytes one by one.
 INLINE u16x bytes_of(const uint8_t* p) {
-  u16x u;
-#if defined(__AVX2__) && !defined(EVENER_PORTABLE)
+#if defined(EVENER_LANES256)
   __m128i b = _mm_loadu_si128((const __m128i*)p);
-  const __m256i half[2] = {_mm256_cvtepu8_epi32(b), _mm256_cvtepu8_epi32(_mm_srli_si128(b, 8))};
-  memcpy(&u, half, sizeof u);
+  return {(u16x::Half)_mm256_cvtepu8_epi32(b), (u16x::Half)_mm256_cvtepu8_epi32(_mm_srli_si128(b, 8))};
 #else
+  u16x u;
   for (int i = 0; i < 16; i++) u[i] = p[i];
-#endif
   return u;
+#endif
 }
 
 // Sixteen elements in float32. A float8 number below the normal ones is its integer times a power of two.
@@ -51,13 +50,13 @@ template <int KIND> INLINE v16 stored16(const uint8_t* p) {
   u16x u = (u16x)_mm512_cvtepu8_epi32(b);
 #else
   u16x u = bytes_of(p);
-  if (KIND == STORED_INT8) return __builtin_convertvector((i16x)(u << 24) >> 24, v16);
+  if (KIND == STORED_INT8) return floats_of((i16x)(u << 24) >> 24);
 #endif
   u16x sign = (u & 0x80u) << 24, rest = u & 0x7fu;
   const int mantissa = KIND == STORED_E4M3 ? 3 : 2;
   const uint32_t bias = KIND == STORED_E4M3 ? 120 : 112, last = KIND == STORED_E4M3 ? 0x7e : 0x7b;
   u16x normal = (rest << (23 - mantissa)) + (bias << 23);
-  v16 small = __builtin_convertvector((i16x)rest, v16) * (KIND == STORED_E4M3 ? 0x1p-9f : 0x1p-16f);
+  v16 small = floats_of((i16x)rest) * (KIND == STORED_E4M3 ? 0x1p-9f : 0x1p-16f);
   u16x is_small = (u16x)(rest < (1u << mantissa)), above = (u16x)(rest > last);
   u16x bits = (normal & ~is_small) | ((u16x)small & is_small);
   u16x beyond = KIND == STORED_E5M2 ? (u16x)(rest == 0x7cu) & 0x7f800000u : u16x{};  // infinity
@@ -168,8 +167,7 @@ INLINE void put_stored(const W& w, const float* const scale[4], long wide, const
   v4 sum[MR];
   for (int j = 0; j < MR; j++) at[j] = x + in[j] * K;
   stored_sums<T, MR, ROW_BY_ROW>(w, scale, wide, at, K, sum);
-  for (int j = 0; j < MR; j++)
-    for (int i = 0; i < count; i++) put(y + out[j] * ldy + i, bias ? sum[j][i] + ::wide(bias[i]) : sum[j][i]);
+  for (int j = 0; j < MR; j++) put_sums(sum[j], bias, y + out[j] * ldy, count);
 }
 
 template <class T, int KIND> __attribute__((noinline)) void convert_row(const uint8_t* from, long K, T* to) {
@@ -177,7 +175,7 @@ template <class T, int KIND> __attribute__((noinline)) void convert_row(const ui
   long k = 0;
   for (; k + S <= K; k += S) {
     v16 v = stored_lanes<KIND>(from + k, (T*)nullptr);
-    memcpy((void*)(to + k), &v, sizeof v);
+    store_bits(to + k, v);
   }
   if (k == K) return;
   uint8_t some[32] = {};
@@ -195,6 +193,9 @@ __attribute__((noinline)) void stored_gemm(const Stored& p, const T* x, long M, 
   T* room = M > 4 ? (T*)memory.reserve(4 * K * sizeof(T)) : nullptr;  // without: converted again for every four rows of x
   long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
   if (panel < 32) panel = 32;
+#ifdef EVENER_LANES256
+  if (panel > PANEL_TOKENS) panel = PANEL_TOKENS;
+#endif
   for (long m0 = 0; m0 < M; m0 += panel)
   for (long n = n0; n < n1; n += 4) {
     int count = n1 - n < 4 ? (int)(n1 - n) : 4;
@@ -210,6 +211,16 @@ __attribute__((noinline)) void stored_gemm(const Stored& p, const T* x, long M, 
     const T* b = bias ? bias + (n - n0) : nullptr;
     O* to = y + (n - n0);
     long m = m0, m1 = M - m0 > panel ? m0 + panel : M;
+#ifdef EVENER_LANES256
+    if (room) {
+      const T* at[PANEL_TOKENS];
+      v4 sum[PANEL_TOKENS];
+      for (long i = 0; i < m1 - m; i++) at[i] = x + in[m + i] * K;
+      scaled_panel_sums(converted.row, scale, p.wide, at, m1 - m, K, sum);
+      for (long i = 0; i < m1 - m; i++) put_sums(sum[i], b, to + out[m + i] * ldy, count);
+      continue;
+    }
+#endif
     auto rows = [&](auto R) {
       constexpr int MR = decltype(R)::value;
       if (room) put_stored<T, O, MR, false>(converted, scale, p.wide, x, in.from(m), K, b, to, ldy, out.from(m), count);
