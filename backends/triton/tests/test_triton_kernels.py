@@ -46,7 +46,7 @@ def tiny_tensors(one_thread: None) -> None:
 
 def primitives() -> list[Any]:
     """Those that search and that list make many passes, which the interpreter takes its time for."""
-    slow = {"sample": [pytest.mark.slow], "logprobs": [pytest.mark.slow]}
+    slow = {op: [pytest.mark.slow] for op in ("sample", "logprobs", "route", "rotary", "grouped_linear", "mix_experts")}
     # Stored elements have tests of their own (test_triton_stored.py, test_triton_packed.py): the ops' cases are plain.
     plain = [k for k in host_kernels(composite=False) if STORED not in k.packings or PLAIN in k.packings]
     return [pytest.param(k, id=k.name, marks=slow.get(k.op, [])) for k in plain]
@@ -94,6 +94,7 @@ def test_a_composite_agrees_with_its_expansion(kernel: Any, monkeypatch: pytest.
     assert "float32" in {r.dtype for r in results if r.outcome == "passed"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["attention_block", "mlp_block", "moe_block"])
 def test_a_block_with_stored_weights_agrees_with_its_expansion(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token, which takes paths of its own, and a few."""
@@ -107,6 +108,7 @@ def test_a_block_with_stored_weights_agrees_with_its_expansion(op: str, monkeypa
     assert sum(r.outcome == "passed" for r in results) >= len(kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "family", [f for f in families() if isinstance(f.mlp, MoEConfig) and f.hidden < 128], ids=lambda f: f.name
@@ -145,6 +147,7 @@ def test_the_state_provider_keeps_the_contract(dtype: str) -> None:
         assert [reason for reason in report.refused if not any(word in reason for word in words)] == []
 
 
+@pytest.mark.slow
 def test_sinks_slopes_and_odd_heads_are_attended_to() -> None:
     # One shape of each; the slow test above has all.
     odd = [

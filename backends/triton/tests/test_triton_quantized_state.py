@@ -64,6 +64,7 @@ def test_it_keeps_the_contract_of_quantized_state(dtype: str) -> None:
     assert report.problems == [] and report.refused == [] and len(report.checked) == len(QUANTIZED)
 
 
+@pytest.mark.slow
 def test_attention_over_elements_is_that_of_the_numbers() -> None:
     report = check_provider(paged(), HostDevice(0), "float32", QUANTIZED[2:3])
     assert report.problems == [] and len(report.checked) == 1
