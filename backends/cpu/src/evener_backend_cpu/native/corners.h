@@ -28,7 +28,7 @@ template <class T, int C, int PART> INLINE void add_part(const T* const w[CORNER
   for (int i = 0; i < CORNER_ROWS; i++) {
     __m256 one = HalfLanes<T>::template part<PART>(w[i] + k);
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) a[i][c] += one * y[c];
+    for (int c = 0; c < C; c++) a[i][c] = _mm256_fmadd_ps(one, y[c], a[i][c]);
   }
 }
 
@@ -102,7 +102,7 @@ __attribute__((noinline)) void scaled_panel_sums(const T* const w[4], const floa
     memset((void*)sum, 0, M * sizeof sum[0]);
     add_products(w, x, M, k, end, sum, [] {});
     for (long m = 0; m < M; m++)
-      for (int i = 0; i < 4; i++) total[m][i] += sum[m][i] * scale[i][block];
+      for (int i = 0; i < 4; i++) total[m][i] = add_product(total[m][i], sum[m][i], scale[i][block]);
   }
   for (long m = 0; m < M; m++) out[m] = sums(total[m][0], total[m][1], total[m][2], total[m][3]);
 }

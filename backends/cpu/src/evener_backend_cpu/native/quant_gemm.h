@@ -126,8 +126,8 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         float scale = xs[r][u];
-        f[r] += floats_of(a[r]) * (s * scale);
-        if (shifted) f[r] += t * (scale * total[r]);
+        f[r] = add_product(f[r], floats_of(a[r]), s * scale);
+        if (shifted) f[r] = add_product(f[r], t, splat(scale * total[r]));
       }
     }
   }

@@ -96,7 +96,7 @@ template <class T> struct Lanes;
 template <> struct Lanes<float> {
   static constexpr int step = 16;
   static MEMBER v16 raw(const float* p) { return load(p); }
-  static MEMBER void dot(v16& a, v16 x, v16 y) { a += x * y; }
+  static MEMBER void dot(v16& a, v16 x, v16 y) { a = add_product(a, x, y); }
 };
 template <> struct Lanes<bf16> {
   static constexpr int step = 32;
@@ -106,8 +106,8 @@ template <> struct Lanes<bf16> {
     a = (v16)_mm512_dpbf16_ps((__m512)a, (__m512bh)(__m512)x, (__m512bh)(__m512)y);
 #else
     u16x u = (u16x)x, w = (u16x)y;
-    a += (v16)(u << 16) * (v16)(w << 16);
-    a += (v16)(u & 0xffff0000u) * (v16)(w & 0xffff0000u);
+    a = add_product(a, (v16)(u << 16), (v16)(w << 16));
+    a = add_product(a, (v16)(u & 0xffff0000u), (v16)(w & 0xffff0000u));
 #endif
   }
 };

@@ -144,7 +144,7 @@ INLINE void stored_tile(const W& w, int first, const T* const x[MR], const float
 #pragma GCC unroll 4
     for (int i = 0; i < COUNT; i++)
 #pragma GCC unroll 4
-      for (int j = 0; j < MR; j++) total[first + i][j] += a[i][j] * scale[first + i][block];
+      for (int j = 0; j < MR; j++) total[first + i][j] = add_product(total[first + i][j], a[i][j], splat(scale[first + i][block]));
     k0 = end;
   }
 }

@@ -42,6 +42,8 @@ typedef Sixteen<int32_t> i16x;
 INLINE v16 lanes() { return {v16::Half{0, 1, 2, 3, 4, 5, 6, 7}, v16::Half{8, 9, 10, 11, 12, 13, 14, 15}}; }
 INLINE v16 floats_of(i16x x) { return {_mm256_cvtepi32_ps((__m256i)x.low), _mm256_cvtepi32_ps((__m256i)x.high)}; }
 INLINE i16x ints_of(v16 x) { return {(i16x::Half)_mm256_cvttps_epi32(x.low), (i16x::Half)_mm256_cvttps_epi32(x.high)}; }
+// Without a rounding between; elsewhere the compiler chooses, and for some processors it keeps chains of sums apart from their products.
+INLINE v16 add_product(v16 sum, v16 a, v16 b) { return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)}; }
 
 INLINE u16x widened(const uint16_t* p) {
   auto half = [](const uint16_t* p) { return (u16x::Half)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); };
