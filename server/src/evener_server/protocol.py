@@ -128,8 +128,8 @@ class StreamOptions(Body):
 
 
 class TransferParams(Body):
-    """What a router sends on from a server that has computed the prompt: the ids of its tokens, so that the conversation
-    is not tokenized again. State of other servers is not taken over."""
+    """What a router sends on from a server that has computed the prompt: the ids of its tokens, so that messages are
+    not tokenized again. State of other servers is not taken over."""
 
     model_config = ConfigDict(extra="allow")
 

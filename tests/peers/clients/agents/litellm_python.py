@@ -1,4 +1,4 @@
-"""litellm: chats through OpenAI's and Anthropic's API, a forced call, an answer of a schema. Prints what came, as JSON."""
+"""litellm: chats through OpenAI's and Anthropic's API, a forced call, an answer of a schema. Prints JSON."""
 
 from __future__ import annotations
 

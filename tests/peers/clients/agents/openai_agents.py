@@ -42,7 +42,8 @@ async def main(url: str, name: str) -> None:
         output = (await Runner.run(agent, "What is the weather in Paris?")).final_output
         streaming = Runner.run_streamed(agent, "What is the weather in Paris?")
         kinds = {event.type async for event in streaming.stream_events()}
-        typed = Agent(name="two", model=model, output_type=City, model_settings=ModelSettings(max_tokens=2000, temperature=1))
+        free = ModelSettings(max_tokens=2000, temperature=1)
+        typed = Agent(name="two", model=model, output_type=City, model_settings=free)
         formed = (await Runner.run(typed, "Name a city.")).final_output
         found[kind.__name__] = {
             "output": output, "streamed": streaming.final_output, "kinds": sorted(kinds), "formed": formed.model_dump()
