@@ -1,6 +1,6 @@
 """What ``make test-peers`` installs into the cache: programs that drive the server, and vLLM's tests of its HTTP API.
 
-Everything is pinned: Python packages in ``peers-requirements.txt``, the package for Node.js and the source distribution
+Everything is pinned: Python packages in ``*-requirements.txt``, those for Node.js and the source distribution
 of vLLM here. Nothing of vLLM is built, installed or imported; its tests are unpacked and read by pytest.
 """
 
