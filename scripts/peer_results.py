@@ -128,6 +128,7 @@ def page(tests: Sequence[Record], clients: Sequence[Record]) -> str:
         total[record["outcome"]] += count
         files.setdefault(_file(record), Counter())[record["outcome"]] += count
     first = tests[0]
+    able = total[PASSED] + total[MISSING] + total[DIFFERENT]
     return "\n".join(
         [
             "# Tests and clients of others",
@@ -148,6 +149,8 @@ def page(tests: Sequence[Record], clients: Sequence[Record]) -> str:
             " list](../../tests/peers/vllm_reviewed.yaml) has it with its error; any other failure fails the command.",
             "",
             *_table(("outcome", "tests"), ((outcome, str(total[outcome])) for outcome in OUTCOMES)),
+            "",
+            f"Of the {able} tests that are about a server and can run here, {total[PASSED] / able:.0%} pass.",
             "",
             "- **missing**: evener does not have this feature.",
             "- **different**: evener does it otherwise, or the test depends on its model.",

@@ -1,6 +1,6 @@
 """What ``make test-peers`` installs into the cache: programs that drive the server, and vLLM's tests of its HTTP API.
 
-Everything is pinned: Python packages in ``peers-requirements.txt``, the package for Node.js and the source distribution
+Everything is pinned: Python packages in ``*-requirements.txt``, those for Node.js and the source distribution
 of vLLM here. Nothing of vLLM is built, installed or imported; its tests are unpacked and read by pytest.
 """
 
@@ -23,11 +23,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "scripts/peers-requirements.txt"
+#: Of agents and their clients, which need other versions.
+AGENTS = ROOT / "scripts/agents-requirements.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
 #: What the programs need.
 PYTHON = (3, 11)
-#: OpenAI's client for Node.js.
-NODE = "openai@7.57.0"
+#: Clients for Node.js: OpenAI's, and Vercel's AI SDK with what it needs.
+NODE = ("openai@7.57.0", "ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/anthropic@3.0.140", "zod@4.6.7")
 
 VLLM = "0.33.0"
 VLLM_SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
@@ -89,6 +91,16 @@ class Places:
         return self.environment / "bin/python"
 
     @property
+    def agents(self) -> Path:
+        """The virtual environment with what ``agents-requirements.txt`` lists."""
+        return self.root / "agents"
+
+    @property
+    def agents_python(self) -> Path:
+        """Its interpreter."""
+        return self.agents / "bin/python"
+
+    @property
     def node(self) -> Path:
         """The folder with ``node_modules``."""
         return self.root / "node"
@@ -111,37 +123,44 @@ def install(places: Places) -> None:
         wanted, found = (".".join(map(str, version)) for version in (PYTHON, sys.version_info[:2]))
         raise PeerError(f"locust and vLLM's tests need Python {wanted} or newer, and .venv has {found}; make it anew")
     places.root.mkdir(parents=True, exist_ok=True)
-    _environment(places)
+    torch = re.search(r"^torch==\S+", CONSTRAINTS.read_text("utf-8"), re.MULTILINE)
+    assert torch is not None, f"{CONSTRAINTS.name} has no line for torch"
+    _environment(places.environment, REQUIREMENTS, torch.group())
+    _environment(places.agents, AGENTS, None)
     _node(places)
     _vllm(places)
 
 
-def _environment(places: Places) -> None:
-    torch = re.search(r"^torch==\S+", CONSTRAINTS.read_text("utf-8"), re.MULTILINE)
-    assert torch is not None, f"{CONSTRAINTS.name} has no line for torch"
-    wanted = hashlib.sha256(torch.group().encode() + REQUIREMENTS.read_bytes()).hexdigest()
-    stamp = places.environment / "requirements.sha256"
+def _environment(folder: Path, requirements: Path, torch: str | None) -> None:
+    """An environment with ``requirements``, and with ``torch`` unless nothing in it needs it."""
+    wanted = hashlib.sha256((torch or "").encode() + requirements.read_bytes()).hexdigest()
+    stamp = folder / "requirements.sha256"
     if stamp.is_file() and stamp.read_text("utf-8") == wanted:
         return
-    print(f"installing {REQUIREMENTS.name} into {places.environment}: some minutes", flush=True)
-    venv.create(places.environment, clear=True, with_pip=True)
-    pip = [str(places.python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    # torch first and alone, as for development: what follows finds it there and leaves it as it is.
-    subprocess.run([*pip, torch.group()], check=True)
-    subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "--requirement", str(REQUIREMENTS)], check=True)
+    print(f"installing {requirements.name} into {folder}: some minutes", flush=True)
+    venv.create(folder, clear=True, with_pip=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    if torch is not None:
+        # First and alone, as for development: what follows finds it there and leaves it as it is.
+        subprocess.run([*pip, torch], check=True)
+        pip += ["--constraint", str(CONSTRAINTS)]
+    subprocess.run([*pip, "--requirement", str(requirements)], check=True)
     stamp.write_text(wanted, "utf-8")
 
 
 def _node(places: Places) -> None:
-    name, _, version = NODE.partition("@")
-    package = places.node / "node_modules" / name / "package.json"
-    if package.is_file() and json.loads(package.read_text("utf-8"))["version"] == version:
+    if all(_is_there(places.node, *package.rsplit("@", 1)) for package in NODE):
         return
     if shutil.which("npm") is None or shutil.which("node") is None:
-        raise PeerError("node or npm is not on the PATH; install Node.js 20 or newer: a client needs it")
+        raise PeerError("node or npm is not on the PATH; install Node.js 20 or newer: clients need it")
     places.node.mkdir(exist_ok=True)
-    npm = ["npm", "install", "--no-save", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", NODE]
+    npm = ["npm", "install", "--no-save", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", *NODE]
     subprocess.run(npm, cwd=places.node, check=True)
+
+
+def _is_there(folder: Path, name: str, version: str) -> bool:
+    package = folder / "node_modules" / name / "package.json"
+    return package.is_file() and json.loads(package.read_text("utf-8"))["version"] == version
 
 
 def _vllm(places: Places) -> None:

@@ -20,7 +20,7 @@ from peer_sources import UNPACKED, PeerError, unpack
 # The plugin's package, as PYTHONPATH has it in the other environment.
 sys.path.append(str(run_peers.REVIEWED.parent))
 
-from vllm_peer.flags import MissingFeature, settings
+from vllm_peer.flags import MissingFeature, NotHere, settings
 from vllm_peer.package import OwnCode, Package
 
 
@@ -118,6 +118,17 @@ def test_flags_become_keys_and_a_flag_without_a_key_is_a_missing_feature() -> No
     ):
         with pytest.raises(MissingFeature, match=feature):
             settings("m", flags)
+    with pytest.raises(NotHere, match="clients run them"):
+        settings("m", ["--tool-server", "demo"])
+
+
+def test_the_page_says_how_many_of_the_tests_that_can_run_pass() -> None:
+    outcomes = ["passed"] * 3 + ["missing", "not run", "vLLM's own code"]
+    tests = [{"test": f"a.py::{i}", "outcome": each, "what": "x"} for i, each in enumerate(outcomes)]
+    common = {"peer": "vLLM", "model": "m", "date": "d"}
+    assert "Of the 4 tests that are about a server and can run here, 75% pass." in page(
+        [{**tests[0], **common}, *tests[1:]], []
+    )
 
 
 @pytest.fixture

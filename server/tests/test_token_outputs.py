@@ -58,6 +58,21 @@ def test_a_chat_returns_the_ids_of_its_prompt_and_its_answer(api: Any, sse: Any)
     assert plain["prompt_token_ids"] is None and plain["choices"][0]["token_ids"] is None
 
 
+def test_a_chat_can_be_sent_with_the_tokens_that_another_server_made_of_it(api: Any, sse: Any, error: Any) -> None:
+    given = {"kv_transfer_params": {"prompt_token_ids": list(b"other"), "remote_host": "a"}, "return_token_ids": True}
+    answer = api.chat(**given)
+    assert answer.headers["x-ignored-fields"] == "kv_transfer_params.remote_host"
+    body = answer.json()
+    assert body["prompt_token_ids"] == list(b"other") and body["choices"][0]["message"]["content"] == "othe"
+    first, *_ = sse(api.chat(**given, stream=True))
+    assert first["prompt_token_ids"] == list(b"other")
+    for ids in ([], [-1], ["a"], [1 << 40]):
+        refused = api.chat(kv_transfer_params={"prompt_token_ids": ids})
+        assert refused.status_code == 400 and error(refused)["param"].startswith("kv_transfer_params.prompt_token_ids")
+    batch = {"messages": [[{"role": "user", "content": "hi"}]], **given}
+    assert error(api.post("/v1/chat/completions/batch", batch))["param"] == "kv_transfer_params"
+
+
 def test_tokens_can_be_named_by_their_ids(api: Any) -> None:
     asked = {"logprobs": 1, "return_tokens_as_token_ids": True, "max_tokens": 1, "prompt": "a"}
     logprobs = api.complete(**asked).json()["choices"][0]["logprobs"]

@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def places() -> Places:
     """Where the programs are. A missing one fails: a skipped test would look as if it had passed."""
     found = Places.default()
-    for path in (found.python, found.node / "node_modules" / NODE.partition("@")[0]):
+    packages = (found.node / "node_modules" / package.rsplit("@", 1)[0] for package in NODE)
+    for path in (found.python, found.agents_python, *packages):
         if not path.exists():
             pytest.fail(f"{path} is not there; run 'make test-peers'", pytrace=False)
     return found

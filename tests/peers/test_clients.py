@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from peer_sources import NODE, REQUIREMENTS, Places
+from client_programs import run, version
+from peer_sources import Places
 from served import Served
 
 pytestmark = pytest.mark.peers
 
 CLIENTS = Path(__file__).parent / "clients"
-LIMIT = 240.0
 
 Note = Callable[[str, str], None]
 
@@ -34,20 +33,6 @@ def note(record_property: Callable[[str, object], None]) -> Note:
         record_property("what", what)
 
     return say
-
-
-def version(package: str) -> str:
-    """The pinned version of a client."""
-    lines = [NODE.replace("@", " for Node.js=="), *REQUIREMENTS.read_text("utf-8").splitlines()]
-    return next(line.partition("==")[2] for line in lines if line.partition("==")[0].replace("_", "-") == package)
-
-
-def run(*command: object, environ: dict[str, str], folder: Path) -> str:
-    """What a program wrote to standard output; it must end with exit status 0."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
 
 
 def samples(folder: Path, task: str) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ class BatchBody(ChatBody):
     ]
     stream: Annotated[Any, allowed_values(False)] = None
     n: Annotated[Any, allowed_values(1)] = None
+    kv_transfer_params: Annotated[Any, allowed_values()] = None
 
     def chats(self) -> Iterator[ChatBody]:
         """The same request for each conversation."""

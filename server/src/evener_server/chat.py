@@ -91,15 +91,15 @@ class ChatJob(Job):
         """
         llm, body = self._service.llm, self._body
         cut = body.truncate_prompt_tokens is not None
-        if not cut:
+        if not cut and body.prompt_ids is None:
             self._check_length()
         # What stands before the answer depends on the prompt's end.
         reasons = self._reasoning is not None and not self._held.anything
         if not reasons:
             await self._hold(None)
-        if body.own_prompt_tokens or reasons:
+        if body.prompt_ids is not None or body.own_prompt_tokens or reasons:
             prompts, began = self._service.prompts, time.monotonic()
-            prompt = await prompts.conversation(body, bool(body.add_special_tokens), any_length=cut)
+            prompt = body.prompt_ids or await prompts.conversation(body, bool(body.add_special_tokens), any_length=cut)
             if cut and isinstance(prompt, MediaPrompt):
                 message = "truncate_prompt_tokens cannot be used with images; leave it out"
                 raise RequestError(message, "truncate_prompt_tokens")

@@ -129,6 +129,15 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, allowed_values(False)] = None
 
 
+class TransferParams(Body):
+    """What a router sends on from a server that has computed the prompt: the ids of its tokens, so that messages are
+    not tokenized again. State of other servers is not taken over."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt_token_ids: Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)] | None = None
+
+
 class GenerationBody(BeamFields):
     """The fields of every endpoint that generates."""
 
@@ -366,6 +375,19 @@ class ChatBody(TokenOutputs):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    #: Of a router: the prompt's tokens, in place of those of the messages.
+    kv_transfer_params: TransferParams | None = None
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The ids of the prompt's tokens, if they were sent."""
+        return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
+
+    def without_effect(self) -> list[str]:
+        return [f"kv_transfer_params.{name[:_MAX_SHOWN_CHARS]}" for name in self._unused_params()]
+
+    def _unused_params(self) -> list[str]:
+        return [] if self.kv_transfer_params is None else sorted(self.kv_transfer_params.model_extra or ())
 
     def requested_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

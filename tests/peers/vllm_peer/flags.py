@@ -10,6 +10,10 @@ class MissingFeature(Exception):
     """A test's server needs what evener does not have. The message is the feature's name."""
 
 
+class NotHere(Exception):
+    """A test's server needs what cannot be had here. The message says what, after "needs"."""
+
+
 @dataclass(frozen=True)
 class Key:
     """The flag's value is the value of this key; ``value`` if the flag has none of its own. ``names``: what values of
@@ -36,7 +40,14 @@ class Missing:
     harmless: str | None = None
 
 
-Meaning = Key | Unneeded | Missing
+@dataclass(frozen=True)
+class Elsewhere:
+    """The tests of such a server need this, which a server like evener leaves to others: they are not run."""
+
+    need: str
+
+
+Meaning = Key | Unneeded | Missing | Elsewhere
 
 _ADAPTERS = "requests name the adapter; those for the base model need none"
 #: Parsers of the same formats.
@@ -83,7 +94,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--speculative-config": Missing("speculative decoding"),
     "--structured-outputs-config.backend": Unneeded("the installed library is used", words=1),
     "--tool-call-parser": Key("server.tool_parser", names=_TOOLS),
-    "--tool-server": Missing("tools that the server runs"),
+    "--tool-server": Elsewhere("tools that the server runs; with evener, clients run them"),
     "--watermark-config": Missing("watermarks"),
 }  # fmt: skip
 
@@ -93,6 +104,7 @@ def settings(model: str, flags: Sequence[str]) -> dict[str, str]:
 
     Raises:
         MissingFeature: a flag asks for a feature that evener does not have, or is unknown here.
+        NotHere: a flag asks for what cannot be had here.
     """
     keys = {"serve.served_model_name": model}
     words = [word for flag in flags for word in _split(flag)]
@@ -104,6 +116,8 @@ def settings(model: str, flags: Sequence[str]) -> dict[str, str]:
             keys[meaning.name] = meaning.names.get(value, value)
         elif isinstance(meaning, Unneeded):
             del words[: meaning.words]
+        elif isinstance(meaning, Elsewhere):
+            raise NotHere(meaning.need)
         elif isinstance(meaning, Missing) and words and words[0] == meaning.harmless:
             del words[0]
         elif isinstance(meaning, Missing):
