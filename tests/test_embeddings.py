@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from family_oracles import make_transformers
 from safetensors.torch import load_file, save_file
+from served import Served
 
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
@@ -21,6 +23,7 @@ from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling, Tokens
 from evener.errors import ArchitectureError, CheckpointError, ContextLengthError, RequestError
 from evener_conformance.naive.model import find_architecture
+from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
 SMALL = {"dtype": "float32", "infer.max_reqs": 4, "infer.max_seq_len": 128, "infer.step_tokens": 24,
          "infer.threads": 1, "infer.kv_memory": 2**22}  # fmt: skip
@@ -224,6 +227,26 @@ def test_many_tasks_embed_over_one_asynchronous_engine(qwen: tuple[Path, Oracle]
             torch.testing.assert_close(torch.tensor(each.vector), unit(rows(prompt)[-1, :9]), atol=2e-6, rtol=1e-5)
 
     asyncio.run(run())
+
+
+def test_openais_client_gets_the_vectors_of_a_served_model(qwen: tuple[Path, Oracle], copy: Path) -> None:
+    write_tiny_tokenizer(copy)
+    as_sentence_transformers(copy, ["Transformer", "Pooling", "Normalize"], pooling_mode="lasttoken")
+    with Served.model(copy, *(f"{key}={value}" for key, value in SMALL.items())) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        by_default = client.embeddings.create(model=server.name, input=PROMPTS)
+        as_floats = client.embeddings.create(model=server.name, input=PROMPTS, encoding_format="float", dimensions=20)
+        texts = client.embeddings.create(model=server.name, input=["a", "a b"])
+        with pytest.raises(openai.BadRequestError, match="this model embeds texts"):
+            client.chat.completions.create(model=server.name, messages=[{"role": "user", "content": "hi"}])
+        with pytest.raises(openai.BadRequestError, match="which do not fit the context of 128"):
+            client.embeddings.create(model=server.name, input=[1] * 129)
+    assert by_default.usage.prompt_tokens == by_default.usage.total_tokens == sum(map(len, PROMPTS))
+    assert [len(each.embedding) for each in texts.data] == [50, 50]
+    for prompt, whole, cut in zip(PROMPTS, by_default.data, as_floats.data, strict=True):
+        row = qwen[1](prompt)[-1]
+        torch.testing.assert_close(torch.tensor(whole.embedding), unit(row), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(torch.tensor(cut.embedding), unit(row[:20]), atol=2e-6, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -25,14 +25,12 @@ from evener.frontend.media import validated_media
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
-from evener.pooling.settings import PoolingSettings
+from evener.pooling.settings import PoolingSettings, check_kind
 from evener.sampling_params import MAX_BIASES, SamplingParams
 
 Kind = Literal["chat", "completion", "embed"]
 #: The parameter in which a request of each kind has its prompt, for errors.
 _PROMPT_PARAM: dict[Kind, str] = {"chat": "messages", "completion": "prompt", "embed": "input"}
-_GENERATES = "this model generates text; to embed texts, start it with infer.task=embed"
-_EMBEDS = "this model embeds texts (POST /v1/embeddings); to generate text, start it with infer.task=generate"
 #: Default maximum of new tokens for completions, as in OpenAI's API.
 COMPLETION_MAX_TOKENS = 16
 _SEED_BITS = 31
@@ -134,8 +132,7 @@ class Frontend:
                 text without a tokenizer, media that do not fit the model, too many biased ids.
             ContextLengthError: the prompt, or prompt + ``max_tokens``, does not fit.
         """
-        if (kind == "embed") != (self.pooling is not None):
-            raise RequestError(_GENERATES if kind == "embed" else _EMBEDS, "model", "unsupported_task")
+        check_kind(kind, self.pooling)
         ids = self._encode(prompt, params, kind)
         # First: a prompt that is far too long is refused before each of its ids is checked.
         max_tokens = self._max_tokens(len(ids), params, kind)

@@ -14,7 +14,7 @@ import msgspec
 
 from evener.config.schema import InferConfig
 from evener.contracts.checkpoint import Checkpoint, ModelFiles
-from evener.errors import ArchitectureError, CheckpointError
+from evener.errors import ArchitectureError, CheckpointError, RequestError
 
 if TYPE_CHECKING:
     from evener.contracts.architecture import Architecture
@@ -46,6 +46,21 @@ class PoolingSettings(msgspec.Struct, frozen=True, kw_only=True):
     def whole_prompt(self) -> bool:
         """Whether it takes more than the last token, so that a prompt is computed even if its state is cached."""
         return self.pooling != "last"
+
+
+def check_kind(kind: str, settings: PoolingSettings | None) -> None:
+    """Compare the ``kind`` of a request with what its model does.
+
+    Raises:
+        RequestError: it is not for this model.
+    """
+    if kind == "embed" and settings is None:
+        raise RequestError(
+            "this model generates text; to embed texts, start it with infer.task=embed", "model", "unsupported_task"
+        )
+    if kind != "embed" and settings is not None:
+        message = "this model embeds texts (POST /v1/embeddings); to generate text, start it with infer.task=generate"
+        raise RequestError(message, "model", "unsupported_task")
 
 
 def choose_pooling(

@@ -374,7 +374,8 @@ class Scheduler:
         sampling = request.message.sampling
         request.scored += len(scores or ())
         yield Tokens(
-            id=request.id, ids=[] if token is None else [token], cached=request.cached, pooled=pooled,
+            id=request.id, ids=[] if token is None or pooled else [token], cached=request.cached,
+            pooled=pooled,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
             logprobs=None if logprobs is None or token is None else [logprobs.likeliest(sampling.logprobs or 0)],
             prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],

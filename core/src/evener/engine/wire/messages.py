@@ -130,7 +130,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """New tokens of one request, in order. ``cached``: prompt tokens that came from the prefix cache.
     ``prompt_logprobs`` continue those of earlier messages, from the second prompt token on. All of them arrive before
-    or with the first id. ``pooled``: as in ``CompletionOutput``; the id beside it has no meaning."""
+    or with the first id. ``pooled``: as in ``CompletionOutput``; no id comes with it."""
 
     id: str
     ids: list[int]
