@@ -30,7 +30,7 @@ from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.stream import RequestStream
 from evener.frontend.tokenizer import Tokenizer
-from evener.pooling.settings import PoolingSettings
+from evener.pooling.settings import PoolingSettings, check_task
 from evener.pooling.vectors import EMBED, Embedding, check_dimensions, embedding_of
 from evener.sampling_params import SamplingParams
 
@@ -289,6 +289,7 @@ class AsyncLLM:
         """
         self._ready_frontend()
         assert self.info is not None, "it came together with the front end"
+        check_task("embed", self.info.pooling)
         check_dimensions(dimensions, self.info.pooling, self.info.hidden_size)
         outputs = [each async for each in self.generate(prompt, EMBED, request_id=request_id, kind="embed")]
         return embedding_of(outputs[-1], self.info.pooling or PoolingSettings(), dimensions)

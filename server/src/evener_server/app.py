@@ -30,6 +30,7 @@ from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
 from evener_server.responses.job import ResponseJob
 from evener_server.responses.store import ResponseStore
+from evener_server.scores import RerankBody, RerankJob, ScoreBody, ScoreJob
 from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
 from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, TokenService, tokenize_body
@@ -164,6 +165,18 @@ def _add_pooled(app: FastAPI, service: Service) -> None:
     async def embeddings(request: Request) -> Response:
         return GenerationResponse(EmbeddingJob(service, await _read(request, service, EmbeddingBody)))
 
+    async def rerank(request: Request) -> Response:
+        return GenerationResponse(RerankJob(service, await _read(request, service, RerankBody)))
+
+    async def score(request: Request) -> Response:
+        return GenerationResponse(ScoreJob(service, await _read(request, service, ScoreBody)))
+
+    # Cohere's, Jina's and vLLM's names of the same.
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path, openapi_extra=_schema(RerankBody), responses=_errors())(rerank)
+    for path in ("/score", "/v1/score"):
+        app.post(path, openapi_extra=_schema(ScoreBody), responses=_errors())(score)
+
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     tokens = TokenService(service)
@@ -243,7 +256,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, EmbeddingBody,
-                 TokenizeText, TokenizeChat, DetokenizeBody)  # fmt: skip
+                 RerankBody, ScoreBody, TokenizeText, TokenizeChat, DetokenizeBody)  # fmt: skip
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from evener.pooling.settings import PoolingSettings
+from evener.pooling.settings import PoolingSettings, check_task
 from evener.pooling.vectors import check_dimensions, finished_vector
 from evener_server.generation import Generation
 from evener_server.messages import allowed_values
@@ -48,29 +48,37 @@ class EmbeddingJob(PooledJob):
     """
 
     def __init__(self, service: Service, body: EmbeddingBody) -> None:
-        super().__init__(service, body, body.input, "input", "embd", "list")
-        info, self._dimensions, self._base64 = service.info, body.dimensions, body.encoding_format == "base64"
+        super().__init__(service, body, len(body.input), "input", "embd")
+        self._body, info = body, service.info
+        check_task("embed", info.pooling)
         check_dimensions(body.dimensions, info.pooling, info.hidden_size)
         self._settings = info.pooling or PoolingSettings()
         if body.normalize is not None:
             self._settings = msgspec.structs.replace(self._settings, normalize=body.normalize)
 
+    async def prompt(self, place: int) -> str | list[int]:
+        body, prompts = self._body, self._service.prompts
+        prompt: str | list[int] = body.input[place]
+        if not body.own_prompt_tokens:
+            return prompt
+        if isinstance(prompt, str):
+            special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
+            prompt = await prompts.text(prompt, special, "input", any_length=cut)
+        return prompts.cut(prompt, body)
+
     async def full_response(self, generation: Generation) -> bytes:
         rows = await self.rows(generation)
-        head = {name: self._head[name] for name in ("id", "object", "created", "model")}
 
         def write() -> bytes:
-            data = [
-                {"object": "embedding", "index": i, "embedding": self._vector(row)} for i, row in enumerate(rows)
-            ]
-            return to_json({**head, "data": data, "usage": self.usage(generation)})
+            data = [{"object": "embedding", "index": i, "embedding": self._vector(row)} for i, row in enumerate(rows)]
+            return to_json({**self._head, "data": data, "usage": self.usage(generation)})
 
         # Thousands of vectors take a while to write.
         return await asyncio.to_thread(write)
 
     def _vector(self, row: bytes) -> str | list[float]:
-        vector = finished_vector(row, self._settings, self._dimensions)
-        if self._base64:
+        vector = finished_vector(row, self._settings, self._body.dimensions)
+        if self._body.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
         numbers: list[float] = vector.tolist()
         return numbers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 from evener.pooling.vectors import EMBED
@@ -19,25 +20,31 @@ class PooledJob(Job):
     """One request with several prompts, of which each gets a row of numbers.
 
     Args:
-        prompts: texts or token ids.
-        param: the field that has them.
-        prefix: of the response's id; kind: its ``object``.
+        count: prompts; param: the field that has them.
+        prefix: of the response's id.
     """
 
     stream = False
 
-    def __init__(
-        self, service: Service, body: PromptBody, prompts: Sequence[str | list[int]], param: str, prefix: str, kind: str
-    ) -> None:
-        self._service, self._body, self._prompts, self._param = service, body, prompts, param
+    def __init__(self, service: Service, body: PromptBody, count: int, param: str, prefix: str) -> None:
+        self._service, self._count, self._param = service, count, param
         self._params = replace(EMBED, max_time=body.max_time)
-        self._head = service.head(prefix, kind)
+        head = service.head(prefix, "list")
+        self._head = {name: head[name] for name in ("id", "object", "created", "model")}
+
+    @abstractmethod
+    async def prompt(self, place: int) -> str | list[int]:
+        """What the engine gets for prompt number ``place``.
+
+        Raises:
+            RequestError: it cannot be made.
+        """
 
     async def start(self) -> Generation:
         service, request_id = self._service, self._head["id"]
-        with service.llm.reserve(len(self._prompts), self._param) as room:
+        with service.llm.reserve(self._count, self._param) as room:
             began = time.monotonic()
-            given = [await self._tokens(prompt) for prompt in self._prompts]
+            given = [await self.prompt(place) for place in range(self._count)]
             params = left_of(self._params, began)
             submits = [
                 functools.partial(
@@ -46,16 +53,6 @@ class PooledJob(Job):
                 for i, prompt in enumerate(given)
             ]
             return await service.running.start(submits, 1)
-
-    async def _tokens(self, prompt: str | list[int]) -> str | list[int]:
-        """What the engine gets for a prompt."""
-        body, prompts = self._body, self._service.prompts
-        if not body.own_prompt_tokens:
-            return prompt
-        if isinstance(prompt, str):
-            special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
-            prompt = await prompts.text(prompt, special, self._param, any_length=cut)
-        return prompts.cut(prompt, body)
 
     async def rows(self, generation: Generation) -> list[bytes]:
         """The pooled row of each prompt, float32.

@@ -77,7 +77,7 @@ class InferConfig(Section):
         1, "int", "Expert-parallel ranks.", minimum=1, supported=(1,), missing="expert parallelism is"
     )  # fmt: skip
     task: str = option("auto", "str", "What the model is for; auto: what its folder says.",
-                       choices=("auto", "generate", "embed"))  # fmt: skip
+                       choices=("auto", "generate", "embed", "score"))  # fmt: skip
     pooling: str = option("auto", "str", "Of which tokens the vector of a text is made; auto: what the folder says, or "
                           "the last.", choices=("auto", "last", "mean", "cls"))  # fmt: skip
     max_reqs: int | Auto = option("auto", "int", "Maximum number of running requests.", auto=True, minimum=1)

@@ -25,7 +25,7 @@ from evener.frontend.media import validated_media
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
-from evener.pooling.settings import PoolingSettings, check_kind
+from evener.pooling.settings import PoolingSettings, check_task
 from evener.sampling_params import MAX_BIASES, SamplingParams
 
 Kind = Literal["chat", "completion", "embed"]
@@ -132,7 +132,8 @@ class Frontend:
                 text without a tokenizer, media that do not fit the model, too many biased ids.
             ContextLengthError: the prompt, or prompt + ``max_tokens``, does not fit.
         """
-        check_kind(kind, self.pooling)
+        if (kind == "embed") != (self.pooling is not None):
+            check_task("embed" if kind == "embed" else "generate", self.pooling)
         ids = self._encode(prompt, params, kind)
         # First: a prompt that is far too long is refused before each of its ids is checked.
         max_tokens = self._max_tokens(len(ids), params, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from evener.contracts.architecture import Step
@@ -11,6 +11,7 @@ from evener.contracts.statics import NormStatic
 from evener.layers.builder import Builder
 from evener.layers.embedding import LMHead
 from evener.layers.norms import declare_norm
+from evener.pooling.settings import PoolingSettings
 
 if TYPE_CHECKING:
     import torch
@@ -41,3 +42,15 @@ class FinalNorm(LMHead):
             return function(hidden, weight)  # type: ignore[no-any-return]
         gain, bias = (None, None) if weight is None else (*weight.split(self._width), None)[:2]
         return function(hidden, gain if gain is None else gain + self._offset, bias)  # type: ignore[no-any-return]
+
+
+def label_head(build: Builder, names: Sequence[str], common: NormStatic) -> LMHead:
+    """The head of a model that scores texts: ``score.weight`` [1, hidden] after the last norm; whole on every rank."""
+    return LMHead(build.replicated(), "score.weight", names[2], 1, common)
+
+
+def head_of(settings: PoolingSettings | None) -> Callable[..., LMHead] | None:
+    """What a model declares in place of a language model's head; None: that head."""
+    if settings is None or settings.tokens:
+        return None
+    return label_head if settings.task == "score" else FinalNorm

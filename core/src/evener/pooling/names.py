@@ -11,8 +11,8 @@ from evener.loading.weight_map import RenamedCheckpoint
 
 def registered_name(architecture: str, known: Collection[str]) -> str:
     """The name under which a class is registered that computes an ``architecture`` of transformers: of ``XModel``, the
-    one with the head, ``XForCausalLM``."""
-    full = re.sub(r"Model$", "ForCausalLM", architecture)
+    one with a head, ``XForCausalLM``."""
+    full = re.sub(r"(Model|ForSequenceClassification)$", "ForCausalLM", architecture)
     return full if architecture not in known and full in known else architecture
 
 
@@ -25,4 +25,4 @@ def with_full_names(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     outer, _, embedding = f"{names[0]}.weight".partition(".") if names else ("", "", "")
     if f"{outer}.{embedding}" in checkpoint.headers or embedding not in checkpoint.headers:
         return checkpoint
-    return RenamedCheckpoint(checkpoint, [(re.compile(r"(?!lm_head\.).*"), rf"{outer}.\g<0>")])
+    return RenamedCheckpoint(checkpoint, [(re.compile(r"(?!lm_head\.|score\.).*"), rf"{outer}.\g<0>")])

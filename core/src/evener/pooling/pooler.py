@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from evener.pooling.settings import Pooling
+from evener.pooling.settings import PoolingSettings
 
 #: Applies the model's head to rows [R, hidden]; float32 [R, width].
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -17,16 +17,16 @@ class Pooler:
     preemption.
 
     Args:
-        pooling: see ``PoolingSettings``.
+        settings: what is made of a text.
         slots: requests that run at a time.
         width: of a row of the head.
         where: the device.
     """
 
-    def __init__(self, pooling: Pooling, slots: int, width: int, where: torch.device) -> None:
-        self._pooling = pooling
+    def __init__(self, settings: PoolingSettings, slots: int, width: int, where: torch.device) -> None:
+        self._pooling, self._tokens = settings.pooling, settings.tokens
         #: The sum of each request's rows so far, or its first row.
-        self._held = torch.zeros(0 if pooling == "last" else slots, width, dtype=torch.float32, device=where)
+        self._held = torch.zeros(0 if self._pooling == "last" else slots, width, dtype=torch.float32, device=where)
 
     def __call__(
         self, counts: Sequence[int], hidden: torch.Tensor, parts: Mapping[str, torch.Tensor], head: Head
@@ -40,7 +40,8 @@ class Pooler:
         """
         if self._pooling == "last":
             rows = hidden.index_select(0, parts["last"])
-            return head(rows) if len(rows) else rows
+            rows = head(rows) if len(rows) else rows
+            return rows[:, self._tokens] if self._tokens else rows
         slots, first = parts["slots"], parts["query_start"][:-1]
         begins = parts["positions"].index_select(0, first).eq(0)[:, None]
         held = self._held.index_select(0, slots)

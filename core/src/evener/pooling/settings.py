@@ -1,7 +1,8 @@
-"""What a model makes of a whole text, in place of new tokens.
+"""What a model makes of a whole text, in place of new tokens: a vector, or a score.
 
 sentence-transformers saves such models as a list of modules in ``modules.json``: the language model, then its pooling
-(``1_Pooling/config.json``), and whether vectors are normalized. Torch-free.
+(``1_Pooling/config.json``) and whether vectors are normalized, or the tokens whose logits are the score
+(``1_LogitScore/config.json``). Torch-free.
 """
 
 from __future__ import annotations
@@ -24,23 +25,34 @@ Pooling = Literal["last", "mean", "cls"]
 _MODES: Mapping[str, Pooling] = {
     "lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls",
 }  # fmt: skip
-_MODULES = {"Transformer", "Pooling", "Normalize"}
+#: Modules of the models for each task.
+_MODULES = {"embed": {"Transformer", "Pooling", "Normalize"}, "score": {"Transformer", "LogitScore"}}
 #: Models have three or four modules; a folder may be hostile.
 _ModuleList = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=16)]
+_CLASSIFIER = "ForSequenceClassification"
+#: What a model does, for messages.
+_DOES = {"generate": "generates text", "embed": "embeds texts (/v1/embeddings)", "score": "scores texts (/v1/rerank)"}
 
 
 class PoolingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model makes the vector of a text.
+    """How a model makes the vector or the score of a text.
 
     Attributes:
+        task: "embed" or "score".
         pooling: of which tokens: the last, the first, or the mean of all.
-        normalize: whether it is divided by its length.
+        normalize: whether a vector is divided by its length.
         sizes: numbers that a shorter vector may have (Kusupati et al. 2022); empty: any.
+        tokens: for a score of logits, the id of the token for yes, and that for no, if there is one. Empty: the score
+            is of a head for one label.
+        sigmoid: whether a score is the probability, and not the log-odds.
     """
 
+    task: str = "embed"
     pooling: Pooling = "last"
     normalize: bool = True
     sizes: list[int] = []
+    tokens: list[int] = []
+    sigmoid: bool = True
 
     @property
     def whole_prompt(self) -> bool:
@@ -48,18 +60,12 @@ class PoolingSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.pooling != "last"
 
 
-def check_kind(kind: str, settings: PoolingSettings | None) -> None:
-    """Compare the ``kind`` of a request with what its model does.
-
-    Raises:
-        RequestError: it is not for this model.
+def check_task(wanted: str, settings: PoolingSettings | None) -> None:
+    """Raises:
+    RequestError: the model does not do what is ``wanted``: "generate", "embed" or "score".
     """
-    if kind == "embed" and settings is None:
-        raise RequestError(
-            "this model generates text; to embed texts, start it with infer.task=embed", "model", "unsupported_task"
-        )
-    if kind != "embed" and settings is not None:
-        message = "this model embeds texts (POST /v1/embeddings); to generate text, start it with infer.task=generate"
+    if wanted != (task := "generate" if settings is None else settings.task):
+        message = f"this model {_DOES[task]}; to have one that {_DOES[wanted]}, start it with infer.task={wanted}"
         raise RequestError(message, "model", "unsupported_task")
 
 
@@ -75,57 +81,96 @@ def choose_pooling(
         known: names of all registered classes. A class that is none of them, as ``XModel``, has no head to generate.
 
     Raises:
-        ArchitectureError: the class cannot embed, or tokens of the model see later ones, which we do not compute.
-        CheckpointError: it needs a module or a way to pool that is not there, or ``modules.json`` is broken.
+        ArchitectureError: the class cannot do it, or tokens of the model see later ones, which we do not compute.
+        CheckpointError: it needs a module or a way to pool that is not there, or a file is broken.
     """
-    modules = _modules(files) if infer.task != "generate" else []
-    if infer.task == "generate" or (infer.task == "auto" and files.architecture in known and not modules):
+    modules = {} if infer.task == "generate" else _modules(files)
+    task = infer.task
+    if task == "auto" and (files.architecture.endswith(_CLASSIFIER) or "LogitScore" in modules):
+        task = "score"
+    elif task == "auto":
+        task = "embed" if modules or files.architecture not in known else "generate"
+    if task == "generate":
         return None
     if not family.takes_head:
-        raise ArchitectureError(f"{family.__name__} cannot embed texts; set infer.task=generate")
+        raise ArchitectureError(f"{family.__name__} can only generate text; set infer.task=generate")
     if files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"):
         raise ArchitectureError(
             f"{files.where('config.json')} wants attention to later tokens too (is_causal, "
             "use_bidirectional_attention), which is not supported; give a model whose attention is causal"
         )
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    if unknown := [kind for kind in kinds if kind not in _MODULES]:
+    if unknown := modules.keys() - _MODULES[task]:
         raise CheckpointError(
-            f"{files.where('modules.json')} has the module {unknown[0][:80]!r}; only "
-            f"{', '.join(sorted(_MODULES))} are supported"
+            f"{files.where('modules.json')} has the module {min(unknown)[:80]!r}; with infer.task={task} only "
+            f"{', '.join(sorted(_MODULES[task]))} are supported"
         )
+    if task == "score":
+        return _scores(files, modules)
     pooling, sizes = infer.pooling, files.config.get("matryoshka_dimensions")
     if pooling == "auto":
-        found = [_mode(files, m.get("path")) for m, kind in zip(modules, kinds, strict=True) if kind == "Pooling"]
-        pooling = found[0] if found else "last"
+        pooling = _mode(files, modules["Pooling"]) if "Pooling" in modules else "last"
     return PoolingSettings(
         pooling=pooling,  # type: ignore[arg-type]  # one of the key's choices
-        normalize=not modules or "Normalize" in kinds,
+        normalize=not modules or "Normalize" in modules,
         sizes=[n for n in sizes[:1024] if isinstance(n, int)] if isinstance(sizes, list) else [],
     )  # fmt: skip
 
 
-def _modules(files: ModelFiles) -> list[Mapping[str, Any]]:
+def _modules(files: ModelFiles) -> Mapping[str, object]:
+    """The folder of each module in ``modules.json``, by the module's kind; empty without that file."""
     name = "modules.json"
     if (text := files.text(name)) is None:
-        return []
+        return {}
     try:
         modules: list[Mapping[str, Any]] = msgspec.json.decode(text, type=_ModuleList)
-        return modules
     except (msgspec.MsgspecError, RecursionError) as error:
         where, why = files.where(name), str(error) or "it is nested too deeply"
         raise CheckpointError(f"{where} is no list of modules: {why}; fetch the file again") from error
+    return {str(module.get("type", "")).rpartition(".")[2]: module.get("path") for module in modules}
+
+
+def _module_file(files: ModelFiles, folder: object) -> str:
+    if not isinstance(folder, str) or not re.fullmatch(r"\w[\w-]{0,63}", folder):
+        raise CheckpointError(f"{files.where('modules.json')} names the folder {str(folder)[:80]!r}; fetch it again")
+    return f"{folder}/config.json"
 
 
 def _mode(files: ModelFiles, folder: object) -> Pooling:
-    if not isinstance(folder, str) or not re.fullmatch(r"\w[\w-]{0,63}", folder):
-        raise CheckpointError(f"{files.where('modules.json')} names the folder {str(folder)[:80]!r}; fetch it again")
-    config = files.json(f"{folder}/config.json")
+    config = files.json(name := _module_file(files, folder))
     flags = [key.removeprefix("pooling_mode_") for key, on in config.items() if on is True and "pooling_mode_" in key]
     modes = [config["pooling_mode"]] if "pooling_mode" in config else flags
     if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in _MODES:
         raise CheckpointError(
-            f"{files.where(f'{folder}/config.json')} pools by {str(modes)[:80]}; supported is one of "
-            f"{', '.join(_MODES)}: set infer.pooling to last, mean or cls"
+            f"{files.where(name)} pools by {str(modes)[:80]}; supported is one of {', '.join(_MODES)}: "
+            "set infer.pooling to last, mean or cls"
         )
     return _MODES[modes[0]]
+
+
+def _scores(files: Checkpoint, modules: Mapping[str, object]) -> PoolingSettings:
+    saved = files.config.get("sentence_transformers")
+    given = saved if isinstance(saved, dict) else files.json("config_sentence_transformers.json")
+    name = str(given.get("activation_fn") or "Sigmoid").rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity"):
+        raise CheckpointError(f"{files.path} applies {name[:80]!r} to scores; only Sigmoid and Identity are supported")
+    if files.architecture.endswith(_CLASSIFIER):
+        names = files.config.get("id2label")
+        labels = files.config.get("num_labels", len(names) if isinstance(names, dict) else 2)
+        if labels != 1:
+            where = files.where("config.json")
+            raise CheckpointError(f"{where} has {str(labels)[:20]} labels; scores need a model with one")
+        return PoolingSettings(task="score", sigmoid=name == "Sigmoid")
+    if "LogitScore" in modules:
+        config = files.json(name_of := _module_file(files, modules["LogitScore"]))
+        found, where = [config.get(key) for key in ("true_token_id", "false_token_id")], files.where(name_of)
+        found = found[:1] if found[1] is None else found
+    else:
+        where, model = files.where("tokenizer.json"), files.json("tokenizer.json").get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        found = [vocabulary.get(word) if isinstance(vocabulary, dict) else None for word in ("yes", "no")]
+    size = files.config.get("vocab_size")
+    if not isinstance(size, int) or not all(type(token) is int and 0 <= token < size for token in found):
+        raise CheckpointError(
+            f"{where} has no two tokens of the model for yes and no, whose logits would be the score; give a reranker"
+        )
+    return PoolingSettings(task="score", sigmoid=name == "Sigmoid", tokens=found)

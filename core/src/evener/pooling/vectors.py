@@ -1,7 +1,8 @@
-"""The vector of a text, from the row that the engine sent."""
+"""The vector or the score of a text, from the row that the engine sent."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,9 +34,9 @@ def check_dimensions(dimensions: int | None, settings: PoolingSettings | None, w
     """
     if dimensions is None or settings is None:
         return
-    known = settings.sizes or range(1, width + 1)
+    known = [size for size in settings.sizes if size <= width] or range(1, width + 1)
     if type(dimensions) is not int or dimensions not in known:
-        sizes = f"one of {known}" if settings.sizes else f"from 1 to {width}"
+        sizes = f"one of {settings.sizes}" if settings.sizes else f"from 1 to {width}"
         raise RequestError(f"dimensions is {dimensions}, but for this model it must be {sizes}", "dimensions")
 
 
@@ -43,6 +44,14 @@ def embedding_of(output: RequestOutput, settings: PoolingSettings, dimensions: i
     """The embedding of a prompt that has ended."""
     vector = finished_vector(output.outputs[0].pooled, settings, dimensions)
     return Embedding(vector, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def finished_score(row: bytes, settings: PoolingSettings) -> float:
+    """The score of a pooled ``row``: the probability of yes, or its log-odds."""
+    logits = np.frombuffer(row, dtype=np.float32).astype(np.float64)
+    odds = float(logits[0] - logits[1] if len(logits) > 1 else logits[0])
+    # Not exp(-odds) alone: of large odds it overflows.
+    return (1 + math.tanh(odds / 2)) / 2 if settings.sigmoid else odds
 
 
 def finished_vector(row: bytes, settings: PoolingSettings, dimensions: int | None = None) -> Vector:

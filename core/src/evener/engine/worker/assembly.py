@@ -30,7 +30,7 @@ from evener.loading.scheme import Unquantized
 from evener.loading.views import view_checkpoint
 from evener.plugins.catalog import Provided
 from evener.plugins.load import LoadedPackages
-from evener.pooling.heads import FinalNorm
+from evener.pooling.heads import head_of
 from evener.pooling.names import registered_name
 from evener.pooling.settings import PoolingSettings, choose_pooling
 from evener.resolution.buckets import token_buckets
@@ -110,7 +110,7 @@ def assemble(
             state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
             stage=(stage, world.pp_size), partition=layer_partition(infer),
         )  # fmt: skip
-        build.head = None if pooling is None else FinalNorm
+        build.head = head_of(pooling)
         model = family(checkpoint.config, build)
         if world.pp_size > 1 and not build.staged:
             raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")

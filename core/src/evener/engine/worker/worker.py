@@ -62,7 +62,7 @@ class Worker:
         stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, a.model.hidden_size, resolved.dtype, tables)
         media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
         width, where = a.model.hidden_size, a.device.torch_device
-        pooler = Pooler(a.pooling.pooling, resolved.max_reqs, width, where) if a.pooling else None
+        pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages, media, pooler)
         self._graphs: DecodeGraphs | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
