@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from evener.errors import RequestError
+from evener.errors import ContextLengthError, RequestError
 from evener.pooling.settings import PoolingSettings, check_task
 from evener.pooling.vectors import finished_score
 from evener_server.generation import Generation
@@ -112,7 +112,12 @@ class _PairJob(PooledJob):
 
     async def prompt(self, place: int) -> str | list[int]:
         text = await pair_text(self._service, *self._pairs[place], self._body.instruction)
-        return await self._service.prompts.text(text, bool(self._body.add_special_tokens), self._param)
+        prompts = self._service.prompts
+        ids = await prompts.text(text, bool(self._body.add_special_tokens), self._param)
+        if len(ids) > prompts.context:
+            message = f"pair {place} has {len(ids)} tokens with its template, which do not fit the context of"
+            raise ContextLengthError(f"{message} {prompts.context}: shorten its texts", self._param)
+        return ids
 
     async def scores(self, generation: Generation) -> list[float]:
         """The score of each pair."""
