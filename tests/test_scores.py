@@ -96,10 +96,11 @@ def test_a_reranker_of_qwens_kind_reads_its_own_template_and_scores_by_yes_and_n
         return [sigmoid(odds(encode(text))) for text in texts]
 
     def encode(text: str) -> list[int]:
+        # The two new entries move the marks.
         marks = {"<|im_start|>": "\x01", "<|im_end|>": "\x02"}
         for mark, sign in marks.items():
             text = text.replace(mark, sign)
-        return [{1: 257, 2: 258}.get(byte, byte) for byte in text.encode()]
+        return [{1: 259, 2: 260}.get(byte, byte) for byte in text.encode()]
 
     whole, best, own = asked(
         tmp_path,

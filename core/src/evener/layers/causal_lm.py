@@ -99,22 +99,18 @@ class CausalLM(Architecture):
 
     def embedding_scale(self, config: Mapping[str, Any]) -> float:
         """(optional) Factor on the embeddings. Default: 1."""
-        del config
         return 1.0
 
     def logit_cap(self, config: Mapping[str, Any]) -> float | None:
         """(optional) Soft cap on the logits. Default: none."""
-        del config
         return None
 
     def normalize_head(self, config: Mapping[str, Any]) -> bool:
         """(optional) Whether every row of the head is divided by its L2 norm. Default: no."""
-        del config
         return False
 
     def logit_scale(self, config: Mapping[str, Any]) -> float:
         """(optional) Factor on the logits. Default: 1."""
-        del config
         return 1.0
 
     def forward(self, step: Step) -> torch.Tensor:
