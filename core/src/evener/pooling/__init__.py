@@ -4,7 +4,7 @@
 module        what it holds
 ============  ==========================================================================
 ``settings``  what a model makes of a text's tokens: as its folder says, or as was asked
-``names``     names of tensors and classes of checkpoints without a language model head
+``names``     names of the classes of models without a language model head
 ``heads``     what such a model computes from its last hidden states
 ``pooler``    the rows of a text's tokens, pooled on the device
 ``vectors``   the vector of a text, for the caller
