@@ -94,6 +94,15 @@ def test_vectors_are_transformers_hidden_states_pooled(saved: tuple[Path, Oracle
         torch.testing.assert_close(torch.tensor(each.vector), wanted, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [{"infer.tp_size": 2}, {"infer.pp_size": 2}])
+def test_ranks_that_share_a_model_make_the_same_vectors(tmp_path: Path, ranks: dict[str, int]) -> None:
+    rows = save(tmp_path, "Llama")
+    with LLM(tmp_path, **EMBED, **ranks, **{"infer.pooling": "mean", "executor": "inline"}) as llm:
+        found = llm.embed(PROMPTS)
+    for each, prompt in zip(found, PROMPTS, strict=True):
+        torch.testing.assert_close(torch.tensor(each.vector), unit(rows(prompt).mean(0)), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("pooling", POOLED)
 def test_texts_with_a_cached_beginning_have_the_same_vectors(
