@@ -21,7 +21,7 @@ from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling, Tokens
-from evener.errors import ArchitectureError, CheckpointError, ContextLengthError, RequestError
+from evener.errors import ArchitectureError, CheckpointError, ConfigError, ContextLengthError, RequestError
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
@@ -162,6 +162,11 @@ def test_what_a_model_does_not_do_is_refused_with_what_to_type(qwen: tuple[Path,
         llm.generate([PROMPTS[2]], SamplingParams(detokenize=False))
     with LLM(qwen[0], **SMALL) as llm, pytest.raises(RequestError, match=r"generates text; .* infer\.task=embed"):
         llm.embed(PROMPTS[2])
+
+
+def test_a_way_to_pool_is_refused_for_a_model_that_does_not_embed(qwen: tuple[Path, Oracle]) -> None:
+    with pytest.raises(ConfigError, match=r"infer\.pooling=mean is for a model that embeds: set infer\.task=embed"):
+        LLM(qwen[0], **SMALL, **{"infer.pooling": "mean"})
 
 
 def test_a_text_longer_than_the_context_is_refused_before_any_runs(qwen: tuple[Path, Oracle]) -> None:

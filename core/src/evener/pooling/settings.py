@@ -15,7 +15,7 @@ import msgspec
 
 from evener.config.schema import InferConfig
 from evener.contracts.checkpoint import Checkpoint, ModelFiles
-from evener.errors import ArchitectureError, CheckpointError, RequestError
+from evener.errors import ArchitectureError, CheckpointError, ConfigError, RequestError
 
 if TYPE_CHECKING:
     from evener.contracts.architecture import Architecture
@@ -83,6 +83,7 @@ def choose_pooling(
     Raises:
         ArchitectureError: the class cannot do it, or tokens of the model see later ones, which we do not compute.
         CheckpointError: it needs a module or a way to pool that is not there, or a file is broken.
+        ConfigError: ``infer.pooling`` is set for a model that does not embed.
     """
     modules = {} if infer.task == "generate" else _modules(files)
     task = infer.task
@@ -90,6 +91,8 @@ def choose_pooling(
         task = "score"
     elif task == "auto":
         task = "embed" if modules or files.architecture not in known else "generate"
+    if task != "embed" and infer.pooling != "auto":
+        raise ConfigError(f"infer.pooling={infer.pooling} is for a model that embeds: set infer.task=embed")
     if task == "generate":
         return None
     if not family.takes_head:
