@@ -49,7 +49,7 @@ def save(folder: Path, family: str) -> Oracle:
     return rows
 
 
-@pytest.fixture(scope="module", params=["Qwen3", "Llama"])
+@pytest.fixture(scope="module", params=["Qwen3", "Llama", "Gemma2", "Phi"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
     folder = tmp_path_factory.mktemp("model") / request.param
     return folder, save(folder, request.param)
@@ -119,6 +119,13 @@ def test_texts_with_a_cached_beginning_have_the_same_vectors(
     for each in (first, again, longer):
         wanted = unit(POOLED[pooling](rows(each.prompt_token_ids)))
         torch.testing.assert_close(torch.tensor(each.vector), wanted, atol=2e-6, rtol=1e-5)
+
+
+def test_vectors_in_bfloat16_point_where_those_in_float32_do(qwen: tuple[Path, Oracle]) -> None:
+    with LLM(qwen[0], **{**EMBED, "dtype": "bfloat16"}) as llm:
+        (found,) = llm.embed(PROMPTS[2])
+    assert found.vector.dtype == "float32"
+    assert float(torch.tensor(found.vector) @ unit(qwen[1](PROMPTS[2])[-1])) > 0.995
 
 
 def test_shorter_vectors_are_the_first_numbers_normalized(qwen: tuple[Path, Oracle], copy: Path) -> None:

@@ -4,6 +4,7 @@ the class declares ``model.layers.0…``. Torch-free."""
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 from evener.contracts.conversion.views import ViewRequest
 from evener_convert.weight_map import RenamedCheckpoint
@@ -12,7 +13,7 @@ from evener_convert.weight_map import RenamedCheckpoint
 class BaseCheckpoint(RenamedCheckpoint):
     """Such a checkpoint, with the names that its class declares."""
 
-    keys = frozenset()
+    keys: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def of(cls, request: ViewRequest) -> BaseCheckpoint | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 from evener.contracts.media import MediaPrompt
 from evener.errors import RequestError
@@ -32,7 +33,7 @@ async def pair_text(service: Service, query: str, document: str, instruction: st
         assert chat is not None, "it has the template"
         if instruction is not None and "instruction" not in template:
             raise RequestError("the model's template reads no instruction: leave it out", "instruction")
-        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        messages: list[dict[str, Any]] = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         variables = None if instruction is None else {"instruction": instruction}
         text = await asyncio.to_thread(chat.prompt, messages, template_kwargs=variables)
         return "" if isinstance(text, MediaPrompt) else text

@@ -87,7 +87,8 @@ class ScoreBody(PairBody):
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
     def _given(self, *names: str) -> list[str]:
-        return next(getattr(self, name) for name in names if getattr(self, name) is not None)
+        given: list[str] = next(getattr(self, name) for name in names if getattr(self, name) is not None)
+        return given
 
     def check(self) -> None:
         super().check()

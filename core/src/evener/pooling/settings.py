@@ -85,7 +85,7 @@ def choose_pooling(
         CheckpointError: it needs a module or a way to pool that is not there, or a file is broken.
         ConfigError: ``infer.pooling`` is set for a model that does not embed.
     """
-    modules = {} if infer.task == "generate" else _modules(files)
+    modules: Mapping[str, object] = {} if infer.task == "generate" else _modules(files)
     task = infer.task
     if task == "auto" and (files.architecture.endswith(_CLASSIFIER) or "LogitScore" in modules):
         task = "score"
