@@ -33,10 +33,13 @@ async def pair_text(service: Service, query: str, document: str, instruction: st
         assert chat is not None, "it has the template"
         if instruction is not None and "instruction" not in template:
             raise RequestError("the model's template reads no instruction: leave it out", "instruction")
-        messages: list[dict[str, Any]] = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        messages: list[dict[str, Any]] = [
+            {"role": "query", "content": query}, {"role": "document", "content": document}
+        ]  # fmt: skip
         variables = None if instruction is None else {"instruction": instruction}
         text = await asyncio.to_thread(chat.prompt, messages, template_kwargs=variables)
-        return "" if isinstance(text, MediaPrompt) else text
+        assert not isinstance(text, MediaPrompt), "texts have no images"
+        return text
     if service.info.architecture == "Qwen3ForCausalLM":
         return _QWEN3.format(instruction=instruction or _QWEN3_INSTRUCTION, query=query, document=document)
     raise RequestError(
