@@ -43,9 +43,11 @@ def test_required_and_optional_methods_look_different() -> None:
 
 
 def test_the_parameters_that_the_server_takes_are_those_on_the_page() -> None:
-    from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, TokenOutputs
+    from evener_server.embeddings import EmbeddingBody
+    from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, PromptBody, TokenOutputs
+    from evener_server.scores import PairBody, RerankBody, ScoreBody
 
-    def taken(kind: type[GenerationBody]) -> set[str]:
+    def taken(kind: type[PromptBody]) -> set[str]:
         # ``Any`` marks fields that are understood and refused.
         return {name for name, field in kind.model_fields.items() if field.annotation is not Any}
 
@@ -55,6 +57,10 @@ def test_the_parameters_that_the_server_takes_are_those_on_the_page() -> None:
         "TokenOutputs": of_tokens - shared,
         "ChatBody": taken(ChatBody) - of_tokens,
         "CompletionBody": taken(CompletionBody) - of_tokens,
+        "EmbeddingBody": taken(EmbeddingBody) - taken(PromptBody),
+        "PairBody": taken(PairBody) - taken(PromptBody),
+        "RerankBody": taken(RerankBody) - taken(PairBody),
+        "ScoreBody": taken(ScoreBody) - taken(PairBody),
     }
     text = (DOCS / "api.md").read_text("utf-8")
     for body, fields in bodies.items():

@@ -7,15 +7,16 @@ thread::
     engine = FakeEngine(info_overrides={"max_model_len": 64})
     llm = AsyncLLM(engine, model_dir=folder)
 
-``script`` replaces the echo. ``hold`` stops the steps and ``release`` continues them, so that a test can look at a
-running request without sleeping. ``fail`` and ``die`` inject errors. ``sent`` has every message, ``open_ids`` the
-requests that have not ended.
+``script`` replaces the echo. With ``pooling`` in its info it gives rows (``fake_row``) and no tokens. ``hold`` stops
+the steps and ``release`` continues them, so that a test can look at a running request without sleeping. ``fail`` and
+``die`` inject errors. ``sent`` has every message, ``open_ids`` the requests that have not ended.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,7 +202,9 @@ class FakeEngine(EngineClient):
         if top is not None and not running.scored and len(request.prompt) > 1:
             scores = [_logprobs(token, top) for token in request.prompt[1:]]
         running.scored = True
-        if ids:
+        if ids and self.info.pooling is not None:
+            self._events.append(Tokens(id=request.id, ids=[], cached=self._cached, pooled=fake_row(request.prompt)))
+        elif ids:
             self._events.append(
                 Tokens(id=request.id, ids=ids, logprobs=logprobs, prompt_logprobs=scores, cached=self._cached)
             )
@@ -221,6 +224,11 @@ class FakeEngine(EngineClient):
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None, status: int = 500) -> None:
         if self._running.pop(request_id, None) is not None:
             self._events.append(Finished(id=request_id, reason=reason, error=error, status=status))
+
+
+def fake_row(prompt: Sequence[int]) -> bytes:
+    """The pooled row of a prompt: its length, its first and its last id, and 1."""
+    return struct.pack("=4f", len(prompt), prompt[0], prompt[-1], 1)
 
 
 def _logprobs(token: int, top: int) -> TokenLogprobs:

@@ -30,6 +30,8 @@ from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.stream import RequestStream
 from evener.frontend.tokenizer import Tokenizer
+from evener.pooling.settings import PoolingSettings, check_task
+from evener.pooling.vectors import EMBED, Embedding, check_dimensions, embedding_of
 from evener.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -276,6 +278,21 @@ class AsyncLLM:
                 builder.add(delta)
                 output = builder.snapshot()
                 yield plugins.postprocess(output) if output.finished else output
+
+    async def embed(
+        self, prompt: str | list[int], *, dimensions: int | None = None, request_id: str | None = None
+    ) -> Embedding:
+        """The vector of a text or of token ids; see ``LLM.embed``. Cancelling it aborts the request.
+
+        Raises:
+            EngineError, RequestError, OverloadedError, EngineDeadError: as ``generate``.
+        """
+        self._ready_frontend()
+        assert self.info is not None, "it came together with the front end"
+        check_task("embed", self.info.pooling)
+        check_dimensions(dimensions, self.info.pooling, self.info.hidden_size)
+        outputs = [each async for each in self.generate(prompt, EMBED, request_id=request_id, kind="embed")]
+        return embedding_of(outputs[-1], self.info.pooling or PoolingSettings(), dimensions)
 
     def abort(self, request_id: str) -> None:
         """Abort a request; its stream ends with deltas of finish reason ``abort``. Unknown ids are ignored."""

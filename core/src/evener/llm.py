@@ -20,6 +20,8 @@ from evener.frontend.frontend import Kind
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.tokenizer import Tokenizer
+from evener.pooling.settings import PoolingSettings, check_task
+from evener.pooling.vectors import EMBED, Embedding, check_dimensions, embedding_of
 from evener.sampling_params import SamplingParams
 
 Messages = list[dict[str, Any]]
@@ -131,6 +133,23 @@ class LLM:
             for conversation in conversations
         ]  # fmt: skip
         return self._run(texts, sampling_params, "chat", raise_on_error)
+
+    def embed(
+        self, prompts: str | list[int] | Sequence[str | list[int]], *, dimensions: int | None = None
+    ) -> list[Embedding]:
+        """The vectors of texts or token ids, of a model with ``infer.task=embed``.
+
+        Args:
+            dimensions: numbers of each vector; None: as many as the model has.
+
+        Raises:
+            RequestError: the model generates text, or a prompt or ``dimensions`` is wrong; nothing was submitted then.
+            EngineError, EngineDeadError: as ``generate``.
+        """
+        check_task("embed", self.info.pooling)
+        check_dimensions(dimensions, self.info.pooling, self.info.hidden_size)
+        outputs = self._run(_as_prompts(prompts), EMBED, "embed", True)
+        return [embedding_of(output, self.info.pooling or PoolingSettings(), dimensions) for output in outputs]
 
     def close(self) -> None:
         """Stop the engine and free what it holds. Calling it again does nothing."""

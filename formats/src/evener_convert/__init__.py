@@ -6,6 +6,7 @@ module           holds
 ===============  ===================================================================
 ``quantized``    the view whose matrices are quantized; ``matrices``: which these are
 ``split``        the view of a folder that was split for ranks
+``base_names``   the view of a model without its outermost module
 ``weight_map``   the view whose tensors are renamed by rules
 ``command``      the command ``evener convert``
 ``source``       the model that is converted, and what each file of the result holds
@@ -27,6 +28,7 @@ descriptor = Descriptor(
     commands={"convert": "evener_convert.command:main"},
     checkpoint_views={
         "split": "evener_convert.split:SplitCheckpoint",
+        "base_names": "evener_convert.base_names:BaseCheckpoint",
         "weight_map": "evener_convert.weight_map:RenamedCheckpoint",
         "quantize": "evener_convert.quantized:QuantizedCheckpoint",
     },

@@ -20,21 +20,23 @@ from evener_server.batch import BatchBody, BatchJob
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
+from evener_server.embeddings import EmbeddingBody, EmbeddingJob
 from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_unknown_url, log_fields
 from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HostCheck, RequestLog, RootPath
 from evener_server.options import ServerOptions
-from evener_server.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
+from evener_server.protocol import ChatBody, CompletionBody, PromptBody, parse_body
 from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
 from evener_server.responses.job import ResponseJob
 from evener_server.responses.store import ResponseStore
+from evener_server.scores import RerankBody, RerankJob, ScoreBody, ScoreJob
 from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
 from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, TokenService, tokenize_body
 from evener_server.unknown_fields import header
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=PromptBody)
 
 _ERROR_TEXTS = {
     400: "The body, a field or the prompt is wrong; the message says which.",
@@ -82,6 +84,7 @@ def create_app(
     app.add_exception_handler(EvenerError, handle_error)
     _add_status(app, service)
     _add_generation(app, service)
+    _add_pooled(app, service)
     _add_translated(app, service)
     _add_tokens(app, service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's way to add schemas
@@ -157,6 +160,24 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return GenerationResponse(CompletionJob(service, await _read(request, service, CompletionBody)))
 
 
+def _add_pooled(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/embeddings", openapi_extra=_schema(EmbeddingBody), responses=_errors())
+    async def embeddings(request: Request) -> Response:
+        return GenerationResponse(EmbeddingJob(service, await _read(request, service, EmbeddingBody)))
+
+    async def rerank(request: Request) -> Response:
+        return GenerationResponse(RerankJob(service, await _read(request, service, RerankBody)))
+
+    async def score(request: Request) -> Response:
+        return GenerationResponse(ScoreJob(service, await _read(request, service, ScoreBody)))
+
+    # Cohere's, Jina's and vLLM's names of the same.
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path, openapi_extra=_schema(RerankBody), responses=_errors())(rerank)
+    for path in ("/score", "/v1/score"):
+        app.post(path, openapi_extra=_schema(ScoreBody), responses=_errors())(score)
+
+
 def _add_tokens(app: FastAPI, service: Service) -> None:
     tokens = TokenService(service)
 
@@ -223,7 +244,7 @@ def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
 
 
-def _schema(*kinds: type[GenerationBody]) -> dict[str, Any]:
+def _schema(*kinds: type[PromptBody]) -> dict[str, Any]:
     references = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in kinds]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -234,8 +255,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, TokenizeText,
-                 TokenizeChat, DetokenizeBody)  # fmt: skip
+        kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, EmbeddingBody,
+                 RerankBody, ScoreBody, TokenizeText, TokenizeChat, DetokenizeBody)  # fmt: skip
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

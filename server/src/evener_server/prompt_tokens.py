@@ -15,7 +15,7 @@ from evener.sampling_params import SamplingParams
 from evener_server.errors import deadline_missed
 from evener_server.fill_in_middle import GapMarks, spelling_of
 from evener_server.images import decode_images
-from evener_server.protocol import ChatBody, GenerationBody
+from evener_server.protocol import ChatBody, PromptBody
 
 
 class PromptTokens:
@@ -88,9 +88,9 @@ class PromptTokens:
             return prompt
         return await self.text(prompt, add_special_tokens, "messages", any_length=any_length)
 
-    def cut(self, ids: list[int], body: GenerationBody) -> list[int]:
+    def cut(self, ids: list[int], body: PromptBody) -> list[int]:
         """The part of a prompt that ``truncate_prompt_tokens`` leaves: its end, or with ``truncation_side="right"`` its
-        beginning. -1 leaves what fits the context together with ``max_tokens``.
+        beginning. -1 leaves what fits the context together with the answer.
 
         Raises:
             RequestError: more tokens are to be left than the context has.
@@ -102,7 +102,7 @@ class PromptTokens:
             param, why = "truncate_prompt_tokens", f"more than the context of {self.context} tokens"
             raise RequestError(f"{param} is {left}, {why}; send less, or -1", param)
         if left == -1:
-            left = max(self.context - (body.requested_max_tokens() or 1), 1)
+            left = max(self.context - (body.answer_tokens), 1)
         return ids[:left] if body.truncation_side == "right" else ids[-left:]
 
 

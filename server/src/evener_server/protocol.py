@@ -70,7 +70,7 @@ def _biases(value: object) -> object:
     return biases
 
 
-def _prompts(value: object) -> object:
+def as_prompts(value: object) -> object:
     """One text, one list of ids, or a list of either, turned into a list of prompts."""
     if isinstance(value, str):
         return [value]
@@ -94,7 +94,7 @@ _STOP_SCHEMA = {
     ]
 }
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT_SCHEMA = {
+PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string", "minLength": 1},
         {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
@@ -138,11 +138,50 @@ class TransferParams(Body):
     prompt_token_ids: Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)] | None = None
 
 
-class GenerationBody(BeamFields):
-    """The fields of every endpoint that generates."""
+class PromptBody(Body):
+    """The fields of every endpoint that hands prompts to the engine."""
 
     #: Default: the model that is served.
     model: str | None = None
+    #: Appears in the request's log line.
+    user: str | None = None
+    #: Seconds that the whole request may take, waiting included.
+    max_time: Annotated[float | None, Field(gt=0)] = None
+
+    #: Tokens that are left of a longer prompt; -1: as many as fit.
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=_INT32)] = None
+    #: What is cut off. Default: left, so that the prompt's end is left.
+    truncation_side: Literal["left", "right"] | None = None
+    #: Default: true for a text, false for a conversation, whose template has them.
+    add_special_tokens: bool | None = None
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens for which the context must have room besides the prompt's."""
+        return 0
+
+    @property
+    def own_prompt_tokens(self) -> bool:
+        """Whether the prompt is tokenized otherwise than by default, or cut."""
+        return self.truncate_prompt_tokens is not None or self.add_special_tokens is not None
+
+    def without_effect(self) -> list[str]:
+        """Paths of fields that were sent and that change nothing."""
+        return []
+
+    def check(self) -> None:
+        """Check fields that depend on each other.
+
+        Raises:
+            RequestError: they contradict each other.
+        """
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens is 0; send 1 or more, or -1", "truncate_prompt_tokens")
+
+
+class GenerationBody(PromptBody, BeamFields):
+    """The fields of every endpoint that generates."""
+
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -155,8 +194,6 @@ class GenerationBody(BeamFields):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    #: Appears in the request's log line.
-    user: str | None = None
 
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
@@ -165,15 +202,6 @@ class GenerationBody(BeamFields):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)] = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
-    #: Seconds that the whole request may take, waiting included.
-    max_time: Annotated[float | None, Field(gt=0)] = None
-
-    #: Tokens that are left of a longer prompt; -1: as many as fit.
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=_INT32)] = None
-    #: What is cut off. Default: left, so that the prompt's end is left.
-    truncation_side: Literal["left", "right"] | None = None
-    #: Default: true for a text, false for a conversation, whose template has them.
-    add_special_tokens: bool | None = None
     #: Default: true.
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -222,6 +250,10 @@ class GenerationBody(BeamFields):
         """The requested maximum of new tokens; None: the client did not send one."""
         return self.max_tokens
 
+    @property
+    def answer_tokens(self) -> int:
+        return self.requested_max_tokens() or 1
+
     def num_prompt_logprobs(self) -> int | None:
         """As ``num_logprobs``, for the prompt's tokens."""
         return None
@@ -234,28 +266,18 @@ class GenerationBody(BeamFields):
     @property
     def own_prompt_tokens(self) -> bool:
         """Whether the prompt's tokens are needed first, or made otherwise than by default, or cut."""
-        return self.beams is not None or self.truncate_prompt_tokens is not None or self.add_special_tokens is not None
-
-    def without_effect(self) -> list[str]:
-        """Paths of fields that were sent and that change nothing."""
-        return []
+        return self.beams is not None or super().own_prompt_tokens
 
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens to return at each position; None: no log-probabilities."""
 
     def check(self) -> None:
-        """Check fields that depend on each other.
-
-        Raises:
-            RequestError: they contradict each other.
-        """
+        super().check()
         if self.stop_with_eos is not None and self.ignore_eos is not None and self.stop_with_eos == self.ignore_eos:
             raise RequestError("stop_with_eos and ignore_eos contradict each other; send one of them", "ignore_eos")
         if self.beams is not None and self.samples > self.choices:
             raise RequestError("best_of cannot be used with beam search; send num_beams instead", "best_of")
-        if self.truncate_prompt_tokens == 0:
-            raise RequestError("truncate_prompt_tokens is 0; send 1 or more, or -1", "truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for stream=true only; leave it out", "stream_options")
         if self.min_tokens and self.grammar() is not None:
@@ -440,7 +462,7 @@ class CompletionBody(TokenOutputs):
     """POST /v1/completions."""
 
     #: Always a list of prompts here, each a text or a list of ids.
-    prompt: Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[list[Any], BeforeValidator(as_prompts), WithJsonSchema(PROMPT_SCHEMA)]
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     #: 0 returns only the prompt, with ``echo``.
     max_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -480,7 +502,7 @@ class CompletionBody(TokenOutputs):
             raise RequestError(message, "best_of")
 
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=PromptBody)
 
 
 def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
@@ -490,7 +512,8 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
         RequestError: the first field that is wrong; ``param`` is its path, ``code`` one of OpenAI's error codes.
     """
     parts = {"message": _fields(Message), "part": _fields(TextPart) | _fields(ImagePart)}
-    known, ignored = drop_unknown(value, kind.model_fields, parts if issubclass(kind, ChatBody) else {})
+    parts = parts if issubclass(kind, ChatBody) else {}
+    known, ignored = drop_unknown(value, kind.model_fields, parts, samples=issubclass(kind, GenerationBody))
     try:
         body = kind.model_validate(known)
     except ValidationError as error:
@@ -503,7 +526,7 @@ def _fields(kind: type[Body]) -> set[str]:
     return set(kind.model_fields)
 
 
-def _request_error(kind: type[GenerationBody], found: ErrorDetails) -> RequestError:
+def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
     param = path(_untagged(found["loc"]))
     what, message = found["type"], found["msg"]
     if what == "union_tag_not_found" and isinstance(found["input"], dict):

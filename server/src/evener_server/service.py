@@ -13,6 +13,7 @@ from importlib_metadata import version
 from evener.async_llm import AsyncLLM
 from evener.contracts.writing import ReasoningWriter
 from evener.engine.wire.engine_info import EngineInfo
+from evener.pooling.settings import check_task
 from evener.sampling_params import SamplingParams
 from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
@@ -96,8 +97,9 @@ class Service:
         """The sampling parameters of ``body``.
 
         Raises:
-            RequestError: a value is out of range.
+            RequestError: the model generates no text, or a value is out of range.
         """
+        check_task("generate", self.info.pooling)
         return body.sampling(detokenize=self.llm.tokenizer is not None)
 
     def reasons(self, with_tools: bool) -> bool:

@@ -30,19 +30,21 @@ IGNORED = (
 )  # fmt: skip
 
 
-def drop_unknown(body: Mapping[str, Any], known: Collection[str], parts: Mapping[str, Collection[str]]) -> tuple[
-    dict[str, Any], list[str]
-]:  # fmt: skip
+def drop_unknown(
+    body: Mapping[str, Any], known: Collection[str], parts: Mapping[str, Collection[str]], samples: bool = True
+) -> tuple[dict[str, Any], list[str]]:
     """The body without fields that the API does not have, and the paths of these.
 
     Args:
         known: fields of the body.
         parts: fields of what ``messages`` holds: ``message`` for each of them, ``part`` for each part of its content.
 
+        samples: whether the API has sampling parameters, which may be misspelt.
+
     Raises:
         RequestError: a field is nearly a sampling parameter.
     """
-    for name in body.keys() - {*known, *IGNORED}:
+    for name in body.keys() - {*known, *IGNORED} if samples else ():
         if near := nearest(name):
             raise RequestError(
                 f"{name[:_LONGEST_NAME]} is not a field of this API; did you mean {near!r}?", name[:_LONGEST_NAME],

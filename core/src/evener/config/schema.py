@@ -76,6 +76,10 @@ class InferConfig(Section):
     ep_size: int = option(
         1, "int", "Expert-parallel ranks.", minimum=1, supported=(1,), missing="expert parallelism is"
     )  # fmt: skip
+    task: str = option("auto", "str", "What the model is for; auto: what its folder says.",
+                       choices=("auto", "generate", "embed", "score"))  # fmt: skip
+    pooling: str = option("auto", "str", "Of which tokens the vector of a text is made; auto: what the folder says, or "
+                          "the last.", choices=("auto", "last", "mean", "cls"))  # fmt: skip
     max_reqs: int | Auto = option("auto", "int", "Maximum number of running requests.", auto=True, minimum=1)
     max_seq_len: int | Auto = option("auto", "int", "Maximum tokens of one request, prompt and answer together.",
                                      auto=True, minimum=2)  # fmt: skip

@@ -80,6 +80,8 @@ class Architecture(ABC):
         max_positions: the longest context that its position encoding supports. A class whose checkpoints do not say may
             set it as a class attribute.
         hidden_size: width of the hidden states that pipeline stages pass on.
+        takes_head: (optional) whether it declares the builder's ``head`` in place of its own, if there is one: then it
+            can embed texts.
         encoders: (optional) its encoders of other inputs than text, by name; only in the first pipeline stage.
         oracle: (optional) the implementation that its tests compare it with, shown by ``evener models``:
             "transformers", or "own" for one that was written from the published description.
@@ -88,6 +90,7 @@ class Architecture(ABC):
     vocab_size: int
     max_positions: int = 0
     hidden_size: int
+    takes_head: bool = False
     encoders: Mapping[str, Encoder] = {}
     oracle: str = ""
 
@@ -106,7 +109,8 @@ class Architecture(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """Logits float32 [R, vocab_size] for ``hidden`` [R, hidden], rows of the result of ``forward``."""
+        """Logits float32 [R, vocab_size] for ``hidden`` [R, hidden], rows of the result of ``forward``. With the
+        builder's ``head``, what that makes of them: float32 [R, width]."""
 
     def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
         """(optional) Token ids with the largest logit, int32 [R], for a model that finds them faster than all logits;

@@ -23,6 +23,7 @@ class CompletionOutput:
         finish_reason: ``stop``, ``length``, ``timeout``, ``abort`` or ``error``; None while it runs.
         stop_reason: the stop string that was found, or the one of ``stop_token_ids``; None for EOS and every other
             reason.
+        pooled: of a prompt that is embedded, the pooled row, float32 in the host's byte order.
     """
 
     index: int
@@ -31,6 +32,7 @@ class CompletionOutput:
     logprobs: list[dict[int, float]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    pooled: bytes = b""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Delta:
 
     ``text`` and ``token_ids`` need not match: text is held back while it may be part of a character or of a stop
     string. ``request_id`` is the caller's, not the sample's. ``status`` is the HTTP status that fits ``error``.
-    ``prompt_logprobs`` come with sample 0, in the prompt's order.
+    ``prompt_logprobs`` come with sample 0, in the prompt's order. ``pooled``: as in ``CompletionOutput``, all at once.
     """
 
     request_id: str
@@ -69,11 +71,13 @@ class Delta:
     status: int = 500
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    pooled: bytes = b""
 
     def merge(self, later: Delta) -> None:
         """Append ``later``, the next delta of the same sample."""
         self.text += later.text
         self.token_ids += later.token_ids
+        self.pooled += later.pooled
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         if later.prompt_logprobs is not None:

@@ -25,11 +25,12 @@ from evener.frontend.media import validated_media
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
+from evener.pooling.settings import PoolingSettings, check_task
 from evener.sampling_params import MAX_BIASES, SamplingParams
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "embed"]
 #: The parameter in which a request of each kind has its prompt, for errors.
-_PROMPT_PARAM: dict[Kind, str] = {"chat": "messages", "completion": "prompt"}
+_PROMPT_PARAM: dict[Kind, str] = {"chat": "messages", "completion": "prompt", "embed": "input"}
 #: Default maximum of new tokens for completions, as in OpenAI's API.
 COMPLETION_MAX_TOKENS = 16
 _SEED_BITS = 31
@@ -90,14 +91,16 @@ class Frontend:
         plugins: process every request and its output.
         rng: draws the seeds of requests without one.
         hidden_size: width of embedding rows in media; media_rows: rows that one engine step takes.
+        pooling: what the model makes of a text, if it generates none.
     """
 
     def __init__(
         self, *, max_model_len: int, vocab_size: int, tokenizer: Tokenizer | None = None,
         defaults: GenerationDefaults | None = None, default_max_tokens: int | None = None, stop_with_eos: bool = True,
         plugins: RequestPlugins | None = None, rng: random.Random | None = None, hidden_size: int = 0,
-        media_rows: int = 1, context_reason: str = "",
+        media_rows: int = 1, context_reason: str = "", pooling: PoolingSettings | None = None,
     ) -> None:  # fmt: skip
+        self.pooling = pooling
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.context = f"the context of {max_model_len} tokens" + (context_reason and f" ({context_reason})")
         self._hidden_size, self._media_rows = hidden_size, media_rows
@@ -125,10 +128,12 @@ class Frontend:
         A chat's prompt is the rendered template: no special tokens are added to it.
 
         Raises:
-            RequestError: empty prompt, an id outside the vocabulary, text without a tokenizer, media that do not fit
-                the model, too many biased ids.
+            RequestError: a kind of request that is not for this model, an empty prompt, an id outside the vocabulary,
+                text without a tokenizer, media that do not fit the model, too many biased ids.
             ContextLengthError: the prompt, or prompt + ``max_tokens``, does not fit.
         """
+        if (kind == "embed") != (self.pooling is not None):
+            check_task("embed" if kind == "embed" else "generate", self.pooling)
         ids = self._encode(prompt, params, kind)
         # First: a prompt that is far too long is refused before each of its ids is checked.
         max_tokens = self._max_tokens(len(ids), params, kind)
@@ -173,6 +178,7 @@ class Frontend:
                     id=name, prompt=prepared.ids, max_tokens=prepared.max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
                     fork_of=names[0] if index else "", media=prepared.media,
+                    whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
                 )
             )  # fmt: skip
         self._requests[request_id] = set(names)
@@ -235,7 +241,7 @@ class Frontend:
             return [], [wire.Abort(event.id)]
         logprobs = None if event.logprobs is None else [logprobs_dict(entry) for entry in event.logprobs[:count]]
         delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
-        delta.num_cached_tokens = event.cached
+        delta.num_cached_tokens, delta.pooled = event.cached, event.pooled
         if event.prompt_logprobs is not None or sample.prompt_logprobs_due:
             first: list[dict[int, float] | None] = [None] if sample.prompt_logprobs_due else []
             delta.prompt_logprobs = first + [logprobs_dict(entry) for entry in event.prompt_logprobs or ()]
@@ -320,9 +326,11 @@ class Frontend:
         return bias
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams, kind: Kind) -> int:
-        rest, param = self.max_model_len - prompt_len, _PROMPT_PARAM[kind]
+        # An embedded prompt may fill the context: the token after it is never computed.
+        rest, param = self.max_model_len - prompt_len + (kind == "embed"), _PROMPT_PARAM[kind]
         if rest < 1:
-            message = f"the prompt has {prompt_len} tokens and the answer at least one, which do not fit {self.context}"
+            answer = "" if kind == "embed" else " and the answer at least one"
+            message = f"the prompt has {prompt_len} tokens{answer}, which do not fit {self.context}"
             raise ContextLengthError(f"{message}: shorten the prompt", param)
         if params.min_tokens > rest:
             message = f"min_tokens is {params.min_tokens}, but the prompt of {prompt_len} tokens leaves {rest}"

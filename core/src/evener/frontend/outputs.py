@@ -20,6 +20,7 @@ class OutputBuilder:
         sample = self._output.outputs[delta.index]
         self._texts[delta.index].append(delta.text)
         sample.token_ids += delta.token_ids
+        sample.pooled += delta.pooled
         if delta.logprobs is not None:
             sample.logprobs = sample.logprobs or []
             sample.logprobs += delta.logprobs

@@ -72,7 +72,7 @@ class FrontendSettings:
             plugins=RequestPlugins.load(self.plugins, model_dir, self.options),
             rng=None if self.seed is None else random.Random(self.seed),
             hidden_size=info.hidden_size, media_rows=info.media_rows,
-            context_reason=info.config.get("infer.max_seq_len", {}).get("reason", ""),
+            context_reason=info.config.get("infer.max_seq_len", {}).get("reason", ""), pooling=info.pooling,
         )  # fmt: skip
         how = family().images(files.json("config.json")) if info.encoders else None
         images = None if how is None or tokenizer is None else partial(ImageCollector, how, tokenizer)

@@ -50,6 +50,8 @@ class Builder:
     Attributes:
         weights, sites, slots, groups: everything declared so far, in order.
         ignored: regular expressions for names of checkpoint tensors that are not read.
+        head: what to declare in place of a language model's head, from the builder, ``CausalLM.names`` and the sizes of
+            the last norm; None: that head.
         ties: ``{name: twin}``: ``twin`` is read instead of ``name``; a checkpoint may hold both if they are equal.
         staged: whether the model has asked for its ``layers``.
     """
@@ -67,6 +69,7 @@ class Builder:
         stage: tuple[int, int] = (0, 1),
         partition: Sequence[int] = (),
     ) -> None:
+        self.head: Callable[..., Any] | None = None
         self.stage, self._partition, self.staged = stage, tuple(partition), False
         self.snapshot_every = snapshot_every
         self.absorb, self.index_top, self.state_dtype = absorb, index_top, state_dtype or dtype

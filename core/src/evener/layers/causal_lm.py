@@ -42,6 +42,7 @@ class CausalLM(Architecture):
     names: tuple[str, str, str, str] = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     embedding: Embedding | None
     head: LMHead | None
+    takes_head = True
     tied: bool = False
     norm: str = "rms"
     norm_offset: float = 0.0
@@ -75,13 +76,15 @@ class CausalLM(Architecture):
         return MixerLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset, self.norm)
 
     def _declare_head(self, config: Mapping[str, Any], build: Builder, hidden: int, eps: float) -> LMHead:
+        common = norm_common(build, hidden, eps, self.norm_offset, self.norm)
+        if build.head is not None:
+            return build.head(build, self.names, common)  # type: ignore[no-any-return]
         name, twin = f"{self.names[3]}.weight", f"{self.names[0]}.weight"
         if config.get("tie_word_embeddings", self.tied):
             build.tie(name, twin)
             name = twin
         return LMHead(
-            build, name, self.names[2], self.vocab_size,
-            norm_common(build, hidden, eps, self.norm_offset, self.norm), cap=self.logit_cap(config),
+            build, name, self.names[2], self.vocab_size, common, cap=self.logit_cap(config),
             scale=self.logit_scale(config), bias=f"{self.names[3]}.bias" if self.head_bias else None,
             normalize_rows=self.normalize_head(config),
         )  # fmt: skip
@@ -96,22 +99,18 @@ class CausalLM(Architecture):
 
     def embedding_scale(self, config: Mapping[str, Any]) -> float:
         """(optional) Factor on the embeddings. Default: 1."""
-        del config
         return 1.0
 
     def logit_cap(self, config: Mapping[str, Any]) -> float | None:
         """(optional) Soft cap on the logits. Default: none."""
-        del config
         return None
 
     def normalize_head(self, config: Mapping[str, Any]) -> bool:
         """(optional) Whether every row of the head is divided by its L2 norm. Default: no."""
-        del config
         return False
 
     def logit_scale(self, config: Mapping[str, Any]) -> float:
         """(optional) Factor on the logits. Default: 1."""
-        del config
         return 1.0
 
     def forward(self, step: Step) -> torch.Tensor:

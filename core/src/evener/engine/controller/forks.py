@@ -17,7 +17,7 @@ from evener.engine.wire.plan import BlockCopy
 def start_from_parent(request: Request, parent: Request | None, least: int) -> None:
     """Make ``request`` a fork of ``parent``, if both share at least ``least`` tokens and the parent has not computed
     them yet. Does nothing otherwise, and without a parent."""
-    if parent is None or parent.message.cache_salt != request.message.cache_salt or request.wants_prompt_logprobs:
+    if parent is None or parent.message.cache_salt != request.message.cache_salt or request.needs_whole_prompt:
         return
     # The request computes its last token itself, because it samples from that token's logits.
     pairs = zip(request.tokens[:-1], parent.tokens, strict=False)
@@ -45,7 +45,7 @@ def open_state(state: StateManager, request: Request) -> list[BlockCopy] | None:
             request.planned = request.shared
             return copies
     request.table, request.planned = state.open(
-        request.tokens, request.message.cache_salt, request.exclusive, reuse=not request.wants_prompt_logprobs,
+        request.tokens, request.message.cache_salt, request.exclusive, reuse=not request.needs_whole_prompt,
         media=request.message.media,
     )  # fmt: skip
     return None

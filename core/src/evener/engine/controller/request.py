@@ -68,9 +68,13 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still missing. Then the prompt has to be computed, even if its
-        state is cached."""
+        """Whether log-probabilities of prompt tokens are still missing."""
         return self.message.sampling.prompt_logprobs is not None and self.scored < self.prompt_length - 1
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the prompt has to be computed, even if its state is cached."""
+        return self.message.whole_prompt or self.wants_prompt_logprobs
 
     @property
     def tokens_to_compute(self) -> int:

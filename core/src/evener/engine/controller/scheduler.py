@@ -349,30 +349,33 @@ class Scheduler:
         submitted = self._in_flight.popleft()
         plan = submitted.plan
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
-        ids, scores = iter(result.ids), iter(result.scores)
+        ids, scores, pooled = iter(result.ids), iter(result.scores), iter(result.pooled)
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []
         sampled = 0
         for index, row in enumerate(submitted.rows):
             request, token = row.request, next(ids) if row.samples else None
+            vector = next(pooled, b"") if row.samples else b""
             if request.finish is None:
                 assert request.table is not None
                 self.state.commit(request.table, request.tokens, row.start + row.count)
-                events.extend(self._read(request, token, logprobs.get(sampled), scored.get(index)))
+                events.extend(self._read(request, token, logprobs.get(sampled), scored.get(index), vector))
             sampled += row.samples
         self._release_finished(plan.id)
         return events
 
     def _read(
-        self, request: Request, token: int | None, logprobs: TokenLogprobs | None, scores: list[TokenLogprobs] | None
-    ) -> Iterator[FromController]:
+        self, request: Request, token: int | None, logprobs: TokenLogprobs | None, scores: list[TokenLogprobs] | None,
+        pooled: bytes,
+    ) -> Iterator[FromController]:  # fmt: skip
         if token is None and scores is None:
             return
         sampling = request.message.sampling
         request.scored += len(scores or ())
         yield Tokens(
-            id=request.id, ids=[] if token is None else [token], cached=request.cached,
+            id=request.id, ids=[] if token is None or pooled else [token], cached=request.cached,
+            pooled=pooled,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
             logprobs=None if logprobs is None or token is None else [logprobs.likeliest(sampling.logprobs or 0)],
             prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],

@@ -16,16 +16,19 @@ class PendingStep:
     Attributes:
         logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``.
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
+        pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
     """
 
     logprobs: Sequence[Readback] = ()
+    pooled: Sequence[Readback] = ()
 
     def __init__(self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = ()) -> None:
         self._plan, self._ids, self.scores = plan, ids, scores
 
     def ready(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return (self._ids is None or self._ids.ready()) and all(r.ready() for r in (*self.logprobs, *self.scores))
+        others = (*self.logprobs, *self.scores, *self.pooled)
+        return (self._ids is None or self._ids.ready()) and all(each.ready() for each in others)
 
     def wait(self) -> StepResult:
         """Wait until the step is done and return its result."""
@@ -35,7 +38,8 @@ class PendingStep:
             logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs)
         if self.scores:
             scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
-        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores)
+        pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]
+        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled)
 
 
 #: Samples the tokens of a step with its masks; None: it has none.

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from evener.pooling.settings import PoolingSettings
+
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's device, backend and memory, as in ``EngineInfo``."""
@@ -22,6 +24,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         model: path of the checkpoint.
         served_name: the model's name in the API.
         architecture: the model's architecture, as its package registers it; None if the engine does not say.
+        pooling: what it makes of a text, if it generates none; None: it generates.
         max_reqs: requests that run at a time.
         max_model_len: tokens that a prompt and its output may have together.
         vocab_size: token ids are below it.
@@ -45,6 +48,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     backend_reason: str
     architecture: str | None = None
+    pooling: PoolingSettings | None = None
     max_reqs: int = 0
     hidden_size: int = 0
     media_rows: int = 1

@@ -74,6 +74,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
             waits until they are computed and starts from that state. If the other has ended or has computed more
             tokens than both share, this request starts as if ``fork_of`` were empty.
         media: stand for some of the prompt's tokens; in order of position.
+        whole_prompt: the prompt has to be computed, even if its state is cached.
     """
 
     id: str
@@ -86,6 +87,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     priority: int = 0
     fork_of: str = ""
     media: list[MediaItem] = []
+    whole_prompt: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -128,13 +130,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """New tokens of one request, in order. ``cached``: prompt tokens that came from the prefix cache.
     ``prompt_logprobs`` continue those of earlier messages, from the second prompt token on. All of them arrive before
-    or with the first id."""
+    or with the first id. ``pooled``: as in ``CompletionOutput``; no id comes with it."""
 
     id: str
     ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached: int = 0
+    pooled: bytes = b""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):

@@ -30,6 +30,9 @@ from evener.loading.scheme import Unquantized
 from evener.loading.views import view_checkpoint
 from evener.plugins.catalog import Provided
 from evener.plugins.load import LoadedPackages
+from evener.pooling.heads import head_of
+from evener.pooling.names import registered_name
+from evener.pooling.settings import PoolingSettings, choose_pooling
 from evener.resolution.buckets import token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.footprint import Sizes
@@ -45,6 +48,7 @@ class Assembly:
         headers: of the checkpoint; empty for random weights.
         media_rows: how many rows of media the worker keeps.
         other_stages: the other pipeline stages, declared.
+        pooling: what the model makes of a text, if it generates none.
     """
 
     config: ResolvedConfig
@@ -62,6 +66,7 @@ class Assembly:
     ranks: RankGroups
     media_rows: int
     other_stages: Sequence[Builder] = ()
+    pooling: PoolingSettings | None = None
 
 
 def assemble(
@@ -78,6 +83,7 @@ def assemble(
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
     family = find_architecture(loaded, checkpoint)
+    pooling = choose_pooling(config.infer, checkpoint, family, loaded.architectures)
     facts = facts_of(config.model, checkpoint.config, family.max_positions)
     of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
     resolved = resolve_config(config, facts, of_device, serving=serving)
@@ -104,6 +110,7 @@ def assemble(
             state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
             stage=(stage, world.pp_size), partition=layer_partition(infer),
         )  # fmt: skip
+        build.head = head_of(pooling)
         model = family(checkpoint.config, build)
         if world.pp_size > 1 and not build.staged:
             raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
@@ -129,13 +136,15 @@ def assemble(
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
-        ranks, media_rows, other_stages,
+        ranks, media_rows, other_stages, pooling,
     )  # fmt: skip
 
 
 def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:
     """What captures this model's decode steps, and a note for the manifest; None if steps run eagerly, and why."""
     capture = a.loaded.graph_capture(a.device)
+    if a.pooling is not None:
+        return None, "steps run eagerly: the model generates nothing"
     if not a.device.capabilities.graphs:
         return None, f"steps run eagerly: {a.device.name} does not support graphs (DeviceCapabilities.graphs)"
     if not a.config.use_cuda_graph or capture is None:
@@ -154,7 +163,7 @@ def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Ar
     Raises:
         ArchitectureError: no package does.
     """
-    name = checkpoint.architecture
+    name = registered_name(checkpoint.architecture, loaded.architectures)
     target = loaded.architectures.get(name)
     if target is None:
         raise ArchitectureError(

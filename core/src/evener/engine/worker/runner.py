@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import StepLayout, StepShape
+from evener.pooling.pooler import Pooler
 from evener.resolution.buckets import bucket_index
 
 
@@ -45,14 +47,15 @@ class Runner:
         geometry: state groups and block size. Its slots must be bound before the first step.
         stages: this rank's end of the pipeline; None without pipeline stages.
         media: the media rows; None on stages after the first, which do not embed.
+        pooler: of a model that embeds texts, and samples nothing.
     """
 
     def __init__(
         self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry,
-        stages: PipelineChannel | None = None, media: MediaStore | None = None,
+        stages: PipelineChannel | None = None, media: MediaStore | None = None, pooler: Pooler | None = None,
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
-        self.stages, self.media = stages, media
+        self.stages, self.media, self.pooler = stages, media, pooler
 
     def execute(self, plan: Plan) -> PendingStep | Draw:
         """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
@@ -62,6 +65,8 @@ class Runner:
             if self.stages is not None and not self.stages.world.last_stage:
                 self.stages.send_stream(hidden, plan, parts)
                 return PendingStep(plan, None)
+            if self.pooler is not None:
+                return self._pool(self.pooler, plan, hidden, step, parts)
             scores = self._score(plan, hidden, step, parts) if plan.scores else ()
             if not plan.samples:
                 return PendingStep(plan, None, scores)
@@ -171,6 +176,17 @@ class Runner:
             return pending
 
         return draw if plan.masked else draw(None)
+
+    def _pool(
+        self, pooler: Pooler, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: dict[str, torch.Tensor]
+    ) -> PendingStep:
+        rows = pooler(plan.counts, hidden, parts, partial(self.logits, step=step))
+        if not plan.samples:
+            return PendingStep(plan, None)
+        slots, ends = parts["sample_slots"], parts["sample_positions"]
+        pending = self._store_ids(plan, slots, ends, torch.zeros_like(ends), ())
+        pending.pooled = [self.device.readback(rows)]
+        return pending
 
     def _store_ids(
         self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, scores: Sequence[Readback]

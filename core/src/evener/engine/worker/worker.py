@@ -27,6 +27,8 @@ from evener.engine.worker.stages import PipelineChannel
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.match import match_context
+from evener.pooling.names import registered_name
+from evener.pooling.pooler import Pooler
 from evener.resolution.buckets import capture_sizes
 
 log = logging.getLogger("evener.worker")
@@ -59,7 +61,9 @@ class Worker:
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
         stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, a.model.hidden_size, resolved.dtype, tables)
         media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages, media)
+        width, where = a.model.hidden_size, a.device.torch_device
+        pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages, media, pooler)
         self._graphs: DecodeGraphs | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
         self._draw: Draw | None = None
@@ -164,7 +168,8 @@ class Worker:
         return EngineInfo(
             model=a.config.config.model,
             served_name=a.config.served_model_name,
-            architecture=a.checkpoint.architecture,
+            architecture=registered_name(a.checkpoint.architecture, a.loaded.architectures),
+            pooling=a.pooling,
             max_reqs=a.config.max_reqs,
             max_model_len=a.config.max_seq_len,
             vocab_size=a.model.vocab_size,

@@ -1,0 +1,56 @@
+"""The rows of a prompt's tokens, pooled on the device over all steps that compute the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from evener.pooling.settings import PoolingSettings
+
+#: Applies the model's head to rows [R, hidden]; float32 [R, width].
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Pooler:
+    """Pools for up to ``slots`` requests. A request begins where a plan's row starts at position 0, also after a
+    preemption.
+
+    Args:
+        settings: what is made of a text.
+        slots: requests that run at a time.
+        width: of a row of the head.
+        where: the device.
+    """
+
+    def __init__(self, settings: PoolingSettings, slots: int, width: int, where: torch.device) -> None:
+        self._pooling, self._tokens = settings.pooling, settings.tokens
+        #: The sum of each request's rows so far, or its first row.
+        self._held = torch.zeros(0 if self._pooling == "last" else slots, width, dtype=torch.float32, device=where)
+
+    def __call__(
+        self, counts: Sequence[int], hidden: torch.Tensor, parts: Mapping[str, torch.Tensor], head: Head
+    ) -> torch.Tensor:
+        """Take a step's tokens. Returns the pooled rows of the prompts that end in it, float32 [N, width].
+
+        Args:
+            counts: tokens of each of the step's rows, ``Plan.counts``.
+            hidden: hidden states of the step's tokens, [T, hidden].
+            parts: the arrays of its ``StepLayout`` on the device.
+        """
+        if self._pooling == "last":
+            rows = hidden.index_select(0, parts["last"])
+            rows = head(rows) if len(rows) else rows
+            return rows[:, self._tokens] if self._tokens else rows
+        slots, first = parts["slots"], parts["query_start"][:-1]
+        begins = parts["positions"].index_select(0, first).eq(0)[:, None]
+        held = self._held.index_select(0, slots)
+        if self._pooling == "mean":
+            # Not index_add: sums have to be the same each time.
+            sums = torch.stack([rows.sum(0) for rows in head(hidden).split(counts)])
+            held = torch.where(begins, sums, held + sums)
+        else:
+            held = torch.where(begins, head(hidden.index_select(0, first)), held)
+        self._held[slots] = held
+        pooled = self._held.index_select(0, parts["sample_slots"])
+        return pooled / parts["sample_positions"][:, None] if self._pooling == "mean" else pooled

@@ -1,0 +1,162 @@
+"""POST /v1/embeddings over a fake engine: forms of input and of vectors, usage, errors."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from evener.pooling.settings import PoolingSettings
+from evener_conformance.fake_engine import FakeEngine
+
+Make = Callable[..., Any]
+HELLO, HI = list(b"hello"), list(b"hi")
+#: The tokenizer's beginning of a text.
+BOS = 256
+
+
+def embeds(**settings: Any) -> FakeEngine:
+    return FakeEngine(
+        info_overrides={"pooling": PoolingSettings(**{"normalize": False, **settings}), "hidden_size": 4}, cached=1
+    )
+
+
+@pytest.fixture
+def api(make_api: Make) -> Any:
+    return make_api(embeds())
+
+
+def embed(api: Any, value: Any, **fields: Any) -> Any:
+    return api.post("/v1/embeddings", {"model": "fake", "input": value, **fields})
+
+
+def vectors(response: Any) -> list[list[float]]:
+    assert response.status_code == 200, response.text
+    data = response.json()["data"]
+    assert [each["index"] for each in data] == list(range(len(data)))
+    assert all(each["object"] == "embedding" for each in data)
+    return [each["embedding"] for each in data]
+
+
+def test_all_forms_of_input_are_embedded_in_their_order(api: Any) -> None:
+    tokens = api.post("/tokenize", {"prompt": "hello"}).json()["tokens"]
+    hello = [len(tokens), tokens[0], tokens[-1], 1]
+    assert vectors(embed(api, "hello")) == vectors(embed(api, ["hello"])) == [hello]
+    assert vectors(embed(api, [7, 8, 9])) == vectors(embed(api, [[7, 8, 9]])) == [[3, 7, 9, 1]]
+    assert vectors(embed(api, ["hello", "hello"])) == [hello, hello]
+    assert vectors(embed(api, [[7, 8], [5]])) == [[2, 7, 8, 1], [1, 5, 5, 1]]
+
+
+def test_the_answer_has_openais_fields_and_counts_only_prompts(api: Any) -> None:
+    body = embed(api, [[7, 8], [5]]).json()
+    assert (body["object"], body["model"]) == ("list", "fake") and body["id"].startswith("embd-")
+    assert body["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    counted = [line for line in api.get("/metrics").text.splitlines() if line.startswith("evener:generation_tokens")]
+    assert [line.split()[-1] for line in counted if "_total" in line] == ["0.0"]
+
+
+def test_base64_has_the_numbers_as_float32(api: Any) -> None:
+    (text,) = vectors(embed(api, [7, 8], encoding_format="base64"))
+    assert struct.unpack("<4f", base64.b64decode(str(text))) == (2, 7, 8, 1)
+
+
+def test_vectors_are_cut_and_then_normalized(make_api: Make) -> None:
+    api = make_api(embeds(normalize=True))
+    (whole,), (cut,) = vectors(embed(api, [3, 4])), vectors(embed(api, [3, 4], dimensions=2))
+    assert sum(x * x for x in whole) == pytest.approx(1) and sum(x * x for x in cut) == pytest.approx(1)
+    assert cut == pytest.approx([2 / 13**0.5, 3 / 13**0.5])
+    assert vectors(embed(api, [3, 4], normalize=False)) == [[2, 3, 4, 1]]
+
+
+def test_long_texts_are_refused_or_cut_as_asked(api: Any, error: Callable[..., Any]) -> None:
+    found = error(embed(api, [1] * 129))
+    assert found["param"] == "input" and "the prompt has 129 tokens, which do not fit" in found["message"]
+    assert vectors(embed(api, [1] * 128)) == [[128, 1, 1, 1]]
+    assert vectors(embed(api, [*range(1, 130)], truncate_prompt_tokens=-1)) == [[128, 2, 129, 1]]
+    assert vectors(embed(api, "hello", truncate_prompt_tokens=2)) == [[2, *b"lo", 1]]
+    cut = embed(api, "hello", truncate_prompt_tokens=2, truncation_side="right", add_special_tokens=False)
+    assert vectors(cut) == [[2, *b"he", 1]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": ""}, "input", None),
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": ["a", 1]}, "input", "invalid_value"),
+        ({"input": [[]]}, "input", "invalid_value"),
+        ({"input": ["a"] * 2049}, "input", "invalid_value"),
+        ({"input": [999]}, "input", None),
+        ({"input": None}, "input", None),
+        ({"dimensions": 0}, "dimensions", "invalid_value"),
+        ({"dimensions": 5}, "dimensions", None),
+        ({"encoding_format": "int8"}, "encoding_format", "invalid_value"),
+        ({"embed_dtype": "float16"}, "embed_dtype", "unsupported_parameter"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
+    ],
+)
+def test_wrong_fields_are_named(
+    api: Any, error: Callable[..., Any], fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    response = api.post("/v1/embeddings", {"input": "hello", **fields})
+    found = error(response)
+    assert response.status_code == 400 and found["param"] == param
+    assert code is None or found["code"] == code
+
+
+def test_another_model_is_a_404_and_fields_without_meaning_are_named(api: Any, error: Callable[..., Any]) -> None:
+    response = embed(api, "hello", model="other")
+    assert response.status_code == 404 and error(response)["code"] == "model_not_found"
+    assert embed(api, "hello", temperature=1).headers["x-ignored-fields"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+    ],
+)
+def test_a_server_that_embeds_generates_nothing(api: Any, path: str, body: dict[str, Any]) -> None:
+    response = api.post(path, body)
+    assert response.status_code == 400 and "this model embeds texts" in response.json()["error"]["message"]
+
+
+def test_a_server_that_generates_embeds_nothing(make_api: Make, error: Callable[..., Any]) -> None:
+    response = embed(make_api(), "hello")
+    assert response.status_code == 400 and error(response)["code"] == "unsupported_task"
+    assert "infer.task=embed" in error(response)["message"]
+
+
+def test_a_client_that_leaves_aborts_all_of_its_texts(make_server: Make, http: Any, eventually: Any) -> None:
+    engine = embeds()
+    server = make_server(engine)
+    engine.hold()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=1.0)
+    with pytest.raises(openai.APITimeoutError):
+        client.embeddings.create(model="fake", input=["a", "b", "c"])
+    eventually(lambda: not engine.open_ids)
+
+
+def test_a_full_queue_and_more_texts_than_ever_fit_have_their_own_errors(
+    make_api: Make, error: Callable[..., Any]
+) -> None:
+    api = make_api(embeds(), max_queue=2)
+    assert api.llm.info.max_reqs == 0
+    response = embed(api, ["a", "b", "c"])
+    assert response.status_code == 400 and error(response)["param"] == "input"
+    assert len(vectors(embed(api, ["a", "b"]))) == 2
+
+
+def test_the_description_lists_the_endpoint_with_its_errors(api: Any) -> None:
+    document = api.get("/openapi.json").json()
+    post = document["paths"]["/v1/embeddings"]["post"]
+    assert {"400", "404", "413", "429", "503"} <= post["responses"].keys()
+    schema = document["components"]["schemas"]["EmbeddingBody"]
+    assert {"input", "encoding_format", "dimensions"} <= schema["properties"].keys()
