@@ -172,8 +172,9 @@ def _scores(files: Checkpoint, modules: Mapping[str, object]) -> PoolingSettings
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
         found = [vocabulary.get(word) if isinstance(vocabulary, dict) else None for word in ("yes", "no")]
     size = files.config.get("vocab_size")
-    if not isinstance(size, int) or not all(type(token) is int and 0 <= token < size for token in found):
+    tokens = [token for token in found if type(token) is int and isinstance(size, int) and 0 <= token < size]
+    if len(tokens) < len(found):
         raise CheckpointError(
             f"{where} has no two tokens of the model for yes and no, whose logits would be the score; give a reranker"
         )
-    return PoolingSettings(task="score", sigmoid=name == "Sigmoid", tokens=found)
+    return PoolingSettings(task="score", sigmoid=name == "Sigmoid", tokens=tokens)
