@@ -12,7 +12,7 @@ import torch
 
 from evener.contracts.quant import QuantScheme
 from evener.errors import CheckpointError
-from evener_conformance.kit.formats import _Held
+from evener_conformance.kit.formats import HeldCheckpoint
 from evener_formats.plugin import evener_quant_schemes
 
 NAME = "layers.0.example.weight"
@@ -73,7 +73,7 @@ def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
             try:
                 if not scheme.detect(settings):
                     continue
-                ready = scheme.configured(settings, _Held(settings, headers, tensors))
+                ready = scheme.configured(settings, HeldCheckpoint(settings, headers, tensors))
                 part, roles = ready.part(NAME, headers), ready.tensors(NAME, headers)
                 if part is None or not set(roles.values()) <= set(tensors):
                     continue
