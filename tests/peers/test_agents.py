@@ -44,11 +44,12 @@ def ask(
 ) -> Ask:  # fmt: skip
     """Run a script of a client, and read what it found. Nothing is asked of anybody but the server."""
 
-    def found(package: str, what: str, script: str) -> Any:
+    def found(package: str, what: str, script: str, *, of_agents: bool = True) -> Any:
         node = script.endswith(".mjs")
-        record_property("client", f"{package} {version(package, of_agents=not node)}")
+        record_property("client", f"{package} {version(package, of_agents=of_agents and not node)}")
         record_property("what", what)
-        command = ("node" if node else places.agents_python, CLIENTS / script, tiny.url, tiny.name)
+        python = places.agents_python if of_agents else places.python
+        command = ("node" if node else python, CLIENTS / script, tiny.url, tiny.name)
         quiet = environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
         more = (places.node,) if node else ()
         return json.loads(run(*command, *more, environ=quiet, folder=tmp_path).splitlines()[-1])
@@ -103,7 +104,9 @@ def test_dspy_fills_a_signature_by_its_schema(ask: Ask) -> None:
 
 
 def test_pydantic_ai_gets_typed_answers_over_three_apis(ask: Ask) -> None:
-    found = ask("pydantic-ai-slim", "typed answers by a tool and by a schema, over three APIs", "pydantic_tools.py")
+    what = "typed answers by a tool and by a schema, over three APIs"
+    # The agents' environment has an older client of OpenAI's than it needs.
+    found = ask("pydantic-ai-slim", what, "pydantic_tools.py", of_agents=False)
     assert len(found) == 5 and all(map(is_city, found.values()))
 
 

@@ -18,9 +18,9 @@ class Weather(dspy.Signature):
 
 
 def main(url: str, name: str) -> None:
-    """Ask the server at ``url``."""
+    """Ask the server at ``url``. litellm, which dspy asks, knows that servers of this kind keep to schemas."""
     lm = dspy.LM(
-        f"openai/{name}", api_base=f"{url}/v1", api_key="none", max_tokens=2000, temperature=1, cache=False,
+        f"lm_studio/{name}", api_base=f"{url}/v1", api_key="none", max_tokens=2000, temperature=1, cache=False,
         num_retries=0,
     )  # fmt: skip
     plain = lm("Hello", max_tokens=8, temperature=0)

@@ -25,7 +25,7 @@ def main(url: str, name: str) -> None:
     whole = short.invoke(_QUESTION).content
     streamed = "".join(str(part.content) for part in short.stream(_QUESTION))
     tool = StructuredTool.from_function(weather, args_schema=City)
-    answer = model.bind_tools([tool], tool_choice="any").invoke(_QUESTION)
+    answer = model.bind_tools([tool], tool_choice="any", parallel_tool_calls=False).invoke(_QUESTION)
     assert isinstance(answer, AIMessage)
     (call,) = answer.tool_calls
     result = ToolMessage(tool.invoke(call["args"]), tool_call_id=call["id"])

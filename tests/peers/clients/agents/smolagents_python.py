@@ -24,7 +24,8 @@ def weather(sunny: bool) -> str:
 
 def main(url: str, name: str) -> None:
     """Run the agent on the server at ``url``."""
-    model = OpenAIModel(name, api_base=f"{url}/v1", api_key="none", max_tokens=2000, temperature=1)
+    model = OpenAIModel(name, api_base=f"{url}/v1", api_key="none", max_tokens=2000, temperature=1,
+                        parallel_tool_calls=False)  # fmt: skip
     agent = ToolCallingAgent(tools=[weather], model=model, max_steps=1, verbosity_level=0)
     steps: list[Any] = list(agent.run("How is the weather?", stream=True))
     calls = [call.name for step in steps for call in getattr(step, "tool_calls", None) or ()]
