@@ -165,8 +165,8 @@ def _scores(files: Checkpoint, modules: Mapping[str, object]) -> PoolingSettings
         return PoolingSettings(task="score", sigmoid=name == "Sigmoid")
     if "LogitScore" in modules:
         config = files.json(name_of := _module_file(files, modules["LogitScore"]))
-        found, where = [config.get(key) for key in ("true_token_id", "false_token_id")], files.where(name_of)
-        found = found[:1] if found[1] is None else found
+        found: list[Any] = [config.get(key) for key in ("true_token_id", "false_token_id")]
+        found, where = found[:1] if found[1] is None else found, files.where(name_of)
     else:
         where, model = files.where("tokenizer.json"), files.json("tokenizer.json").get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
