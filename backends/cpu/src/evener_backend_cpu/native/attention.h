@@ -184,7 +184,7 @@ INLINE void merge(const Partial& to, const Partial& from, long rows, long dv) {
     to.sum[r] = to.sum[r] * a + from.sum[r] * b;
     for (long c = 0; c < dv; c += 16) {
       float* o = to.out + r * dv + c;
-      store(o, load(o) * a + load(from.out + r * dv + c) * b);
+      store(o, sum_of_products(load(o), splat(a), load(from.out + r * dv + c), splat(b)));
     }
   }
 }

@@ -33,7 +33,8 @@ template <class T, int C, int PART> INLINE void add_part(const T* const w[CORNER
 }
 
 // sum[c][i] += the products of w[i] and x[c] over K columns, a multiple of Lanes<T>::step.
-template <class T, int C> __attribute__((noinline)) void corner(const T* const* rows, const T* const* tokens, long first, long K, v16 (*sum)[4]) {
+template <class T, int C>
+__attribute__((noinline, noclone)) void corner(const T* const* rows, const T* const* tokens, long first, long K, v16 (*sum)[4]) {
   const T *w[CORNER_ROWS], *x[C];
   for (int i = 0; i < CORNER_ROWS; i++) w[i] = rows[i] + first;
   for (int c = 0; c < C; c++) x[c] = tokens[c] + first;

@@ -38,8 +38,8 @@ template <class I, class T> INLINE void rotate_row(const I* x, T* y, const float
   } else {
     for (; i + 16 <= half; i += 16) {
       v16 a = load(x + i), b = load(x + half + i), p = load(c + i), q = load(s + i);
-      store(y + i, a * p - b * q);
-      store(y + half + i, b * p + a * q);
+      store(y + i, sum_of_products(a, p, -b, q));
+      store(y + half + i, sum_of_products(b, p, a, q));
     }
     for (; i < half; i++) {
       float a = wide(x[i]), b = wide(x[half + i]);

@@ -44,6 +44,8 @@ INLINE v16 floats_of(i16x x) { return {_mm256_cvtepi32_ps((__m256i)x.low), _mm25
 INLINE i16x ints_of(v16 x) { return {(i16x::Half)_mm256_cvttps_epi32(x.low), (i16x::Half)_mm256_cvttps_epi32(x.high)}; }
 // Without a rounding between; elsewhere the compiler chooses, and for some processors it keeps chains of sums apart from their products.
 INLINE v16 add_product(v16 sum, v16 a, v16 b) { return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)}; }
+// a x + b y; only the second product is rounded.
+INLINE v16 sum_of_products(v16 a, v16 x, v16 b, v16 y) { return add_product(b * y, a, x); }
 
 INLINE u16x widened(const uint16_t* p) {
   auto half = [](const uint16_t* p) { return (u16x::Half)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); };

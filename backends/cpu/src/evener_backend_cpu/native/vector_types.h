@@ -23,6 +23,7 @@ INLINE void store_bits(void* p, v16 x) { *(v16u*)p = x; }
 INLINE v16 floats_of(i16x x) { return __builtin_convertvector(x, v16); }
 INLINE i16x ints_of(v16 x) { return __builtin_convertvector(x, i16x); }
 INLINE v16 add_product(v16 sum, v16 a, v16 b) { return sum + a * b; }
+INLINE v16 sum_of_products(v16 a, v16 x, v16 b, v16 y) { return a * x + b * y; }
 INLINE u16x widened(const uint16_t* p) { return __builtin_convertvector((h16)(*(const h16u*)p), u16x); }
 // The lower 16 bits of every lane.
 INLINE void store_lower(uint16_t* p, u16x x) { *(h16u*)p = (h16u)__builtin_convertvector(x, h16); }
