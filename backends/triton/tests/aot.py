@@ -138,15 +138,18 @@ def record(target: str) -> Recorder:
     _long_prompts(states[0], device, getattr(torch, dtype), dtype)
     _latent_steps(states[1], device, getattr(torch, dtype), dtype)
     for kernel in kernels:
-        static = {"scale": 3.0, "dtype": dtype, "cap": 5.0, "vocab": 151936, "hidden": 96, "eps": 1e-5, "offset": 0.0}
+        of_logits = kernel.op in ("apply_mask", "add_bias", "penalize", "logprobs")
+        static = {"scale": 3.0, "cap": 5.0, "vocab": 151936, "hidden": 96, "eps": 1e-5, "offset": 0.0}
+        static["dtype"] = "float32" if of_logits else dtype
         call = OpCall(kernel.op, static, Bucket(1, 4), device.capabilities)
         rows = torch.empty(4, 96, dtype=getattr(torch, dtype), device=META)
         static |= {"head_dim": 64, "rotary_dim": 64, "interleaved": False}
+        table = torch.empty(151936, 96, dtype=rows.dtype, device=META)
         heads = torch.empty(4, 6, 64, dtype=getattr(torch, dtype), device=META)
         packed = torch.empty(4, 4748, dtype=torch.int32, device=META)
         biases, tokens = (torch.empty(4, n, dtype=torch.int32, device=META) for n in (1024, 4097))
         inputs = {
-            "rotary": (ints, heads, heads, torch.empty(9, 64, device=META)), "embedding": (ints, rows),
+            "rotary": (ints, heads, heads, torch.empty(9, 64, device=META)), "embedding": (ints, table),
             "take_rows": (rows, ints.long()), "softcap": (rows,), "apply_mask": (logits, packed),
             "add_bias": (logits, biases, biases.float(), biases, ints),
             "penalize": (logits, tokens, ints, ints, ints, 4096, floats, floats, floats),
