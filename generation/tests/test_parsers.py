@@ -225,6 +225,14 @@ def test_harmony_gives_its_calls_to_the_tool_parser() -> None:
         assert (answer.reasoning, answer.content, answer.calls) == ("Weather.", "", [("get_weather", PARIS)])
 
 
+def test_text_behind_a_call_of_deepseek_is_content_and_the_same_however_it_is_cut() -> None:
+    begin, end = DeepSeekV31.section
+    text = f"{begin}{DeepSeekV31.call[0]}now{DeepSeekV31.separator}{{}}{DeepSeekV31.call[1]} Odd.{begin}{end}"
+    whole = parsed(tool_parser(DeepSeekV31), [text])
+    assert (whole.names, whole.content) == (["now"], "Odd.")
+    assert parsed(tool_parser(DeepSeekV31), list(text)) == whole
+
+
 def bare(text: str, kind: type[ToolParser]) -> str:
     """Without blank characters and the format's special tokens, which an empty list of calls consists of."""
     for mark in kind.special_tokens:

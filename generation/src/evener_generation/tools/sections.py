@@ -42,8 +42,14 @@ class SectionParser(StepParser, CallWriter):
     def between(self) -> bool:
         """In the section, outside of calls."""
         text, mark = self.stream.until((self.call[0], self.section[1]))
+        if text.strip():
+            # All of it is content, which may hold the begin of another section before this mark.
+            self.stream.text = text + mark + self.stream.text
+            self.say(self._raw)
+            self.step = self.content
+            return True
         self._raw += text
-        if text.strip() or (self.stream.ended and not mark):
+        if self.stream.ended and not mark:
             return self._no_call(mark)
         if mark == self.section[1]:
             self.step = self.content
