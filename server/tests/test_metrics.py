@@ -100,6 +100,7 @@ def test_gauges_are_the_engines_report(make_api: Any) -> None:
     assert found["evener:kv_cache_blocks"] == 100 and found["evener:kv_cache_usage_perc"] == 0
     assert found["evener:request_queue_time_seconds_count"] == 0 and found["evener:num_preemptions_total"] == 0
     assert found["evener:ready"] == 1
+    assert found["evener:draft_tokens_total"] == found["vllm:spec_decode_num_accepted_tokens_total{engine=0}"] == 0
 
 
 def test_every_metric_is_labelled_with_the_models_name(make_api: Any) -> None:

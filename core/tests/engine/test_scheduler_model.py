@@ -25,10 +25,12 @@ from hypothesis.stateful import (
 )
 
 from evener.builtin.kinds import BUILTIN_KINDS
+from evener.contracts.generation.drafter import Drafter
 from evener.contracts.state import StateSpec, StateTensor
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import BlockTable, Growth, StateManager
+from evener.engine.speculation.speculation import Speculation
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
 from evener.engine.wire.plan import StepResult
@@ -71,6 +73,25 @@ def answer(message: NewRequest) -> list[int]:
     return found
 
 
+class RightAtTimes(Drafter):
+    """Proposes the model's answer for requests without a salt, with some mistakes."""
+
+    def __init__(self) -> None:
+        self.key = hash(("salt", ""))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.key = hash((self.key, token))
+
+    def propose(self, count: int) -> Sequence[int]:
+        key, found = self.key, []
+        while len(found) < count - self.key % 2:
+            wrong = key // 11 % 5 == 0
+            found.append((next_token(key) + wrong) % VOCABULARY)
+            key = hash((key, found[-1]))
+        return found
+
+
 class SimulatedDevice(Executor):
     """Runs plans in order on rows of keys, and checks every read and every write."""
 
@@ -99,20 +120,32 @@ class SimulatedDevice(Executor):
         self.touched.append(set())
         for copy in plan.copies:
             self._copy(copy.group, copy.source, copy.target)
-        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+        drafts = {draft.row: draft.ids for draft in plan.drafts}
+        for index, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             assert start + count < requests[slot].limit, "a length limit is planned, never overrun"
+            if index in plan.samples:
+                # Behind the certain tokens there may be some that were sampled behind wrong drafts.
+                self._overwrite(slot, start + count - len(drafts.get(index, ())), drafts.get(index, []))
             self._run_row(slot, start, count)
         ids = []
-        for index in plan.samples:
-            slot, end = plan.slots[index], plan.starts[index] + plan.counts[index]
-            ids.append(next_token(self._key(slot, end)))
-            assert len(self.tokens[slot]) == end
-            self.tokens[slot].append(ids[-1])
+        for index, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            if sampled := plan.samples.count(index):
+                assert sampled == 1 + len(drafts.get(index, ())) and len(self.tokens[slot]) == start + count
+                first = start + count + 1 - sampled
+                found = [next_token(self._key(slot, end)) for end in range(first, start + count + 1)]
+                self._overwrite(slot, first, found)
+                ids += found
+        assert plan.samples == sorted(plan.samples)
         self.results.append(StepResult(plan=plan.id, ids=ids))
 
     def read(self) -> StepResult:
         self.touched.popleft()
         return self.results.popleft()
+
+    def _overwrite(self, slot: int, start: int, ids: Sequence[int]) -> None:
+        """The slot's tokens from position ``start`` on are these."""
+        self.tokens[slot][start:] = ids
+        del self.keys[slot][start + 1 :]
 
     def _key(self, slot: int, length: int) -> int:
         """Key of the slot's first ``length`` tokens."""
@@ -194,10 +227,14 @@ class Harness:
         step_tokens: int = 5,
         prefix_cache: bool = True,
         cuts: Sequence[int] = (),
+        drafts: int = 0,
     ) -> None:
         self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache, cuts[: len(specs)])
         self.device = SimulatedDevice(self.state)
-        self.scheduler = self.device.scheduler = Scheduler(self.state, max_requests, step_tokens)
+        self.scheduler = self.device.scheduler = Scheduler(
+            self.state, max_requests, step_tokens,
+            drafts=Speculation(RightAtTimes, drafts, max_requests + drafts) if drafts else None,
+        )  # fmt: skip
         self.controller = Controller(self.scheduler, self.device, depth)
         self.max_requests = max_requests
         self.messages: dict[str, NewRequest] = {}
@@ -288,7 +325,7 @@ PREFIXES = ([], [1, 2, 3, 0, 1, 2, 3, 0], [1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0, 0,
 class Traffic(RuleBasedStateMachine):
     """Random arrivals, forks, aborts and steps."""
 
-    forks = 0
+    forks = accepted = 0
 
     @initialize(
         specs=GROUPS,
@@ -299,6 +336,7 @@ class Traffic(RuleBasedStateMachine):
         step_tokens=st.integers(1, 9),
         prefix_cache=st.sampled_from([True, True, False]),
         cuts=CUTS,
+        drafts=st.integers(0, 4),
     )
     def start(
         self,
@@ -310,6 +348,7 @@ class Traffic(RuleBasedStateMachine):
         step_tokens: int,
         prefix_cache: bool,
         cuts: list[int],
+        drafts: int,
     ) -> None:
         self.harness = Harness(
             specs,
@@ -320,6 +359,7 @@ class Traffic(RuleBasedStateMachine):
             step_tokens=step_tokens,
             prefix_cache=prefix_cache,
             cuts=cuts,
+            drafts=0 if RECURRENT in specs or APART in specs else drafts,
         )
         self.ids = itertools.count()
         self.cut: list[str] = []
@@ -409,15 +449,17 @@ class Traffic(RuleBasedStateMachine):
             self.harness.check_answers(self.cut)
             self.harness.check_all_given_back()
             Traffic.forks += self.harness.scheduler.stats.forks
+            Traffic.accepted += self.harness.scheduler.stats.accepted_tokens
 
 
 def traffic(examples: int, steps: int) -> None:
-    Traffic.forks = 0
+    Traffic.forks = Traffic.accepted = 0
     run_state_machine_as_test(
         Traffic,
         settings=patient(examples, stateful_step_count=steps),
     )
     assert Traffic.forks > examples // 10, f"only {Traffic.forks} forks in {examples} runs"
+    assert Traffic.accepted > examples, f"only {Traffic.accepted} right drafts in {examples} runs"
 
 
 def test_random_traffic_gets_its_own_tokens_one_terminal_event_each_and_leaves_no_block_behind() -> None:

@@ -1,4 +1,4 @@
-"""Structured output, and parsers of tool calls and reasoning, registered through the same hooks as anybody else's.
+"""Structured output, parsers of tool calls and reasoning, and drafts, registered through the same hooks as anybody else's.
 
 Torch-free.
 
@@ -6,6 +6,7 @@ Torch-free.
 module                   holds
 =======================  =======================================================
 ``llguidance_grammars``  structured output, with the library llguidance
+``ngram_drafter``        drafts from earlier in the text
 ``tools``                parsers of tool calls, a module for each kind of format
 ``reasoning``            parsers of what a model writes before its answer
 ``harmony``              both, for the format of gpt-oss
@@ -20,9 +21,10 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="generation",
-    summary="Structured output, and parsers of tool calls and reasoning.",
+    summary="Structured output, parsers of tool calls and reasoning, and drafts.",
     contracts={"descriptor": 1, "generation": 1},
     grammars={"llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary"},
+    drafters={"ngram": "evener_generation.ngram_drafter:NgramDrafter"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",
         "llama3": "evener_generation.tools.json_calls:Llama3",

@@ -231,6 +231,8 @@ class _Families(Collector):
                             report.forked_tokens)  # fmt: skip
         yield self._counter("num_preemptions", "Times that a request gave its state back and began anew.",
                             report.preemptions)  # fmt: skip
+        yield self._counter("draft_tokens", "Tokens proposed by a drafter and checked.", report.drafted_tokens)
+        yield self._counter("accepted_draft_tokens", "Proposed tokens that were right.", report.accepted_tokens)
         yield self._counter("engine_steps", "Steps of the engine.", report.steps)
         yield self._counter("computed_tokens", "Tokens computed, over all steps.", report.computed_tokens)
         queued = Histogram(QUEUE_SECONDS)

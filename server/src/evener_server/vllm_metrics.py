@@ -72,6 +72,10 @@ class VllmFamilies(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", report.queried_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", report.cached_tokens)
         yield self._counter("num_preemptions", "Times that a request gave its state back.", report.preemptions)
+        yield self._counter("spec_decode_num_drafts", "Times that tokens were proposed.", report.drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens proposed.", report.drafted_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were right.",
+                            report.accepted_tokens)  # fmt: skip
         queued = Histogram(QUEUE_SECONDS)
         queued.counts, queued.sum = list(report.queued), report.queued_seconds
         yield self._histogram("request_queue_time_seconds", "From the engine's queue to the first step.", queued)

@@ -130,6 +130,10 @@ class InferConfig(Section):
         "auto", "int", "Plans in flight; auto: pipeline stages + 1. 1 is for debugging; the tokens are the same.",
         auto=True, minimum=1, maximum=16
     )  # fmt: skip
+    drafter: str = option("none", "str", "What proposes tokens that are checked several in a step (speculative decoding); "
+                          "none, or an installed one, such as ngram.")  # fmt: skip
+    draft_tokens: int = option(4, "int", "The most tokens that infer.drafter proposes for a request in a step.",
+                               minimum=1, maximum=16)  # fmt: skip
     prefix_cache: bool = option(True, "bool", "Reuse the KV cache of prompts with a common prefix.")
     heartbeat_timeout: float = option(
         20.0, "float", "Seconds without a heartbeat after which a process counts as dead; 0: no limit.", minimum=0

@@ -59,7 +59,8 @@ class Descriptor:
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states``, ``state_kinds`` and ``state_formats``,
             ``quant`` for ``formats`` and ``quantizers``, ``architecture`` for ``architectures``, ``request_plugin`` for
             ``request_plugins``, ``checkpoint`` for ``checkpoints``, ``weight_files``, ``checkpoint_views``
-            and ``model_sources``, ``generation`` for ``tool_parsers``, ``reasoning_parsers`` and ``grammars``.
+            and ``model_sources``, ``generation`` for ``tool_parsers``, ``reasoning_parsers``, ``grammars`` and
+            ``drafters``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -85,6 +86,7 @@ class Descriptor:
         tool_parsers: (optional) readers of a model's tool calls, ``{"name": "module:Class"}``.
         reasoning_parsers: (optional) readers of a model's reasoning, ``{"name": "module:Class"}``.
         grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
+        drafters: (optional) what proposes tokens in speculative decoding, ``{"name": "module:Class"}``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
         weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
         checkpoint_views: (optional) checkpoints over others, with other files, names or numbers,
@@ -124,6 +126,7 @@ class Descriptor:
     tool_parsers: Mapping[str, str] = field(default_factory=dict)
     reasoning_parsers: Mapping[str, str] = field(default_factory=dict)
     grammars: Mapping[str, str] = field(default_factory=dict)
+    drafters: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     weight_files: Mapping[str, str] = field(default_factory=dict)
     checkpoint_views: Mapping[str, str] = field(default_factory=dict)

@@ -92,10 +92,24 @@ class Request:
 
 
 class PlannedRow(msgspec.Struct, frozen=True):
-    """One request's part of a plan: ``count`` tokens from position ``start`` on. ``samples``: the row computes the last
-    token that exists, so it samples the next one."""
+    """One request's part of a plan: ``count`` tokens from position ``start`` on.
+
+    Attributes:
+        drafts: proposed ids, which are the last of these tokens.
+        samples: the number of tokens that the row samples: one if it computes the last token that exists, and one
+            behind each proposed id.
+    """
 
     request: Request
     start: int
     count: int
-    samples: bool
+    drafts: list[int]
+    samples: int
+
+    def accepted(self, ids: list[int]) -> list[int]:
+        """The tokens that the request gets of those that were sampled: those before the first that differs from the
+        proposed one, and that one. Behind it, others were computed than what the request has now. A stop token is the
+        last."""
+        kept = next((at for at, (id, draft) in enumerate(zip(ids, self.drafts, strict=False)) if id != draft), len(ids))
+        stop = next((at for at, id in enumerate(ids) if id in self.request.stop_ids), len(ids))
+        return ids[: min(kept, stop) + 1]

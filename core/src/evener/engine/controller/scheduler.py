@@ -51,8 +51,17 @@ from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.request import PlannedRow, Request
 from evener.engine.controller.state import StateManager
+from evener.engine.speculation.drafts import Drafts
 from evener.engine.wire.messages import Finished, FromController, NewRequest, Stats, TokenLogprobs, Tokens
-from evener.engine.wire.plan import Admission, BlockCopy, Plan, ScoredTokens, StepResult, TableUpdate
+from evener.engine.wire.plan import (
+    Admission,
+    BlockCopy,
+    DraftedTokens,
+    Plan,
+    ScoredTokens,
+    StepResult,
+    TableUpdate,
+)
 
 #: A sort key of waiting requests; the smallest starts first. Equal keys keep the order of arrival.
 Policy = Callable[[Request], tuple[int, ...]]
@@ -64,7 +73,7 @@ def priority_then_arrival(request: Request) -> tuple[int, ...]:
 
 
 @dataclass
-class _Draft:
+class _NewPlan:
     """A plan in the making: the token ``budget`` that is left, and the requests that it may still take (``quota``, see
     ``MicroBatches``)."""
 
@@ -78,10 +87,11 @@ class _Draft:
 
 
 class _SubmittedPlan(msgspec.Struct, frozen=True):
-    """A plan in flight, and the requests of its rows."""
+    """A plan in flight, the requests of its rows, and whether these got drafts where some were likely."""
 
     plan: Plan
     rows: list[PlannedRow]
+    drafts: bool
 
 
 class Scheduler:
@@ -96,15 +106,16 @@ class Scheduler:
         media: plans when media are encoded and dropped.
         limit: how much of the budget a step may use; default: all of it.
         grammars: whether a request's grammar is compiled, for which it waits; default: no request has one.
+        drafts: proposes tokens of requests (speculative decoding); default: none.
     """
 
     def __init__(
         self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_then_arrival,
         batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
-        grammars: Grammars | None = None,
+        grammars: Grammars | None = None, drafts: Drafts | None = None,
     ) -> None:  # fmt: skip
         self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
-        self.batches, self.limit = batches or MicroBatches(), limit or StepLimit()
+        self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
         self.media = media or MediaPlanner(step_tokens, step_tokens)
         self.stats = Stats()
         self.waiting: list[Request] = []
@@ -174,27 +185,28 @@ class Scheduler:
         # With pipeline stages, a request whose last token is not sampled yet is planned only if there is no other: the
         # first stage would wait for that token.
         for early in (False, True)[: 0 if self.grammars.owed else min(self.batches.stages, 2)]:
+            self.drafts.begin(len(self.running) + min(len(self.waiting), len(self._slots)))
             decoding = sum(request.tokens_to_compute == 1 for request in self.running)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
-            draft = _Draft(self._next_plan, self.limit.allowed(self.step_tokens), quota)
-            if self._continue_running(draft, early) or not (self.running or self._in_flight):
-                self._admit_waiting(draft)
-            if draft.rows:
-                return self._build_plan(draft)
+            new = _NewPlan(self._next_plan, self.limit.allowed(self.step_tokens), quota)
+            if self._continue_running(new, early) or not (self.running or self._in_flight):
+                self._admit_waiting(new)
+            if new.rows:
+                return self._build_plan(new)
         return None
 
-    def _fits(self, draft: _Draft, request: Request, decodes: bool, early: bool = True) -> bool:
+    def _fits(self, new: _NewPlan, request: Request, decodes: bool, early: bool = True) -> bool:
         """Whether the plan's quota has room for this request, which then takes its place. ``early``: also a request
         whose last token may still be in a pipeline stage."""
         if self.batches.stages == 1:
             return True
-        in_stages = request.last_plan > draft.plan_id - self.batches.stages
-        if draft.quota[decodes] <= 0 or (request.unread and in_stages and not early):
+        in_stages = request.last_plan > new.plan_id - self.batches.stages
+        if new.quota[decodes] <= 0 or (request.unread and in_stages and not early):
             return False
-        draft.quota[decodes] -= 1
+        new.quota[decodes] -= 1
         return True
 
-    def _continue_running(self, draft: _Draft, early: bool) -> bool:
+    def _continue_running(self, new: _NewPlan, early: bool) -> bool:
         """Plan rows of the running requests. Returns whether waiting ones may start: not after a preemption, and not if
         the budget did not reach for all."""
         preempted = False
@@ -203,13 +215,18 @@ class Scheduler:
             # An exclusive request has one plan in flight: with more, it could need more than the pool has.
             if request.slot < 0 or not request.tokens_to_compute or (request.exclusive and self._in_flight):
                 continue
-            if draft.budget == 0:
-                return False
-            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, draft.budget))
-            if not count or not self._fits(draft, request, request.tokens_to_compute == 1, early):
+            if self.drafts.waits(request):
                 continue
-            while not self._plan_row(draft, request, count):
-                planned = [row.request for row in draft.rows]
+            if new.budget == 0:
+                return False
+            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
+            if not count or not self._fits(new, request, request.tokens_to_compute == 1, early):
+                continue
+            drafted = self.drafts.propose(request, new.budget - count)
+            if drafted and self._plan_row(new, request, count, drafted):
+                continue
+            while not self._plan_row(new, request, count):
+                planned = [row.request for row in new.rows]
                 victim = next(r for r in reversed(self.running) if r not in planned)
                 # The results of its plans in flight are read first. It gets no new row, so that this is soon.
                 if self._is_in_flight(victim):
@@ -223,11 +240,11 @@ class Scheduler:
                     return False
         return not preempted
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, new: _NewPlan) -> None:
         self.waiting.sort(key=self.policy)
-        while self._slots and draft.budget and not any(r.exclusive for r in self.running):
+        while self._slots and new.budget and not any(r.exclusive for r in self.running):
             request = next((r for r in self.waiting if not r.waits_for_parent and self.grammars.ready(r)), None)
-            if request is None or not self._fits(draft, request, decodes=False):
+            if request is None or not self._fits(new, request, decodes=False):
                 return
             if request.exclusive and (self.running or self._in_flight):
                 return
@@ -235,8 +252,8 @@ class Scheduler:
                 return  # it did not fit the last time, and no block became free
             copies = open_state(self.state, request)
             request.slot = self._slots.pop()
-            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, draft.budget))
-            if not count or not self._plan_row(draft, request, count, admit=True):
+            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
+            if not count or not self._plan_row(new, request, count, admit=True):
                 self._release(request)
                 if not count:
                     return  # this step has no more room for its media
@@ -247,9 +264,9 @@ class Scheduler:
                 return
             self.waiting.remove(request)
             self.running.append(request)
-            self._record_admission(draft, request, copies)
+            self._record_admission(new, request, copies)
 
-    def _record_admission(self, draft: _Draft, request: Request, copies: list[BlockCopy] | None) -> None:
+    def _record_admission(self, new: _NewPlan, request: Request, copies: list[BlockCopy] | None) -> None:
         """Count how much state a request starts with, and plan the copies from its parent."""
         reused, parent = request.planned, request.parent
         request.parent = None
@@ -258,8 +275,8 @@ class Scheduler:
             self.stats.prefix_hits += reused > 0
             self.stats.cached_tokens += reused
         else:
-            parent.last_plan = draft.plan_id
-            draft.copies += copies
+            parent.last_plan = new.plan_id
+            new.copies += copies
             self.stats.forks += 1
             self.stats.forked_tokens += reused
         if not request.preemptions:
@@ -267,21 +284,27 @@ class Scheduler:
             request.started = time.monotonic()
             self.stats.record_queue_time(request.started - request.arrived)
 
-    def _plan_row(self, draft: _Draft, request: Request, count: int, admit: bool = False) -> bool:
-        """Add a row of ``count`` tokens to the plan; False, with nothing changed, if the pool has too few blocks."""
+    def _plan_row(
+        self, new: _NewPlan, request: Request, count: int, drafted: list[int] | None = None, admit: bool = False
+    ) -> bool:
+        """Add a row of ``count`` tokens, and those ``drafted`` behind them, to the plan; False, with nothing changed, if
+        the pool has too few blocks."""
         assert request.table is not None, "a running request has a table"
+        drafted = drafted or []
+        samples = 1 + len(drafted) if request.planned + count == request.length else 0
+        count += len(drafted)
         growth = self.state.grow(request.table, request.planned + count)
         if growth is None:
             return False
         if admit:
             sampling = request.message.sampling
-            draft.admissions.append(Admission(request.slot, list(request.tokens), sampling, request.prompt_length))
-            draft.updates.append(TableUpdate(request.slot, 0, [list(b) for b in request.table.blocks]))
+            new.admissions.append(Admission(request.slot, list(request.tokens), sampling, request.prompt_length))
+            new.updates.append(TableUpdate(request.slot, 0, [list(b) for b in request.table.blocks]))
         elif growth.blocks:
-            draft.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
+            new.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
         self.media.take(request, count)
-        draft.rows.append(PlannedRow(request, request.planned, count, request.planned + count == request.length))
-        draft.budget -= count
+        new.rows.append(PlannedRow(request, request.planned, count, drafted, samples))
+        new.budget -= count
         return True
 
     def _is_in_flight(self, request: Request) -> bool:
@@ -304,25 +327,26 @@ class Scheduler:
         self._slots.append(request.slot)
         request.table, request.slot, request.planned = None, -1, 0
 
-    def _build_plan(self, draft: _Draft) -> Plan:
+    def _build_plan(self, new: _NewPlan) -> Plan:
         # State providers may compute rows of one token with another kernel, so these come first.
-        rows = draft.rows
+        rows = new.rows
         rows.sort(key=lambda row: row.count > 1)
         scores: list[ScoredTokens] = []
         for index, row in enumerate(rows):
             request = row.request
-            request.planned, request.last_plan = row.start + row.count, draft.plan_id
-            request.unread += row.samples
+            request.planned, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
+            request.unread += row.samples > 0
             if request.wants_prompt_logprobs:  # those that were not read before a preemption
                 first = max(0, request.scored - row.start)
                 scored = min(row.count, request.prompt_length - 1 - row.start) - first
                 scores += [ScoredTokens(index, first, scored)] if scored > 0 else []
-        wanted = [row.request.message.sampling for row in rows if row.samples]
+        wanted = [row.request.message.sampling for row in rows for _ in range(row.samples)]
         scorers = (rows[each.row].request.message.sampling for each in scores)
         plan = Plan(
-            id=draft.plan_id, admissions=draft.admissions, updates=draft.updates, copies=draft.copies,
+            id=new.plan_id, admissions=new.admissions, updates=new.updates, copies=new.copies,
             slots=[row.request.slot for row in rows], starts=[row.start for row in rows],
-            counts=[row.count for row in rows], samples=[i for i, row in enumerate(rows) if row.samples],
+            counts=[row.count for row in rows], samples=[i for i, row in enumerate(rows) for _ in range(row.samples)],
+            drafts=[DraftedTokens(i, row.drafts) for i, row in enumerate(rows) if row.drafts],
             random=[i for i, s in enumerate(wanted) if s.temperature > 0],
             filtered=any(s.temperature > 0 and s.filtered for s in wanted),
             logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
@@ -333,15 +357,15 @@ class Scheduler:
             media=self.media.build_step_media(rows),
         )  # fmt: skip
         self._next_plan += 1
-        self._in_flight.append(_SubmittedPlan(plan, rows))
-        self._count(draft)
+        self._in_flight.append(_SubmittedPlan(plan, rows, self.drafts.on))
+        self._count(new)
         return plan
 
-    def _count(self, draft: _Draft) -> None:
+    def _count(self, new: _NewPlan) -> None:
         self.stats.steps += 1
-        self.stats.computed_tokens += sum(row.count for row in draft.rows)
-        decoding = sum(row.start >= row.request.prompt_length for row in draft.rows)
-        self.stats.mixed_steps += 0 < decoding < len(draft.rows)
+        self.stats.computed_tokens += sum(row.count for row in new.rows)
+        decoding = sum(row.start >= row.request.prompt_length for row in new.rows)
+        self.stats.mixed_steps += 0 < decoding < len(new.rows)
 
     def retire(self, result: StepResult) -> list[FromController]:
         """Apply the result of the oldest plan: append the sampled ids to their requests, let full blocks enter the
@@ -349,44 +373,56 @@ class Scheduler:
         submitted = self._in_flight.popleft()
         plan = submitted.plan
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
-        ids, scores, pooled = iter(result.ids), iter(result.scores), iter(result.pooled)
+        scores, pooled = iter(result.scores), iter(result.pooled)
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []
-        sampled = 0
+        first = made = 0
         for index, row in enumerate(submitted.rows):
-            request, token = row.request, next(ids) if row.samples else None
+            request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
             vector = next(pooled, b"") if row.samples else b""
             if request.finish is None:
-                assert request.table is not None
-                self.state.commit(request.table, request.tokens, row.start + row.count)
-                events.extend(self._read(request, token, logprobs.get(sampled), scored.get(index), vector))
-            sampled += row.samples
+                found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs]
+                self._extend(row, ids)
+                events.extend(self._report(request, ids, found, scored.get(index), vector))
+            first, made = first + row.samples, made + len(ids)
+        self.drafts.record(submitted.rows, submitted.drafts, made)
         self._release_finished(plan.id)
         return events
 
-    def _read(
-        self, request: Request, token: int | None, logprobs: TokenLogprobs | None, scores: list[TokenLogprobs] | None,
+    def _extend(self, row: PlannedRow, ids: list[int]) -> None:
+        """Append to a request what it got from a row, and note how much of its state exists."""
+        request = row.request
+        if ids and len(request.tokens) == request.prompt_length:
+            self.stats.prefill_seconds += time.monotonic() - request.started
+        request.tokens += ids
+        request.unread -= row.samples > 0
+        computed = row.start + row.count
+        if row.drafts:
+            computed = request.planned = len(request.tokens) - 1
+            self.stats.drafts += 1
+            self.stats.drafted_tokens += len(row.drafts)
+            self.stats.accepted_tokens += len(ids) - 1
+        assert request.table is not None
+        self.state.commit(request.table, request.tokens, computed)
+
+    def _report(
+        self, request: Request, ids: list[int], logprobs: list[TokenLogprobs], scores: list[TokenLogprobs] | None,
         pooled: bytes,
     ) -> Iterator[FromController]:  # fmt: skip
-        if token is None and scores is None:
+        if not ids and scores is None:
             return
         sampling = request.message.sampling
         request.scored += len(scores or ())
         yield Tokens(
-            id=request.id, ids=[] if token is None or pooled else [token], cached=request.cached,
-            pooled=pooled,
+            id=request.id, ids=[] if pooled else ids, cached=request.cached, pooled=pooled,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
-            logprobs=None if logprobs is None or token is None else [logprobs.likeliest(sampling.logprobs or 0)],
+            logprobs=[each.likeliest(sampling.logprobs or 0) for each in logprobs] or None,
             prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],
         )  # fmt: skip
-        if token is None:
+        if not ids:
             return
-        if len(request.tokens) == request.prompt_length:
-            self.stats.prefill_seconds += time.monotonic() - request.started
-        request.tokens.append(token)
-        request.unread -= 1
-        if token in request.stop_ids:
+        if ids[-1] in request.stop_ids:
             yield self._finish(request, "stop")
         elif len(request.tokens) >= request.limit:
             yield self._finish(request, "length")

@@ -18,6 +18,7 @@ from evener.engine.controller.controller import Controller
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
+from evener.engine.speculation.speculation import Speculation, find_drafter
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Ready
@@ -48,6 +49,8 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     Raises:
         EvenerError: the engine cannot start with this configuration.
     """
+    if config.infer.drafter != "none":
+        find_drafter(config.infer)  # before weights are read
     executor, facts = _executor(config, serving)
     return set_up_controller(config, executor, facts, serving or streaming), Ready(info=facts.info)
 
@@ -87,7 +90,8 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
-                          grammars=GrammarMasks.of(config, facts.info.vocab_size))  # fmt: skip
+                          grammars=GrammarMasks.of(config, facts.info.vocab_size),
+                          drafts=Speculation.of(infer, facts, streaming))  # fmt: skip
     return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evener.contracts.device import Device
-from evener.engine.wire.plan import Admission, TableUpdate
+from evener.engine.wire.plan import Admission, Plan, TableUpdate
 from evener.sampling_params import MAX_BIASES
 
 _FOREVER = 2**31 - 1
@@ -79,6 +79,15 @@ class DeviceTables:
         slots = self._device.upload(np.array([a.slot for a in admissions], dtype=np.int32))
         for table, part, kind in zip(self.biases, packed, (np.int32, np.float32, np.int32), strict=True):
             table[slots] = self._device.upload(part.astype(kind))
+
+    def write_drafts(self, plan: Plan) -> None:
+        """Write proposed ids where the plan's rows expect them."""
+        places: list[tuple[int, int, int]] = []
+        for draft in plan.drafts:
+            end = plan.starts[draft.row] + plan.counts[draft.row]
+            places += [(plan.slots[draft.row], at, id) for at, id in enumerate(draft.ids, end - len(draft.ids))]
+        slots, positions, ids = self._device.upload(np.array(places, dtype=np.int32).T.copy())
+        self.tokens[slots, positions] = ids
 
     def update(self, updates: Sequence[TableUpdate]) -> None:
         """Write the new block table entries of one step, all in one upload."""

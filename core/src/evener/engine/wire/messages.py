@@ -160,6 +160,8 @@ class Stats(msgspec.Struct, kw_only=True):
             ``QUEUE_SECONDS``; ``queued_seconds``: the sum of these times.
         prefill_seconds: the sum of the times from requests' first steps to their first tokens.
         forks: requests that started from another request's state; ``forked_tokens``: tokens of that state.
+        drafts: rows of plans with proposed tokens; ``drafted_tokens``: the number of these tokens;
+            ``accepted_tokens``: those that were sampled too.
     """
 
     steps: int = 0
@@ -175,6 +177,9 @@ class Stats(msgspec.Struct, kw_only=True):
     prefill_seconds: float = 0.0
     forks: int = 0
     forked_tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def record_queue_time(self, seconds: float) -> None:
         """Count a request that waited ``seconds`` for its first step."""

@@ -48,6 +48,13 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
+class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The last tokens of a plan's row are ``ids``, which were proposed and may be wrong."""
+
+    row: int
+    ids: list[int]
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """One step.
 
@@ -55,7 +62,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         id: counts up by one.
         admissions, updates, copies: applied in this order, before the rows run.
         slots, starts, counts: of each row, its slot, the position of its first token and its number of tokens.
-        samples: indices of the rows that sample a token. It gets position ``start + count``.
+        drafts: the rows that end with proposed tokens.
+        samples: indices of the rows that sample a token, which gets position ``start + count``. A row with n proposed
+            tokens is there n + 1 times: it samples behind its last certain token and behind each proposed one.
         random: indices into ``samples`` of the requests that are not greedy; filtered: whether one of them uses top-k,
             top-p or min-p.
         logprobs: indices into ``samples`` of the requests that want log-probabilities; ``top_logprobs``: the largest
@@ -73,6 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     slots: list[int] = []
     starts: list[int] = []
     counts: list[int] = []
+    drafts: list[DraftedTokens] = []
     samples: list[int] = []
     random: list[int] = []
     filtered: bool = False

@@ -108,6 +108,8 @@ class Runner:
             self.tables.admit(plan.admissions)
         if plan.updates:
             self.tables.update(plan.updates)
+        if plan.drafts:
+            self.tables.write_drafts(plan)
         for index, group in enumerate(self.geometry.groups):
             span = self.geometry.spans[index]
             pairs = [(copy.source // span, copy.target // span) for copy in plan.copies if copy.group == index]

@@ -45,6 +45,11 @@ class StepLayout(StepShape):
             inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
             positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
         picked = np.array(plan.samples, dtype=np.int32)
+        left = {draft.row: len(draft.ids) for draft in plan.drafts}
+        behind = np.zeros_like(picked)  # tokens of the row behind the one that is sampled from
+        for index, row in enumerate(plan.samples if left else ()):
+            behind[index] = left.get(row, 0)
+            left[row] = int(behind[index]) - 1
         scored = [query_start[s.row] + np.arange(s.first, s.first + s.count, dtype=np.int32) for s in plan.scores]
         self.arrays: dict[str, np.ndarray[Any, Any]] = {
             "positions": positions,
@@ -52,9 +57,9 @@ class StepLayout(StepShape):
             "query_start": query_start,
             "kv_lens": ends,
             "slots": slots,
-            "last": query_start[1:][picked] - 1,
+            "last": query_start[1:][picked] - 1 - behind,
             "sample_slots": slots[picked],
-            "sample_positions": ends[picked],
+            "sample_positions": ends[picked] - behind,
             "random": np.array(plan.random, dtype=np.int32),
             "logprobs": np.array(plan.logprobs, dtype=np.int32),
             "penalized": np.array(plan.penalized, dtype=np.int32),

@@ -1,0 +1,125 @@
+"""Which requests of a plan get drafts, and how many tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from evener.config.schema import InferConfig
+from evener.contracts.generation.drafter import Drafter
+from evener.engine.speculation.drafts import DecodingRequest, DraftedRow, Drafts
+from evener.engine.speculation.payoff import Payoff
+from evener.engine.wire.worker_facts import WorkerFacts
+from evener.errors import ConfigError
+from evener.plugins.discover import installed_catalog
+
+
+@dataclass
+class _Text:
+    """What is known of one request: its drafter, how many tokens that has seen, and how many it may propose."""
+
+    drafter: Drafter
+    seen: int
+    length: float
+
+
+class Speculation(Drafts):
+    """Drafts for each request that decodes and has no grammar, whose masks would depend on the drafts.
+
+    The number of tokens follows how many were right before: two more when all were, one less otherwise, as in the
+    heuristic schedule of transformers' assisted generation.
+
+    Args:
+        drafter: makes the drafter of one request.
+        length: the most tokens that are proposed for a request.
+        max_samples: rows that a step may sample: the memory plan has room for their logits.
+        payoff: decides when requests get drafts; None: always.
+    """
+
+    def __init__(
+        self, drafter: Callable[[], Drafter], length: int, max_samples: int, payoff: Payoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._drafter, self._length, self._max_samples = drafter, length, max_samples
+        self._payoff, self._clock = payoff, clock
+        self._texts: WeakKeyDictionary[DecodingRequest, _Text] = WeakKeyDictionary()
+        self._room = 0
+        #: Whether the last step that was read had drafts, and when that was; None: it was no decode step.
+        self._last: tuple[bool, float] | None = None
+
+    @classmethod
+    def of(cls, infer: InferConfig, facts: WorkerFacts, streaming: bool) -> Drafts:
+        """What the configuration asks for. Steps are only measured if answers are read while they are made
+        (``streaming``): otherwise every run makes the same steps.
+
+        Raises:
+            ConfigError: the model or its layout cannot have drafts.
+        """
+        if infer.drafter == "none":
+            return Drafts()
+        drafter = find_drafter(infer)
+        if any(spec.per == "request" for spec in facts.specs):
+            raise ConfigError(
+                f"infer.drafter={infer.drafter} needs state that can go back a few tokens, and the recurrent layers of "
+                "this model keep none; leave infer.drafter out"
+            )
+        if facts.info.pooling:
+            raise ConfigError(f"infer.drafter={infer.drafter} is for models that generate; leave it out")
+        max_samples = facts.max_reqs + infer.draft_tokens
+        return cls(drafter, infer.draft_tokens, max_samples, Payoff() if streaming else None)
+
+    def begin(self, requests: int) -> None:
+        self._room = self._max_samples - requests
+        self.on = requests > 0 and (self._payoff is None or self._payoff.pays(requests))
+
+    def waits(self, request: DecodingRequest) -> bool:
+        return self.on and request.unread > 0 and self._suits(request)
+
+    def _suits(self, request: DecodingRequest) -> bool:
+        ahead = any(point >= request.planned for point in request.fork_points)
+        return request.message.sampling.grammar is None and request.tokens_to_compute == 1 and not ahead
+
+    def propose(self, request: DecodingRequest, budget: int) -> list[int]:
+        if not self.on or request.unread or not self._suits(request):
+            return []
+        text = self._texts.get(request)
+        if text is None:
+            text = self._texts[request] = _Text(self._drafter(), 0, self._length)
+        text.drafter.extend(request.tokens[text.seen :])
+        text.seen = len(request.tokens)
+        # The last token before the limit is sampled and never computed.
+        count = min(int(text.length), budget, self._room, request.limit - request.length - 1)
+        found = list(text.drafter.propose(count))[:count] if count > 0 else []
+        self._room -= len(found)
+        return found
+
+    def record(self, rows: Sequence[DraftedRow], on: bool, tokens: int) -> None:
+        for row in rows:
+            text = self._texts.get(row.request)
+            if row.drafts and text is not None:
+                right = row.request.planned - row.start - 1 == len(row.drafts)
+                text.length = min(self._length, text.length + 2) if right else max(1, text.length - 1)
+        if self._payoff is None:
+            return
+        now, decodes = self._clock(), all(row.samples and row.count == 1 + len(row.drafts) for row in rows)
+        if decodes and self._last is not None and self._last[0] == on:
+            self._payoff.record(len(rows), on, tokens, now - self._last[1])
+        self._last = (on, now) if decodes else None
+
+
+def find_drafter(infer: InferConfig) -> Callable[[], Drafter]:
+    """The installed drafter that ``infer.drafter`` names.
+
+    Raises:
+        ConfigError: there is none of that name, or the engine cannot have drafts.
+    """
+    found = installed_catalog().lazy_imports("drafter")
+    if infer.drafter not in found:
+        known = ", ".join(sorted(found)) or "none is; type: pip install evener-generation"
+        raise ConfigError(f"infer.drafter is {infer.drafter!r}; installed drafters: {known}")
+    if infer.pp_size > 1:
+        raise ConfigError(f"infer.drafter={infer.drafter} does not work with pipeline stages; set infer.pp_size=1")
+    loaded: Callable[[], Drafter] = found[infer.drafter].load()
+    return loaded

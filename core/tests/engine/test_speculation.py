@@ -1,0 +1,183 @@
+"""Speculative decoding: the same tokens with drafts and without, fewer steps where drafts are right, and off where they
+do not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from evener.contracts.generation.drafter import Drafter
+from evener.engine.controller.controller import Controller
+from evener.engine.speculation.payoff import Payoff
+from evener.engine.speculation.speculation import Speculation
+from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
+from evener.errors import ConfigError
+from evener_conformance.reference.executor import strict_controller
+
+DELAYED = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24}
+ONE_LAYER = {"num_hidden_layers": 1}
+#: What a request may ask for while it decodes: each depends on the tokens before, or on their positions.
+ASKED = {
+    "greedy": Sampling(temperature=0.0),
+    "seeded": Sampling(temperature=0.8, top_p=0.9, seed=5),
+    "log-probabilities": Sampling(temperature=0.0, logprobs=2),
+    "penalties": Sampling(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.2),
+    "biases": Sampling(temperature=0.0, bias=[LogitBias(7, 5.0, 3), LogitBias(9, -5.0)]),
+}
+
+
+def requests() -> list[NewRequest]:
+    return [
+        NewRequest(id=name, prompt=[5, 6, 7, 8 + at, 5, 6, 7, 8 + at, 5], max_tokens=12 + at, sampling=sampling)
+        for at, (name, sampling) in enumerate(ASKED.items())
+    ]
+
+
+class Oracle(Drafter):
+    """Knows the answers, and makes each third proposal wrong."""
+
+    answers: list[list[int]] = []
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+
+    def propose(self, count: int) -> Sequence[int]:
+        known = len(self.tokens)
+        whole = next((each for each in self.answers if each[:known] == self.tokens), self.tokens)
+        return [id + ((at + known) % 3 == 0) for at, id in enumerate(whole[known : known + count])]
+
+
+def drafted(controller: Controller, length: int = 4, drafter: type[Drafter] = Oracle) -> Controller:
+    controller.scheduler.drafts = Speculation(drafter, length, max_samples=4 + length)
+    return controller
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "depth"),
+    [
+        ("Llama", {"num_hidden_layers": 2}, 1),
+        ("Llama", {"num_hidden_layers": 2}, 2),
+        ("Gemma2", {"sliding_window": 6}, 2),
+        ("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2),
+    ],
+)
+def test_tokens_are_the_same_with_drafts_and_without(
+    make_lively: Any, play: Any, family: str, changes: dict[str, int], depth: int
+) -> None:
+    options = {**DELAYED, "infer.depth": depth, "infer.step_tokens": 16}
+    controller, _ = strict_controller(make_lively(family, changes, **options))
+    plain = play(controller, requests())
+    assert set(plain.reasons().values()) == {"length"}, plain.ends
+    steps = controller.scheduler.stats.steps
+    Oracle.answers = [each.prompt + plain.tokens[each.id] for each in requests()]
+    again = play(drafted(controller), [*map(with_new_id, requests())])
+    stats = controller.scheduler.stats
+    assert {f"{name} again": tokens for name, tokens in plain.tokens.items()} == again.tokens
+    for mine, theirs in zip(again.logprobs.values(), plain.logprobs.values(), strict=True):
+        assert [each.ids for each in mine] == [each.ids for each in theirs]
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.steps - steps < steps, "right drafts save steps"
+    assert controller.scheduler.state.pool.used == 0
+
+
+def with_new_id(message: NewRequest) -> NewRequest:
+    return NewRequest(
+        id=f"{message.id} again", prompt=message.prompt, max_tokens=message.max_tokens, sampling=message.sampling
+    )
+
+
+def test_a_stop_token_ends_a_request_in_the_middle_of_right_drafts(make_lively: Any, play: Any) -> None:
+    controller, _ = strict_controller(make_lively("Llama", ONE_LAYER, **DELAYED))
+    greedy = requests()[0]
+    whole = play(controller, [greedy]).tokens[greedy.id]
+    stop = whole[6]
+    expected = whole[: whole.index(stop) + 1]
+    Oracle.answers = [greedy.prompt + whole]
+    message = NewRequest(
+        id="stop", prompt=greedy.prompt, max_tokens=12, sampling=greedy.sampling, stop_token_ids=[stop]
+    )
+    found = play(drafted(controller), [message])
+    assert found.tokens["stop"] == expected and found.reasons() == {"stop": "stop"}
+
+
+def test_the_installed_drafter_repeats_what_a_text_repeats(make_config: Any, play: Any) -> None:
+    config = make_config("Llama", ONE_LAYER, **DELAYED, **{"infer.drafter": "ngram", "infer.draft_tokens": 8})
+    controller, executor = strict_controller(config)
+    message = NewRequest(
+        id="r", prompt=[1, 2, 3], max_tokens=40, sampling=Sampling(temperature=0.0, bias=[LogitBias(9, 1e9)])
+    )
+    assert play(controller, [message]).tokens["r"] == [9] * 40
+    assert controller.scheduler.stats.steps < 16 and controller.scheduler.stats.accepted_tokens > 24
+    assert max(kind == "submit" for kind, _ in executor.log)
+
+
+def test_no_step_samples_more_rows_than_the_memory_plan_has_room_for(make_config: Any, play: Any) -> None:
+    controller, executor = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
+    most: list[int] = []
+    submit = executor.submit
+    executor.submit = lambda order: (most.append(len(order.samples)), submit(order))[1]  # type: ignore[method-assign, func-returns-value, assignment]
+    bias = Sampling(temperature=0.0, bias=[LogitBias(9, 1e9)])
+    messages = [NewRequest(id=f"r{i}", prompt=[9] * 6, max_tokens=20, sampling=bias) for i in range(6)]
+    Oracle.answers = [[9] * 40]
+    play(drafted(controller, length=3), messages)
+    assert max(most) == 4 + 3
+
+
+def test_a_request_with_a_grammar_has_no_drafts() -> None:
+    request = DecodingStub(
+        message=NewRequest(id="r", prompt=[1, 2], max_tokens=9, sampling=Sampling(grammar=object())),  # type: ignore[arg-type]
+        tokens=[1, 2, 1, 2], unread=0, planned=3, length=4, limit=20, tokens_to_compute=1, fork_points=set(),
+    )  # fmt: skip
+    speculation = Speculation(Oracle, 4, 8)
+    speculation.begin(1)
+    Oracle.answers = [[1, 2] * 9]
+    assert speculation.propose(request, 9) == [] and not speculation.waits(request)  # type: ignore[arg-type]
+    request.message = NewRequest(id="r", prompt=[1, 2], max_tokens=9)
+    assert len(speculation.propose(request, 9)) == 4  # type: ignore[arg-type]
+
+
+class DecodingStub:
+    """What ``DecodingRequest`` asks for."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+@pytest.mark.parametrize(("speed_with", "chosen"), [(1.5, True), (0.7, False)])
+def test_the_faster_way_is_taken_and_the_other_tried_now_and_then(speed_with: float, chosen: bool) -> None:
+    payoff, ways = Payoff(), []
+    for _ in range(600):
+        ways.append(payoff.pays(4))
+        payoff.record(4, ways[-1], 4, 1 / speed_with if ways[-1] else 1.0)
+    assert ways[:8] == [True] * 8 and ways[8:16] == [False] * 8
+    taken = ways[16:].count(chosen) / len(ways[16:])
+    assert 0.95 < taken < 1, "the other way is tried too: the load may change"
+
+
+def test_each_number_of_requests_has_its_own_verdict() -> None:
+    payoff = Payoff()
+    for _ in range(40):
+        for requests, factor in ((1, 2.0), (64, 0.5)):
+            on = payoff.pays(requests)
+            payoff.record(requests, on, requests, 1 / factor if on else 1.0)
+    assert payoff.pays(1) and not payoff.pays(64)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "problem"),
+    [
+        ("Llama", {"infer.drafter": "nobody"}, "installed drafters: ngram"),
+        ("Llama", {"infer.drafter": "ngram", "infer.pp_size": 2}, "does not work with pipeline stages"),
+        ("Qwen3Next", {"infer.drafter": "ngram"}, "recurrent layers"),
+    ],
+)
+def test_what_cannot_have_drafts_is_refused(
+    make_config: Any, family: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        strict_controller(make_config(family, **{**DELAYED, **options}))
