@@ -215,7 +215,7 @@ CAPS: Mapping[str, int] = {
     "evener.engine.worker": 1_026, "evener.engine.processes": 804, "evener.ops": 1_328, "evener.plugins": 1_481,
     "evener.frontend": 1_223, "evener.layers": 1_105, "evener.config": 926, "evener.cli": 258,
     "evener.contracts": 1_122, "evener.loading": 747, "evener.resolution": 646, "evener.distributed": 209,
-    "evener.folders": 62, "evener.backend": 274, "evener.builtin": 65, "evener.contracts.generation": 39,
+    "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 39,
     "evener.contracts.grammar": 23, "evener.engine.constraints": 134, "evener.engine.sampling": 181,
     "evener.tokenization": 89, "evener.exits": 51, "evener.contracts.conversion": 79, "evener.contracts.quantized": 40,
     "evener.contracts.storage": 46, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
@@ -224,7 +224,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 946
 #: The whole core.
-TOTAL_CAP = 14_388
+TOTAL_CAP = 14_358
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:
