@@ -212,9 +212,9 @@ def test_no_descriptor_imports_torch() -> None:
 #: more moves something out first.
 CAPS: Mapping[str, int] = {
     "evener.engine.wire": 273, "evener.engine.batching": 76, "evener.engine.controller": 823,
-    "evener.engine.worker": 1_026, "evener.engine.processes": 804, "evener.ops": 1_328, "evener.plugins": 1_481,
-    "evener.frontend": 1_223, "evener.layers": 1_105, "evener.config": 926, "evener.cli": 258,
-    "evener.contracts": 1_122, "evener.loading": 747, "evener.resolution": 646, "evener.distributed": 209,
+    "evener.engine.worker": 1_026, "evener.engine.processes": 804, "evener.ops": 1_328, "evener.plugins": 1_473,
+    "evener.frontend": 1_222, "evener.layers": 1_105, "evener.config": 921, "evener.cli": 258,
+    "evener.contracts": 1_119, "evener.loading": 747, "evener.resolution": 646, "evener.distributed": 209,
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 39,
     "evener.contracts.grammar": 23, "evener.engine.constraints": 134, "evener.engine.sampling": 181,
     "evener.tokenization": 89, "evener.exits": 51, "evener.contracts.conversion": 79, "evener.contracts.quantized": 40,
@@ -224,7 +224,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 946
 #: The whole core.
-TOTAL_CAP = 14_358
+TOTAL_CAP = 14_341
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:
