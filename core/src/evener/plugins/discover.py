@@ -41,7 +41,7 @@ _IMPLIED: Mapping[str, str] = {
     "architectures": "architecture", "request_plugins": "request_plugin", "checkpoints": "checkpoint",
     "model_sources": "checkpoint", "weight_files": "checkpoint", "tool_parsers": "generation",
     "reasoning_parsers": "generation", "grammars": "generation", "state_formats": "state", "quantizers": "quant",
-    "checkpoint_views": "checkpoint",
+    "checkpoint_views": "checkpoint", "pooling_readers": "architecture",
 }  # fmt: skip
 _IMPLIED_BY_GROUP: Mapping[str, tuple[str, ...]] = {
     "evener.backends": ("probe", "device"), "evener.graphs": ("graph",), "evener.collectives": ("communicator",),
