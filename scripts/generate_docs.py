@@ -39,9 +39,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTRACTS = ROOT / "core/src/evener/contracts"
 #: The contracts in the order in which an implementer meets them.
 MODULES = (
-    "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "checkpoint",
-    "communicator", "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared", "statics",
-    "weights", "generation.parsers", "generation.parsed", "grammar.library", "generation.drafter", "writing",
+    "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "pooling",
+    "checkpoint", "communicator", "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared",
+    "statics", "weights", "generation.parsers", "generation.parsed", "grammar.library", "generation.drafter", "writing",
     "conversion.quantizer", "conversion.views", "quantized.state",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.

@@ -18,10 +18,14 @@ from served import Served
 
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
-from evener.config import from_overrides
+from evener.config import InferConfig, from_overrides
+from evener.contracts.architecture import Architecture
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling, Tokens
 from evener.errors import ArchitectureError, CheckpointError, ConfigError, ContextLengthError, RequestError
+from evener.loading.checkpoint import open_checkpoint
+from evener.plugins.catalog import Catalog
+from evener.pooling.settings import choose_pooling
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
@@ -209,6 +213,33 @@ def test_a_folder_that_wants_what_we_do_not_compute_or_is_broken_is_refused(
         (copy / "config.json").write_text(json.dumps({**config, **change["config"]}))
     with pytest.raises(error, match=match):
         LLM(copy, **EMBED)
+
+
+@pytest.mark.parametrize(
+    ("task", "registered", "listed", "refused"),
+    [
+        ("embed", True, False, True), ("score", True, False, True), ("auto", False, False, True),
+        ("auto", True, True, True), ("auto", True, False, False), ("generate", False, True, False),
+    ],
+)  # fmt: skip
+def test_without_a_package_that_reads_such_folders_a_model_generates_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Any, registered: bool, listed: bool, refused: bool
+) -> None:
+    monkeypatch.setattr("evener.pooling.settings.installed_catalog", Catalog)
+    (tmp_path / "config.json").write_text('{"architectures": ["MyForCausalLM"]}')
+    if listed:
+        (tmp_path / "modules.json").write_text("[]")
+    asked = InferConfig(task=task), open_checkpoint(str(tmp_path)), Architecture
+    if refused:
+        with pytest.raises(ConfigError, match=r"pip install evener-models, or set infer\.task=generate"):
+            choose_pooling(*asked, ["MyForCausalLM"] * registered)
+    else:
+        assert choose_pooling(*asked, ["MyForCausalLM"] * registered) is None
+
+
+def test_a_class_that_cannot_take_another_head_is_refused(copy: Path) -> None:
+    with pytest.raises(ArchitectureError, match=r"Architecture can only generate text; set infer\.task=generate"):
+        choose_pooling(InferConfig(task="embed"), open_checkpoint(str(copy)), Architecture, [])
 
 
 def test_a_preempted_text_is_pooled_from_its_beginning(qwen: tuple[Path, Oracle]) -> None:

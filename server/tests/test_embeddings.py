@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from evener.pooling.settings import PoolingSettings
+from evener.contracts.pooling import PoolingSettings
 from evener_conformance.fake_engine import FakeEngine
 
 Make = Callable[..., Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evener.pooling.settings import PoolingSettings
+from evener.contracts.pooling import PoolingSettings
 from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 

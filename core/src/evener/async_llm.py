@@ -30,8 +30,7 @@ from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.stream import RequestStream
 from evener.frontend.tokenizer import Tokenizer
-from evener.pooling.settings import PoolingSettings, check_task
-from evener.pooling.vectors import EMBED, Embedding, check_dimensions, embedding_of
+from evener.pooling.vectors import EMBED, Embedding, check_embed, embedding_of
 from evener.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -289,10 +288,9 @@ class AsyncLLM:
         """
         self._ready_frontend()
         assert self.info is not None, "it came together with the front end"
-        check_task("embed", self.info.pooling)
-        check_dimensions(dimensions, self.info.pooling, self.info.hidden_size)
+        check_embed(dimensions, self.info.pooling, self.info.hidden_size)
         outputs = [each async for each in self.generate(prompt, EMBED, request_id=request_id, kind="embed")]
-        return embedding_of(outputs[-1], self.info.pooling or PoolingSettings(), dimensions)
+        return embedding_of(outputs[-1], self.info.pooling, dimensions)
 
     def abort(self, request_id: str) -> None:
         """Abort a request; its stream ends with deltas of finish reason ``abort``. Unknown ids are ignored."""

@@ -20,8 +20,7 @@ from evener.frontend.frontend import Kind
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.tokenizer import Tokenizer
-from evener.pooling.settings import PoolingSettings, check_task
-from evener.pooling.vectors import EMBED, Embedding, check_dimensions, embedding_of
+from evener.pooling.vectors import EMBED, Embedding, check_embed, embedding_of
 from evener.sampling_params import SamplingParams
 
 Messages = list[dict[str, Any]]
@@ -146,10 +145,9 @@ class LLM:
             RequestError: the model generates text, or a prompt or ``dimensions`` is wrong; nothing was submitted then.
             EngineError, EngineDeadError: as ``generate``.
         """
-        check_task("embed", self.info.pooling)
-        check_dimensions(dimensions, self.info.pooling, self.info.hidden_size)
+        check_embed(dimensions, self.info.pooling, self.info.hidden_size)
         outputs = self._run(_as_prompts(prompts), EMBED, "embed", True)
-        return [embedding_of(output, self.info.pooling or PoolingSettings(), dimensions) for output in outputs]
+        return [embedding_of(output, self.info.pooling, dimensions) for output in outputs]
 
     def close(self) -> None:
         """Stop the engine and free what it holds. Calling it again does nothing."""

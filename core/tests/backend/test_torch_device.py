@@ -1,91 +1,16 @@
-"""``TorchDevice`` and ``TorchGraphs``, with a stand-in for the torch namespace and graphs of an accelerator."""
+"""``TorchDevice``, with a stand-in for the torch namespace of an accelerator."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from evener.backend.torch_device import TorchDevice, TorchGraphs
+from evener.backend.torch_device import TorchDevice
 from evener.contracts.device import DeviceCapabilities
-from evener.errors import BackendError, EngineError
-
-
-class Graph:
-    """Runs what was captured; ``said`` is what it was told."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.said = fails, []  # type: bool, list[Any]
-
-    def capture_begin(self, pool: Any) -> None:
-        self.said.append(("begin", pool))
-
-    def capture_end(self) -> None:
-        self.said.append("end")
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    def replay(self) -> None:
-        self.said.append("replay")
-
-    def reset(self) -> None:
-        self.said.append("reset")
-
-
-def graphs(made: list[Graph], fails: bool = False) -> TorchGraphs:
-    def make() -> Graph:
-        made.append(Graph(fails))
-        return made[-1]
-
-    device: Any = SimpleNamespace(
-        name="a device", synchronize=lambda: None, new_stream=lambda: "a stream",
-        module=SimpleNamespace(stream=lambda stream: nullcontext()),
-    )  # fmt: skip
-    pools = count(1)
-    return TorchGraphs(device, make, lambda: f"pool {next(pools)}")
-
-
-def test_captures_share_a_pool_until_they_are_released_and_no_later_one_uses_it() -> None:
-    made: list[Graph] = []
-    capture, ran = graphs(made), []
-    for number in range(4):
-        capture.capture(lambda number=number: ran.append(number))()  # type: ignore[misc]
-        if number % 2:
-            capture.release()
-    assert ran == [0, 1, 2, 3]
-    pools = ("pool 1", "pool 1", "pool 2", "pool 2")
-    assert [g.said for g in made] == [[("begin", pool), "end", "replay", "reset"] for pool in pools]
-
-
-def test_a_capture_failure_is_an_engine_error_with_the_cause() -> None:
-    with pytest.raises(EngineError, match="a device cannot capture it: operation not permitted"):
-        graphs([], fails=True).capture(lambda: None)
-
-
-def test_a_failed_capture_does_not_reuse_its_pool() -> None:
-    made: list[Graph] = []
-    capture = graphs(made)
-    capture.capture(lambda: None)
-    with pytest.raises(EngineError, match="stream is capturing"):
-        capture.capture(lambda: setattr(made[-1], "fails", True))
-    for _ in range(2):
-        capture.capture(lambda: None)
-    assert [graph.said[0][1] for graph in made] == ["pool 1", "pool 1", "pool 2", "pool 2"]
-
-
-def test_an_error_in_the_segment_ends_the_capture() -> None:
-    made: list[Graph] = []
-
-    def segment() -> None:
-        raise ValueError("ours")
-
-    with pytest.raises(ValueError, match="ours"):
-        graphs(made).capture(segment)
-    assert made[0].said[-1] == "end"
+from evener.errors import BackendError
 
 
 def test_a_device_that_torch_does_not_see_is_refused() -> None:

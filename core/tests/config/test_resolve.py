@@ -14,6 +14,7 @@ from evener.config.packages import Packages
 from evener.config.resolve import GIB, DeviceFacts, ResolvedConfig, resolve_config
 from evener.config.schema import key_specs
 from evener.errors import CheckpointError, ConfigError
+from evener_inspection.config_command import aligned
 
 HOST = DeviceFacts(
     backend="host", name="Some CPU", dtypes=frozenset({"float32"}), emulated=frozenset({"bfloat16"}),
@@ -123,7 +124,7 @@ def test_every_key_is_printed_with_its_value_and_reason() -> None:
     assert rows["seed"] == (7, "as asked") and rows["infer.depth"] == (2, "one is computed, one is read")
     assert rows["infer.max_reqs"] == (64, "for host memory") and rows["backend"][0] == "host"
     assert json.loads(json.dumps(resolved.to_json()))["dtype"]["value"] == "bfloat16"
-    assert len(resolved.text().splitlines()) == len(rows)
+    assert len(aligned(resolved).splitlines()) == len(rows)
 
 
 def test_both_spellings_of_a_checkpoints_type_and_nested_settings_are_read() -> None:
@@ -181,6 +182,6 @@ def test_hardware_threads_of_one_core_count_once_and_a_containers_share_limits_t
 
 def test_no_secret_is_shown_with_the_resolved_values() -> None:
     resolved = resolve(asked={"serve.api_keys": ["s3cret", "other"]})
-    assert "s3cret" not in resolved.text() + json.dumps(resolved.to_json()) + repr(resolved)
+    assert "s3cret" not in aligned(resolved) + json.dumps(resolved.to_json()) + repr(resolved)
     assert resolved.to_json()["serve.api_keys"] == {"value": "(hidden)", "reason": "as asked"}
     assert resolve().to_json()["serve.api_keys"] == {"value": [], "reason": "the default"}

@@ -6,8 +6,9 @@ import json
 
 from evener.plugins.choose import assess
 from evener.plugins.probe import ProbeRun
-from evener.plugins.report import Report, catalog_report, render, to_json
+from evener.plugins.report import Report, render, to_json
 from evener_conformance.package_site import Site, probing, score_of
+from evener_inspection.plugins_command import catalog_report
 
 
 def _report(site: Site, requested: str | None = None, **environ: str) -> Report:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evener.cli.command import Command, print_result, read_config
 from evener.config.schema import key_specs
 from evener.errors import ConfigError
 from evener.key_spec import format_value
+
+if TYPE_CHECKING:
+    from evener.config.resolve import ResolvedConfig
 
 
 def main(argv: list[str]) -> int:
@@ -40,8 +43,15 @@ def main(argv: list[str]) -> int:
     resolved = resolve_config(config, model, device)
     if config.backend is None:
         resolved = resolved.with_value("backend", loaded.backend.name, loaded.selection.reason)
-    print_result(arguments, resolved.to_json(), resolved.text)
+    print_result(arguments, resolved.to_json(), lambda: aligned(resolved))
     return 0
+
+
+def aligned(resolved: ResolvedConfig) -> str:
+    """The rows of a configuration as aligned lines of text."""
+    cells = [(key, format_value(value), reason) for key, value, reason in resolved.rows()]
+    wide = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
+    return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {reason}".rstrip() for key, value, reason in cells)
 
 
 def keys() -> list[dict[str, Any]]:

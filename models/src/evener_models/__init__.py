@@ -43,4 +43,5 @@ descriptor = Descriptor(
         "Qwen3NextForCausalLM": "evener_models.qwen3_next:Qwen3NextForCausalLM",
         "Gemma3ForCausalLM": "evener_models.gemma3:Gemma3ForCausalLM",
     },
+    pooling_readers={"sentence_transformers": "evener_models.pooling.reader:read"},
 )

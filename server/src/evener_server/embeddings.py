@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from evener.pooling.settings import PoolingSettings, check_task
-from evener.pooling.vectors import check_dimensions, finished_vector
+from evener.contracts.pooling import PoolingSettings
+from evener.pooling.vectors import check_embed, finished_vector
 from evener_server.generation import Generation
 from evener_server.messages import allowed_values
 from evener_server.pooled import PooledJob
@@ -50,8 +50,7 @@ class EmbeddingJob(PooledJob):
     def __init__(self, service: Service, body: EmbeddingBody) -> None:
         super().__init__(service, body, len(body.input), "input", "embd")
         self._body, info = body, service.info
-        check_task("embed", info.pooling)
-        check_dimensions(body.dimensions, info.pooling, info.hidden_size)
+        check_embed(body.dimensions, info.pooling, info.hidden_size)
         self._settings = info.pooling or PoolingSettings()
         if body.normalize is not None:
             self._settings = msgspec.structs.replace(self._settings, normalize=body.normalize)

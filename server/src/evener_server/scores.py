@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from evener.contracts.pooling import PoolingSettings
 from evener.errors import ContextLengthError, RequestError
-from evener.pooling.settings import PoolingSettings, check_task
-from evener.pooling.vectors import finished_score
+from evener.pooling.settings import check_task
 from evener_server.generation import Generation
 from evener_server.messages import allowed_values
 from evener_server.pair_text import pair_text
@@ -122,7 +123,15 @@ class _PairJob(PooledJob):
 
     async def scores(self, generation: Generation) -> list[float]:
         """The score of each pair."""
-        return [finished_score(row, self._settings) for row in await self.rows(generation)]
+        return [_score(row, self._settings) for row in await self.rows(generation)]
+
+
+def _score(row: bytes, settings: PoolingSettings) -> float:
+    """The score of a pooled ``row``: the probability of yes, or its log-odds."""
+    logits = memoryview(row).cast("f")
+    odds = logits[0] - logits[1] if len(logits) > 1 else logits[0]
+    # Not exp(-odds) alone: of large odds it overflows.
+    return (1 + math.tanh(odds / 2)) / 2 if settings.sigmoid else odds
 
 
 class RerankJob(_PairJob):

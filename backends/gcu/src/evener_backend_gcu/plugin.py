@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from evener.backend.torch_communicator import open_torch_communicator
-from evener.backend.torch_device import TorchGraphs
 from evener.contracts.communicator import Communicator, CommunicatorCapabilities, CommunicatorFactory
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture
@@ -20,6 +19,7 @@ from evener_backend_gcu.kernels import GcuHostSort, GcuRotary
 from evener_backend_gcu.probe import import_extension
 from evener_backend_gcu.state import GcuPaged
 from evener_backend_gcu.vendor_library import vendor_ops
+from evener_backend_parts.graphs import TorchGraphs
 from evener_backend_parts.vendor_ops import VendorOps
 from evener_backend_parts.vllm_ops import VendorActAndMul, VendorNorm
 

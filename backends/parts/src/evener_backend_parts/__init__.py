@@ -5,6 +5,7 @@ module              holds
 =================== ==========================================================================
 ``forks``           the probe of a vendor whose build of torch uses the namespace ``cuda``
 ``gpu``             a device of that namespace, its graphs and its communicator
+``graphs``          captures of steps by a graph class like torch's
 ``library``         optional kernel libraries
 ``paged_library``   attention by such a library, over canonical pages
 ``flash_attention`` the same with the interface of flash-attn

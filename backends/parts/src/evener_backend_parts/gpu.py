@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from evener.backend.torch_communicator import TorchCommunicator, open_torch_communicator
-from evener.backend.torch_device import TorchDevice, TorchGraphs
+from evener.backend.torch_device import TorchDevice
 from evener.contracts.communicator import Communicator, CommunicatorCapabilities
 from evener.contracts.device import Device, DeviceCapabilities
 from evener.contracts.graph import GraphCapture
+from evener_backend_parts.graphs import TorchGraphs
 
 #: The namespace of torch, and the backend string of ``torch.distributed``. Vendors' builds keep both names.
 NAMESPACE, LIBRARY = "cuda", "nccl"

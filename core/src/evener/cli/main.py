@@ -23,7 +23,6 @@ Main = Callable[[list[str]], int]
 
 #: Commands of the core's own: module and summary.
 _BUILTIN: Mapping[str, tuple[str, str]] = {
-    "tune": ("evener.cli.tune", "benchmark kernels and save the choices"),
     "doctor": ("evener.cli.doctor", "show how the backend is chosen, step by step"),
     "version": ("evener.cli.version", "show versions"),
 }
@@ -38,6 +37,7 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "why-not": (
         "explain why a backend, package, op, kernel or scheme was or wasn't used", 'pip install "evener[serve]"'
     ),
+    "tune": ("benchmark kernels and save the choices", 'pip install "evener[serve]"'),
     "config": ("show the resolved value of every option, and why", 'pip install "evener[serve]"'),
     "models": ("list the supported model architectures", 'pip install "evener[serve]"'),
     "plugins": ("list installed packages", 'pip install "evener[serve]"'),

@@ -16,7 +16,6 @@ from evener.config.checkpoint import ModelFacts
 from evener.config.cpu_cores import usable_cores
 from evener.config.schema import Auto, Config, InferConfig, key_specs, to_flat
 from evener.errors import ConfigError
-from evener.key_spec import format_value
 
 if TYPE_CHECKING:
     from evener.contracts.device import Device
@@ -121,12 +120,6 @@ class ResolvedConfig:
             value = getattr(self, name) if name in own and spec else asked
             rows.append((key, "(hidden)" if spec and spec.secret and asked else value, reason))
         return rows
-
-    def text(self) -> str:
-        """The rows as aligned lines of text."""
-        cells = [(key, format_value(value), reason) for key, value, reason in self.rows()]
-        wide = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
-        return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {reason}".rstrip() for key, value, reason in cells)
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """``{key: {"value": …, "reason": …}}``, plain data."""

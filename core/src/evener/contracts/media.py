@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
@@ -49,16 +47,12 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 
     def array(self) -> np.ndarray[Any, Any]:
         """The array, a writable copy."""
-        import numpy as np
-
         return np.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
 
 
 def make_item(start: int, array: np.ndarray[Any, Any], rows: int | None = None, encoder: str = "") -> MediaItem:
     """An item from an array: rows [n, hidden] float32, which replace embeddings after the model's scale of embeddings,
     or the input of ``encoder``, with its number of ``rows``."""
-    import numpy as np
-
     array = np.ascontiguousarray(array)
     data, shape, dtype = array.tobytes(), list(array.shape), array.dtype.name
     digest = hashlib.sha256(repr((encoder, dtype, shape)).encode() + data).digest()

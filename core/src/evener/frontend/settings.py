@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evener.contracts.architecture import Architecture
 from evener.frontend.chat import Chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
@@ -19,7 +20,6 @@ from evener.loading.checkpoint import open_files
 
 if TYPE_CHECKING:
     from evener.config import Config
-    from evener.contracts.architecture import Architecture
     from evener.contracts.checkpoint import ModelFiles
     from evener.engine.wire.engine_info import EngineInfo
 
@@ -87,7 +87,6 @@ def _text_files(path: Path, family: Callable[[], type[Architecture]]) -> ModelFi
 
 def _architecture(name: str | None) -> type[Architecture]:
     """An architecture's class, for its handling of text and images; no model is built. None: the base class."""
-    from evener.contracts.architecture import Architecture
     from evener.plugins.discover import installed_catalog
 
     return Architecture if name is None else installed_catalog().lazy_imports("architecture")[name].load()

@@ -13,7 +13,7 @@ from evener.contracts.probe import ProbeResult
 from evener.errors import BackendError, EvenerError, NoBackendError, ProbeError, did_you_mean
 from evener.plugins.catalog import Catalog, Package
 from evener.plugins.discover import NAME
-from evener.plugins.probe import ProbeOutcome, ProbeRun
+from evener.plugins.probe import ProbeOutcome, ProbeRun, read_attribute
 from evener.plugins.report import PackageRecord, Report, Step, error_text, package_record, read_steps, unusable
 
 #: Added to the message about a package that is not used, while the start goes on.
@@ -302,9 +302,9 @@ def accelerators(root: Path = SYSFS) -> tuple[PciDevice, ...]:
     """
     found: list[PciDevice] = []
     for folder in sorted(root.glob("devices/*")):
-        kind = _text(folder / "class")[:6]
+        kind = read_attribute(folder / "class")[:6]
         if kind in _COMPUTE or (kind == _DISPLAY and _largest_aperture(folder) >= _SMALLEST_APERTURE):
-            ident = ":".join(_text(folder / name).removeprefix("0x").lower() for name in ("vendor", "device"))
+            ident = ":".join(read_attribute(folder / name).removeprefix("0x").lower() for name in ("vendor", "device"))
             found.append(PciDevice(folder.name, ident))
     return tuple(found)
 
@@ -315,16 +315,8 @@ def unclaimed(devices: Iterable[PciDevice], claims: Iterable[str]) -> tuple[PciD
     return tuple(device for device in devices if not any(fnmatch.fnmatchcase(device.ident, claim) for claim in claims))
 
 
-def _text(path: Path) -> str:
-    """A sysfs attribute; empty if the device vanished or hides it."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _largest_aperture(folder: Path) -> int:
     """Bytes of the largest memory range; a device that does not list its ranges may be anything, so it counts."""
-    lines = _text(folder / "resource").splitlines()
+    lines = read_attribute(folder / "resource").splitlines()
     sizes = [int(end, 16) - int(start, 16) + 1 for start, end, *_ in (line.split() for line in lines if line.strip())]
     return max(sizes, default=_SMALLEST_APERTURE)

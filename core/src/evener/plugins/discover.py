@@ -40,8 +40,8 @@ _IMPLIED: Mapping[str, str] = {
     "ops": "ops", "op_schemas": "ops", "states": "state", "state_kinds": "state", "formats": "quant",
     "architectures": "architecture", "request_plugins": "request_plugin", "checkpoints": "checkpoint",
     "model_sources": "checkpoint", "weight_files": "checkpoint", "tool_parsers": "generation",
-    "reasoning_parsers": "generation", "grammars": "generation", "drafters": "generation", "state_formats": "state", "quantizers": "quant",
-    "checkpoint_views": "checkpoint",
+    "reasoning_parsers": "generation", "grammars": "generation", "drafters": "generation", "state_formats": "state",
+    "quantizers": "quant", "checkpoint_views": "checkpoint", "pooling_readers": "architecture",
 }  # fmt: skip
 _IMPLIED_BY_GROUP: Mapping[str, tuple[str, ...]] = {
     "evener.backends": ("probe", "device"), "evener.graphs": ("graph",), "evener.collectives": ("communicator",),

@@ -215,7 +215,7 @@ class ProbeCache:
 
     def __init__(self, folder: Path, boot_id: str | None = None) -> None:
         self._folder = folder
-        self._boot_id = _read_boot_id() if boot_id is None else boot_id
+        self._boot_id = read_attribute(_BOOT_ID) if boot_id is None else boot_id
 
     def load(self, package: Package, marks: Marks) -> ProbeResult | None:
         """The answer that still holds; None if there is none or its file cannot be read."""
@@ -258,9 +258,10 @@ class ProbeCache:
         return self._folder / f"{package.name}-{digest[:32]}.json"
 
 
-def _read_boot_id() -> str:
+def read_attribute(file: Path) -> str:
+    """The text of a file that the kernel makes; empty if it is not there, or hidden."""
     try:
-        return _BOOT_ID.read_text().strip()
+        return file.read_text().strip()
     except OSError:
         return ""
 

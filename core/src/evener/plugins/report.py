@@ -101,12 +101,6 @@ def unusable(catalog: Catalog) -> tuple[PackageRecord, ...]:
     return (*map(_broken, catalog.problems), *map(_disabled, catalog.disabled))
 
 
-def catalog_report(catalog: Catalog) -> Report:
-    """What is installed, before anything is probed or chosen (``evener plugins``)."""
-    usable = tuple(package_record(package, "installed", "", read_steps(package)) for package in catalog.packages)
-    return Report((*usable, *unusable(catalog)), warnings=catalog.warnings)
-
-
 def error_text(error: BaseException) -> str:
     """The error's message and those of its causes, one a line."""
     lines = [str(error)]
@@ -138,7 +132,7 @@ def render(report: Report, *, steps: bool = True, width: int | None = None, colo
     """Tables, then warnings, then what was chosen or why nothing was.
 
     Args:
-        report: from ``assess``, ``Selection.report`` or ``catalog_report``.
+        report: from ``assess`` or ``Selection.report``, or of packages alone.
         steps: show every step of every candidate (``evener doctor``), not only its verdict (``evener plugins``).
         width: columns; default: the terminal's.
         color: with the terminal's colour codes; default: if standard output is a terminal.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from evener.pooling.settings import PoolingSettings
+from evener.contracts.pooling import PoolingSettings
 
 #: Applies the model's head to rows [R, hidden]; float32 [R, width].
 Head = Callable[[torch.Tensor], torch.Tensor]

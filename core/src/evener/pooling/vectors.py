@@ -1,16 +1,16 @@
-"""The vector or the score of a text, from the row that the engine sent."""
+"""The vector of a text, from the row that the engine sent."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from evener.contracts.outputs import RequestOutput
+from evener.contracts.pooling import PoolingSettings
 from evener.errors import RequestError
-from evener.pooling.settings import PoolingSettings
+from evener.pooling.settings import check_task
 from evener.sampling_params import SamplingParams
 
 #: What the engine is asked for.
@@ -28,10 +28,11 @@ class Embedding:
     num_cached_tokens: int = 0
 
 
-def check_dimensions(dimensions: int | None, settings: PoolingSettings | None, width: int) -> None:
+def check_embed(dimensions: int | None, settings: PoolingSettings | None, width: int) -> None:
     """Raises:
-    RequestError: vectors of a model with these ``settings`` cannot be cut to so many numbers.
+    RequestError: a model with these ``settings`` does not embed, or its vectors cannot be cut to so many numbers.
     """
+    check_task("embed", settings)
     if dimensions is None or settings is None:
         return
     known = [size for size in settings.sizes if size <= width] or range(1, width + 1)
@@ -40,18 +41,10 @@ def check_dimensions(dimensions: int | None, settings: PoolingSettings | None, w
         raise RequestError(f"dimensions is {dimensions}, but for this model it must be {sizes}", "dimensions")
 
 
-def embedding_of(output: RequestOutput, settings: PoolingSettings, dimensions: int | None = None) -> Embedding:
+def embedding_of(output: RequestOutput, settings: PoolingSettings | None, dimensions: int | None) -> Embedding:
     """The embedding of a prompt that has ended."""
-    vector = finished_vector(output.outputs[0].pooled, settings, dimensions)
+    vector = finished_vector(output.outputs[0].pooled, settings or PoolingSettings(), dimensions)
     return Embedding(vector, output.prompt_token_ids, output.num_cached_tokens)
-
-
-def finished_score(row: bytes, settings: PoolingSettings) -> float:
-    """The score of a pooled ``row``: the probability of yes, or its log-odds."""
-    logits = np.frombuffer(row, dtype=np.float32).astype(np.float64)
-    odds = float(logits[0] - logits[1] if len(logits) > 1 else logits[0])
-    # Not exp(-odds) alone: of large odds it overflows.
-    return (1 + math.tanh(odds / 2)) / 2 if settings.sigmoid else odds
 
 
 def finished_vector(row: bytes, settings: PoolingSettings, dimensions: int | None = None) -> Vector:

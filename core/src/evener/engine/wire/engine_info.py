@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from evener.pooling.settings import PoolingSettings
+from evener.contracts.pooling import PoolingSettings
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture
+from evener.contracts.pooling import PoolingSettings
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
 from evener.distributed.communicators import communicator_factory
@@ -30,9 +31,8 @@ from evener.loading.scheme import Unquantized
 from evener.loading.views import view_checkpoint
 from evener.plugins.catalog import Provided
 from evener.plugins.load import LoadedPackages
-from evener.pooling.heads import head_of
 from evener.pooling.names import registered_name
-from evener.pooling.settings import PoolingSettings, choose_pooling
+from evener.pooling.settings import choose_pooling
 from evener.resolution.buckets import token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.footprint import Sizes
@@ -110,7 +110,7 @@ def assemble(
             state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
             stage=(stage, world.pp_size), partition=layer_partition(infer),
         )  # fmt: skip
-        build.head = head_of(pooling)
+        build.head = None if pooling is None else pooling.head
         model = family(checkpoint.config, build)
         if world.pp_size > 1 and not build.staged:
             raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
@@ -136,7 +136,7 @@ def assemble(
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
-        ranks, media_rows, other_stages, pooling,
+        ranks, media_rows, other_stages, None if pooling is None else pooling.settings,
     )  # fmt: skip
 
 

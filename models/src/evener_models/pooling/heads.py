@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from evener.contracts.architecture import Step
@@ -11,7 +11,6 @@ from evener.contracts.statics import NormStatic
 from evener.layers.builder import Builder
 from evener.layers.embedding import LMHead
 from evener.layers.norms import declare_norm
-from evener.pooling.settings import PoolingSettings
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +46,3 @@ class FinalNorm(LMHead):
 def label_head(build: Builder, names: Sequence[str], common: NormStatic) -> LMHead:
     """The head of a model that scores texts: ``score.weight`` [1, hidden] after the last norm; whole on every rank."""
     return LMHead(build.replicated(), "score.weight", names[2], 1, common)
-
-
-def head_of(settings: PoolingSettings | None) -> Callable[..., LMHead] | None:
-    """What a model declares in place of a language model's head; None: that head."""
-    if settings is None or settings.tokens:
-        return None
-    return label_head if settings.task == "score" else FinalNorm

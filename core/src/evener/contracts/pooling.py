@@ -1,0 +1,85 @@
+"""The pooling contract: models that make a vector or a score of a text, in place of new tokens.
+
+Such a model has another head than a language model's. It computes a row of numbers for tokens of the text, and the
+engine pools the rows. What a model's files say about that is read by a package that announces a function::
+
+    Descriptor(name="my-package", pooling_readers={"my_files": "my_package.pooling:read"}, …)
+
+When a model is loaded, core asks every installed reader, unless ``infer.task=generate``. The first answer counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from evener.contracts.checkpoint import Checkpoint
+
+#: Of which of a text's tokens the row is taken: the last, the first, or the mean of all.
+Pooling = Literal["last", "mean", "cls"]
+
+
+class PoolingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model makes the vector or the score of a text.
+
+    Attributes:
+        task: "embed" or "score".
+        pooling: of which tokens: the last, the first, or the mean of all.
+        normalize: whether a vector is divided by its length.
+        sizes: numbers that a shorter vector may have (Kusupati et al. 2022); empty: any.
+        tokens: for a score of logits, the id of the token for yes, and that for no, if there is one. Empty: the score
+            is of a head for one label.
+        sigmoid: whether a score is the probability, and not the log-odds.
+    """
+
+    task: str = "embed"
+    pooling: Pooling = "last"
+    normalize: bool = True
+    sizes: list[int] = []
+    tokens: list[int] = []
+    sigmoid: bool = True
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether it takes more than the last token, so that a prompt is computed even if its state is cached."""
+        return self.pooling != "last"
+
+
+@dataclass(frozen=True)
+class PoolingRequest:
+    """What a reader is asked.
+
+    Attributes:
+        checkpoint: the model's, as it is stored.
+        task, pooling: the configuration keys ``infer.task`` ("auto", "embed" or "score") and ``infer.pooling``
+            ("auto" or a way to pool).
+        generates: whether the class that the checkpoint names is registered, as one that generates text. One that is
+            not, as ``XModel``, has no head for that.
+    """
+
+    checkpoint: Checkpoint
+    task: str
+    pooling: str
+    generates: bool
+
+
+@dataclass(frozen=True)
+class PoolingAnswer:
+    """What a model makes of a text.
+
+    Attributes:
+        settings: how.
+        head: declares what computes a row from the last hidden states, for ``Builder.head``; None: the head of a
+            language model.
+    """
+
+    settings: PoolingSettings
+    head: Callable[..., Any] | None
+
+
+#: A function of ``Descriptor.pooling_readers``. It returns None for a model that generates text, and raises
+#: ArchitectureError, CheckpointError or ConfigError for one that wants what cannot be computed.
+PoolingReader = Callable[[PoolingRequest], PoolingAnswer | None]

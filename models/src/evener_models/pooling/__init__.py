@@ -1,0 +1,10 @@
+"""Models that make vectors or scores of texts.
+
+===========  ==================================================================
+module       what it holds
+===========  ==================================================================
+``reader``   what the files of a model say that it does, and how
+``modules``  the list of modules in folders of sentence-transformers
+``heads``    what such a model computes from its last hidden states
+===========  ==================================================================
+"""
