@@ -37,7 +37,7 @@ class ChatJob(Job):
     def __init__(self, service: Service, body: ChatBody) -> None:
         self.stream = bool(body.stream)
         self._service, self._body = service, body
-        self._params, self._top = service.sampling(body), body.num_logprobs()
+        self._params, self._top = service.sampling(body), body.shown_logprobs()
         self._reasoning, self._tools = self._parsers()
         self._held = self._held_to()
         self.without_effect = list(self._held.loose)
@@ -109,7 +109,8 @@ class ChatJob(Job):
             params = left_of(self._params, began)
             if body.beams is not None:
                 if isinstance(given, MediaPrompt):
-                    raise RequestError("beam search cannot be used with images; leave it out", "use_beam_search")
+                    message = "beam search cannot be used with images and prompt_embeds; leave it out"
+                    raise RequestError(message, "use_beam_search")
                 check_beams(params, self.stream)
                 return functools.partial(start_beams, llm, given, params, body.beams, body.choices, self.request_id)
             return functools.partial(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from evener_beam.search import BeamOptions
@@ -26,12 +27,14 @@ from evener.sampling_params import (
     SamplingParams,
 )
 from evener_server.beams import BeamFields
-from evener_server.messages import Body, ImagePart, Message, Messages, TextPart, allowed_values
-from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only
+from evener_server.messages import Body, ImagePart, Message, Messages, RowsPart, TextPart, allowed_values
+from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only, only_ids
 from evener_server.tools import Choice, ToolChoice, Tools
 from evener_server.unknown_fields import drop_unknown
 
 MAX_STOPS = 16
+#: Ids of ``allowed_token_ids``.
+MAX_ALLOWED = 4096
 _INT32, _INT64 = 2**31 - 1, 2**63
 _ID_DIGITS = 10
 #: Characters of a client's value that an error message repeats.
@@ -86,6 +89,14 @@ def as_prompts(value: object) -> object:
     )
 
 
+def _maybe_prompts(value: object) -> object:
+    return None if value is None else as_prompts(value)
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
 _STOP_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -104,6 +115,10 @@ PROMPT_SCHEMA = {
 }
 
 
+_PROMPT_SCHEMA = {"anyOf": [*PROMPT_SCHEMA["anyOf"], {"type": "null"}]}
+_EMBEDS_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}, {"type": "null"}]
+}
 _TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 _BIAS_SCHEMA = {
     "anyOf": [
@@ -216,11 +231,9 @@ class GenerationBody(PromptBody, BeamFields):
 
     # Of vLLM's API: what would change the answer.
     bad_words: Annotated[Any, allowed_values([])] = None
-    allowed_token_ids: Annotated[Any, allowed_values([])] = None
     logits_processors: Annotated[Any, allowed_values([])] = None
     prompt_embeds: Annotated[Any, allowed_values()] = None
     spaces_between_special_tokens: Annotated[Any, allowed_values(True)] = None
-    logprob_token_ids: Annotated[Any, allowed_values([])] = None
     return_token_ids: Annotated[Any, allowed_values(False)] = None
     return_tokens_as_token_ids: Annotated[Any, allowed_values(False)] = None
 
@@ -351,17 +364,60 @@ class TokenOutputs(GenerationBody):
     return_token_ids: bool | None = None
     #: Log-probabilities name tokens by their ids.
     return_tokens_as_token_ids: bool | None = None
+    #: The only tokens that may be sampled.
+    allowed_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_ALLOWED, fail_fast=True)] | None = None
+    #: Tokens whose log-probabilities are returned in place of the likeliest tokens'.
+    logprob_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     #: Likeliest tokens to return at each position of the prompt, besides the prompt's own.
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
+    def grammar(self) -> GrammarSpec | None:
+        ids = self.allowed_token_ids
+        return only([super().grammar(), only_ids(ids) if ids else None], "allowed_token_ids")
+
+    @property
+    def grammar_field(self) -> str:
+        return "allowed_token_ids" if self.allowed_token_ids else super().grammar_field
+
+    def sampling(self, *, detokenize: bool) -> SamplingParams:
+        params = super().sampling(detokenize=detokenize)
+        if not self.logprob_token_ids:
+            return params
+        return replace(params, logprobs=0, logprob_ids=tuple(dict.fromkeys(self.logprob_token_ids)))
+
+    def shown_logprobs(self) -> int | None:
+        """Tokens that are shown at each position at most, without the sampled one; None: no log-probabilities."""
+        count = self.num_logprobs()
+        return count if count is None or not self.logprob_token_ids else len(self.logprob_token_ids) + 1
+
+    @property
+    @abstractmethod
+    def embedded(self) -> bool:
+        """Whether a prompt, or part of it, is given as embeddings."""
+
+    @property
+    def own_prompt_tokens(self) -> bool:
+        return self.embedded or super().own_prompt_tokens
+
     def check(self) -> None:
         super().check()
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs is not streamed: send stream=false, or leave it out"
             raise RequestError(message, "prompt_logprobs")
+        if self.embedded:
+            self._check_embedded()
+        if self.logprob_token_ids and self.num_logprobs() is None:
+            raise RequestError("logprob_token_ids needs logprobs; send it too", "logprob_token_ids")
+        if self.logprob_token_ids and self.beams is not None:
+            raise RequestError("logprob_token_ids cannot be used with beam search; leave it out", "logprob_token_ids")
+
+    def _check_embedded(self) -> None:
+        for name in ("prompt_logprobs", "truncate_prompt_tokens", "add_special_tokens", "echo", "suffix"):
+            if getattr(self, name, None) not in (None, False):
+                raise RequestError(f"{name} is not compatible with prompt_embeds; leave it out", name)
 
 
 class ChatBody(TokenOutputs):
@@ -399,6 +455,10 @@ class ChatBody(TokenOutputs):
     continue_final_message: bool | None = None
     #: Of a router: the prompt's tokens, in place of those of the messages.
     kv_transfer_params: TransferParams | None = None
+
+    @property
+    def embedded(self) -> bool:
+        return any(isinstance(part, RowsPart) for message in self.messages for part in message.content or ())
 
     @property
     def prompt_ids(self) -> list[int] | None:
@@ -462,7 +522,9 @@ class CompletionBody(TokenOutputs):
     """POST /v1/completions."""
 
     #: Always a list of prompts here, each a text or a list of ids.
-    prompt: Annotated[list[Any], BeforeValidator(as_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+    prompt: Annotated[list[Any] | None, BeforeValidator(_maybe_prompts), WithJsonSchema(_PROMPT_SCHEMA)] = None
+    #: Prompts as embeddings: always a list here. Their choices come before those of ``prompt``.
+    prompt_embeds: Annotated[list[str] | None, BeforeValidator(_as_list), WithJsonSchema(_EMBEDS_SCHEMA)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     #: 0 returns only the prompt, with ``echo``.
     max_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -473,6 +535,15 @@ class CompletionBody(TokenOutputs):
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     #: The text after the gap that the answer fills.
     suffix: str | None = None
+
+    @property
+    def embedded(self) -> bool:
+        return bool(self.prompt_embeds)
+
+    @property
+    def prompts(self) -> int:
+        """The number of prompts."""
+        return len(self.prompt_embeds or ()) + len(self.prompt or ())
 
     @property
     def samples(self) -> int:
@@ -491,6 +562,8 @@ class CompletionBody(TokenOutputs):
 
     def check(self) -> None:
         super().check()
+        if not self.prompts:
+            raise RequestError("prompt is missing; send it", "prompt", "missing_required_parameter")
         if self.suffix and self.echo:
             raise RequestError("echo cannot be used with suffix: the prompt is two texts; leave it out", "echo")
         if self.max_tokens == 0 and not self.echo:
@@ -511,7 +584,7 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
     Raises:
         RequestError: the first field that is wrong; ``param`` is its path, ``code`` one of OpenAI's error codes.
     """
-    parts = {"message": _fields(Message), "part": _fields(TextPart) | _fields(ImagePart)}
+    parts = {"message": _fields(Message), "part": _fields(TextPart) | _fields(ImagePart) | _fields(RowsPart)}
     parts = parts if issubclass(kind, ChatBody) else {}
     known, ignored = drop_unknown(value, kind.model_fields, parts, samples=issubclass(kind, GenerationBody))
     try:
@@ -534,8 +607,8 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
     if what == "union_tag_invalid":
         given = _short(found["input"].get("type"))
         return RequestError(
-            f"{param}.type is {given}, which this server does not support: send text or image_url", f"{param}.type",
-            _UNSUPPORTED,
+            f"{param}.type is {given}, which this server does not support: send text, image_url or prompt_embeds",
+            f"{param}.type", _UNSUPPORTED,
         )  # fmt: skip
     if what == _MISSING:
         return RequestError(f"{param} is missing; send it", param, "missing_required_parameter")

@@ -13,6 +13,7 @@ from importlib_metadata import version
 from evener.async_llm import AsyncLLM
 from evener.contracts.writing import ReasoningWriter
 from evener.engine.wire.engine_info import EngineInfo
+from evener.errors import RequestError
 from evener.pooling.settings import check_task
 from evener.sampling_params import SamplingParams
 from evener_server.body import BodyLimits
@@ -24,7 +25,7 @@ from evener_server.metrics import Metrics
 from evener_server.options import ServerOptions
 from evener_server.parsers import Parsers
 from evener_server.prompt_tokens import PromptTokens
-from evener_server.protocol import GenerationBody
+from evener_server.protocol import GenerationBody, TokenOutputs
 
 
 class Service:
@@ -100,6 +101,10 @@ class Service:
             RequestError: the model generates no text, or a value is out of range.
         """
         check_task("generate", self.info.pooling)
+        size = self.info.vocab_size
+        if isinstance(body, TokenOutputs) and max(body.allowed_token_ids or (), default=0) >= size:
+            message = f"allowed_token_ids has {max(body.allowed_token_ids or ())}: ids are from 0 to {size - 1}"
+            raise RequestError(message, "allowed_token_ids")
         return body.sampling(detokenize=self.llm.tokenizer is not None)
 
     def reasons(self, with_tools: bool) -> bool:

@@ -327,6 +327,7 @@ class Scheduler:
             filtered=any(s.temperature > 0 and s.filtered for s in wanted),
             logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
             top_logprobs=max((s.logprobs or 0 for s in wanted), default=0),
+            named=[s.logprob_ids for s in wanted if s.logprobs is not None],
             penalized=[i for i, s in enumerate(wanted) if s.penalized],
             biased=[i for i, s in enumerate(wanted) if s.bias],
             scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),
@@ -377,7 +378,8 @@ class Scheduler:
             id=request.id, ids=[] if token is None or pooled else [token], cached=request.cached,
             pooled=pooled,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
-            logprobs=None if logprobs is None or token is None else [logprobs.likeliest(sampling.logprobs or 0)],
+            logprobs=None if logprobs is None or token is None
+            else [logprobs.likeliest(len(sampling.logprob_ids) or sampling.logprobs or 0)],
             prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],
         )  # fmt: skip
         if token is None:

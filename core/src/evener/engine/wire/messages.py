@@ -40,7 +40,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     #: How many of the likeliest tokens get their raw log-probabilities reported, besides the sampled token; None: no
     #: log-probabilities at all.
     logprobs: int | None = None
-    #: The same for the prompt's own tokens, from the second on.
+    #: Ids whose log-probabilities are reported in place of the likeliest tokens', where ``logprobs`` is not None.
+    logprob_ids: list[int] = []
+    #: Like ``logprobs``, for the prompt's own tokens, from the second on.
     prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0

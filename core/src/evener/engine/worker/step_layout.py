@@ -45,6 +45,7 @@ class StepLayout(StepShape):
             inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
             positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
         picked = np.array(plan.samples, dtype=np.int32)
+        longest = max(map(len, plan.named), default=0)
         scored = [query_start[s.row] + np.arange(s.first, s.first + s.count, dtype=np.int32) for s in plan.scores]
         self.arrays: dict[str, np.ndarray[Any, Any]] = {
             "positions": positions,
@@ -57,6 +58,7 @@ class StepLayout(StepShape):
             "sample_positions": ends[picked],
             "random": np.array(plan.random, dtype=np.int32),
             "logprobs": np.array(plan.logprobs, dtype=np.int32),
+            "named": np.array([ids + [0] * (longest - len(ids)) for ids in plan.named], dtype=np.int32).reshape(-1),
             "penalized": np.array(plan.penalized, dtype=np.int32),
             "biased": np.array(plan.biased, dtype=np.int32),
             "scores": np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
