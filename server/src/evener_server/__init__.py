@@ -35,6 +35,8 @@ module                  content
 ``message_parts``       content, reasoning and tool calls of a generated message
 ``tokens``              tokenize and detokenize
 ``echo``                completions that begin with their prompt
+``embedded_prompts``    prompts and parts of chats as embeddings; ``saved_tensor``: the file of one tensor
+``watermark``           seeds that mark sampled texts, and finding the mark
 ``generation``          the samples of one API request, and the set of running ones
 ``streaming``           a generation as an HTTP response, whole or as server-sent events
 ``logprobs``            log-probabilities in OpenAI's format
@@ -91,6 +93,9 @@ descriptor = Descriptor(
         ),
         "token_ids": Option(
             type=bool, default=False, help="Log-probabilities name tokens by their ids, for requests that do not say."
+        ),
+        "watermark_key_file": Option(
+            type=str, default=None, help="Text file with a secret key: sampled answers get a watermark of it."
         ),
     },
     commands={

@@ -35,6 +35,8 @@ class EmbeddingBody(PromptBody):
     dimensions: Annotated[int | None, Field(ge=1)] = None
     #: Divide each vector by its length. Default: as the model's folder says.
     normalize: bool | None = None
+    #: vLLM's name of the same.
+    use_activation: bool | None = None
     # Of vLLM's API: what would change the answer.
     embed_dtype: Annotated[Any, allowed_values("float32")] = None
     endianness: Annotated[Any, allowed_values("native", "little")] = None
@@ -53,8 +55,9 @@ class EmbeddingJob(PooledJob):
         check_task("embed", info.pooling)
         check_dimensions(body.dimensions, info.pooling, info.hidden_size)
         self._settings = info.pooling or PoolingSettings()
-        if body.normalize is not None:
-            self._settings = msgspec.structs.replace(self._settings, normalize=body.normalize)
+        normalize = body.use_activation if body.normalize is None else body.normalize
+        if normalize is not None:
+            self._settings = msgspec.structs.replace(self._settings, normalize=normalize)
 
     async def prompt(self, place: int) -> str | list[int]:
         body, prompts = self._body, self._service.prompts

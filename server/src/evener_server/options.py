@@ -32,6 +32,7 @@ class ServerOptions:
         thinking_budget: tokens that reasoning may have by default.
         tokenizer_info: show the tokenizer's settings.
         token_ids: log-probabilities name tokens by their ids by default.
+        watermark_key_file: a file with the key of the watermark.
     """
 
     vllm_metrics: bool = True
@@ -45,6 +46,7 @@ class ServerOptions:
     thinking_budget: int | None = None
     tokenizer_info: bool = False
     token_ids: bool = False
+    watermark_key_file: str | None = None
 
     def read_chat_template(self) -> str | None:
         """The text of ``chat_template``.

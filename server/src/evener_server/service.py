@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from importlib_metadata import version
@@ -25,7 +26,8 @@ from evener_server.metrics import Metrics
 from evener_server.options import ServerOptions
 from evener_server.parsers import Parsers
 from evener_server.prompt_tokens import PromptTokens
-from evener_server.protocol import GenerationBody, TokenOutputs
+from evener_server.protocol import GenerationBody
+from evener_server.watermark import read_key
 
 
 class Service:
@@ -48,6 +50,8 @@ class Service:
         self.llm, self.limits = llm, limits
         self.options = options or ServerOptions()
         self.parsers = Parsers(self.options)
+        path = self.options.watermark_key_file
+        self._watermark = None if path is None else read_key(path)
         self.grammars = GrammarChecks()
         self.prompts = PromptTokens(llm)
         self.metrics = Metrics()
@@ -101,11 +105,12 @@ class Service:
             RequestError: the model generates no text, or a value is out of range.
         """
         check_task("generate", self.info.pooling)
-        size = self.info.vocab_size
-        if isinstance(body, TokenOutputs) and max(body.allowed_token_ids or (), default=0) >= size:
-            message = f"allowed_token_ids has {max(body.allowed_token_ids or ())}: ids are from 0 to {size - 1}"
-            raise RequestError(message, "allowed_token_ids")
-        return body.sampling(detokenize=self.llm.tokenizer is not None)
+        last = self.info.vocab_size - 1
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if (highest := max(getattr(body, name, None) or (), default=0)) > last:
+                raise RequestError(f"{name} has {highest}: ids are from 0 to {last}", name)
+        params = body.sampling(detokenize=self.llm.tokenizer is not None)
+        return params if self._watermark is None else replace(params, seed=self._watermark.seed(params.seed))
 
     def reasons(self, with_tools: bool) -> bool:
         """Whether the model writes reasoning that can be held to a budget."""

@@ -19,7 +19,7 @@ from hypothesis import settings
 from .flags import MissingFeature
 from .package import Package
 from .server import Launcher
-from .utilities import NoPictures, real_things, redirect_names, tests_utils
+from .utilities import NoPictures, Reference, real_things, redirect_names, tests_utils
 
 #: Stood in for: vLLM, what only its own code needs, and helpers of tests that are not about a server.
 _ROOTS = frozenset({"vllm", "openai_harmony", "gpt_oss", "tests.conftest", "tests.models"})
@@ -84,6 +84,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def local_asset_server() -> NoPictures:
     """Of vLLM's top conftest."""
     return NoPictures()
+
+
+@pytest.fixture(scope="session")
+def hf_runner(pytestconfig: pytest.Config) -> type[Reference]:
+    """Of vLLM's top conftest: transformers with the model of a test, here with the one that is served."""
+    return type("Reference", (Reference,), {"served": pytestconfig.getoption("--peer-model")})
+
+
+@pytest.fixture(scope="session")
+def opt125_lora_files() -> str:
+    """Of vLLM's top conftest: the folder of an adapter, which servers here do not read."""
+    return "/not/downloaded/adapter"
 
 
 class Recorder:

@@ -91,6 +91,10 @@ class RemoteOpenAIServer:
             keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             keys["serve.api_keys"] = f"[{key}]"
+        if "{" in (template := keys.get("server.chat_template", "")):  # the template itself, not its file
+            keys["server.chat_template"] = self._in_file(template)
+        if "server.watermark_key_file" in keys:  # vLLM has the key itself, and its algorithm
+            keys["server.watermark_key_file"] = self._in_file(keys["server.watermark_key_file"])
         if keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
@@ -115,10 +119,17 @@ class RemoteOpenAIServer:
         reasons = _PARSERS[0] in keys
         # The small model does not end its reasoning by itself.
         more = {"server.thinking_budget": "16"} if reasons else {_PARSERS[0]: "none"}
-        template = tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False, encoding="utf-8")  # noqa: SIM115
-        with template:
-            template.write(f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}")
-        return more | ({} if "server.chat_template" in keys else {"server.chat_template": template.name})
+        template = f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}"
+        own = {} if "server.chat_template" in keys else {"server.chat_template": RemoteOpenAIServer._in_file(template)}
+        return more | own
+
+    @staticmethod
+    def _in_file(text: str) -> str:
+        """The name of a file with this text."""
+        file = tempfile.NamedTemporaryFile("w", delete=False, encoding="utf-8")  # noqa: SIM115
+        with file:
+            file.write(text)
+        return file.name
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self
