@@ -82,6 +82,9 @@ descriptor = Descriptor(
             default="auto",
             help="Which parser reads reasoning: its name, none, or auto: by the chat template.",
         ),
+        "request_metrics": Option(
+            type=bool, default=False, help="Chats and completions have the times of their request in a field metrics."
+        ),
         "root_path": Option(
             type=str, default="", help="Path that a proxy puts before every route, such as /llm; both are answered."
         ),

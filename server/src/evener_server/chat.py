@@ -190,7 +190,8 @@ class ChatJob(Job):
         shown = [self.shown(i, each, generation.finish_reasons[i]) for i, each in enumerate(choices)]
         fields = self.of_prompt(generation, 0)
         usage = await self._service.usage(generation, [each.message.reasoned for each in choices])
-        return to_json({**self._head, "choices": shown, "usage": usage, **fields})
+        times = self._service.metrics_of(generation)
+        return to_json({**self._head, "choices": shown, "usage": usage, **fields, **times})
 
     def of_prompt(self, generation: Generation, prompt: int) -> dict[str, Any]:
         """The fields that were asked for with ``prompt_logprobs`` and ``return_token_ids``; null without."""
@@ -246,7 +247,8 @@ class ChatJob(Job):
                 yield b"".join(pieces)
         if usage:
             found = await self._service.usage(generation, [each.reasoned for each in messages])
-            yield event(to_json({**self._head, "choices": [], "usage": found}))
+            times = self._service.metrics_of(generation)
+            yield event(to_json({**self._head, "choices": [], "usage": found, **times}))
         yield DONE
 
 

@@ -105,7 +105,8 @@ class CompletionJob(Job):
             }
             for place, i in enumerate(self._best_choices(generation))
         ]
-        return to_json({**self._head, "choices": choices, "usage": generation.usage()})
+        times = self._service.metrics_of(generation)
+        return to_json({**self._head, "choices": choices, "usage": generation.usage(), **times})
 
     def _answer_ids(self, generation: Generation, choice: int, delta: Delta, first: bool) -> list[int]:
         """A delta's tokens without an echoed prompt, which a choice's first delta has."""
@@ -155,7 +156,8 @@ class CompletionJob(Job):
             if delta.text or logprobs != b"null" or ids or delta.finish_reason is not None:
                 yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason), ids, end())
         if usage:
-            yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
+            times = self._service.metrics_of(generation)
+            yield event(to_json({**self._head, "choices": [], "usage": generation.usage(), **times}))
         yield DONE
 
     def _logprob_builders(self, generation: Generation) -> list[CompletionLogprobs]:

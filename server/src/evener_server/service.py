@@ -125,6 +125,10 @@ class Service:
         """How log-probabilities name tokens; ``as_ids``: what the request says."""
         return TokenNames(self.llm.tokenizer, self.options.token_ids if as_ids is None else as_ids)
 
+    def metrics_of(self, generation: Generation) -> dict[str, Any]:
+        """The field with the request's own times, if the server gives them."""
+        return {"metrics": generation.times()} if self.options.request_metrics else {}
+
     async def usage(self, generation: Generation, reasoned: Sequence[str | None]) -> dict[str, Any]:
         """The usage with the tokens of reasoning, for a model that writes any; ``reasoned``: each choice's."""
         usage, texts = generation.usage(), [text for text in reasoned if text is not None]

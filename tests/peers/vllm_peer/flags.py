@@ -67,7 +67,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--served-model-name": Key("serve.served_model_name"),
     "--enable-chunked-prefill": Unneeded("prompts are always computed in chunks"),
     "--enable-lora": Unneeded(_ADAPTERS),
-    "--enable-per-request-metrics": Unneeded("tests of the field 'metrics' look for it themselves"),
+    "--enable-per-request-metrics": Key("server.request_metrics", "true"),
     "--enable-prompt-tokens-details": Unneeded("the details are always there"),
     "--gpu-memory-utilization": Unneeded("the device is the CPU", words=1),
     "--lora-module": Unneeded(_ADAPTERS, words=1),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Seen:
 
     Attributes:
         test: its id below ``tests/entrypoints``.
-        outcome: passed, failed or skipped, in pytest's sense.
+        outcome: passed, failed or skipped, in pytest's sense; or left out, because the command asked for others.
         message: the error or the reason, without its stack.
         served: whether a server ran during the test.
         missing: the feature without which its server cannot be started.
@@ -130,6 +130,11 @@ class Recorder:
         """A test's end: of its call, or of a setup without one. A teardown that fails is a failure of its own."""
         if report.when == "call" or not report.passed:
             self._write(report)
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Tests that exist and were not asked for."""
+        for item in items:
+            self._put(Seen(item.nodeid.removeprefix("tests/entrypoints/"), "left out", "", False, "", ""))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that could not be imported."""

@@ -103,7 +103,7 @@ class Reference:
         if is_sentence_transformer:
             pytest.skip("needs the package sentence-transformers")
         self.tokenizer = AutoTokenizer.from_pretrained(self.served)
-        self.model = AutoModelForCausalLM.from_pretrained(self.served)
+        self.model = AutoModelForCausalLM.from_pretrained(self.served, config=AutoConfig.from_pretrained("any"))
 
     def __enter__(self) -> Reference:
         return self

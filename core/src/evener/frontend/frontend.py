@@ -241,7 +241,7 @@ class Frontend:
             return [], [wire.Abort(event.id)]
         logprobs = None if event.logprobs is None else [logprobs_dict(entry) for entry in event.logprobs[:count]]
         delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
-        delta.num_cached_tokens, delta.pooled = event.cached, event.pooled
+        delta.num_cached_tokens, delta.pooled, delta.queued = event.cached, event.pooled, event.queued
         if event.prompt_logprobs is not None or sample.prompt_logprobs_due:
             first: list[dict[int, float] | None] = [None] if sample.prompt_logprobs_due else []
             delta.prompt_logprobs = first + [logprobs_dict(entry) for entry in event.prompt_logprobs or ()]

@@ -376,7 +376,7 @@ class Scheduler:
         request.scored += len(scores or ())
         yield Tokens(
             id=request.id, ids=[] if token is None or pooled else [token], cached=request.cached,
-            pooled=pooled,
+            pooled=pooled, queued=request.started - request.arrived,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
             logprobs=None if logprobs is None or token is None
             else [logprobs.likeliest(len(sampling.logprob_ids) or sampling.logprobs or 0)],

@@ -132,7 +132,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """New tokens of one request, in order. ``cached``: prompt tokens that came from the prefix cache.
     ``prompt_logprobs`` continue those of earlier messages, from the second prompt token on. All of them arrive before
-    or with the first id. ``pooled``: as in ``CompletionOutput``; no id comes with it."""
+    or with the first id. ``pooled``: as in ``CompletionOutput``; no id comes with it. ``queued``: as in ``Delta``."""
 
     id: str
     ids: list[int]
@@ -140,6 +140,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached: int = 0
     pooled: bytes = b""
+    queued: float = 0.0
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
