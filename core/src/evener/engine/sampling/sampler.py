@@ -119,9 +119,7 @@ class Sampler:
         return LogprobTensors(*self._logprobs.table[bucket_index(logits.shape[0])](logits, ids, top))
 
     @staticmethod
-    def named(
-        logits: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor, named: torch.Tensor
-    ) -> torch.Tensor:
+    def named(logits: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
         """Log-probabilities float32 [n, k] of ``named`` ids int32 [n * k], from logits [n, V] and the log-probabilities
         ``chosen`` [n] of ``ids`` int32 [n]: they differ as the logits do."""
         picked = torch.cat((ids[:, None], named.view(len(ids), named.shape[0] // len(ids))), 1).long()
