@@ -22,6 +22,7 @@ module                  content
 ``middleware``          request ids, access log, unexpected errors
 ``body``                from a request's bytes to a JSON object
 ``protocol``            request bodies: every field, and what is refused
+``field_types``         types of fields that need a check of their own
 ``messages``            the messages of a chat
 ``images``              images in messages, decoded
 ``chat`` ``completions``  the two endpoints

@@ -11,10 +11,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from evener.pooling.settings import PoolingSettings, check_task
 from evener.pooling.vectors import check_dimensions, finished_vector
+from evener_server.field_types import PROMPT_SCHEMA, as_prompts
 from evener_server.generation import Generation
 from evener_server.messages import allowed_values
 from evener_server.pooled import PooledJob
-from evener_server.protocol import PROMPT_SCHEMA, PromptBody, as_prompts
+from evener_server.protocol import PromptBody
 from evener_server.service import Service
 from evener_server.streaming import to_json
 

@@ -13,124 +13,23 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from evener_beam.search import BeamOptions
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError, did_you_mean
-from evener.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_REPETITION,
-    MAX_STOP_IDS,
-    MIN_REPETITION,
-    SamplingParams,
-)
+from evener.sampling_params import MAX_LOGPROBS, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
 from evener_server.beams import BeamFields
+from evener_server.field_types import INT32, MAX_SHOWN_CHARS, Biases, Embeds, Prompts, Stops, TokenId, short
 from evener_server.messages import Body, ImagePart, Message, Messages, RowsPart, TextPart, allowed_values
 from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only, only_ids
 from evener_server.tools import Choice, ToolChoice, Tools
 from evener_server.unknown_fields import drop_unknown
 
-MAX_STOPS = 16
 #: Ids of ``allowed_token_ids``.
 MAX_ALLOWED = 4096
-_INT32, _INT64 = 2**31 - 1, 2**63
-_ID_DIGITS = 10
-#: Characters of a client's value that an error message repeats.
-_MAX_SHOWN_CHARS = 60
+_INT64 = 2**63
 _MISSING, _UNKNOWN, _UNSUPPORTED = "missing", "extra_forbidden", "unsupported_parameter"
-
-
-def _invalid(message: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid_value", "{message}", {"message": message})
-
-
-def _stops(value: object) -> object:
-    stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return None
-    if not (isinstance(stops, list) and len(stops) <= MAX_STOPS and all(isinstance(s, str) for s in stops)):
-        raise _invalid(f"must be a string or a list of at most {MAX_STOPS} strings")
-    # Clients send an empty one for none.
-    return [stop for stop in stops if stop] or None
-
-
-def _biases(value: object) -> object:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
-        raise _invalid(f"must be an object with at most {MAX_LOGIT_BIAS} token ids")
-    wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS)]
-    if wrong:
-        raise _invalid(f'has the key {_short(wrong[0])}: keys are token ids, as in {{"50256": -100}}')
-    for bias in value.values():
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-            raise _invalid(f"has the value {_short(bias)}: values are numbers from -100 to 100")
-    biases = {int(key): float(bias) for key, bias in value.items()}
-    if len(biases) < len(value):
-        raise _invalid("has the same token id twice")
-    return biases
-
-
-def as_prompts(value: object) -> object:
-    """One text, one list of ids, or a list of either, turned into a list of prompts."""
-    if isinstance(value, str):
-        return [value]
-    kinds = set(map(type, value)) if isinstance(value, list) else set()
-    if kinds == {str}:
-        return value
-    if kinds == {int}:
-        return [value]
-    if kinds == {list} and all(set(map(type, ids)) == {int} for ids in value):  # type: ignore[attr-defined]
-        return value
-    raise _invalid(
-        "must be a string, a list of strings, a list of token ids, or a list of lists of token ids; none empty"
-    )
-
-
-def _maybe_prompts(value: object) -> object:
-    return None if value is None else as_prompts(value)
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-_STOP_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
-        {"type": "null"},
-    ]
-}
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        _IDS_SCHEMA,
-        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
-    ]
-}
-
-
-_PROMPT_SCHEMA = {"anyOf": [*PROMPT_SCHEMA["anyOf"], {"type": "null"}]}
-_EMBEDS_SCHEMA = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}, {"type": "null"}]
-}
-_TokenId = Annotated[int, Field(ge=0, le=_INT32)]
-_BIAS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": MAX_LOGIT_BIAS,
-        },
-        {"type": "null"},
-    ]
-}
 
 
 class StreamOptions(Body):
@@ -150,7 +49,7 @@ class TransferParams(Body):
 
     model_config = ConfigDict(extra="allow")
 
-    prompt_token_ids: Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
 
 
 class PromptBody(Body):
@@ -164,7 +63,7 @@ class PromptBody(Body):
     max_time: Annotated[float | None, Field(gt=0)] = None
 
     #: Tokens that are left of a longer prompt; -1: as many as fit.
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=_INT32)] = None
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=INT32)] = None
     #: What is cut off. Default: left, so that the prompt's end is left.
     truncation_side: Literal["left", "right"] | None = None
     #: Default: true for a text, false for a conversation, whose template has them.
@@ -200,11 +99,11 @@ class GenerationBody(PromptBody, BeamFields):
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1, le=_INT32)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=INT32)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(_STOP_SCHEMA)] = None
+    stop: Stops = None
     stop_with_eos: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -214,8 +113,8 @@ class GenerationBody(PromptBody, BeamFields):
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] = None
     #: Token ids as text, because JSON keys are text.
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)] = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    logit_bias: Biases = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
     #: Default: true.
     skip_special_tokens: bool | None = None
@@ -365,9 +264,9 @@ class TokenOutputs(GenerationBody):
     #: Log-probabilities name tokens by their ids.
     return_tokens_as_token_ids: bool | None = None
     #: The only tokens that may be sampled.
-    allowed_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_ALLOWED, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED, fail_fast=True)] | None = None
     #: Tokens whose log-probabilities are returned in place of the likeliest tokens'.
-    logprob_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     #: Likeliest tokens to return at each position of the prompt, besides the prompt's own.
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
@@ -439,7 +338,7 @@ class ChatBody(TokenOutputs):
     #: A switch of the chat template. Default: its own, but false with the reasoning effort "none".
     enable_thinking: bool | None = None
     #: Tokens that the reasoning may have.
-    thinking_token_budget: Annotated[int | None, Field(ge=0, le=_INT32)] = None
+    thinking_token_budget: Annotated[int | None, Field(ge=0, le=INT32)] = None
 
     functions: Annotated[Any, allowed_values([])] = None
     function_call: Annotated[Any, allowed_values("none", "auto")] = None
@@ -466,7 +365,7 @@ class ChatBody(TokenOutputs):
         return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     def without_effect(self) -> list[str]:
-        return [f"kv_transfer_params.{name[:_MAX_SHOWN_CHARS]}" for name in self._unused_params()]
+        return [f"kv_transfer_params.{name[:MAX_SHOWN_CHARS]}" for name in self._unused_params()]
 
     def _unused_params(self) -> list[str]:
         return [] if self.kv_transfer_params is None else sorted(self.kv_transfer_params.model_extra or ())
@@ -521,10 +420,9 @@ class ChatBody(TokenOutputs):
 class CompletionBody(TokenOutputs):
     """POST /v1/completions."""
 
-    #: Always a list of prompts here, each a text or a list of ids.
-    prompt: Annotated[list[Any] | None, BeforeValidator(_maybe_prompts), WithJsonSchema(_PROMPT_SCHEMA)] = None
-    #: Prompts as embeddings: always a list here. Their choices come before those of ``prompt``.
-    prompt_embeds: Annotated[list[str] | None, BeforeValidator(_as_list), WithJsonSchema(_EMBEDS_SCHEMA)] = None
+    prompt: Prompts = None
+    #: Prompts as embeddings. Their choices come before those of ``prompt``.
+    prompt_embeds: Embeds = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     #: 0 returns only the prompt, with ``echo``.
     max_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -605,7 +503,7 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
     if what == "union_tag_not_found" and isinstance(found["input"], dict):
         what, param = _MISSING, f"{param}.type"
     if what == "union_tag_invalid":
-        given = _short(found["input"].get("type"))
+        given = short(found["input"].get("type"))
         return RequestError(
             f"{param}.type is {given}, which this server does not support: send text, image_url or prompt_embeds",
             f"{param}.type", _UNSUPPORTED,
@@ -619,12 +517,12 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
         return RequestError(f"{param} {message}", param, _UNSUPPORTED)
     if what == "literal_error" and found["loc"][-1] == "type":
         return RequestError(
-            f"{param} is {_short(found['input'])}, which this server does not support: {message}", param, _UNSUPPORTED
+            f"{param} is {short(found['input'])}, which this server does not support: {message}", param, _UNSUPPORTED
         )
     code = "invalid_type" if what.endswith("_type") else "invalid_value"
     if what == "invalid_value":
         return RequestError(f"{param} {message}", param, code)
-    return RequestError(f"{param} is {_short(found['input'])}: {message}", param, code)
+    return RequestError(f"{param} is {short(found['input'])}: {message}", param, code)
 
 
 def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -632,17 +530,9 @@ def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return (*loc[:4], *loc[5:]) if loc[:1] == ("messages",) and loc[2:3] == ("content",) else loc
 
 
-def _short(value: object) -> str:
-    """The sent value, shortened for a message."""
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
-
-
 def path(loc: tuple[int | str, ...]) -> str:
     """``("messages", 0, "content")`` as ``messages[0].content``."""
     text = ""
-    for part in (p if isinstance(p, int) or len(p) <= _MAX_SHOWN_CHARS else p[:_MAX_SHOWN_CHARS] + "…" for p in loc):
+    for part in (p if isinstance(p, int) or len(p) <= MAX_SHOWN_CHARS else p[:MAX_SHOWN_CHARS] + "…" for p in loc):
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
