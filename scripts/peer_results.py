@@ -18,6 +18,8 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 PASSED, MISSING, DIFFERENT, NOT_RUN, OWN = "passed", "missing", "different", "not run", "vLLM's own code"
+#: A test that a run of some left out.
+LEFT_OUT = "left out"
 OUTCOMES = (PASSED, MISSING, DIFFERENT, NOT_RUN, OWN)
 _SHOWN = 300
 

@@ -39,6 +39,7 @@ TESTS = "tests/entrypoints"
 #: What is unpacked: tests of OpenAI's and Anthropic's APIs, and of endpoints for embeddings, tokens, health, metrics.
 UNPACKED = (
     "LICENSE",
+    "examples/template_chatml.jinja",
     "tests/__init__.py",
     f"{TESTS}/__init__.py",
     f"{TESTS}/conftest.py",
@@ -164,13 +165,14 @@ def _is_there(folder: Path, name: str, version: str) -> bool:
 
 
 def _vllm(places: Places) -> None:
-    if places.vllm.is_dir():
+    if all((places.vllm / each).exists() for each in UNPACKED):
         return
     print(f"fetching vLLM {VLLM}'s source distribution ({VLLM_BYTES >> 20} MiB) for its tests", flush=True)
     with tempfile.TemporaryDirectory(prefix=".vllm-", dir=places.root) as temp:
         archive = Path(temp) / f"vllm-{VLLM}.tar.gz"
         _download(archive)
         unpack(archive, Path(temp) / "unpacked")
+        shutil.rmtree(places.vllm, ignore_errors=True)  # of an earlier list
         os.replace(Path(temp) / "unpacked" / archive.name.removesuffix(".tar.gz"), places.vllm)
 
 

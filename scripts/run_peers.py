@@ -2,6 +2,7 @@
 
     python scripts/run_peers.py                      # vLLM's own tests of the HTTP API, then the clients
     python scripts/run_peers.py vllm --only chat     # those whose id has "chat"; nothing is written
+    python scripts/run_peers.py vllm --again chat    # those, in place of what the last run says of them
     python scripts/run_peers.py vllm --judge     # judge the last run again, after a change of the reviewed list
     python scripts/run_peers.py clients
 
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model_sources import SOURCES, models_root, problem
-from peer_results import Record, judge, page, read_records, read_reviewed, shortened, write_records
+from peer_results import LEFT_OUT, Record, judge, page, read_records, read_reviewed, shortened, write_records
 from peer_sources import ROOT, TESTS, VLLM, PeerError, Places, install
 
 # At the end: this folder has a module named like one of Python's own, profile.
@@ -47,9 +48,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("what", nargs="?", choices=("vllm", "clients"), help="default: both")
     parser.add_argument("--only", metavar="TEXT", help="with 'vllm': tests with this in their id; nothing is written")
     parser.add_argument("--judge", action="store_true", help="with 'vllm': judge the last run of all of them again")
+    parser.add_argument("--again", metavar="TEXT", help="with 'vllm': run these again, and judge all as the last run")
     options = parser.parse_args(argv)
-    if (options.only or options.judge) and (options.what != "vllm" or (options.only and options.judge)):
-        parser.error("--only and --judge are about vLLM's tests; type: vllm --only TEXT, or: vllm --judge")
+    special = sum(map(bool, (options.only, options.again, options.judge)))
+    if special and (options.what != "vllm" or special > 1):
+        parser.error("--only, --again and --judge are about vLLM's tests; type for example: vllm --only TEXT")
     model, places = models_root() / SOURCES["smollm2"].name, Places.default()
     if (reason := problem(SOURCES["smollm2"], models_root())) is not None:
         parser.error(f"{model}: {reason}; run 'make models ONLY=smollm2'")
@@ -72,10 +75,14 @@ def _drive(options: argparse.Namespace, places: Places, model: Path) -> int:
     """
     problems = 0
     if options.what != "clients":
-        report = places.root / ("vllm-some.jsonl" if options.only else "vllm-all.jsonl")
+        whole, some = places.root / "vllm-all.jsonl", places.root / "vllm-some.jsonl"
+        report = some if options.only else whole
         if options.judge and not report.is_file():
             raise PeerError(f"{report} is not there: no run to judge; type: python scripts/run_peers.py vllm")
-        if not options.judge:
+        if options.again:
+            run_vllm(places, model, some, options.again)
+            merge(whole, some)
+        elif not options.judge:
             run_vllm(places, model, report, options.only)
         problems += judge_vllm(report, model, complete=not options.only)
     if options.what != "vllm":
@@ -104,15 +111,32 @@ def run_vllm(places: Places, model: Path, report: Path, only: str | None) -> Non
         raise PeerError(f"vLLM's tests were not run to the end: pytest's exit status is {code}")
 
 
+def merge(whole: Path, some: Path) -> None:
+    """Put what ``some`` says of the tests that ran into ``whole``, in place of what that says of them."""
+    new = read_records(some)
+    ran = {each["test"] for each in new if each["outcome"] != LEFT_OUT}
+    old = [each for each in read_records(whole) if each["test"] not in ran] if whole.is_file() else []
+    known = {each["test"] for each in old}
+    write_records(whole, old + [each for each in new if each["test"] not in known], {})
+
+
 def judge_vllm(report: Path, model: Path, complete: bool) -> int:
     """Judge what ``report`` says, and write the records of a complete run without problems; the number of problems:
     failures that nobody has judged, and judgements that are out of date."""
-    seen = [each | {"message": _without_folders(each["message"], report, model)} for each in read_records(report)]
+    read = read_records(report)
+    left_out = [each["test"] for each in read if each["outcome"] == LEFT_OUT]
+    seen = [
+        each | {"message": _without_folders(each["message"], report, model)}
+        for each in read
+        if each["outcome"] != LEFT_OUT
+    ]
     records, problems = judge(seen, read_reviewed(REVIEWED))
     if not complete:
         problems = [each for each in problems if each.startswith("not judged")]
         for record in records:
             print(f"{record['outcome']:16} {record['test']}  {record.get('what', '')}")
+    elif left_out:
+        problems.append(f"{len(left_out)} tests have not run yet, the first is {left_out[0]}")
     counts = Counter(record["outcome"] for record in records)
     print(f"vLLM {VLLM}: {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}")
     for each in problems:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import run_peers
-from peer_results import judge, page, read_records, read_reviewed, shortened
+from peer_results import judge, page, read_records, read_reviewed, shortened, write_records
 from peer_sources import UNPACKED, PeerError, unpack
 
 # The plugin's package, as PYTHONPATH has it in the other environment.
@@ -99,6 +99,23 @@ def test_the_reviewed_list_and_the_page_belong_to_the_records() -> None:
     assert entries and {(entry.outcome, entry.what) for entry in entries} <= recorded
 
 
+def test_some_tests_run_again_in_place_of_what_the_last_run_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, some = tmp_path / "vllm-all.jsonl", tmp_path / "vllm-some.jsonl"
+
+    def ran(*lines: dict[str, Any]) -> dict[str, str]:
+        write_records(some, lines, {})
+        run_peers.merge(whole, some)
+        return {each["test"]: each["outcome"] for each in read_records(whole)}
+
+    assert ran(seen("a", "passed"), seen("b", "left out")) == {"a": "passed", "b": "left out"}
+    assert run_peers.judge_vllm(whole, tmp_path / "model", complete=True) > 0
+    assert "1 tests have not run yet, the first is b" in capsys.readouterr().out
+    assert ran(seen("a", "left out"), seen("b")) == {"a": "passed", "b": "failed"}
+    assert ran(seen("a", "left out"), seen("b", "passed")) == {"a": "passed", "b": "passed"}
+
+
 def test_tests_of_vllms_own_code_are_one_record_a_file() -> None:
     own = [{"test": f"a.py::{name}", "outcome": "vLLM's own code"} for name in "xyz"]
     passed = {"test": "a.py::p", "outcome": "passed"}
@@ -111,9 +128,11 @@ def test_flags_become_keys_and_a_flag_without_a_key_is_a_missing_feature() -> No
         "serve.served_model_name": "org/model", "infer.max_seq_len": "512", "infer.use_cuda_graph": "false",
         "seed": "3",
     }  # fmt: skip
-    assert settings("m", ["--runner", "generate", "--dtype", "float32"])["dtype"] == "float32"
+    assert settings("m", ["--runner", "pooling", "--dtype", "float32"]).items() >= {
+        "infer.task": "embed", "dtype": "float32",
+    }.items()  # fmt: skip
     for flags, feature in (
-        (["--runner", "pooling"], "embeddings"),
+        (["--speculative-config", "{}"], "speculative decoding"),
         (["--new-flag", "1"], "the server's option --new-flag"),
     ):
         with pytest.raises(MissingFeature, match=feature):

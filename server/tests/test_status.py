@@ -178,6 +178,25 @@ def test_a_log_line_names_the_request_and_what_became_of_it(api: Any, caplog: py
     assert "\n" not in line
 
 
+def test_the_load_is_the_number_of_requests_that_run(make_api: Any) -> None:
+    api = make_api()
+    assert api.get("/load").json() == {"server_load": 0}
+
+    async def loads() -> list[Any]:
+        import asyncio
+
+        api.engine.hold()
+        task = asyncio.ensure_future(api.client.post("/v1/completions", json={"prompt": "hello"}))
+        while not len(api.app.state.service.running):
+            await asyncio.sleep(0)
+        during = (await api.client.get("/load")).json()
+        api.engine.release()
+        await task
+        return [during, (await api.client.get("/load")).json()]
+
+    assert api.run(loads()) == [{"server_load": 1}, {"server_load": 0}]
+
+
 def test_stats_say_how_busy_the_engine_is(make_api: Any, error: Any) -> None:
     api = make_api(FakeEngine(auto_ready=False), wait=False)
     assert api.get("/stats").status_code == 503

@@ -8,14 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
+from msgspec.structs import replace
 
 from evener.engine.wire.messages import NewRequest
 from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import EOS_ID, write_tiny_tokenizer
+from evener_generation.llguidance_grammars import LlguidanceLibrary
 from evener_server.fill_in_middle import SPELLINGS
 from evener_server.options import ServerOptions
+from evener_server.structured import only_ids
 
 
 def flat(lists: Iterable[list[int]]) -> list[int]:
@@ -226,3 +230,58 @@ def test_requests_find_the_model_under_its_aliases(make_api: Any) -> None:
     assert [card["id"] for card in api.get("/v1/models").json()["data"]] == ["fake", "gpt-4o", "mine"]
     assert api.complete(model="gpt-4").status_code == 404
     assert EOS_ID not in prompts(api)[0]
+
+
+def test_log_probabilities_of_named_tokens_take_the_place_of_the_likeliest(api: Any, sse: Any) -> None:
+    asked: dict[str, Any] = {"logprob_token_ids": [100, 97, 100], "return_tokens_as_token_ids": True}
+    (choice,) = api.complete(prompt="ab", max_tokens=2, logprobs=5, **asked).json()["choices"]
+    first, second = choice["logprobs"]["top_logprobs"]
+    assert first == {"token_id:97": -0.5, "token_id:100": -1.0}
+    assert second == {"token_id:98": -0.5, "token_id:97": -2.0, "token_id:100": -1.0}
+    whole = api.chat(logprobs=True, max_tokens=2, **asked).json()["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in whole] == [3, 3]
+    events = sse(api.chat(logprobs=True, max_tokens=2, stream=True, **asked))[:-1]
+    shown = [event["choices"][0]["logprobs"] for event in events]
+    assert flat(each["content"] for each in shown if each) == whole
+    requests = [message for message in api.engine.sent if isinstance(message, NewRequest)][-3:]
+    assert [(r.sampling.logprobs, r.sampling.logprob_ids) for r in requests] == [(0, [100, 97])] * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [5], "logprobs": 0, "use_beam_search": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": [512], "logprobs": 0}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1] * 257, "logprobs": 0}, "logprob_token_ids"),
+        ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1] * 4097}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "guided_regex": "a"}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_tokens_that_cannot_be_named_are_refused(api: Any, error: Any, fields: dict[str, Any], param: str) -> None:
+    response = api.complete(**fields)
+    assert response.status_code == 400 and error(response)["param"] == param
+
+
+def test_allowed_tokens_are_a_grammar_that_only_they_end(make_api: Any, folder: Path) -> None:
+    api = make_api()
+    assert api.complete(allowed_token_ids=[99, 98, 99, EOS_ID]).status_code == 200
+    assert api.complete(allowed_token_ids=[]).status_code == 200
+    held, free = (message.sampling.grammar for message in api.engine.sent if isinstance(message, NewRequest))
+    assert free is None
+    library = LlguidanceLibrary((folder / "tokenizer.json").read_text("utf-8"), 512)
+    matcher = library.compile(replace(held, ends=(EOS_ID,)))
+    allowed = sorted({98, 99, EOS_ID})
+    for _ in range(3):
+        assert ids_of(matcher.mask()) == allowed
+        matcher.accept(98)
+    other = library.compile(replace(only_ids([98]), ends=(EOS_ID,)))
+    other.accept(98)
+    assert ids_of(other.mask()) == [98]
+
+
+def ids_of(mask: bytes) -> list[int]:
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    return [int(i) for i in np.flatnonzero(bits)]

@@ -133,3 +133,18 @@ def test_the_usage_counts_tokens_of_reasoning(says: Callable[..., Any], sse: Cal
     streamed = sse(api.chat(**fields, stream=True, stream_options={"include_usage": True}))[-2]["usage"]
     for each in (usage, streamed):
         assert each["completion_tokens_details"] == {"reasoning_tokens": len("I add.")}
+
+
+def test_answers_have_the_times_of_their_request(make_api: Any, sse: Any) -> None:
+    api = make_api(options=ServerOptions(request_metrics=True))
+    names = ["queue_time_ms", "time_to_first_token_ms", "generation_time_ms", "mean_itl_ms", "tokens_per_second"]
+    for whole in api.chat().json(), api.complete(n=2).json():
+        assert list(whole["metrics"]) == names and min(whole["metrics"].values()) >= 0
+    for answer in api.chat, api.complete:
+        *chunks, last, done = sse(answer(max_tokens=1, stream=True, stream_options={"include_usage": True}))
+        assert done == "[DONE]" and list(last["metrics"]) == [name for name in names if name != "mean_itl_ms"]
+        assert not any("metrics" in chunk for chunk in chunks)
+
+
+def test_answers_have_no_times_by_default(api: Any) -> None:
+    assert "metrics" not in api.chat().json() and "metrics" not in api.complete().json()

@@ -197,7 +197,8 @@ class FakeEngine(EngineClient):
         running.done += len(ids)
         logprobs = None
         if request.sampling.logprobs is not None:
-            logprobs = [_logprobs(token, request.sampling.logprobs) for token in ids]
+            named = request.sampling.logprob_ids
+            logprobs = [_named(token, named) if named else _logprobs(token, request.sampling.logprobs) for token in ids]
         scores, top = None, request.sampling.prompt_logprobs
         if top is not None and not running.scored and len(request.prompt) > 1:
             scores = [_logprobs(token, top) for token in request.prompt[1:]]
@@ -229,6 +230,12 @@ class FakeEngine(EngineClient):
 def fake_row(prompt: Sequence[int]) -> bytes:
     """The pooled row of a prompt: its length, its first and its last id, and 1."""
     return struct.pack("=4f", len(prompt), prompt[0], prompt[-1], 1)
+
+
+def _named(token: int, ids: list[int]) -> TokenLogprobs:
+    """The sampled token at -0.5, then ``ids``: the token itself, and others at -1, -2, … in their order."""
+    values = [-0.5 if i == token else -1.0 - place for place, i in enumerate(ids)]
+    return TokenLogprobs(ids=[token, *ids], values=[-0.5, *values])
 
 
 def _logprobs(token: int, top: int) -> TokenLogprobs:

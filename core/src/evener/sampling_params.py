@@ -50,7 +50,8 @@ class SamplingParams:
         logit_bias: token id to what is added to its logit; values in [-100, 100], at most 512 ids.
         logprobs: return the sampled token's log-probability and this many of the likeliest; None: none. They are the
             model's own, before penalties, biases, temperature and filters.
-        prompt_logprobs: the same for the prompt's tokens; the prefix cache is not used for the prompt then.
+        logprob_ids: with ``logprobs``: return the log-probabilities of these token ids in place of the likeliest.
+        prompt_logprobs: like ``logprobs``, for the prompt's tokens; the prefix cache is not used for the prompt then.
         max_time: seconds, waiting included, after which the sample ends with the tokens so far.
         detokenize: False returns ids only.
         include_stop_str_in_output: keep the stop string in the text.
@@ -78,6 +79,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    logprob_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
     max_time: float | None = None
     detokenize: bool = True
@@ -103,6 +105,8 @@ class SamplingParams:
         for name in ("n", "min_tokens", "frequency_penalty", "presence_penalty"):
             if getattr(self, name) is None:
                 raise RequestError(f"{name} must be a number, not None", name)
+        if self.logprob_ids and self.logprobs is None:
+            raise RequestError("logprob_ids needs logprobs; send 0 or more", "logprob_ids")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}", "min_tokens")
         self._check_ids()
@@ -122,7 +126,8 @@ class SamplingParams:
             raise RequestError("stop needs text: stop strings cannot be used with detokenize=False", "stop")
 
     def _check_ids(self) -> None:
-        lists = {"stop_token_ids": (self.stop_token_ids, Sequence, MAX_STOP_IDS)}
+        names = {"stop_token_ids": self.stop_token_ids, "logprob_ids": self.logprob_ids}
+        lists = {name: (ids, Sequence, MAX_STOP_IDS) for name, ids in names.items()}
         for name, (ids, kind, limit) in {**lists, "logit_bias": (self.logit_bias, Mapping, MAX_LOGIT_BIAS)}.items():
             if not isinstance(ids, kind) or len(ids) > limit or not all(type(i) is int and i >= 0 for i in ids):
                 raise RequestError(f"{name} must contain only token ids, at most {limit} of them", name)

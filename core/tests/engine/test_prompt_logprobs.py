@@ -67,6 +67,25 @@ def test_preemption_does_not_repeat_prompt_logprobs(make_config: Any, play: Any,
         assert len(played.tokens[message.id]) == 30
 
 
+def test_a_request_gets_the_log_probabilities_of_the_ids_that_it_names(make_config: Any, play: Any) -> None:
+    controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
+    asked: dict[str, dict[str, Any]] = {
+        "named": {"logprobs": 0, "logprob_ids": [5, 9, 200]}, "one": {"logprobs": 0, "logprob_ids": [7]},
+        "likeliest": {"logprobs": 2}, "none": {},
+    }  # fmt: skip
+    messages = [asks(name, PROMPT[:10], prompt_logprobs=None, **fields) for name, fields in asked.items()]
+    played = play(controller, messages)
+    model = NaiveModel({**find_architecture("LlamaForCausalLM").tiny_config(), **ONE_LAYER}, max_positions=128)
+    tokens = played.tokens["named"]
+    rows = model.logits([*PROMPT[:10], *tokens])[9:-1].float().log_softmax(-1)
+    for name, fields in asked.items():
+        ids = fields.get("logprob_ids")
+        assert len(played.logprobs[name]) == (4 if "logprobs" in fields else 0)
+        for entry, row, token in zip(played.logprobs[name], rows, tokens, strict=False):
+            assert entry.ids == [token, *(ids or row.topk(2).indices.tolist())]
+            assert entry.values == pytest.approx(row[entry.ids].tolist(), abs=1e-5)
+
+
 def test_aborting_during_prompt_logprobs_releases_everything(make_config: Any, play: Any) -> None:
     controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
     play(controller, [asks("gone", PROMPT), asks("stays", PROMPT[:20])], aborts={"gone": 0})

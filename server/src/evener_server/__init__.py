@@ -22,6 +22,7 @@ module                  content
 ``middleware``          request ids, access log, unexpected errors
 ``body``                from a request's bytes to a JSON object
 ``protocol``            request bodies: every field, and what is refused
+``field_types``         types of fields that need a check of their own
 ``messages``            the messages of a chat
 ``images``              images in messages, decoded
 ``chat`` ``completions``  the two endpoints
@@ -35,6 +36,8 @@ module                  content
 ``message_parts``       content, reasoning and tool calls of a generated message
 ``tokens``              tokenize and detokenize
 ``echo``                completions that begin with their prompt
+``embedded_prompts``    prompts and parts of chats as embeddings; ``saved_tensor``: the file of one tensor
+``watermark``           seeds that mark sampled texts, and finding the mark
 ``generation``          the samples of one API request, and the set of running ones
 ``streaming``           a generation as an HTTP response, whole or as server-sent events
 ``logprobs``            log-probabilities in OpenAI's format
@@ -80,6 +83,9 @@ descriptor = Descriptor(
             default="auto",
             help="Which parser reads reasoning: its name, none, or auto: by the chat template.",
         ),
+        "request_metrics": Option(
+            type=bool, default=False, help="Chats and completions have the times of their request in a field metrics."
+        ),
         "root_path": Option(
             type=str, default="", help="Path that a proxy puts before every route, such as /llm; both are answered."
         ),
@@ -91,6 +97,9 @@ descriptor = Descriptor(
         ),
         "token_ids": Option(
             type=bool, default=False, help="Log-probabilities name tokens by their ids, for requests that do not say."
+        ),
+        "watermark_key_file": Option(
+            type=str, default=None, help="Text file with a secret key: sampled answers get a watermark of it."
         ),
     },
     commands={

@@ -116,6 +116,10 @@ def _add_status(app: FastAPI, service: Service) -> None:
     async def stats() -> Response:
         return _json(await status.stats(service))
 
+    @app.get("/load")
+    async def load() -> Response:
+        return _json({"server_load": len(service.running)})
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(await status.metrics(service), media_type=CONTENT_TYPE)

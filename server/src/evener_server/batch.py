@@ -28,6 +28,10 @@ class BatchBody(ChatBody):
     n: Annotated[Any, allowed_values(1)] = None
     kv_transfer_params: Annotated[Any, allowed_values()] = None
 
+    @property
+    def embedded(self) -> bool:
+        return any(chat.embedded for chat in self.chats())
+
     def chats(self) -> Iterator[ChatBody]:
         """The same request for each conversation."""
         fields = {name: getattr(self, name) for name in ChatBody.model_fields}

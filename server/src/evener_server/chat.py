@@ -37,7 +37,7 @@ class ChatJob(Job):
     def __init__(self, service: Service, body: ChatBody) -> None:
         self.stream = bool(body.stream)
         self._service, self._body = service, body
-        self._params, self._top = service.sampling(body), body.num_logprobs()
+        self._params, self._top = service.sampling(body), body.shown_logprobs()
         self._reasoning, self._tools = self._parsers()
         self._held = self._held_to()
         self.without_effect = list(self._held.loose)
@@ -109,7 +109,8 @@ class ChatJob(Job):
             params = left_of(self._params, began)
             if body.beams is not None:
                 if isinstance(given, MediaPrompt):
-                    raise RequestError("beam search cannot be used with images; leave it out", "use_beam_search")
+                    message = "beam search cannot be used with images and prompt_embeds; leave it out"
+                    raise RequestError(message, "use_beam_search")
                 check_beams(params, self.stream)
                 return functools.partial(start_beams, llm, given, params, body.beams, body.choices, self.request_id)
             return functools.partial(
@@ -189,7 +190,8 @@ class ChatJob(Job):
         shown = [self.shown(i, each, generation.finish_reasons[i]) for i, each in enumerate(choices)]
         fields = self.of_prompt(generation, 0)
         usage = await self._service.usage(generation, [each.message.reasoned for each in choices])
-        return to_json({**self._head, "choices": shown, "usage": usage, **fields})
+        times = self._service.metrics_of(generation)
+        return to_json({**self._head, "choices": shown, "usage": usage, **fields, **times})
 
     def of_prompt(self, generation: Generation, prompt: int) -> dict[str, Any]:
         """The fields that were asked for with ``prompt_logprobs`` and ``return_token_ids``; null without."""
@@ -245,7 +247,8 @@ class ChatJob(Job):
                 yield b"".join(pieces)
         if usage:
             found = await self._service.usage(generation, [each.reasoned for each in messages])
-            yield event(to_json({**self._head, "choices": [], "usage": found}))
+            times = self._service.metrics_of(generation)
+            yield event(to_json({**self._head, "choices": [], "usage": found, **times}))
         yield DONE
 
 

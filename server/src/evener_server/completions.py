@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeAlias
 
+from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta
+from evener.errors import RequestError
 from evener.frontend.capacity import Reservation
 from evener.sampling_params import SamplingParams
 from evener_server.beams import check_beams, start_beams
 from evener_server.echo import with_echo
+from evener_server.embedded_prompts import decode_rows, prompt_of_rows
 from evener_server.fill_in_middle import with_suffix
 from evener_server.generation import Generation, Submit
 from evener_server.logprobs import CompletionLogprobs, extend, prompt_logprobs
@@ -19,6 +23,8 @@ from evener_server.prompt_tokens import left_of
 from evener_server.protocol import CompletionBody
 from evener_server.service import Service
 from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
+
+Prompt: TypeAlias = "str | list[int] | MediaPrompt"
 
 
 class CompletionJob(Job):
@@ -34,24 +40,33 @@ class CompletionJob(Job):
         self._head = service.head("cmpl", "text_completion")
 
     async def start(self) -> Generation:
-        service, prompts, samples = self._service, self._body.prompt, self._body.samples
+        service, count, samples = self._service, self._body.prompts, self._body.samples
         await service.check_grammar(self._params, self._body.grammar_field)
         request_id = self._head["id"]
-        names = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
-        with service.llm.reserve(len(prompts) * samples, "n" if len(prompts) == 1 else "prompt") as room:
+        names = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
+        with service.llm.reserve(count * samples, "n" if count == 1 else "prompt") as room:
             began = time.monotonic()
-            given = [await self._prompt(prompt) for prompt in prompts]
+            given: list[Prompt] = [await self._rows(i, data) for i, data in enumerate(self._body.prompt_embeds or ())]
+            given += [await self._prompt(prompt) for prompt in self._body.prompt or ()]
             params = left_of(self._params, began)
             submits = [self._submit(*each, params, room) for each in zip(given, names, strict=True)]
             generation = await service.running.start(submits, samples, self._body.max_tokens)
         generation.prompt_only = self._body.max_tokens == 0
         return generation
 
-    def _submit(self, prompt: str | list[int], name: str, params: SamplingParams, room: Reservation) -> Submit:
+    def _submit(self, prompt: Prompt, name: str, params: SamplingParams, room: Reservation) -> Submit:
         llm, beams = self._service.llm, self._body.beams
         if beams is None:
             return functools.partial(llm.submit, prompt, params, request_id=name, reservation=room)
+        if isinstance(prompt, MediaPrompt):
+            message = "beam search cannot be used with prompt_embeds; leave it out"
+            raise RequestError(message, "use_beam_search")
         return functools.partial(start_beams, llm, prompt, params, beams, self._body.choices, name)
+
+    async def _rows(self, index: int, data: str) -> MediaPrompt:
+        width, most = self._service.info.hidden_size, self._service.max_model_len
+        place = f"prompt_embeds[{index}]"
+        return prompt_of_rows(await asyncio.to_thread(decode_rows, data, place, width, most))
 
     async def _prompt(self, prompt: str | list[int]) -> str | list[int]:
         """What the engine gets for one of the request's prompts."""
@@ -90,7 +105,8 @@ class CompletionJob(Job):
             }
             for place, i in enumerate(self._best_choices(generation))
         ]
-        return to_json({**self._head, "choices": choices, "usage": generation.usage()})
+        times = self._service.metrics_of(generation)
+        return to_json({**self._head, "choices": choices, "usage": generation.usage(), **times})
 
     def _answer_ids(self, generation: Generation, choice: int, delta: Delta, first: bool) -> list[int]:
         """A delta's tokens without an echoed prompt, which a choice's first delta has."""
@@ -140,12 +156,13 @@ class CompletionJob(Job):
             if delta.text or logprobs != b"null" or ids or delta.finish_reason is not None:
                 yield chunk % (choice, to_json(delta.text), logprobs, to_json(delta.finish_reason), ids, end())
         if usage:
-            yield event(to_json({**self._head, "choices": [], "usage": generation.usage()}))
+            times = self._service.metrics_of(generation)
+            yield event(to_json({**self._head, "choices": [], "usage": generation.usage(), **times}))
         yield DONE
 
     def _logprob_builders(self, generation: Generation) -> list[CompletionLogprobs]:
         """One for each choice; empty unless log-probabilities were requested."""
-        count = self._body.num_logprobs()
+        count = self._body.shown_logprobs()
         if count is None:
             return []
         return [CompletionLogprobs(self._names, self._tokenizer, count) for _ in range(generation.choices)]

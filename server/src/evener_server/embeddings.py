@@ -11,10 +11,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from evener.contracts.pooling import PoolingSettings
 from evener.pooling.vectors import check_embed, finished_vector
+from evener_server.field_types import PROMPT_SCHEMA, as_prompts
 from evener_server.generation import Generation
 from evener_server.messages import allowed_values
 from evener_server.pooled import PooledJob
-from evener_server.protocol import PROMPT_SCHEMA, PromptBody, as_prompts
+from evener_server.protocol import PromptBody
 from evener_server.service import Service
 from evener_server.streaming import to_json
 
@@ -35,6 +36,8 @@ class EmbeddingBody(PromptBody):
     dimensions: Annotated[int | None, Field(ge=1)] = None
     #: Divide each vector by its length. Default: as the model's folder says.
     normalize: bool | None = None
+    #: vLLM's name of the same.
+    use_activation: bool | None = None
     # Of vLLM's API: what would change the answer.
     embed_dtype: Annotated[Any, allowed_values("float32")] = None
     endianness: Annotated[Any, allowed_values("native", "little")] = None
@@ -52,8 +55,9 @@ class EmbeddingJob(PooledJob):
         self._body, info = body, service.info
         check_embed(body.dimensions, info.pooling, info.hidden_size)
         self._settings = info.pooling or PoolingSettings()
-        if body.normalize is not None:
-            self._settings = msgspec.structs.replace(self._settings, normalize=body.normalize)
+        normalize = body.use_activation if body.normalize is None else body.normalize
+        if normalize is not None:
+            self._settings = msgspec.structs.replace(self._settings, normalize=normalize)
 
     async def prompt(self, place: int) -> str | list[int]:
         body, prompts = self._body, self._service.prompts

@@ -90,6 +90,7 @@ class Generation:
         self.prompt_only = False
         self._running = running
         self._cached: dict[int, int] = {}
+        self._queued = 0.0
 
     @property
     def choices(self) -> int:
@@ -113,6 +114,10 @@ class Generation:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def times(self) -> dict[str, float]:
+        """How long the request took, see ``RequestTimer.times``; of several samples the longest time in the queue."""
+        return self._meter.times(self._queued)
 
     async def __aenter__(self) -> Generation:
         return self
@@ -160,6 +165,7 @@ class Generation:
         self.prompt_logprobs[prompt] += delta.prompt_logprobs or ()
         # The first entry at a position is the token that was sampled.
         self.cumulative_logprobs[choice] += sum(next(iter(entry.values())) for entry in delta.logprobs or ())
+        self._queued = max(self._queued, delta.queued)
         self._cached[choice] = max(self._cached.get(choice, 0), delta.num_cached_tokens)
         if delta.finish_reason is not None:
             self.finish_reasons[choice] = delta.finish_reason

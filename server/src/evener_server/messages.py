@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -87,6 +87,16 @@ class ImagePart(Body):
     image_url: ImageUrl
 
 
+class RowsPart(Body):
+    """Embeddings in a message's content, which the model reads in place of a text: see ``embedded_prompts``."""
+
+    type: Literal["prompt_embeds"]
+    data: Annotated[str, Field(min_length=1)]
+
+
+ContentPart: TypeAlias = Annotated[TextPart | ImagePart | RowsPart, Field(discriminator="type")]
+
+
 class ToolFunction(Body):
     """The function that an earlier answer called; ``arguments`` is JSON text."""
 
@@ -108,7 +118,7 @@ class Message(Body):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[
-        Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)] | None,
+        Annotated[list[ContentPart], Field(fail_fast=True)] | None,
         BeforeValidator(_as_parts),
     ] = None
     name: str | None = None

@@ -186,6 +186,18 @@ class RequestTimer:
         if choice in self._first:
             own.decode_time.add(now - self._first[choice])
 
+    def times(self, queued: float) -> dict[str, float]:
+        """The times of the request so far, in milliseconds, under vLLM's names; ``queued``: seconds in the queue."""
+        first, last = min(self._first.values(), default=None), max(self._last.values(), default=None)
+        tokens, found = self._tokens.total(), {"queue_time_ms": queued * 1000}
+        if first is None or last is None:
+            return found
+        found |= {"time_to_first_token_ms": (first - self._started) * 1000, "generation_time_ms": (last - first) * 1000}
+        if gaps := tokens - len(self._tokens):
+            spent = sum(self._last[choice] - self._first[choice] for choice in self._first)
+            found["mean_itl_ms"] = spent / gaps * 1000
+        return found | {"tokens_per_second": tokens / (last - self._started)}
+
     def close(self) -> None:
         """All samples have ended."""
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))

@@ -28,10 +28,12 @@ class ServerOptions:
         chat_template: a file with a chat template, instead of the model's.
         force_include_usage: every stream ends with the usage.
         model_aliases: other names of the model, separated by commas.
+        request_metrics: answers have the times of their request.
         root_path: a path before every route.
         thinking_budget: tokens that reasoning may have by default.
         tokenizer_info: show the tokenizer's settings.
         token_ids: log-probabilities name tokens by their ids by default.
+        watermark_key_file: a file with the key of the watermark.
     """
 
     vllm_metrics: bool = True
@@ -41,10 +43,12 @@ class ServerOptions:
     chat_template: str | None = None
     force_include_usage: bool = False
     model_aliases: str = ""
+    request_metrics: bool = False
     root_path: str = ""
     thinking_budget: int | None = None
     tokenizer_info: bool = False
     token_ids: bool = False
+    watermark_key_file: str | None = None
 
     def read_chat_template(self) -> str | None:
         """The text of ``chat_template``.

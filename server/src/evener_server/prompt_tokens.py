@@ -12,6 +12,7 @@ from evener.contracts.media import MediaPrompt
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import SamplingParams
+from evener_server.embedded_prompts import RowParts
 from evener_server.errors import deadline_missed
 from evener_server.fill_in_middle import GapMarks, spelling_of
 from evener_server.images import decode_images
@@ -69,16 +70,23 @@ class PromptTokens:
     async def conversation(
         self, body: ChatBody, add_special_tokens: bool = False, *, any_length: bool = False
     ) -> list[int] | MediaPrompt:
-        """The token ids of a conversation; with images, these too.
+        """The token ids of a conversation; with images or embeddings, these too.
 
         Raises:
             RequestError: as ``text``, or the template refuses the messages.
         """
-        _, chat, info = self.tokenizer, self._llm.chat, self._llm.info
+        tokenizer, chat, info = self.tokenizer, self._llm.chat, self._llm.info
         assert chat is not None and info is not None, "they are ready together with the tokenizer"
         messages = [message.plain() for message in body.messages]
 
         def render() -> str | MediaPrompt:
+            if body.embedded:
+                rows = RowParts(info.hidden_size, self.context)
+                text = chat.render(rows.messages(messages), **body.template())
+                if tokenizer.exceeds(text, self.context):
+                    message = f"the messages do not fit the context of {self.context} tokens: shorten them"
+                    raise ContextLengthError(message, "messages")
+                return rows.prompt(text, tokenizer)
             read = decode_images(messages) if info.encoders else messages
             return chat.prompt(read, **body.template())
 

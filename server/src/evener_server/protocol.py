@@ -9,113 +9,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from evener_beam.search import BeamOptions
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError, did_you_mean
-from evener.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_REPETITION,
-    MAX_STOP_IDS,
-    MIN_REPETITION,
-    SamplingParams,
-)
+from evener.sampling_params import MAX_LOGPROBS, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
 from evener_server.beams import BeamFields
-from evener_server.messages import Body, ImagePart, Message, Messages, TextPart, allowed_values
-from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only
+from evener_server.field_types import INT32, MAX_SHOWN_CHARS, Biases, Embeds, Prompts, Stops, TokenId, short
+from evener_server.messages import Body, ImagePart, Message, Messages, RowsPart, TextPart, allowed_values
+from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only, only_ids
 from evener_server.tools import Choice, ToolChoice, Tools
 from evener_server.unknown_fields import drop_unknown
 
-MAX_STOPS = 16
-_INT32, _INT64 = 2**31 - 1, 2**63
-_ID_DIGITS = 10
-#: Characters of a client's value that an error message repeats.
-_MAX_SHOWN_CHARS = 60
+#: Ids of ``allowed_token_ids``.
+MAX_ALLOWED = 4096
+_INT64 = 2**63
 _MISSING, _UNKNOWN, _UNSUPPORTED = "missing", "extra_forbidden", "unsupported_parameter"
-
-
-def _invalid(message: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid_value", "{message}", {"message": message})
-
-
-def _stops(value: object) -> object:
-    stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return None
-    if not (isinstance(stops, list) and len(stops) <= MAX_STOPS and all(isinstance(s, str) for s in stops)):
-        raise _invalid(f"must be a string or a list of at most {MAX_STOPS} strings")
-    # Clients send an empty one for none.
-    return [stop for stop in stops if stop] or None
-
-
-def _biases(value: object) -> object:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
-        raise _invalid(f"must be an object with at most {MAX_LOGIT_BIAS} token ids")
-    wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS)]
-    if wrong:
-        raise _invalid(f'has the key {_short(wrong[0])}: keys are token ids, as in {{"50256": -100}}')
-    for bias in value.values():
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-            raise _invalid(f"has the value {_short(bias)}: values are numbers from -100 to 100")
-    biases = {int(key): float(bias) for key, bias in value.items()}
-    if len(biases) < len(value):
-        raise _invalid("has the same token id twice")
-    return biases
-
-
-def as_prompts(value: object) -> object:
-    """One text, one list of ids, or a list of either, turned into a list of prompts."""
-    if isinstance(value, str):
-        return [value]
-    kinds = set(map(type, value)) if isinstance(value, list) else set()
-    if kinds == {str}:
-        return value
-    if kinds == {int}:
-        return [value]
-    if kinds == {list} and all(set(map(type, ids)) == {int} for ids in value):  # type: ignore[attr-defined]
-        return value
-    raise _invalid(
-        "must be a string, a list of strings, a list of token ids, or a list of lists of token ids; none empty"
-    )
-
-
-_STOP_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
-        {"type": "null"},
-    ]
-}
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        _IDS_SCHEMA,
-        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
-    ]
-}
-
-
-_TokenId = Annotated[int, Field(ge=0, le=_INT32)]
-_BIAS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": MAX_LOGIT_BIAS,
-        },
-        {"type": "null"},
-    ]
-}
 
 
 class StreamOptions(Body):
@@ -135,7 +49,7 @@ class TransferParams(Body):
 
     model_config = ConfigDict(extra="allow")
 
-    prompt_token_ids: Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
 
 
 class PromptBody(Body):
@@ -149,7 +63,7 @@ class PromptBody(Body):
     max_time: Annotated[float | None, Field(gt=0)] = None
 
     #: Tokens that are left of a longer prompt; -1: as many as fit.
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=_INT32)] = None
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=INT32)] = None
     #: What is cut off. Default: left, so that the prompt's end is left.
     truncation_side: Literal["left", "right"] | None = None
     #: Default: true for a text, false for a conversation, whose template has them.
@@ -185,11 +99,11 @@ class GenerationBody(PromptBody, BeamFields):
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1, le=_INT32)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=INT32)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(_STOP_SCHEMA)] = None
+    stop: Stops = None
     stop_with_eos: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -199,8 +113,8 @@ class GenerationBody(PromptBody, BeamFields):
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] = None
     #: Token ids as text, because JSON keys are text.
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)] = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    logit_bias: Biases = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
     #: Default: true.
     skip_special_tokens: bool | None = None
@@ -216,11 +130,9 @@ class GenerationBody(PromptBody, BeamFields):
 
     # Of vLLM's API: what would change the answer.
     bad_words: Annotated[Any, allowed_values([])] = None
-    allowed_token_ids: Annotated[Any, allowed_values([])] = None
     logits_processors: Annotated[Any, allowed_values([])] = None
     prompt_embeds: Annotated[Any, allowed_values()] = None
     spaces_between_special_tokens: Annotated[Any, allowed_values(True)] = None
-    logprob_token_ids: Annotated[Any, allowed_values([])] = None
     return_token_ids: Annotated[Any, allowed_values(False)] = None
     return_tokens_as_token_ids: Annotated[Any, allowed_values(False)] = None
 
@@ -351,17 +263,60 @@ class TokenOutputs(GenerationBody):
     return_token_ids: bool | None = None
     #: Log-probabilities name tokens by their ids.
     return_tokens_as_token_ids: bool | None = None
+    #: The only tokens that may be sampled.
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED, fail_fast=True)] | None = None
+    #: Tokens whose log-probabilities are returned in place of the likeliest tokens'.
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     #: Likeliest tokens to return at each position of the prompt, besides the prompt's own.
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
+    def grammar(self) -> GrammarSpec | None:
+        ids = self.allowed_token_ids
+        return only([super().grammar(), only_ids(ids) if ids else None], "allowed_token_ids")
+
+    @property
+    def grammar_field(self) -> str:
+        return "allowed_token_ids" if self.allowed_token_ids else super().grammar_field
+
+    def sampling(self, *, detokenize: bool) -> SamplingParams:
+        params = super().sampling(detokenize=detokenize)
+        if not self.logprob_token_ids:
+            return params
+        return replace(params, logprobs=0, logprob_ids=tuple(dict.fromkeys(self.logprob_token_ids)))
+
+    def shown_logprobs(self) -> int | None:
+        """Tokens that are shown at each position at most, without the sampled one; None: no log-probabilities."""
+        count = self.num_logprobs()
+        return count if count is None or not self.logprob_token_ids else len(self.logprob_token_ids) + 1
+
+    @property
+    @abstractmethod
+    def embedded(self) -> bool:
+        """Whether a prompt, or part of it, is given as embeddings."""
+
+    @property
+    def own_prompt_tokens(self) -> bool:
+        return self.embedded or super().own_prompt_tokens
+
     def check(self) -> None:
         super().check()
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs is not streamed: send stream=false, or leave it out"
             raise RequestError(message, "prompt_logprobs")
+        if self.embedded:
+            self._check_embedded()
+        if self.logprob_token_ids and self.num_logprobs() is None:
+            raise RequestError("logprob_token_ids needs logprobs; send it too", "logprob_token_ids")
+        if self.logprob_token_ids and self.beams is not None:
+            raise RequestError("logprob_token_ids cannot be used with beam search; leave it out", "logprob_token_ids")
+
+    def _check_embedded(self) -> None:
+        for name in ("prompt_logprobs", "truncate_prompt_tokens", "add_special_tokens", "echo", "suffix"):
+            if getattr(self, name, None) not in (None, False):
+                raise RequestError(f"{name} is not compatible with prompt_embeds; leave it out", name)
 
 
 class ChatBody(TokenOutputs):
@@ -383,7 +338,7 @@ class ChatBody(TokenOutputs):
     #: A switch of the chat template. Default: its own, but false with the reasoning effort "none".
     enable_thinking: bool | None = None
     #: Tokens that the reasoning may have.
-    thinking_token_budget: Annotated[int | None, Field(ge=0, le=_INT32)] = None
+    thinking_token_budget: Annotated[int | None, Field(ge=0, le=INT32)] = None
 
     functions: Annotated[Any, allowed_values([])] = None
     function_call: Annotated[Any, allowed_values("none", "auto")] = None
@@ -401,12 +356,16 @@ class ChatBody(TokenOutputs):
     kv_transfer_params: TransferParams | None = None
 
     @property
+    def embedded(self) -> bool:
+        return any(isinstance(part, RowsPart) for message in self.messages for part in message.content or ())
+
+    @property
     def prompt_ids(self) -> list[int] | None:
         """The ids of the prompt's tokens, if they were sent."""
         return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     def without_effect(self) -> list[str]:
-        return [f"kv_transfer_params.{name[:_MAX_SHOWN_CHARS]}" for name in self._unused_params()]
+        return [f"kv_transfer_params.{name[:MAX_SHOWN_CHARS]}" for name in self._unused_params()]
 
     def _unused_params(self) -> list[str]:
         return [] if self.kv_transfer_params is None else sorted(self.kv_transfer_params.model_extra or ())
@@ -461,8 +420,9 @@ class ChatBody(TokenOutputs):
 class CompletionBody(TokenOutputs):
     """POST /v1/completions."""
 
-    #: Always a list of prompts here, each a text or a list of ids.
-    prompt: Annotated[list[Any], BeforeValidator(as_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+    prompt: Prompts = None
+    #: Prompts as embeddings. Their choices come before those of ``prompt``.
+    prompt_embeds: Embeds = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     #: 0 returns only the prompt, with ``echo``.
     max_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -473,6 +433,15 @@ class CompletionBody(TokenOutputs):
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     #: The text after the gap that the answer fills.
     suffix: str | None = None
+
+    @property
+    def embedded(self) -> bool:
+        return bool(self.prompt_embeds)
+
+    @property
+    def prompts(self) -> int:
+        """The number of prompts."""
+        return len(self.prompt_embeds or ()) + len(self.prompt or ())
 
     @property
     def samples(self) -> int:
@@ -491,6 +460,8 @@ class CompletionBody(TokenOutputs):
 
     def check(self) -> None:
         super().check()
+        if not self.prompts:
+            raise RequestError("prompt is missing; send it", "prompt", "missing_required_parameter")
         if self.suffix and self.echo:
             raise RequestError("echo cannot be used with suffix: the prompt is two texts; leave it out", "echo")
         if self.max_tokens == 0 and not self.echo:
@@ -511,7 +482,7 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
     Raises:
         RequestError: the first field that is wrong; ``param`` is its path, ``code`` one of OpenAI's error codes.
     """
-    parts = {"message": _fields(Message), "part": _fields(TextPart) | _fields(ImagePart)}
+    parts = {"message": _fields(Message), "part": _fields(TextPart) | _fields(ImagePart) | _fields(RowsPart)}
     parts = parts if issubclass(kind, ChatBody) else {}
     known, ignored = drop_unknown(value, kind.model_fields, parts, samples=issubclass(kind, GenerationBody))
     try:
@@ -532,10 +503,10 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
     if what == "union_tag_not_found" and isinstance(found["input"], dict):
         what, param = _MISSING, f"{param}.type"
     if what == "union_tag_invalid":
-        given = _short(found["input"].get("type"))
+        given = short(found["input"].get("type"))
         return RequestError(
-            f"{param}.type is {given}, which this server does not support: send text or image_url", f"{param}.type",
-            _UNSUPPORTED,
+            f"{param}.type is {given}, which this server does not support: send text, image_url or prompt_embeds",
+            f"{param}.type", _UNSUPPORTED,
         )  # fmt: skip
     if what == _MISSING:
         return RequestError(f"{param} is missing; send it", param, "missing_required_parameter")
@@ -546,12 +517,12 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
         return RequestError(f"{param} {message}", param, _UNSUPPORTED)
     if what == "literal_error" and found["loc"][-1] == "type":
         return RequestError(
-            f"{param} is {_short(found['input'])}, which this server does not support: {message}", param, _UNSUPPORTED
+            f"{param} is {short(found['input'])}, which this server does not support: {message}", param, _UNSUPPORTED
         )
     code = "invalid_type" if what.endswith("_type") else "invalid_value"
     if what == "invalid_value":
         return RequestError(f"{param} {message}", param, code)
-    return RequestError(f"{param} is {_short(found['input'])}: {message}", param, code)
+    return RequestError(f"{param} is {short(found['input'])}: {message}", param, code)
 
 
 def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -559,17 +530,9 @@ def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return (*loc[:4], *loc[5:]) if loc[:1] == ("messages",) and loc[2:3] == ("content",) else loc
 
 
-def _short(value: object) -> str:
-    """The sent value, shortened for a message."""
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
-
-
 def path(loc: tuple[int | str, ...]) -> str:
     """``("messages", 0, "content")`` as ``messages[0].content``."""
     text = ""
-    for part in (p if isinstance(p, int) or len(p) <= _MAX_SHOWN_CHARS else p[:_MAX_SHOWN_CHARS] + "…" for p in loc):
+    for part in (p if isinstance(p, int) or len(p) <= MAX_SHOWN_CHARS else p[:MAX_SHOWN_CHARS] + "…" for p in loc):
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text

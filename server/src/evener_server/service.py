@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from importlib_metadata import version
@@ -13,6 +14,7 @@ from importlib_metadata import version
 from evener.async_llm import AsyncLLM
 from evener.contracts.writing import ReasoningWriter
 from evener.engine.wire.engine_info import EngineInfo
+from evener.errors import RequestError
 from evener.pooling.settings import check_task
 from evener.sampling_params import SamplingParams
 from evener_server.body import BodyLimits
@@ -25,6 +27,7 @@ from evener_server.options import ServerOptions
 from evener_server.parsers import Parsers
 from evener_server.prompt_tokens import PromptTokens
 from evener_server.protocol import GenerationBody
+from evener_server.watermark import read_key
 
 
 class Service:
@@ -47,6 +50,8 @@ class Service:
         self.llm, self.limits = llm, limits
         self.options = options or ServerOptions()
         self.parsers = Parsers(self.options)
+        path = self.options.watermark_key_file
+        self._watermark = None if path is None else read_key(path)
         self.grammars = GrammarChecks()
         self.prompts = PromptTokens(llm)
         self.metrics = Metrics()
@@ -100,7 +105,12 @@ class Service:
             RequestError: the model generates no text, or a value is out of range.
         """
         check_task("generate", self.info.pooling)
-        return body.sampling(detokenize=self.llm.tokenizer is not None)
+        last = self.info.vocab_size - 1
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if (highest := max(getattr(body, name, None) or (), default=0)) > last:
+                raise RequestError(f"{name} has {highest}: ids are from 0 to {last}", name)
+        params = body.sampling(detokenize=self.llm.tokenizer is not None)
+        return params if self._watermark is None else replace(params, seed=self._watermark.seed(params.seed))
 
     def reasons(self, with_tools: bool) -> bool:
         """Whether the model writes reasoning that can be held to a budget."""
@@ -114,6 +124,10 @@ class Service:
     def token_names(self, as_ids: bool | None) -> TokenNames:
         """How log-probabilities name tokens; ``as_ids``: what the request says."""
         return TokenNames(self.llm.tokenizer, self.options.token_ids if as_ids is None else as_ids)
+
+    def metrics_of(self, generation: Generation) -> dict[str, Any]:
+        """The field with the request's own times, if the server gives them."""
+        return {"metrics": generation.times()} if self.options.request_metrics else {}
 
     async def usage(self, generation: Generation, reasoned: Sequence[str | None]) -> dict[str, Any]:
         """The usage with the tokens of reasoning, for a model that writes any; ``reasoned``: each choice's."""

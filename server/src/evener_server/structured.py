@@ -129,6 +129,12 @@ def only(found: list[GrammarSpec | None], param: str) -> GrammarSpec | None:
     return sent[0] if sent else None
 
 
+def only_ids(ids: list[int]) -> GrammarSpec:
+    """Nothing but these tokens, and the end of a text only if it is one of them."""
+    # A text is complete, so that any end may follow, after more tokens than a context has.
+    return GrammarSpec(kind="lark", text=f"start: <[{','.join(map(str, sorted(set(ids))))}]>{{{2**31 - 1}}}")
+
+
 def _of_schema(schema: dict[str, Any] | str) -> GrammarSpec:
     return GrammarSpec(kind="json_schema", text=schema if isinstance(schema, str) else json.dumps(schema))
 

@@ -58,7 +58,7 @@ class TokenService:
         prompts = self._service.prompts
         if isinstance(body, TokenizeChat):
             ids = await self.chat_ids(body, bool(body.add_special_tokens))
-        elif len(body.prompt) != 1 or not isinstance(body.prompt[0], str):
+        elif body.prompts != 1 or not body.prompt or not isinstance(body.prompt[0], str):
             raise RequestError("prompt must be one text: send one request for each", "prompt")
         else:
             ids = await prompts.text(body.prompt[0], body.add_special_tokens is not False, "prompt")

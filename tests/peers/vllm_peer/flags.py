@@ -53,7 +53,6 @@ _ADAPTERS = "requests name the adapter; those for the base model need none"
 #: Parsers of the same formats.
 _TOOLS = {"llama3_json": "llama3", "openai": "harmony", "glm45": "glm4", "qwen3_xml": "qwen3_coder"}
 _REASONING = {"qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony", "mistral": "bracket_think"}
-_EMBEDS = "prompt embeddings"
 
 FLAGS: Mapping[str, Meaning] = {
     "--dtype": Key("dtype"),
@@ -68,9 +67,10 @@ FLAGS: Mapping[str, Meaning] = {
     "--served-model-name": Key("serve.served_model_name"),
     "--enable-chunked-prefill": Unneeded("prompts are always computed in chunks"),
     "--enable-lora": Unneeded(_ADAPTERS),
-    "--enable-per-request-metrics": Unneeded("tests of the field 'metrics' look for it themselves"),
+    "--enable-per-request-metrics": Key("server.request_metrics", "true"),
     "--enable-prompt-tokens-details": Unneeded("the details are always there"),
     "--gpu-memory-utilization": Unneeded("the device is the CPU", words=1),
+    "--lora-module": Unneeded(_ADAPTERS, words=1),
     "--limit-mm-per-prompt": Unneeded("the limit is fixed", words=1),
     "--lora-modules": Unneeded(_ADAPTERS, words=1),
     "--max-cpu-loras": Unneeded(_ADAPTERS, words=1),
@@ -79,23 +79,25 @@ FLAGS: Mapping[str, Meaning] = {
     "--show-hidden-metrics-for-version": Unneeded("no metric is hidden", words=1),
     "--trust-remote-code": Unneeded("the model needs no code of its own"),
     "--chat-template": Key("server.chat_template"),
-    "--chat-template-content-format": Missing("message parts of the model's own kinds"),
+    "--chat-template-content-format": Unneeded("templates get one text a message", words=1),
     "--enable-auto-tool-choice": Unneeded("tools are always read if the server has a parser"),
     "--enable-force-include-usage": Key("server.force_include_usage", "true"),
-    "--enable-prompt-embeds": Missing(_EMBEDS),
+    "--enable-prompt-embeds": Unneeded("prompts may always be embeddings"),
+    "--enable-server-load-tracking": Unneeded("the load is always counted"),
     "--enable-tokenizer-info-endpoint": Key("server.tokenizer_info", "true"),
     "--no-async-scheduling": Unneeded("answers do not depend on it"),
     "--reasoning-config": Unneeded("the parser knows its marks", words=1),
     "--reasoning-parser": Key("server.reasoning_parser", names=_REASONING),
     "--return-tokens-as-token-ids": Key("server.token_ids", "true"),
     "--root-path": Key("server.root_path"),
-    "--runner": Missing("embeddings", harmless="generate"),
+    "--runner": Key("infer.task", names={"pooling": "embed"}),
     "--skip-tokenizer-init": Missing("a server without a tokenizer"),
     "--speculative-config": Missing("speculative decoding"),
     "--structured-outputs-config.backend": Unneeded("the installed library is used", words=1),
+    "--trust-request-chat-template": Unneeded("tests of such a template show that it is refused"),
     "--tool-call-parser": Key("server.tool_parser", names=_TOOLS),
     "--tool-server": Elsewhere("tools that the server runs; with evener, clients run them"),
-    "--watermark-config": Missing("watermarks"),
+    "--watermark-config": Key("server.watermark_key_file"),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hypothesis import settings
 from .flags import MissingFeature
 from .package import Package
 from .server import Launcher
-from .utilities import NoPictures, real_things, redirect_names, tests_utils
+from .utilities import NoPictures, Reference, real_things, redirect_names, tests_utils
 
 #: Stood in for: vLLM, what only its own code needs, and helpers of tests that are not about a server.
 _ROOTS = frozenset({"vllm", "openai_harmony", "gpt_oss", "tests.conftest", "tests.models"})
@@ -36,7 +36,7 @@ class Seen:
 
     Attributes:
         test: its id below ``tests/entrypoints``.
-        outcome: passed, failed or skipped, in pytest's sense.
+        outcome: passed, failed or skipped, in pytest's sense; or left out, because the command asked for others.
         message: the error or the reason, without its stack.
         served: whether a server ran during the test.
         missing: the feature without which its server cannot be started.
@@ -86,6 +86,18 @@ def local_asset_server() -> NoPictures:
     return NoPictures()
 
 
+@pytest.fixture(scope="session")
+def hf_runner(pytestconfig: pytest.Config) -> type[Reference]:
+    """Of vLLM's top conftest: transformers with the model of a test, here with the one that is served."""
+    return type("Reference", (Reference,), {"served": pytestconfig.getoption("--peer-model")})
+
+
+@pytest.fixture(scope="session")
+def opt125_lora_files() -> str:
+    """Of vLLM's top conftest: the folder of an adapter, which servers here do not read."""
+    return "/not/downloaded/adapter"
+
+
 class Recorder:
     """Writes what came of each test as soon as it has ended."""
 
@@ -118,6 +130,11 @@ class Recorder:
         """A test's end: of its call, or of a setup without one. A teardown that fails is a failure of its own."""
         if report.when == "call" or not report.passed:
             self._write(report)
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Tests that exist and were not asked for."""
+        for item in items:
+            self._put(Seen(item.nodeid.removeprefix("tests/entrypoints/"), "left out", "", False, "", ""))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that could not be imported."""

@@ -25,6 +25,8 @@ from .flags import NotHere, settings
 #: Seconds: the first start compiles kernels.
 _START = 300.0
 _STOP = 30.0
+#: Models of tests that were not trained for chats: they do not end a turn, as the small model would.
+_WITHOUT_TURNS = frozenset({"facebook/opt-125m"})
 _PARSERS = ("server.reasoning_parser", "server.tool_parser")
 _TEMPLATE = Path(__file__).with_name("template.jinja")
 
@@ -83,6 +85,7 @@ class RemoteOpenAIServer:
             flags += ["--hf-overrides", str(override_hf_configs)]
         # An answer that nobody limits ends before it fills the context, which takes minutes on a CPU.
         keys = {"serve.port": str(_free_port()), "request.max_new_tokens": "160"}
+        keys |= {"infer.stop_with_eos": "false"} if model in _WITHOUT_TURNS else {}
         try:
             keys |= settings(model, flags)
         except NotHere as error:
@@ -91,6 +94,10 @@ class RemoteOpenAIServer:
             keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             keys["serve.api_keys"] = f"[{key}]"
+        if "{" in (template := keys.get("server.chat_template", "")):  # the template itself, not its file
+            keys["server.chat_template"] = self._in_file(template)
+        if "server.watermark_key_file" in keys:  # vLLM has the key itself, and its algorithm
+            keys["server.watermark_key_file"] = self._in_file(keys["server.watermark_key_file"])
         if keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
@@ -115,10 +122,17 @@ class RemoteOpenAIServer:
         reasons = _PARSERS[0] in keys
         # The small model does not end its reasoning by itself.
         more = {"server.thinking_budget": "16"} if reasons else {_PARSERS[0]: "none"}
-        template = tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False, encoding="utf-8")  # noqa: SIM115
-        with template:
-            template.write(f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}")
-        return more | ({} if "server.chat_template" in keys else {"server.chat_template": template.name})
+        template = f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}"
+        own = {} if "server.chat_template" in keys else {"server.chat_template": RemoteOpenAIServer._in_file(template)}
+        return more | own
+
+    @staticmethod
+    def _in_file(text: str) -> str:
+        """The name of a file with this text."""
+        file = tempfile.NamedTemporaryFile("w", delete=False, encoding="utf-8")  # noqa: SIM115
+        with file:
+            file.write(text)
+        return file.name
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self

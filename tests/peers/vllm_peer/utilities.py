@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .package import Package
 from .server import Launcher
@@ -92,6 +92,33 @@ class NoPictures:
     def url_for(self, name: str) -> str:
         """A test that needs one is not run."""
         pytest.skip(f"needs the picture {name}, which is not in the source distribution")
+
+
+class Reference:
+    """Of vLLM's ``HfRunner``: the model in transformers, for embeddings of prompts."""
+
+    served: Path
+
+    def __init__(self, *_: Any, is_sentence_transformer: bool = False, **__: Any) -> None:
+        if is_sentence_transformer:
+            pytest.skip("needs the package sentence-transformers")
+        self.tokenizer = AutoTokenizer.from_pretrained(self.served)
+        self.model = AutoModelForCausalLM.from_pretrained(self.served, config=AutoConfig.from_pretrained("any"))
+
+    def __enter__(self) -> Reference:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is to be released."""
+
+    def wrap_device(self, value: Any) -> Any:
+        """The device is the CPU."""
+        return value
+
+    def get_prompt_embeddings(self, prompts: list[str]) -> list[Any]:
+        """The embeddings [n, hidden] of the tokens of each prompt."""
+        embed = self.model.get_input_embeddings()
+        return [embed(self.tokenizer(each, return_tensors="pt").input_ids).squeeze(0).detach() for each in prompts]
 
 
 class _NoHub:

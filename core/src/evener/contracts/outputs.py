@@ -58,6 +58,7 @@ class Delta:
     ``text`` and ``token_ids`` need not match: text is held back while it may be part of a character or of a stop
     string. ``request_id`` is the caller's, not the sample's. ``status`` is the HTTP status that fits ``error``.
     ``prompt_logprobs`` come with sample 0, in the prompt's order. ``pooled``: as in ``CompletionOutput``, all at once.
+    ``queued``: seconds that the sample waited for its first step.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class Delta:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, float] | None] | None = None
     pooled: bytes = b""
+    queued: float = 0.0
 
     def merge(self, later: Delta) -> None:
         """Append ``later``, the next delta of the same sample."""
@@ -85,3 +87,4 @@ class Delta:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.status = later.error, later.status
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+        self.queued = max(self.queued, later.queued)

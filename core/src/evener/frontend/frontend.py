@@ -140,8 +140,8 @@ class Frontend:
         max_tokens = self._max_tokens(len(ids), params, kind)
         if not isinstance(prompt, str) or max(ids) >= self.vocab_size:
             self._check_ids(ids, _PROMPT_PARAM[kind])
-        for name, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            self._check_ids(list(given), name)
+        for name in ("stop_token_ids", "logit_bias", "logprob_ids"):
+            self._check_ids(list(getattr(params, name)), name)
         media = validated_media(prompt, self._hidden_size, self._media_rows)
         ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
         # A text that follows a grammar ends where it is complete.
@@ -242,7 +242,7 @@ class Frontend:
             return [], [wire.Abort(event.id)]
         logprobs = None if event.logprobs is None else [logprobs_dict(entry) for entry in event.logprobs[:count]]
         delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
-        delta.num_cached_tokens, delta.pooled = event.cached, event.pooled
+        delta.num_cached_tokens, delta.pooled, delta.queued = event.cached, event.pooled, event.queued
         if event.prompt_logprobs is not None or sample.prompt_logprobs_due:
             first: list[dict[int, float] | None] = [None] if sample.prompt_logprobs_due else []
             delta.prompt_logprobs = first + [logprobs_dict(entry) for entry in event.prompt_logprobs or ()]
@@ -360,7 +360,8 @@ class Frontend:
             min_p=float(defaults.min_p if params.min_p is None else params.min_p),
             repetition_penalty=float(defaults.repetition_penalty if repetition is None else repetition),
             frequency_penalty=float(params.frequency_penalty), presence_penalty=float(params.presence_penalty),
-            logprobs=params.logprobs, prompt_logprobs=None if index else params.prompt_logprobs, seed=seed, bias=bias,
+            logprobs=params.logprobs, logprob_ids=list(params.logprob_ids), seed=seed, bias=bias,
+            prompt_logprobs=None if index else params.prompt_logprobs,
             grammar=params.grammar and msgspec.structs.replace(params.grammar, ends=tuple(defaults.eos_ids)),
         )  # fmt: skip
 

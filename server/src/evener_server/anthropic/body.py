@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from evener_server.field_types import MAX_STOPS
 from evener_server.messages import Body, allowed_values
-from evener_server.protocol import MAX_STOPS, GenerationBody
+from evener_server.protocol import GenerationBody
 from evener_server.tools import MOST_TOOLS
 from evener_server.translated import TextOrList
 

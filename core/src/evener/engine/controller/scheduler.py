@@ -351,6 +351,7 @@ class Scheduler:
             filtered=any(s.temperature > 0 and s.filtered for s in wanted),
             logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
             top_logprobs=max((s.logprobs or 0 for s in wanted), default=0),
+            named=[s.logprob_ids for s in wanted if s.logprobs is not None],
             penalized=[i for i, s in enumerate(wanted) if s.penalized],
             biased=[i for i, s in enumerate(wanted) if s.bias],
             scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),
@@ -416,8 +417,9 @@ class Scheduler:
         request.scored += len(scores or ())
         yield Tokens(
             id=request.id, ids=[] if pooled else ids, cached=request.cached, pooled=pooled,
+            queued=request.started - request.arrived,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
-            logprobs=[each.likeliest(sampling.logprobs or 0) for each in logprobs] or None,
+            logprobs=[each.likeliest(len(sampling.logprob_ids) or sampling.logprobs or 0) for each in logprobs] or None,
             prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],
         )  # fmt: skip
         if not ids:

@@ -14,7 +14,8 @@ class PendingStep:
     """A submitted step, whose results are being copied to the host.
 
     Attributes:
-        logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``.
+        logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``, and the values of ``plan.named``
+            float32 [n, k], of which a row has as many as it names.
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
     """
@@ -35,7 +36,12 @@ class PendingStep:
         ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()
         logprobs, scores = [], []
         if self.logprobs:
-            logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs)
+            logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs[:3])
+            values = self.logprobs[3].wait().tolist()
+            for row, named in enumerate(self._plan.named):
+                if named:
+                    first = logprobs[row].likeliest(0)
+                    logprobs[row] = TokenLogprobs(first.ids + named, first.values + values[row][: len(named)])
         if self.scores:
             scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
         pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]

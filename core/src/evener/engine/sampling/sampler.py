@@ -119,6 +119,14 @@ class Sampler:
         return LogprobTensors(*self._logprobs.table[bucket_index(logits.shape[0])](logits, ids, top))
 
     @staticmethod
+    def named(logits: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities float32 [n, k] of ``named`` ids int32 [n * k], from logits [n, V] and the log-probabilities
+        ``chosen`` [n] of ``ids`` int32 [n]: they differ as the logits do."""
+        picked = torch.cat((ids[:, None], named.view(len(ids), named.shape[0] // len(ids))), 1).long()
+        values = logits.gather(1, picked).float()
+        return values[:, 1:] - values[:, :1] + chosen[:, None]
+
+    @staticmethod
     def unpack(
         chosen: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, picked: Sequence[int]
     ) -> list[tuple[list[int], list[float]]]:

@@ -40,7 +40,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     #: How many of the likeliest tokens get their raw log-probabilities reported, besides the sampled token; None: no
     #: log-probabilities at all.
     logprobs: int | None = None
-    #: The same for the prompt's own tokens, from the second on.
+    #: Ids whose log-probabilities are reported in place of the likeliest tokens', where ``logprobs`` is not None.
+    logprob_ids: list[int] = []
+    #: Like ``logprobs``, for the prompt's own tokens, from the second on.
     prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -130,7 +132,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """New tokens of one request, in order. ``cached``: prompt tokens that came from the prefix cache.
     ``prompt_logprobs`` continue those of earlier messages, from the second prompt token on. All of them arrive before
-    or with the first id. ``pooled``: as in ``CompletionOutput``; no id comes with it."""
+    or with the first id. ``pooled``: as in ``CompletionOutput``; no id comes with it. ``queued``: as in ``Delta``."""
 
     id: str
     ids: list[int]
@@ -138,6 +140,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached: int = 0
     pooled: bytes = b""
+    queued: float = 0.0
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):

@@ -50,6 +50,7 @@ class StepLayout(StepShape):
         for index, row in enumerate(plan.samples if left else ()):
             behind[index] = left.get(row, 0)
             left[row] = int(behind[index]) - 1
+        longest = max(map(len, plan.named), default=0)
         scored = [query_start[s.row] + np.arange(s.first, s.first + s.count, dtype=np.int32) for s in plan.scores]
         self.arrays: dict[str, np.ndarray[Any, Any]] = {
             "positions": positions,
@@ -62,6 +63,7 @@ class StepLayout(StepShape):
             "sample_positions": ends[picked] - behind,
             "random": np.array(plan.random, dtype=np.int32),
             "logprobs": np.array(plan.logprobs, dtype=np.int32),
+            "named": np.array([ids + [0] * (longest - len(ids)) for ids in plan.named], dtype=np.int32).reshape(-1),
             "penalized": np.array(plan.penalized, dtype=np.int32),
             "biased": np.array(plan.biased, dtype=np.int32),
             "scores": np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
