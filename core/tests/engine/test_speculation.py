@@ -4,7 +4,7 @@ do not pay."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -38,7 +38,7 @@ def requests() -> list[NewRequest]:
 class Oracle(Drafter):
     """Knows the answers, and makes each third proposal wrong."""
 
-    answers: list[list[int]] = []
+    answers: ClassVar[list[list[int]]] = []
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

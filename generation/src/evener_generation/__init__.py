@@ -1,4 +1,4 @@
-"""Structured output, parsers of tool calls and reasoning, and drafts, registered through the same hooks as anybody else's.
+"""Structured output, parsers of tool calls and reasoning, and drafts, through the same hooks as anybody else's.
 
 Torch-free.
 

@@ -130,7 +130,7 @@ class InferConfig(Section):
         "auto", "int", "Plans in flight; auto: pipeline stages + 1. 1 is for debugging; the tokens are the same.",
         auto=True, minimum=1, maximum=16
     )  # fmt: skip
-    drafter: str = option("none", "str", "What proposes tokens that are checked several in a step (speculative decoding); "
+    drafter: str = option("none", "str", "Speculative decoding: what proposes tokens, of which a step checks several; "
                           "none, or an installed one, such as ngram.")  # fmt: skip
     draft_tokens: int = option(4, "int", "The most tokens that infer.drafter proposes for a request in a step.",
                                minimum=1, maximum=16)  # fmt: skip

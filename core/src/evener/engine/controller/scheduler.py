@@ -287,8 +287,8 @@ class Scheduler:
     def _plan_row(
         self, new: _NewPlan, request: Request, count: int, drafted: list[int] | None = None, admit: bool = False
     ) -> bool:
-        """Add a row of ``count`` tokens, and those ``drafted`` behind them, to the plan; False, with nothing changed, if
-        the pool has too few blocks."""
+        """Add a row of ``count`` tokens and the ``drafted`` ones behind them to the plan; False, with nothing changed,
+        if the pool has too few blocks."""
         assert request.table is not None, "a running request has a table"
         drafted = drafted or []
         samples = 1 + len(drafted) if request.planned + count == request.length else 0

@@ -196,7 +196,8 @@ def _resolver(config: ResolvedConfig, loaded: LoadedPackages, device: Device, en
         reference_ops="infer.op_impl=ref" if infer.op_impl == "ref" else "",
         reference_attention="infer.attn_type=ref" if infer.attn_type == "ref" else "",
         forced=config.config.ops, max_fallback=config.config.max_fallback, version=importlib_metadata.version("evener"),
-        sizes=Sizes(max(config.step_tokens, encoded), config.max_samples), tuned=read_tuned(infer.tuning, bench, folders),
+        sizes=Sizes(max(config.step_tokens, encoded), config.max_samples),
+        tuned=read_tuned(infer.tuning, bench, folders),
     )  # fmt: skip
     resolver = Resolver(available)
     resolver.manifest.notes += available.tuned.notes
