@@ -148,6 +148,29 @@ class DecodingStub:
         vars(self).update(fields)
 
 
+def test_wrong_drafts_make_longer_and_longer_pauses(make_lively: Any, play: Any) -> None:
+    controller, _ = strict_controller(make_lively("Llama", ONE_LAYER, **DELAYED))
+    greedy = requests()[0]
+    message = NewRequest(id="r", prompt=greedy.prompt, max_tokens=60, sampling=greedy.sampling)
+    answer = play(controller, [message]).tokens["r"]
+    Stubborn.wrong = max(answer) + 1
+    again = NewRequest(id="again", prompt=greedy.prompt, max_tokens=60, sampling=greedy.sampling)
+    assert play(drafted(controller, drafter=Stubborn), [again]).tokens["again"] == answer
+    assert controller.scheduler.stats.drafts == 5, "behind 1, 4, 9, 18 and 35 tokens"
+
+
+class Stubborn(Drafter):
+    """Always proposes one wrong token."""
+
+    wrong = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Learn nothing."""
+
+    def propose(self, count: int) -> Sequence[int]:
+        return [self.wrong] * count
+
+
 @pytest.mark.parametrize(("speed_with", "chosen"), [(1.5, True), (0.7, False)])
 def test_the_faster_way_is_taken_and_the_other_tried_now_and_then(speed_with: float, chosen: bool) -> None:
     payoff, ways = Payoff(), []

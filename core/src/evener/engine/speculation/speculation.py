@@ -16,20 +16,40 @@ from evener.errors import ConfigError
 from evener.plugins.discover import installed_catalog
 
 
+#: The longest pause after wrong drafts, in tokens.
+_LONGEST_PAUSE = 32
+
+
 @dataclass
 class _Text:
-    """What is known of one request: its drafter, how many tokens that has seen, and how many it may propose."""
+    """What is known of one request.
+
+    Attributes:
+        drafter: proposes its tokens, and has seen the first ``seen`` of them.
+        length: how many it may propose.
+        misses: drafts in a row without a right token.
+        resume: the length of the text from which on it has drafts again.
+    """
 
     drafter: Drafter
-    seen: int
-    length: float
+    length: int
+    seen: int = 0
+    misses: int = 0
+    resume: int = 0
+
+    def record(self, drafted: int, right: int, tokens: int, longest: int) -> None:
+        """Of ``drafted`` tokens the first ``right`` were; the text has ``tokens`` tokens now."""
+        self.length = min(longest, self.length + 2) if right == drafted else max(1, self.length - 1)
+        self.misses = 0 if right else self.misses + 1
+        self.resume = tokens + (min(_LONGEST_PAUSE, 2**self.misses) if self.misses else 0)
 
 
 class Speculation(Drafts):
     """Drafts for each request that decodes and has no grammar, whose masks would depend on the drafts.
 
     The number of tokens follows how many were right before: two more when all were, one less otherwise, as in the
-    heuristic schedule of transformers' assisted generation.
+    heuristic schedule of transformers' assisted generation. After a draft without a right token a request has none for
+    a while, twice as long each time.
 
     Args:
         drafter: makes the drafter of one request.
@@ -78,19 +98,22 @@ class Speculation(Drafts):
         return self.on and request.unread > 0 and self._suits(request)
 
     def _suits(self, request: DecodingRequest) -> bool:
-        ahead = any(point >= request.planned for point in request.fork_points)
-        return request.message.sampling.grammar is None and request.tokens_to_compute == 1 and not ahead
+        if request.tokens_to_compute != 1 or request.message.sampling.grammar is not None:
+            return False
+        text = self._texts.get(request)
+        paused = text is not None and request.length < text.resume
+        return not paused and not any(point >= request.planned for point in request.fork_points)
 
     def propose(self, request: DecodingRequest, budget: int) -> list[int]:
         if not self.on or request.unread or not self._suits(request):
             return []
         text = self._texts.get(request)
         if text is None:
-            text = self._texts[request] = _Text(self._drafter(), 0, self._length)
+            text = self._texts[request] = _Text(self._drafter(), self._length)
         text.drafter.extend(request.tokens[text.seen :])
         text.seen = len(request.tokens)
         # The last token before the limit is sampled and never computed.
-        count = min(int(text.length), budget, self._room, request.limit - request.length - 1)
+        count = min(text.length, budget, self._room, request.limit - request.length - 1)
         found = list(text.drafter.propose(count))[:count] if count > 0 else []
         self._room -= len(found)
         return found
@@ -99,8 +122,8 @@ class Speculation(Drafts):
         for row in rows:
             text = self._texts.get(row.request)
             if row.drafts and text is not None:
-                right = row.request.planned - row.start - 1 == len(row.drafts)
-                text.length = min(self._length, text.length + 2) if right else max(1, text.length - 1)
+                right = row.request.planned - row.start - 1
+                text.record(len(row.drafts), right, len(row.request.tokens), self._length)
         if self._payoff is None:
             return
         now, decodes = self._clock(), all(row.samples and row.count == 1 + len(row.drafts) for row in rows)
