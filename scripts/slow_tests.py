@@ -103,6 +103,7 @@ def conftests(path: Path) -> list[Path]:
     return [folder / "conftest.py" for folder in path.parents if (folder / "conftest.py").is_file() and folder != ROOT]
 
 
+@cache
 def reached(path: Path) -> set[str]:
     """The files that a test file depends on, below the root."""
     scripts = [ROOT / name for name in re.findall(r"^# runs: (\S+)$", path.read_text(), re.MULTILINE)]
@@ -137,11 +138,17 @@ def distribution(name: str) -> str:
     return "/".join(parts[:2]) if parts[0] == "backends" else parts[0]
 
 
+@cache
+def content(name: str) -> str:
+    """Of one file."""
+    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+
+
 def digest(path: Path) -> str:
     """Of everything that a test file reaches."""
     total = hashlib.sha256()
     for name in sorted(reached(path)):
-        total.update(f"{name} {hashlib.sha256((ROOT / name).read_bytes()).hexdigest()}\n".encode())
+        total.update(f"{name} {content(name)}\n".encode())
     return total.hexdigest()[:16]
 
 

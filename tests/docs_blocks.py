@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from source_tree import ROOT
+from warm import EVENER, warm
 
 DOCS = ROOT / "docs"
-EVENER = "import sys; from evener.cli.main import main; sys.exit(main())"
 _FENCE = re.compile(r"^```(\S*)[ \t]*(.*?)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -126,7 +126,8 @@ def python(site: Path | tuple[Path, ...], home: Path, *words: str, **environ: st
         "XDG_CACHE_HOME": str(home),
         "COLUMNS": "400",
     }
-    return subprocess.run([sys.executable, *words], cwd=home, env={**mine, **environ}, capture_output=True, text=True)
+    program = warm() / "python"
+    return subprocess.run([program, *words], cwd=home, env={**mine, **environ}, capture_output=True, text=True)
 
 
 def evener(site: Path, home: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from family_oracles import TRANSFORMERS, Oracle, Plain
@@ -17,10 +18,17 @@ from reference_baichuan import Baichuan13B
 from reference_models import Baichuan, ChatGLM, Qwen
 from reference_vision import QwenVL
 
+from evener.contracts.architecture import Architecture
 from evener_conformance.naive.model import find_architecture
 
 #: A change that takes a key out of the config.
 ABSENT = "absent"
+
+
+@cache
+def architecture(name: str) -> type[Architecture]:
+    """The class that is registered under ``name``; entry points are read once for each, not for each row."""
+    return find_architecture(name)
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Row:
     @property
     def config(self) -> dict[str, Any]:
         """What ``config.json`` says."""
-        merged = {**find_architecture(self.architecture).tiny_config(), **self.changes}
+        merged = {**architecture(self.architecture).tiny_config(), **self.changes}
         return {key: value for key, value in merged.items() if value != ABSENT}
 
     @property

@@ -94,16 +94,17 @@ def named_modules(module: Module, among: Mapping[str, Module]) -> list[Import]:
     and groups of entry points have the same.
     """
     known = {name for name, each in among.items() if each.path.name != "__init__.py"}
-    ignored = set()
+    ignored = set()  # each after its statement, which ``walk`` gives first
+    found = []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             ignored.add(id(node.value))
-    return [
-        Import(target, node.lineno, lazy=True, typing=False)
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored
-        if (target := node.value.partition(":")[0]) in known
-    ]
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored
+            and (target := node.value.partition(":")[0]) in known
+        ):  # fmt: skip
+            found.append(Import(target, node.lineno, lazy=True, typing=False))
+    return found
 
 
 def _absolute(node: ast.ImportFrom, module: Module) -> str:
@@ -123,8 +124,8 @@ def _statements(
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from _statements(node.body, lazy=lazy, typing=True)
             yield from _statements(node.orelse, lazy=lazy, typing=typing)
-        else:
-            inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):  # no statement is inside an expression
+            inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             yield from _statements(ast.iter_child_nodes(node), lazy=inside, typing=typing)
 
 

@@ -30,6 +30,7 @@ from serving_metrics import ServiceLevel, percentile, standard_deviation, summar
 from serving_options import NOT_HERE, fields_of, parse
 from source_tree import ROOT
 from stream_client import Sample, read
+from warm import warm
 
 from evener_conformance.command import command as conformance_command
 from evener_conformance.kit.outcome import AREAS
@@ -467,7 +468,7 @@ def test_a_written_folder_of_8_bit_weights_is_read_as_it_is_stored(model: str, f
     folder = quantized_checkpoint.write(model, form, tmp_path, num_hidden_layers=2, **known)
     options = ["--backend", "cpu", "infer.max_seq_len=64", "infer.kv_memory=8MiB"]
     done = subprocess.run(
-        [sys.executable, "-m", "evener", "explain", str(folder), *options], capture_output=True, text=True, check=False
+        [warm() / "evener", "explain", str(folder), *options], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     layouts = next(line for line in done.stdout.splitlines() if line.startswith("packings:"))

@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 from served import EVENER, PATIENCE, Served, tiny_model
+from warm import warm
 
 REAL = ("infer.kv_memory=268435456", "infer.max_seq_len=512")
 SMALL = ("infer.kv_memory=4194304", "infer.max_seq_len=512")
 
 
-def run(*words: str | Path, environ: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
-    """``evener WORDS``; the finished process."""
+def run(
+    *words: str | Path, environ: dict[str, str] | None = None, cwd: Path | None = None, program: Path | None = None
+) -> Any:
+    """``evener WORDS``; the finished process. ``program``: what is started instead of an ``evener`` that is warm."""
     return subprocess.run(
-        [str(word) for word in (EVENER, *words)], capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
-        stdin=subprocess.DEVNULL, env={**os.environ, **(environ or {})}, cwd=cwd,
+        [str(word) for word in (program or warm() / "evener", *words)], capture_output=True, text=True,
+        timeout=2 * PATIENCE, check=False, stdin=subprocess.DEVNULL, env={**os.environ, **(environ or {})}, cwd=cwd,
     )  # fmt: skip
 
 
@@ -35,7 +38,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_streams_the_answer_and_says_the_figures_beside_it(smollm2_dir: Path) -> None:
-    done = run("run", smollm2_dir, "--prompt", "What is the capital of France?", "--temperature", "0", *REAL)
+    done = run("run", smollm2_dir, "--prompt", "What is the capital of France?", "--temperature", "0", *REAL,
+               program=EVENER)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n") and "Paris" in done.stdout
     figures = done.stderr.splitlines()[-1]
@@ -89,7 +93,7 @@ def test_plugins_and_models_list_what_is_installed() -> None:
 
 
 def test_doctor_says_0_with_a_backend_and_1_without() -> None:
-    good = run("doctor", "--json")
+    good = run("doctor", "--json", program=EVENER)
     assert good.returncode == 0 and json.loads(good.stdout)["candidates"]
     missing = run("doctor", "--backend", "abacus")
     assert missing.returncode == 1 and "no backend 'abacus' is installed" in missing.stdout

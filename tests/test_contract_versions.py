@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from docs_blocks import install
 from source_tree import ROOT
+from warm import warm
 
 from evener.contracts.descriptor import CORE_CONTRACTS
 from evener.errors import ContractVersionError
@@ -156,7 +157,7 @@ def test_wheels_of_the_examples_built_for_version_1_are_refused_with_both_number
     install({p.relative_to(OLD).as_posix(): p.read_text() for p in _files(OLD)}, tmp_path / "source", installed)
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**TINY, "architectures": ["ExampleForCausalLM"]}))
-    words = [sys.executable, "-c", RUN_OLD, str(installed), str(model)]
+    words = [warm() / "python", "-c", RUN_OLD, str(installed), str(model)]
     done = subprocess.run(words, capture_output=True, text=True, env=_environ(installed, tmp_path))
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
@@ -180,7 +181,7 @@ def test_wheels_of_the_examples_built_for_version_2_run_or_are_refused_with_both
     model.mkdir()
     own = {"architectures": ["ExampleForCausalLM"], "head_dim": 8, "rope_theta": 10000.0}
     (model / "config.json").write_text(json.dumps({**TINY, **own}))
-    words = [sys.executable, "-c", RUN_NEWER, str(installed), str(model)]
+    words = [warm() / "python", "-c", RUN_NEWER, str(installed), str(model)]
     environ = {**_environ(installed, tmp_path), "WORKED_PRETEND": "1"}
     del environ["XDG_CACHE_HOME"]  # the CPU's kernels take a minute to compile, and are there
     done = subprocess.run(words, capture_output=True, text=True, env=environ)

@@ -19,6 +19,7 @@ import pytest
 from docs_blocks import DOCS, Block, blocks, documents, install, named, package_files, python_path
 from served import free_port
 from source_tree import ROOT
+from warm import warm
 
 pytestmark = pytest.mark.model
 PORT = "21002"
@@ -38,18 +39,22 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "target"
 
 
-def environ(block: Block, packages: Path) -> dict[str, str]:
+INSTALLED = Path(sys.executable).parent
+
+
+def environ(block: Block, packages: Path, commands: Path = INSTALLED) -> dict[str, str]:
     """As in a shell where the distributions are installed, and for ``with=packages`` the documents' own, too."""
     found = {key: value for key, value in os.environ.items() if not key.startswith(("EVENER_", "ABACUS_"))}
-    found["PATH"] = f"{Path(sys.executable).parent}:{found['PATH']}"
+    found["PATH"] = f"{commands}:{INSTALLED}:{found['PATH']}"
     if block.values.get("with") == "packages":
         found["PYTHONPATH"] = python_path(packages)
     return found
 
 
-def command(block: Block, model: Path, port: str = PORT) -> list[str]:
+def command(block: Block, model: Path, port: str = PORT, commands: Path = INSTALLED) -> list[str]:
     text = block.text.replace("MODEL_DIR", str(model)).replace(PORT, port)
-    return ["bash", "-euo", "pipefail", "-c", text] if block.language == "sh" else [sys.executable, "-c", text]
+    program = ["bash", "-euo", "pipefail"] if block.language == "sh" else [str(commands / "python")]
+    return [*program, "-c", text]
 
 
 def test_blocks_that_are_run_are_shell_or_python() -> None:
@@ -65,8 +70,9 @@ def test_blocks_that_are_run_are_shell_or_python() -> None:
 @pytest.mark.parametrize("block", flagged("run"), ids=str)
 def test_a_runnable_block_runs(block: Block, smollm2_dir: Path, packages: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        command(block, smollm2_dir), cwd=tmp_path, env=environ(block, packages), capture_output=True, text=True
-    )
+        command(block, smollm2_dir, commands=warm()), cwd=tmp_path, env=environ(block, packages, warm()),
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip() or "assert " in block.text
 
@@ -150,7 +156,7 @@ json.dump({"seen": seen, "manifest": manifest, "expanded": expanded}, sys.stdout
 @pytest.fixture(scope="module")
 def watched(smollm2_dir: Path) -> Any:
     """The messages of one request and the manifests of two runs."""
-    done = subprocess.run([sys.executable, "-c", WATCH, str(smollm2_dir)], capture_output=True, text=True)
+    done = subprocess.run([warm() / "python", "-c", WATCH, str(smollm2_dir)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from family_runner import check
 from family_table import TABLE, Row
+from family_table import architecture as class_of
 
 from evener.layers import Builder
-from evener_conformance.naive.model import find_architecture
 from evener_models import descriptor
 
 
@@ -30,16 +31,22 @@ def test_every_registered_architecture_has_a_row() -> None:
 @pytest.mark.parametrize("architecture", descriptor.architectures)
 def test_the_oracle_that_an_architecture_names_is_the_tables(architecture: str) -> None:
     names = {row.oracle.name for row in TABLE.values() if row.architecture == architecture}
-    assert find_architecture(architecture).oracle == ", ".join(sorted(names))
+    assert class_of(architecture).oracle == ", ".join(sorted(names))
+
+
+@cache
+def model_of(name: str) -> Builder:
+    """What the model of a row declares."""
+    build = Builder("float32", 128)
+    class_of(TABLE[name].architecture)(TABLE[name].config, build)
+    return build
 
 
 def declared(architecture: str) -> Iterator[tuple[Row, Builder]]:
     """The rows of an architecture, those of other names of its class too, and what each of their models declares."""
-    for row in TABLE.values():
-        if find_architecture(row.architecture) is find_architecture(architecture):
-            build = Builder("float32", 128)
-            find_architecture(architecture)(row.config, build)
-            yield row, build
+    for name, row in TABLE.items():
+        if class_of(row.architecture) is class_of(architecture):
+            yield row, model_of(name)
 
 
 @pytest.mark.parametrize("architecture", descriptor.architectures)

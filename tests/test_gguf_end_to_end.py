@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from gguf_files import dequantized, tokenizer_keys, write_gguf
 from safetensors.torch import save_file
+from warm import warm
 
 from evener import LLM, SamplingParams
 from evener.config import from_overrides
@@ -115,7 +115,7 @@ def test_dummy_weights_need_nobody_who_reads_the_folders_quantization(pair: Sequ
 
 
 def test_the_command_line_takes_a_file(pair: Sequence[Path]) -> None:
-    command = [sys.executable, "-m", "evener", "run", str(pair[0]), "--prompt", "tea", "--max-tokens", "3", "--json"]
+    command = [warm() / "evener", "run", str(pair[0]), "--prompt", "tea", "--max-tokens", "3", "--json"]
     done = subprocess.run([*command, "outputs=none", "--raw"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["prompt_tokens"] == 4

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from docs_blocks import DOCS
+from warm import EVENER, warm
 
 from evener.cli.main import main
 from evener_conformance.new import KINDS, render, template_variables
 
 EXAMPLES = DOCS / "examples"
-EVENER = "import sys; from evener.cli.main import main; sys.exit(main())"
 RUN = """
 import json, sys
 from evener import LLM, SamplingParams
@@ -54,7 +54,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(site: Path, home: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     mine = {key: value for key, value in os.environ.items() if not key.startswith("EVENER_")}
     mine |= {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(home), "COLUMNS": "400", **environ}
-    return subprocess.run([sys.executable, *words], cwd=home, env=mine, capture_output=True, text=True)
+    return subprocess.run([warm() / "python", *words], cwd=home, env=mine, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

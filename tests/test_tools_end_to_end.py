@@ -72,7 +72,7 @@ def asked(client: OpenAI, **fields: Any) -> Any:
 
 
 def test_required_calls_are_valid_in_every_choice(client: OpenAI) -> None:
-    answer = asked(client, tool_choice="required", n=6)
+    answer = asked(client, tool_choice="required", n=4)
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls" and not choice.message.content
         assert choice.message.tool_calls and choice.message.reasoning, "five bytes of reasoning come before"
@@ -136,7 +136,7 @@ def test_the_calls_are_the_same_at_every_depth(folder: Path, client: OpenAI) -> 
             texts = [
                 [
                     [call.function.model_dump() for call in choice.message.tool_calls]
-                    for choice in asked(each, tool_choice="required", n=4).choices
+                    for choice in asked(each, tool_choice="required", n=2).choices
                 ]
                 for each in (client, alone)
             ]

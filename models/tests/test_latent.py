@@ -19,10 +19,14 @@ from evener_conformance.naive.model import NaiveModel
 
 MODES = ("none", "absorb-without-precomp", "absorb")
 LATENT = [name for name, row in TABLE.items() if row.architecture in (V2, V3)]
+#: Each row in one of the two modes, in turn, and those between in the other one when slow tests run.
+ROWS_IN_MODES = [
+    pytest.param(case, mode, marks=[] if number % 2 == turn else pytest.mark.slow)
+    for number, case in enumerate(LATENT) for turn, mode in enumerate(("none", "absorb"))
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["none", "absorb"])
-@pytest.mark.parametrize("case", LATENT)
+@pytest.mark.parametrize(("case", "mode"), ROWS_IN_MODES)
 def test_absorb_modes_give_the_logits_of_the_default(case: str, mode: str, tmp_path: Path, one_thread: None) -> None:
     check(replace(TABLE[case], keys={"infer.mla_absorb": mode}), tmp_path)
 

@@ -35,10 +35,20 @@ EIGHT_BITS = Shape(4, 2, 16, 16, stored="float8_e4m3fn")
 INT8 = Shape(4, 2, 16, 16, stored="int8")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_reference_keeps_the_contract_for_every_shape(dtype: str) -> None:
-    report = check_provider(ReferenceState(), HostDevice(0), dtype)
-    assert report.problems == [] and len(report.checked) == len(SHAPES) + len(QUANTIZED) + 2
+EVERY = (*SHAPES, *QUANTIZED)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shapes"),
+    [
+        ("float32", EVERY), ("bfloat16", EVERY[::2]), ("float16", EVERY[1::2]),
+        pytest.param("bfloat16", EVERY, marks=pytest.mark.slow), pytest.param("float16", EVERY, marks=pytest.mark.slow),
+    ],
+    ids=["float32", "bfloat16, half of them", "float16, the other half", "bfloat16", "float16"],
+)  # fmt: skip
+def test_the_reference_keeps_the_contract_for_every_shape(dtype: str, shapes: Sequence[Shape]) -> None:
+    report = check_provider(ReferenceState(), HostDevice(0), dtype, shapes)
+    assert report.problems == [] and len(report.checked) == len(shapes) + 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +25,29 @@ _SPEC.loader.exec_module(ranks)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def processes(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank of a world of processes got."""
-    return _processes(request.param, tmp_path_factory.mktemp("world"))
+    return _processes(request.param)
 
 
 @pytest.fixture(scope="module", params=["2 processes", "3 processes", "2 threads", "3 threads"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def world(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank of a world got, of either implementation of the contract."""
     size, kind = request.param.split()
     if kind == "processes":
-        return _processes(int(size), tmp_path_factory.mktemp("world"))
+        return _processes(int(size))
     found = run_on_threads(int(size), lambda end: ranks.collectives(end, int(size)))
     return [{name: value.numpy() for name, value in one.items()} for one in found]
 
 
-def _processes(size: int, folder: Path) -> list[dict[str, Any]]:
+@cache
+def _processes(size: int) -> list[dict[str, Any]]:
+    """Each world runs once, and does everything in that run."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _results(size, Path(folder))
+
+
+def _results(size: int, folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, str(RANKS)]
     started = [
         subprocess.Popen([*command, str(r), str(size), str(folder)], stderr=subprocess.PIPE, text=True)

@@ -115,7 +115,12 @@ class TinyModel:
         self.resolver = Resolver(available)
         self.resolver.states(build.slots)
         self.resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
-        self.resolver.sites(build.sites)
+        if kernels:
+            self.resolver.sites(build.sites)
+        else:  # references and expansions do not depend on the bucket: one stands for all
+            for site in build.sites:
+                one = self.resolver.resolve(site.op, site.path, site.static, available.buckets[-1])
+                site.table = (one,) * len(available.buckets)
         self.weights: list[list[torch.Tensor]] = []
         self._fill(like)
         self._bind()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from hydra import compose, initialize, initialize_config_dir
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -99,7 +99,7 @@ def compose_flat(base: Iterable[Override], typed: Iterable[Override], packages: 
         (tree.setdefault(section, {}) if section else tree)[name] = override.value
     ConfigStore.instance().store(name=_BASE, node=OmegaConf.create(tree))
     expressions = {override: _expression(override, packages) for override in typed}
-    with initialize(version_base="1.3", config_path=None):
+    with initialize_config_module(version_base="1.3", config_module="evener.config"):  # faster: walks no stack
         try:
             return _compose(list(expressions.values()))
         except (HydraException, OmegaConfBaseException):

@@ -31,7 +31,7 @@ DTYPE_ALIASES = {
 
 def option(default: Any, kind: Kind, help: str, **limits: Any) -> Any:
     """A dataclass field that is a key; ``limits`` are further fields of ``KeySpec``."""
-    spec = KeySpec(help=help, kind=kind, **limits)
+    spec = KeySpec(help=help, kind=kind, default=default, **limits)
     return field(default=default, metadata={"spec": spec}, repr=not spec.secret)
 
 
@@ -48,7 +48,7 @@ class Section:
 def specs(section: type[Section]) -> dict[str, KeySpec]:
     """The keys of one section by field name; sections and open mappings are left out."""
     fields = dataclasses.fields(section)  # type: ignore[arg-type]  # every Section is a dataclass
-    return {f.name: dataclasses.replace(f.metadata["spec"], default=f.default) for f in fields if "spec" in f.metadata}
+    return {f.name: f.metadata["spec"] for f in fields if "spec" in f.metadata}
 
 
 @dataclass(frozen=True, kw_only=True)
