@@ -53,12 +53,14 @@ def main(argv: Sequence[str]) -> int:
     special = sum(map(bool, (options.only, options.again, options.judge)))
     if special and (options.what != "vllm" or special > 1):
         parser.error("--only, --again and --judge are about vLLM's tests; type for example: vllm --only TEXT")
-    model, places = models_root() / SOURCES["smollm2"].name, Places.default()
-    if (reason := problem(SOURCES["smollm2"], models_root())) is not None:
-        parser.error(f"{model}: {reason}; run 'make models ONLY=smollm2'")
+    places = Places.default()
+    model, larger = (models_root() / SOURCES[name].name for name in ("smollm2", "qwen2.5"))
+    for name in ("smollm2",) if options.what == "clients" else ("smollm2", "qwen2.5"):
+        if (reason := problem(SOURCES[name], models_root())) is not None:
+            parser.error(f"{models_root() / SOURCES[name].name}: {reason}; run 'make models ONLY={name}'")
     try:
         install(places)
-        failed = _drive(options, places, model)
+        failed = _drive(options, places, model, larger)
     except (PeerError, OSError, subprocess.CalledProcessError) as error:
         print(f"make test-peers: {error}", file=sys.stderr)
         return 1
@@ -67,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _drive(options: argparse.Namespace, places: Places, model: Path) -> int:
+def _drive(options: argparse.Namespace, places: Places, model: Path, larger: Path) -> int:
     """Run and judge what was asked for; the number of problems.
 
     Raises:
@@ -80,17 +82,17 @@ def _drive(options: argparse.Namespace, places: Places, model: Path) -> int:
         if options.judge and not report.is_file():
             raise PeerError(f"{report} is not there: no run to judge; type: python scripts/run_peers.py vllm")
         if options.again:
-            run_vllm(places, model, some, options.again)
+            run_vllm(places, model, larger, some, options.again)
             merge(whole, some)
         elif not options.judge:
-            run_vllm(places, model, report, options.only)
-        problems += judge_vllm(report, model, complete=not options.only)
+            run_vllm(places, model, larger, report, options.only)
+        problems += judge_vllm(report, model, larger, complete=not options.only)
     if options.what != "vllm":
         problems += run_clients(model)
     return problems
 
 
-def run_vllm(places: Places, model: Path, report: Path, only: str | None) -> None:
+def run_vllm(places: Places, model: Path, larger: Path, report: Path, only: str | None) -> None:
     """Run vLLM's tests; ``report`` gets a line for each.
 
     Raises:
@@ -102,9 +104,9 @@ def run_vllm(places: Places, model: Path, report: Path, only: str | None) -> Non
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
     command = [str(places.python), "-m", "pytest", "-c", "pytest.ini", "--rootdir", ".", "-p", "vllm_peer.plugin"]
     command += [f"--peer-evener={Path(sys.executable).with_name('evener')}", f"--peer-model={model}"]
-    command += [f"--peer-report={report}", f"--timeout={_LIMIT}", "--continue-on-collection-errors"]
-    command += ["-p", "no:cacheprovider", "--tb=no", "-q", "--disable-warnings", "-r", "N", TESTS]
-    command += ["-k", only] if only else []
+    command += [f"--peer-larger={larger}", f"--peer-report={report}", f"--timeout={_LIMIT}"]
+    command += ["--continue-on-collection-errors", "-p", "no:cacheprovider", "--tb=no", "-q", "--disable-warnings"]
+    command += ["-r", "N", TESTS, *(["-k", only] if only else [])]
     # 1: tests failed, which they do. Why stands in the report.
     if (code := subprocess.run(command, cwd=places.vllm, env=environ).returncode) not in (0, 1):
         report.unlink(missing_ok=True)
@@ -120,7 +122,7 @@ def merge(whole: Path, some: Path) -> None:
     write_records(whole, old + [each for each in new if each["test"] not in known], {})
 
 
-def judge_vllm(report: Path, model: Path, complete: bool) -> int:
+def judge_vllm(report: Path, model: Path, larger: Path, complete: bool) -> int:
     """Judge what ``report`` says, and write the records of a complete run without problems; the number of problems:
     failures that nobody has judged, and judgements that are out of date."""
     read = read_records(report)
@@ -142,7 +144,8 @@ def judge_vllm(report: Path, model: Path, complete: bool) -> int:
     for each in problems:
         print(each)
     if complete and not problems:
-        common = {"peer": f"vLLM {VLLM}", "model": model.name, **_where(), "command": "make test-peers"}
+        models = f"{model.name}, or {larger.name} for Qwen's,"
+        common = {"peer": f"vLLM {VLLM}", "model": models, **_where(), "command": "make test-peers"}
         write_records(TEST_RECORDS, shortened(records), common)
     return len(problems)
 

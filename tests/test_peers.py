@@ -110,7 +110,7 @@ def test_some_tests_run_again_in_place_of_what_the_last_run_says(
         return {each["test"]: each["outcome"] for each in read_records(whole)}
 
     assert ran(seen("a", "passed"), seen("b", "left out")) == {"a": "passed", "b": "left out"}
-    assert run_peers.judge_vllm(whole, tmp_path / "model", complete=True) > 0
+    assert run_peers.judge_vllm(whole, tmp_path / "model", tmp_path / "larger", complete=True) > 0
     assert "1 tests have not run yet, the first is b" in capsys.readouterr().out
     assert ran(seen("a", "left out"), seen("b")) == {"a": "passed", "b": "failed"}
     assert ran(seen("a", "left out"), seen("b", "passed")) == {"a": "passed", "b": "passed"}

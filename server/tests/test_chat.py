@@ -8,6 +8,7 @@ import pytest
 
 from evener.engine.wire.messages import NewRequest
 from evener_conformance.fake_engine import FakeEngine
+from evener_server.messages import Message
 
 EOS = 258
 
@@ -174,3 +175,9 @@ def test_logprobs_have_openais_shape_whole_and_streamed(make_api: Any, sse: Any)
 def test_logprobs_without_top_logprobs_have_an_empty_list_of_them(make_api: Any) -> None:
     entries = make_api(_says("h")).chat(logprobs=True, max_tokens=1).json()["choices"][0]["logprobs"]["content"]
     assert entries[0]["top_logprobs"] == [] and entries[0]["logprob"] == -0.5
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_of_an_earlier_answer_reaches_the_template_under_each_of_its_names(name: str) -> None:
+    message = {"role": "assistant", "content": "Yes.", name: "I see."}
+    assert Message.model_validate(message).plain() == message

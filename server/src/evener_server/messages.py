@@ -123,6 +123,8 @@ class Message(Body):
     ] = None
     name: str | None = None
     reasoning_content: str | None = None
+    #: The newer name of the same, which answers have too.
+    reasoning: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     audio: Annotated[Any, allowed_values()] = None
@@ -131,7 +133,8 @@ class Message(Body):
     def plain(self) -> dict[str, Any]:
         """The message as ``AsyncLLM.submit_chat`` takes it, with images still encoded: see ``images.decode_images``."""
         out = self.model_dump(
-            include={"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}, exclude_none=True
+            include={"role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id"},
+            exclude_none=True,
         )
         if self.content is not None and len(self.content) == 1 and isinstance(self.content[0], TextPart):
             out["content"] = self.content[0].text

@@ -50,12 +50,14 @@ class Elsewhere:
 Meaning = Key | Unneeded | Missing | Elsewhere
 
 _ADAPTERS = "requests name the adapter; those for the base model need none"
+#: Tests ask for it because it is fast, which this is on a CPU.
+_HALF = {"half": "bfloat16", "float16": "bfloat16"}
 #: Parsers of the same formats.
 _TOOLS = {"llama3_json": "llama3", "openai": "harmony", "glm45": "glm4", "qwen3_xml": "qwen3_coder"}
 _REASONING = {"qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony", "mistral": "bracket_think"}
 
 FLAGS: Mapping[str, Meaning] = {
-    "--dtype": Key("dtype"),
+    "--dtype": Key("dtype", names=_HALF),
     "--enable-prefix-caching": Key("infer.prefix_cache", "true"),
     "--enforce-eager": Key("infer.use_cuda_graph", "false"),
     "--max-model-len": Key("infer.max_seq_len"),

@@ -24,6 +24,7 @@ from .utilities import NoPictures, Reference, real_things, redirect_names, tests
 #: Stood in for: vLLM, what only its own code needs, and helpers of tests that are not about a server.
 _ROOTS = frozenset({"vllm", "openai_harmony", "gpt_oss", "tests.conftest", "tests.models"})
 _MESSAGE = 2000
+_LAUNCHER = pytest.StashKey[Launcher]()
 #: Tests that cannot end here, and why.
 _TOO_LONG = {
     "test_openapi_stateless": "a CPU cannot answer its requests, up to 128 samples of 2,048 tokens, in 60 seconds",
@@ -56,16 +57,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("peer")
     group.addoption("--peer-evener", type=Path, required=True, help="the command evener")
     group.addoption("--peer-model", type=Path, required=True, help="folder of the model to serve")
+    group.addoption("--peer-larger", type=Path, required=True, help="folder of the one under names of Qwen's models")
     group.addoption("--peer-report", type=Path, required=True, help="file to write")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put the stand-ins in place before any file is imported."""
-    model = config.getoption("--peer-model")
-    launcher = Launcher(config.getoption("--peer-evener"), model)
-    package = Package(_ROOTS, real_things(model))
+    launcher = Launcher(*(config.getoption(f"--peer-{name}") for name in ("evener", "model", "larger")))
+    package = Package(_ROOTS, real_things(launcher))
     package.install()
-    redirect_names(model)
+    redirect_names(launcher)
+    config.stash[_LAUNCHER] = launcher
     # The same requests in every run.
     settings.register_profile("peers", derandomize=True, database=None)
     settings.load_profile("peers")
@@ -89,7 +91,7 @@ def local_asset_server() -> NoPictures:
 @pytest.fixture(scope="session")
 def hf_runner(pytestconfig: pytest.Config) -> type[Reference]:
     """Of vLLM's top conftest: transformers with the model of a test, here with the one that is served."""
-    return type("Reference", (Reference,), {"served": pytestconfig.getoption("--peer-model")})
+    return type("Reference", (Reference,), {"launcher": pytestconfig.stash[_LAUNCHER]})
 
 
 @pytest.fixture(scope="session")

@@ -37,20 +37,26 @@ class Launcher:
 
     Attributes:
         evener: the command.
-        model: folder of the model that is served under every name.
+        model: folder of the model that is served under the names of tests.
+        larger: folder of the one that is served under names of Qwen's models, whose tests look at what it says.
         running: process ids of the servers that run.
         started: how many were started.
     """
 
     evener: Path
     model: Path
+    larger: Path
     running: set[int] = field(default_factory=set)
     started: int = 0
 
-    @property
-    def positions(self) -> int:
-        """The longest context of the model; tests may ask for more, of theirs."""
-        return int(json.loads((self.model / "config.json").read_text("utf-8"))["max_position_embeddings"])
+    def folder(self, name: str) -> Path:
+        """What is served under this name."""
+        return self.larger if "qwen" in name.lower() else self.model
+
+    def config(self, name: str) -> dict[str, Any]:
+        """Its config."""
+        found: dict[str, Any] = json.loads((self.folder(name) / "config.json").read_text("utf-8"))
+        return found
 
     def server_class(self) -> type[RemoteOpenAIServer]:
         """The class that vLLM's tests import."""
@@ -91,7 +97,8 @@ class RemoteOpenAIServer:
         except NotHere as error:
             pytest.skip(f"needs {error}")
         if length := keys.get("infer.max_seq_len"):
-            keys["infer.max_seq_len"] = str(min(int(length), self.launcher.positions))
+            # Tests may ask for more, of their models.
+            keys["infer.max_seq_len"] = str(min(int(length), self.launcher.config(model)["max_position_embeddings"]))
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             keys["serve.api_keys"] = f"[{key}]"
         if "{" in (template := keys.get("server.chat_template", "")):  # the template itself, not its file
@@ -101,7 +108,7 @@ class RemoteOpenAIServer:
         if keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
-        command = [str(self.launcher.evener), "serve", str(self.launcher.model)]
+        command = [str(self.launcher.evener), "serve", str(self.launcher.folder(model))]
         command += [f"{name}={value}" for name, value in keys.items()]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _stop)
         self.proc = subprocess.Popen(

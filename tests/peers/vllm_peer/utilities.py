@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -32,12 +31,12 @@ def tests_utils(launcher: Launcher, root: Path, package: Package) -> ModuleType:
     return module
 
 
-def real_things(model: Path) -> dict[str, Any]:
-    """What tests of a server ask of vLLM and cannot do without, by name: about ``model``, whatever model they name."""
+def real_things(launcher: Launcher) -> dict[str, Any]:
+    """What tests of a server ask of vLLM and cannot do without, by name: about what is served under a model's name."""
     return {
-        "vllm.config.ModelConfig": type("ModelConfig", (_ModelConfig,), {"served": model}),
+        "vllm.config.ModelConfig": type("ModelConfig", (_ModelConfig,), {"launcher": launcher}),
         "vllm.platforms.current_platform": _NoPlatform(),
-        "vllm.tokenizers.get_tokenizer": lambda *_, **__: AutoTokenizer.from_pretrained("any"),
+        "vllm.tokenizers.get_tokenizer": lambda tokenizer_name, **_: AutoTokenizer.from_pretrained(tokenizer_name),
         "vllm.transformers_utils.repo_utils.hf_api": _NoHub,
         "vllm.version._prev_minor_version": lambda: "previous",
     }
@@ -56,17 +55,17 @@ class _Utilities(ModuleType):
         return self._package.thing(f"{self.__name__}.{name}")
 
 
-def redirect_names(model: Path) -> None:
-    """transformers reads the tokenizer and the config of ``model`` for every name of a model."""
+def redirect_names(launcher: Launcher) -> None:
+    """For every name of a model, transformers reads the tokenizer and the config of what is served under it."""
     for kind in (AutoTokenizer, AutoConfig):
-        kind.from_pretrained = _reader(kind.from_pretrained, model)
+        kind.from_pretrained = _reader(kind.from_pretrained, launcher)
 
 
 class _ModelConfig:
-    served: Path
+    launcher: Launcher
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._config = json.loads((self.served / "config.json").read_text("utf-8"))
+    def __init__(self, model: str, **_: Any) -> None:
+        self._config = self.launcher.config(model)
 
     def get_vocab_size(self) -> int:
         """The number of rows of the output layer."""
@@ -97,13 +96,13 @@ class NoPictures:
 class Reference:
     """Of vLLM's ``HfRunner``: the model in transformers, for embeddings of prompts."""
 
-    served: Path
+    launcher: Launcher
 
-    def __init__(self, *_: Any, is_sentence_transformer: bool = False, **__: Any) -> None:
+    def __init__(self, model: str, is_sentence_transformer: bool = False, **_: Any) -> None:
         if is_sentence_transformer:
             pytest.skip("needs the package sentence-transformers")
-        self.tokenizer = AutoTokenizer.from_pretrained(self.served)
-        self.model = AutoModelForCausalLM.from_pretrained(self.served, config=AutoConfig.from_pretrained("any"))
+        self.tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
+        self.model = AutoModelForCausalLM.from_pretrained(self.launcher.folder(model), config=config)
 
     def __enter__(self) -> Reference:
         return self
@@ -127,8 +126,8 @@ class _NoHub:
         return f"/not/downloaded/{repo_id}"
 
 
-def _reader(read: Callable[..., Any], model: Path) -> Callable[..., Any]:
-    return lambda *_, **__: read(model)
+def _reader(read: Callable[..., Any], launcher: Launcher) -> Callable[..., Any]:
+    return lambda name, *_, **__: read(launcher.folder(str(name)))
 
 
 def _needs(what: str) -> Callable[..., pytest.MarkDecorator]:
