@@ -132,7 +132,7 @@ def test_a_prompt_with_too_many_new_tokens_is_refused_with_what_is_left(frontend
     [
         ("", "empty"),
         ([], "empty"),
-        ([1, 259], "259 at position 1: ids are integers from 0 to 258"),
+        ([1, 259], "259 at position 1, which is out of vocabulary: ids of the 259 tokens are integers from 0 to 258"),
         ([-1], "-1 at position 0"),
         ([True], "True at position 0"),
         ("a\ud800", "surrogate"),

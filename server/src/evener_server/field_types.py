@@ -13,7 +13,7 @@ MAX_STOPS = 16
 INT32 = 2**31 - 1
 #: Characters of a client's value that an error message repeats.
 MAX_SHOWN_CHARS = 60
-_ID_DIGITS = 10
+_ID_DIGITS, _MOST_SHOWN = 10, 8
 
 
 def _invalid(message: str) -> PydanticCustomError:
@@ -37,7 +37,8 @@ def _biases(value: object) -> object:
         raise _invalid(f"must be an object with at most {MAX_LOGIT_BIAS} token ids")
     wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS)]
     if wrong:
-        raise _invalid(f'has the key {short(wrong[0])}: keys are token ids, as in {{"50256": -100}}')
+        named = ", ".join(map(short, wrong[:_MOST_SHOWN])) + (", …" if len(wrong) > _MOST_SHOWN else "")
+        raise _invalid(f'has the key {named}: keys are token ids, as in {{"50256": -100}}')
     for bias in value.values():
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             raise _invalid(f"has the value {short(bias)}: values are numbers from -100 to 100")

@@ -313,8 +313,8 @@ class Frontend:
         size = self.vocab_size
         if not (set(map(type, ids)) <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < size):
             bad = next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < size)
-            message = f"{param} has {ids[bad]!r} at position {bad}: ids are integers from 0 to {size - 1}"
-            raise RequestError(message, param)
+            message = f"{param} has {ids[bad]!r} at position {bad}, which is out of vocabulary"
+            raise RequestError(f"{message}: ids of the {size} tokens are integers from 0 to {size - 1}", param)
 
     def _bias(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[wire.LogitBias]:
         """What the engine adds to logits: ``logit_bias``, and -inf for ``stop_ids`` during ``min_tokens`` tokens."""
