@@ -366,3 +366,10 @@ def test_malformed_completions_never_give_a_5xx(api: Any, data: st.DataObject) -
 def test_arbitrary_bytes_never_give_a_5xx(api: Any, raw: bytes) -> None:
     response = api.request("POST", "/v1/completions", content=raw, headers={"content-type": "application/json"})
     assert 400 <= response.status_code < 500
+
+
+def test_all_wrong_keys_of_a_logit_bias_are_named(api: Any, error: Any) -> None:
+    response = api.complete(logit_bias={"5": 1, "bad1": 2, "bad2": 3})
+    assert response.status_code == 400 and "'bad1', 'bad2'" in error(response)["message"]
+    many = {f"bad{i}": 1 for i in range(100)}
+    assert len(error(api.complete(logit_bias=many))["message"]) < 200
