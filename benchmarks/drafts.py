@@ -71,8 +71,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             settings = "".join(f" --set {pair}" for pair in args.set)
             command = f"python benchmarks/drafts.py MODEL --tokens {args.tokens} --drafts {args.drafts}{settings}"
             rows.append({
-                "device": plain.info.device, "model": args.model.name, "text": name, "draft_tokens": args.drafts, **rate,
-                "ratio": round(best["plain"] / best["drafts"], 2), "date": datetime.date.today().isoformat(),
+                "device": plain.info.device, "model": args.model.name, "text": name, "draft_tokens": args.drafts,
+                **rate, "ratio": round(best["plain"] / best["drafts"], 2), "date": datetime.date.today().isoformat(),
                 "command": command,
             })  # fmt: skip
     return rows

@@ -219,12 +219,12 @@ CAPS: Mapping[str, int] = {
     "evener.contracts.grammar": 23, "evener.engine.constraints": 134, "evener.engine.sampling": 198,
     "evener.tokenization": 89, "evener.exits": 51, "evener.contracts.conversion": 79, "evener.contracts.quantized": 40,
     "evener.contracts.storage": 46, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
-    "evener.state_pages": 28, "evener.pooling": 98, "evener.engine.speculation": 150, "evener.contracts.pooling": 28,
+    "evener.state_pages": 28, "evener.pooling": 98, "evener.engine.speculation": 160, "evener.contracts.pooling": 28,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 946
 #: The whole core.
-TOTAL_CAP = 14_501
+TOTAL_CAP = 14_511
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -15,7 +15,6 @@ from evener.engine.wire.worker_facts import WorkerFacts
 from evener.errors import ConfigError
 from evener.plugins.discover import installed_catalog
 
-
 #: The longest pause after wrong drafts, in tokens.
 _LONGEST_PAUSE = 32
 
