@@ -33,7 +33,8 @@ class LlguidanceLibrary(GrammarLibrary):
 
     def __init__(self, tokenizer: str, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._special = _special_tokens(tokenizer)
+        #: Ids of special tokens by their texts; known once a tokenizer is opened.
+        self._special: dict[str, int] = {}
         #: By the ids that end a text; all requests of one model have the same, so this holds one entry.
         self._opened: dict[tuple[int, ...], LLTokenizer] = {}
 
@@ -52,6 +53,7 @@ class LlguidanceLibrary(GrammarLibrary):
         if spec.ends not in self._opened:
             ends = list(spec.ends) or None
             self._opened[spec.ends] = LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)
+            self._special = _special_tokens(self._tokenizer, self._opened[spec.ends])
         tokenizer = self._opened[spec.ends]
         before, answer = _parts(spec)
         found = None if answer is None else self._matcher(tokenizer, answer)
@@ -128,10 +130,11 @@ def _object(text: str) -> Mapping[str, Any]:
     return found
 
 
-def _special_tokens(tokenizer: str) -> dict[str, int]:
-    """Ids of special tokens by their texts."""
+def _special_tokens(tokenizer: str, opened: LLTokenizer) -> dict[str, int]:
+    """Ids by their texts of those tokens that the library does not take for text: special ones, and some others between
+    angle brackets, such as Qwen's ``<tool_call>``."""
     added = json.loads(tokenizer).get("added_tokens") or ()
-    return {each["content"]: each["id"] for each in added if each.get("special")}
+    return {each["content"]: each["id"] for each in added if opened.is_special_token(each["id"])}
 
 
 def _compiled(spec: GrammarSpec, special: Mapping[str, int]) -> str:
