@@ -124,9 +124,11 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
     for name in ("ChatBody", "CompletionBody"):
         fields = made["components"]["schemas"][name]["properties"]
         fields["model"] = {"type": "string", "enum": ["tiny"]}
-        fields.pop("max_completion_tokens", None)
+        for other in ("max_completion_tokens", "prompt_embeds"):
+            fields.pop(other, None)
         fields["max_tokens"] = {"type": "integer", "minimum": 1, "maximum": 6}
-        made["components"]["schemas"][name]["required"].append("max_tokens")
+        # A completion may have prompt_embeds in place of its prompt; made-up ones would all be refused.
+        made["components"]["schemas"][name].setdefault("required", ["prompt"]).append("max_tokens")
         fields["n"] = {"type": "integer", "minimum": 1, "maximum": 3}
     message = made["components"]["schemas"]["Message"]
     message["required"], message["properties"]["content"] = ["role", "content"], {"type": "string", "minLength": 1}
