@@ -47,7 +47,7 @@ def graphs(made: list[Graph], fails: bool = False) -> TorchGraphs:
     return TorchGraphs(device, make, lambda: f"pool {next(pools)}")
 
 
-def test_captures_share_a_pool_until_they_are_released_and_no_later_one_uses_it() -> None:
+def test_captures_share_a_pool_until_they_are_released_and_no_later_one_uses_it_L3() -> None:
     made: list[Graph] = []
     capture, ran = graphs(made), []
     for number in range(4):
@@ -59,12 +59,12 @@ def test_captures_share_a_pool_until_they_are_released_and_no_later_one_uses_it(
     assert [g.said for g in made] == [[("begin", pool), "end", "replay", "reset"] for pool in pools]
 
 
-def test_a_capture_failure_is_an_engine_error_with_the_cause() -> None:
+def test_a_capture_failure_is_an_engine_error_with_the_cause_L3() -> None:
     with pytest.raises(EngineError, match="a device cannot capture it: operation not permitted"):
         graphs([], fails=True).capture(lambda: None)
 
 
-def test_a_failed_capture_does_not_reuse_its_pool() -> None:
+def test_a_failed_capture_does_not_reuse_its_pool_L3() -> None:
     made: list[Graph] = []
     capture = graphs(made)
     capture.capture(lambda: None)
@@ -75,7 +75,7 @@ def test_a_failed_capture_does_not_reuse_its_pool() -> None:
     assert [graph.said[0][1] for graph in made] == ["pool 1", "pool 1", "pool 2", "pool 2"]
 
 
-def test_an_error_in_the_segment_ends_the_capture() -> None:
+def test_an_error_in_the_segment_ends_the_capture_L3() -> None:
     made: list[Graph] = []
 
     def segment() -> None:
