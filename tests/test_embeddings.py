@@ -24,7 +24,7 @@ from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling, Tokens
 from evener.errors import ArchitectureError, CheckpointError, ConfigError, ContextLengthError, RequestError
 from evener.loading.checkpoint import open_checkpoint
-from evener.plugins.catalog import Catalog
+from evener.plugins.catalog import Catalog, LazyImport
 from evener.pooling.settings import choose_pooling
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
@@ -235,6 +235,18 @@ def test_without_a_package_that_reads_such_folders_a_model_generates_or_is_refus
             choose_pooling(*asked, ["MyForCausalLM"] * registered)
     else:
         assert choose_pooling(*asked, ["MyForCausalLM"] * registered) is None
+
+
+def test_a_task_that_no_reader_knows_for_a_folder_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = LazyImport(
+        kind="pooling reader", name="silent", path="builtins:_", package="silent", distribution="silent"
+    )
+    monkeypatch.setattr(LazyImport, "load", lambda self: lambda request: None)
+    monkeypatch.setattr(Catalog, "lazy_imports", lambda self, kind: {"silent": reader})
+    files, known = open_checkpoint(str(copy)), [open_checkpoint(str(copy)).architecture]
+    assert choose_pooling(InferConfig(), files, Architecture, known) is None
+    with pytest.raises(ConfigError, match=r"infer\.task=score asks for \(silent\); set infer\.task=generate"):
+        choose_pooling(InferConfig(task="score"), files, Architecture, known)
 
 
 def test_a_class_that_cannot_take_another_head_is_refused(copy: Path) -> None:

@@ -50,6 +50,13 @@ def server(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield served
 
 
+@pytest.fixture(scope="module")
+def embedding_server(smollm2_dir: Path) -> Iterator[Served]:
+    """The same model as one that embeds texts."""
+    with Served.model(smollm2_dir, "infer.task=embed") as served:
+        yield served
+
+
 @pytest.fixture
 def environ() -> dict[str, str]:
     """For clients: no path of our packages, no hub, no reports to anybody."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,6 @@ pytestmark = pytest.mark.peers
 CLIENTS = Path(__file__).parent / "clients"
 
 Note = Callable[[str, str], None]
-
-
-class Refused(Exception):
-    """The server answered that it does not have what a client asked for: the one sign of a missing feature."""
 
 
 @pytest.fixture
@@ -180,29 +176,19 @@ def test_lm_eval_scores_choices_and_generates(
     assert len(answers) == 4 and all(answer.strip() and "\n" not in answer for answer in answers)
 
 
-#: A client, what it does, and what it needs that is missing; None if nothing is.
-_FEATURES: dict[str, tuple[str, str, str | None]] = {
-    "tools": ("openai", "a forced call of a function", None),
-    "structured_output": ("openai", "an answer of a JSON schema", None),
-    "embeddings": ("openai", "embeddings of two texts", "embeddings"),
+#: What OpenAI's client uses of an answer, and what the server is for.
+FEATURES: dict[str, tuple[str, str]] = {
+    "tools": ("a forced call of a function", "server"),
+    "structured_output": ("an answer of a JSON schema", "server"),
+    "embeddings": ("embeddings of two texts", "embedding_server"),
 }
 
 
-def _features() -> Iterator[Any]:
-    """Strict: the first run after a feature has come fails here, until it is missing no more."""
-    for name, (_, _, what) in _FEATURES.items():
-        missing = pytest.mark.xfail(reason=f"missing: {what}", raises=Refused, strict=True)
-        yield pytest.param(name, marks=[] if what is None else [missing])
-
-
-@pytest.mark.parametrize("feature", list(_features()))
+@pytest.mark.parametrize("feature", FEATURES)
 def test_a_client_uses_a_feature_of_agents(
-    feature: str, server: Served, places: Places, environ: dict[str, str], tmp_path: Path, note: Note
+    feature: str, places: Places, environ: dict[str, str], tmp_path: Path, note: Note, request: pytest.FixtureRequest
 ) -> None:
-    package, what, _ = _FEATURES[feature]
-    note(package, what)
-    script = CLIENTS / "openai_features.py"
-    said = run(places.python, script, feature, server.url, environ=environ, folder=tmp_path)
-    if said.startswith("refused: "):
-        raise Refused(said)
-    assert said == "used\n"
+    what, fixture = FEATURES[feature]
+    note("openai", what)
+    script, server = CLIENTS / "openai_features.py", request.getfixturevalue(fixture)
+    assert run(places.python, script, feature, server.url, environ=environ, folder=tmp_path) == "used\n"

@@ -233,7 +233,7 @@ class Harness:
         self.device = SimulatedDevice(self.state)
         self.scheduler = self.device.scheduler = Scheduler(
             self.state, max_requests, step_tokens,
-            drafts=Speculation(RightAtTimes, drafts, max_requests + drafts) if drafts else None,
+            drafts=Speculation(RightAtTimes, drafts, max_requests + drafts, VOCABULARY) if drafts else None,
         )  # fmt: skip
         self.controller = Controller(self.scheduler, self.device, depth)
         self.max_requests = max_requests

@@ -13,7 +13,8 @@ from evener.engine.controller.controller import Controller
 from evener.engine.speculation.payoff import Payoff
 from evener.engine.speculation.speculation import Speculation
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
-from evener.errors import ConfigError
+from evener.errors import ConfigError, DescriptorError
+from evener.plugins.catalog import Catalog, LazyImport
 from evener_conformance.reference.executor import strict_controller
 
 DELAYED = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24}
@@ -53,7 +54,7 @@ class Oracle(Drafter):
 
 
 def drafted(controller: Controller, length: int = 4, drafter: type[Drafter] = Oracle) -> Controller:
-    controller.scheduler.drafts = Speculation(drafter, length, max_samples=4 + length)
+    controller.scheduler.drafts = Speculation(drafter, length, max_samples=4 + length, vocabulary=10**9)
     return controller
 
 
@@ -107,13 +108,12 @@ def test_a_stop_token_ends_a_request_in_the_middle_of_right_drafts(make_lively: 
 
 def test_the_installed_drafter_repeats_what_a_text_repeats(make_config: Any, play: Any) -> None:
     config = make_config("Llama", ONE_LAYER, **DELAYED, **{"infer.drafter": "ngram", "infer.draft_tokens": 8})
-    controller, executor = strict_controller(config)
+    controller, _ = strict_controller(config)
     message = NewRequest(
         id="r", prompt=[1, 2, 3], max_tokens=40, sampling=Sampling(temperature=0.0, bias=[LogitBias(9, 1e9)])
     )
     assert play(controller, [message]).tokens["r"] == [9] * 40
     assert controller.scheduler.stats.steps < 16 and controller.scheduler.stats.accepted_tokens > 24
-    assert max(kind == "submit" for kind, _ in executor.log)
 
 
 def test_no_step_samples_more_rows_than_the_memory_plan_has_room_for(make_config: Any, play: Any) -> None:
@@ -133,7 +133,7 @@ def test_a_request_with_a_grammar_has_no_drafts() -> None:
         message=NewRequest(id="r", prompt=[1, 2], max_tokens=9, sampling=Sampling(grammar=object())),  # type: ignore[arg-type]
         tokens=[1, 2, 1, 2], unread=0, planned=3, length=4, limit=20, tokens_to_compute=1, fork_points=set(),
     )  # fmt: skip
-    speculation = Speculation(Oracle, 4, 8)
+    speculation = Speculation(Oracle, 4, 8, vocabulary=9)
     speculation.begin(1)
     Oracle.answers = [[1, 2] * 9]
     assert speculation.propose(request, 9) == [] and not speculation.waits(request)  # type: ignore[arg-type]
@@ -146,6 +146,46 @@ class DecodingStub:
 
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
+
+
+class Faulty(Drafter):
+    """Fails in one of several ways."""
+
+    fault = ""
+
+    def __init__(self) -> None:
+        if self.fault == "construct":
+            raise OSError("no disk")
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        if self.fault == "extend":
+            raise KeyError(tokens[-1])
+
+    def propose(self, count: int) -> Sequence[int]:
+        return {"large": [10**9], "negative": [-1], "kind": [1.5]}[self.fault]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("fault", ["construct", "extend", "large", "negative", "kind"])
+def test_a_faulty_drafter_ends_drafts_with_a_warning_and_no_request(
+    make_config: Any, play: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(Faulty, "fault", fault)
+    controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
+    controller.scheduler.drafts = Speculation(Faulty, 4, max_samples=8, vocabulary=64)
+    with caplog.at_level("WARNING", "evener.engine"):
+        found = play(controller, requests())
+    assert set(found.reasons().values()) == {"length"} and controller.scheduler.stats.drafts == 0
+    (line,) = caplog.messages
+    assert "no more drafts" in line and "Faulty" in line
+
+
+def test_what_is_no_drafter_is_refused_with_its_package(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = LazyImport(kind="drafter", name="odd", path="json:loads", package="odd", distribution="odd-drafts")
+    monkeypatch.setattr(Catalog, "lazy_imports", lambda self, kind: {"odd": found})
+    with pytest.raises(DescriptorError, match="'odd' of odd-drafts: json:loads is no Drafter"):
+        strict_controller(make_config("Llama", **DELAYED, **{"infer.drafter": "odd"}))
 
 
 def test_wrong_drafts_make_longer_and_longer_pauses(make_lively: Any, play: Any) -> None:

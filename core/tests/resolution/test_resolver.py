@@ -281,6 +281,15 @@ def test_a_forced_state_provider_that_refuses_is_an_error_with_its_reason_and_no
         resolved(states=[Picky("best", "pip install best"), Picky("good")], forced={"attention": "best"})
 
 
+def test_of_a_forced_packages_state_providers_the_best_that_does_not_refuse_is_used() -> None:
+    states = [Picky("best", "for another chip", 9), Picky("good", None, 1)]
+    resolver, build = resolved(states=states, forced={"attention": "acme"})
+    assert {slot.provider.name for slot in build.slots if slot.provider} == {"good"}
+    assert rows(resolver, "attention")[0]["refused"] == [{"provider": "acme/best", "reason": "for another chip"}]
+    with pytest.raises(ResolveError, match=r"asked for; acme/best: for another chip; acme/good: too wide; or"):
+        resolved(states=[states[0], Picky("good", "too wide", 1)], forced={"attention": "acme"})
+
+
 def test_forcing_a_state_provider_affects_only_the_kinds_of_state_that_it_serves() -> None:
     states = [Picky("narrow", None, 5, ["full"]), Picky("wide", None, 1)]
     resolver, build = resolved(family="Gemma3", states=states, forced={"attention": "narrow"})

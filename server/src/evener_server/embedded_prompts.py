@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.media import MediaPrompt, make_item
 from evener.errors import RequestError
 from evener.frontend.tokenizer import Tokenizer
+from evener_server.messages import replaced_parts
 from evener_server.saved_tensor import read_matrix
 
 if TYPE_CHECKING:
@@ -64,17 +65,10 @@ class RowParts:
         Raises:
             RequestError: rows cannot be used; ``param`` is their path.
         """
-        return [{**m, "content": self._content(m.get("content"), f"messages[{i}]")} for i, m in enumerate(messages)]
-
-    def _content(self, content: Any, place: str) -> Any:
-        if not isinstance(content, list):
-            return content
-        return [self._part(part, f"{place}.content[{i}].data") for i, part in enumerate(content)]
+        return replaced_parts(messages, "prompt_embeds", self._part)
 
     def _part(self, part: dict[str, Any], place: str) -> dict[str, Any]:
-        if part["type"] != "prompt_embeds":
-            return part
-        rows = decode_rows(part["data"], place, self._width, self._left)
+        rows = decode_rows(part["data"], f"{place}.data", self._width, self._left)
         self._left -= len(rows)
         self._rows.append(rows)
         return {"type": "text", "text": f"<rows-{self._secret}-{len(self._rows) - 1}>"}

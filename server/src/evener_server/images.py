@@ -12,6 +12,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from evener.errors import RequestError
+from evener_server.messages import replaced_parts
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,8 +29,7 @@ def decode_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         RequestError: an image cannot be used; ``param`` is its path.
     """
-    taken = _ImageDecoder()
-    return [{**m, "content": taken.content(m.get("content"), f"messages[{i}].content")} for i, m in enumerate(messages)]
+    return replaced_parts(messages, "image_url", _ImageDecoder().part)
 
 
 class _ImageDecoder:
@@ -38,14 +38,9 @@ class _ImageDecoder:
     def __init__(self) -> None:
         self._count, self._pixels = 0, MAX_PIXELS
 
-    def content(self, content: Any, place: str) -> Any:
-        if not isinstance(content, list):
-            return content
-        return [self._part(part, f"{place}[{i}].image_url.url") for i, part in enumerate(content)]
-
-    def _part(self, part: dict[str, Any], place: str) -> dict[str, Any]:
-        if part["type"] != "image_url":
-            return part
+    def part(self, part: dict[str, Any], place: str) -> dict[str, Any]:
+        """A part with its image in place of the image's URL."""
+        place = f"{place}.image_url.url"
         self._count += 1
         if self._count > MAX_IMAGES:
             raise RequestError(f"{place} is one image too many: send at most {MAX_IMAGES} in a request", place)

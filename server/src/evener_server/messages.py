@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -141,6 +142,20 @@ class Message(Body):
         if not self.tool_calls:
             out.pop("tool_calls", None)
         return out
+
+
+def replaced_parts(
+    messages: list[dict[str, Any]], kind: str, replace: Callable[[dict[str, Any], str], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Messages as ``Message.plain`` gives them, with ``replace(part, path)`` in place of each part of type ``kind``, in
+    order."""
+
+    def content(given: Any, path: str) -> Any:
+        if not isinstance(given, list):
+            return given
+        return [replace(p, f"{path}[{i}]") if p["type"] == kind else p for i, p in enumerate(given)]
+
+    return [{**m, "content": content(m.get("content"), f"messages[{i}].content")} for i, m in enumerate(messages)]
 
 
 #: ``fail_fast``: without it pydantic describes every wrong item, of which a body may have very many.

@@ -48,10 +48,13 @@ def read_matrix(data: bytes, rows: int, columns: int) -> np.ndarray[Any, Any]:
     shape = described.shape
     if len(shape) != 2 or shape[1] != columns or not 1 <= shape[0] <= rows:
         raise ValueError(f"it has the shape {list(shape)}; this model takes [n, {columns}] with n from 1 to {rows}")
-    count, (down, right) = len(numbers) // item.itemsize, described.strides
+    count = len(numbers) // item.itemsize
+    # A stride over a single row or column is not used, and may be any number.
+    down, right = (stride if size > 1 else 0 for size, stride in zip(shape, described.strides, strict=True))
     last = described.offset + (shape[0] - 1) * down + (shape[1] - 1) * right
-    if min(described.offset, down, right) < 0 or last >= count:
-        raise ValueError("its shape does not fit its numbers")
+    # A few numbers that are repeated would make a small request a large matrix.
+    if min(described.offset, down, right) < 0 or last >= count or shape[0] * shape[1] > count:
+        raise ValueError("its shape does not fit its numbers; save the tensor after tensor.contiguous()")
     flat = np.frombuffer(numbers, dtype=item, count=count)[described.offset :]
     found = np.lib.stride_tricks.as_strided(flat, shape, (down * item.itemsize, right * item.itemsize))
     if kind == "BFloat16Storage":  # the upper half of a float32

@@ -10,44 +10,60 @@ from evener.contracts.graph import GraphCapture, Replay
 from evener.errors import EngineError
 
 
-class _TorchReplay(Replay):
+class TorchReplay(Replay):
+    """One capture; ``graph`` holds it."""
+
     def __init__(self, graph: Any) -> None:
-        self._graph = graph
+        self.graph = graph
 
     def __call__(self) -> None:
-        self._graph.replay()
+        self.graph.replay()
 
 
 class TorchGraphs(GraphCapture):
-    """Captures with a graph class that has torch's methods (``capture_begin``, ``capture_end``, ``replay``). All
-    captures share one memory pool, so replays must run one after another.
+    """Captures with a graph class that has torch's methods (``capture_begin``, ``capture_end``, ``replay``, ``reset``).
+    All captures share one memory pool, so replays must run one after another.
+
+    A subclass may record in another way (``record``), and make another ``replay`` of a graph.
 
     Args:
         graph: makes an empty graph.
         pool: makes the handle of a memory pool.
     """
 
+    replay: type[TorchReplay] = TorchReplay
+
     def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any]) -> None:
-        self._device, self._graph, self._pool = device, graph, pool
-        self._stream, self._shared_pool = device.new_stream(), None
+        self.device, self._graph, self._pool = device, graph, pool
+        self._stream: Any = None
+        self._shared_pool: Any = None
         self._held: list[Any] = []
 
     def capture(self, segment: Callable[[], None]) -> Replay:
-        module, graph = self._device.module, self._graph()
+        graph = self._graph()
         # After a capture has failed, torch refuses further captures into its pool: the next ones get a new pool.
         pool, self._shared_pool = self._shared_pool or self._pool(), None
-        self._device.synchronize()
+        self.device.synchronize()
         try:
-            with module.stream(self._stream):
-                graph.capture_begin(pool=pool)
-                try:
-                    segment()
-                finally:
-                    graph.capture_end()
+            self.record(graph, pool, segment)
         except RuntimeError as error:
-            raise EngineError(f"{self._device.name} cannot capture it: {error}") from error
+            raise EngineError(f"{self.device.name} cannot capture it: {error}") from error
         self._shared_pool, self._held = pool, [*self._held, graph]
-        return _TorchReplay(graph)
+        return self.replay(graph)
+
+    def record(self, graph: Any, pool: Any, segment: Callable[[], None]) -> None:
+        """Run ``segment`` while ``graph`` records it, with memory of ``pool``.
+
+        Raises:
+            RuntimeError: it cannot be recorded.
+        """
+        self._stream = self._stream or self.device.new_stream()
+        with self.device.module.stream(self._stream):
+            graph.capture_begin(pool=pool)
+            try:
+                segment()
+            finally:
+                graph.capture_end()
 
     def release(self) -> None:
         for graph in self._held:

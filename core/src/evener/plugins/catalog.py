@@ -22,10 +22,9 @@ NOUNS: Mapping[str, str] = {
 LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "architectures": "architecture", "commands": "command", "request_plugins": "request plugin",
     "tool_parsers": "tool parser", "reasoning_parsers": "reasoning parser", "grammars": "grammar engine",
-    "drafters": "drafter",
-    "checkpoints": "checkpoint reader", "weight_files": "weight file reader", "state_formats": "state format",
-    "model_sources": "model source", "executors": "executor", "quantizers": "quantizer",
-    "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
+    "drafters": "drafter", "checkpoints": "checkpoint reader", "weight_files": "weight file reader",
+    "state_formats": "state format", "model_sources": "model source", "executors": "executor",
+    "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
 }  # fmt: skip
 T = TypeVar("T")
 

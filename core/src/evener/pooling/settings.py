@@ -55,6 +55,11 @@ def choose_pooling(
             )
         request = PoolingRequest(files, infer.task, infer.pooling, generates)
         found = next(filter(None, (each.load()(request) for each in readers.values())), None)
+        if found is None and infer.task != "auto":
+            raise ConfigError(
+                f"no installed package knows how {files.path} does what infer.task={infer.task} asks for ("
+                f"{', '.join(readers)}); set infer.task=generate"
+            )
     if infer.pooling != "auto" and (found is None or found.settings.task != "embed"):
         raise ConfigError(f"infer.pooling={infer.pooling} is for a model that embeds: set infer.task=embed")
     if found is not None and not family.takes_head:

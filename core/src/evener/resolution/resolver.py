@@ -209,9 +209,12 @@ def _tuning_reason(file: str, best: Measurement, others: Sequence[Measurement]) 
 def _choose_state(available: Candidates, slot: StateSlot) -> tuple[StateProvider, Choice]:
     """The provider of a group of layers whose state has the same form, and why."""
     refused: list[tuple[str, str]] = []
+    asked: list[str] = []
     wanted = available.forced.get("attention", REFERENCE)
     # A provider that was asked for comes first. If it does not serve this kind of state, the option is not about it.
     for candidate in sorted(available.states, key=lambda c: (wanted not in c.names, -c.value.priority, c.value.name)):
+        if asked and wanted not in candidate.names:
+            break
         provider: StateProvider = candidate.value
         reason = available.excluded_by("attention", candidate) if wanted == REFERENCE else None
         if reason is None and slot.spec.kind not in provider.kinds:
@@ -223,9 +226,11 @@ def _choose_state(available: Candidates, slot: StateSlot) -> tuple[StateProvider
         if reason is None:
             return provider, Choice("attention", slot.name, None, candidate.label, candidate.version, tuple(refused))
         if wanted in candidate.names and slot.spec.kind in provider.kinds:
-            raise ResolveError(f"{slot.name}: ops.attention={wanted} was asked for; {candidate.label}: {reason}; or "
-                               "set infer.attn_type=auto for the best that fits")  # fmt: skip
+            asked.append(f"{candidate.label}: {reason}")
         refused.append((candidate.label, reason))
+    if asked:
+        raise ResolveError(f"{slot.name}: ops.attention={wanted} was asked for; {'; '.join(asked)}; or set "
+                           "infer.attn_type=auto for the best that fits")  # fmt: skip
     if slot.spec.kind not in available.reference_state.kinds:
         detail = "; ".join(f"{name}: {reason}" for name, reason in refused)
         raise ResolveError(

@@ -351,7 +351,8 @@ class Scheduler:
             filtered=any(s.temperature > 0 and s.filtered for s in wanted),
             logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
             top_logprobs=max((s.logprobs or 0 for s in wanted), default=0),
-            named=[s.logprob_ids for s in wanted if s.logprobs is not None],
+            named=[s.logprob_ids for s in wanted if s.logprobs is not None]
+            if any(s.logprob_ids for s in wanted) else [],
             penalized=[i for i, s in enumerate(wanted) if s.penalized],
             biased=[i for i, s in enumerate(wanted) if s.bias],
             scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),

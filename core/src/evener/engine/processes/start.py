@@ -91,7 +91,7 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
                           grammars=GrammarMasks.of(config, facts.info.vocab_size),
-                          drafts=Speculation.of(infer, facts, streaming))  # fmt: skip
+                          drafts=Speculation.of(infer, facts))  # fmt: skip
     return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
 
 

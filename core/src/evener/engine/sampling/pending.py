@@ -14,8 +14,8 @@ class PendingStep:
     """A submitted step, whose results are being copied to the host.
 
     Attributes:
-        logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``, and the values of ``plan.named``
-            float32 [n, k], of which a row has as many as it names.
+        logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``. If ids are named, a fourth: the values
+            of ``plan.named`` float32 [n, k], of which a row has as many as it names.
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
     """
@@ -37,7 +37,7 @@ class PendingStep:
         logprobs, scores = [], []
         if self.logprobs:
             logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs[:3])
-            values = self.logprobs[3].wait().tolist()
+            values = self.logprobs[3].wait().tolist() if self._plan.named else []
             for row, named in enumerate(self._plan.named):
                 if named:
                     first = logprobs[row].likeliest(0)

@@ -34,7 +34,7 @@ class _Rate:
 
 class Payoff:
     """Compares decode steps with drafts and without, for each range of numbers of requests (a power of two to the
-    next), by the tokens that they make in a second."""
+    next), by the tokens that they make in a second. So which steps have drafts differs from run to run."""
 
     def __init__(self) -> None:
         self._rates: dict[tuple[int, bool], _Rate] = {}

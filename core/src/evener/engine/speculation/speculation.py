@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from evener.contracts.generation.drafter import Drafter
 from evener.engine.speculation.drafts import DecodingRequest, DraftedRow, Drafts
 from evener.engine.speculation.payoff import Payoff
 from evener.engine.wire.worker_facts import WorkerFacts
-from evener.errors import ConfigError
+from evener.errors import ConfigError, DescriptorError
 from evener.plugins.discover import installed_catalog
 
+log = logging.getLogger("evener.engine")
 #: The longest pause after wrong drafts, in tokens.
 _LONGEST_PAUSE = 32
 
@@ -48,30 +50,30 @@ class Speculation(Drafts):
 
     The number of tokens follows how many were right before: two more when all were, one less otherwise, as in the
     heuristic schedule of transformers' assisted generation. After a draft without a right token a request has none for
-    a while, twice as long each time.
+    a while, twice as long each time. After an error of a drafter, no request has any.
 
     Args:
         drafter: makes the drafter of one request.
         length: the most tokens that are proposed for a request.
         max_samples: rows that a step may sample: the memory plan has room for their logits.
+        vocabulary: number of ids of the model.
         payoff: decides when requests get drafts; None: always.
     """
 
     def __init__(
-        self, drafter: Callable[[], Drafter], length: int, max_samples: int, payoff: Payoff | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, drafter: Callable[[], Drafter], length: int, max_samples: int, vocabulary: int,
+        payoff: Payoff | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._drafter, self._length, self._max_samples = drafter, length, max_samples
-        self._payoff, self._clock = payoff, clock
+        self._drafter, self._length, self._max_samples, self._vocabulary = drafter, length, max_samples, vocabulary
+        self._payoff, self._clock, self._failed = payoff, clock, False
         self._texts: WeakKeyDictionary[DecodingRequest, _Text] = WeakKeyDictionary()
         self._room = 0
         #: Whether the last step that was read had drafts, and when that was; None: it was no decode step.
         self._last: tuple[bool, float] | None = None
 
     @classmethod
-    def of(cls, infer: InferConfig, facts: WorkerFacts, streaming: bool) -> Drafts:
-        """What the configuration asks for. Steps are only measured if answers are read while they are made
-        (``streaming``): otherwise every run makes the same steps.
+    def of(cls, infer: InferConfig, facts: WorkerFacts) -> Drafts:
+        """What the configuration asks for.
 
         Raises:
             ConfigError: the model or its layout cannot have drafts.
@@ -87,11 +89,12 @@ class Speculation(Drafts):
         if facts.info.pooling:
             raise ConfigError(f"infer.drafter={infer.drafter} is for models that generate; leave it out")
         max_samples = facts.max_reqs + infer.draft_tokens
-        return cls(drafter, infer.draft_tokens, max_samples, Payoff() if streaming else None)
+        return cls(drafter, infer.draft_tokens, max_samples, facts.info.vocab_size, Payoff())
 
     def begin(self, requests: int) -> None:
         self._room = self._max_samples - requests
-        self.on = requests > 0 and (self._payoff is None or self._payoff.pays(requests))
+        pays = self._payoff is None or self._payoff.pays(requests)
+        self.on = requests > 0 and pays and not self._failed
 
     def waits(self, request: DecodingRequest) -> bool:
         return self.on and request.unread > 0 and self._suits(request)
@@ -106,15 +109,26 @@ class Speculation(Drafts):
     def propose(self, request: DecodingRequest, budget: int) -> list[int]:
         if not self.on or request.unread or not self._suits(request):
             return []
+        # The last token before the limit is sampled and never computed.
+        most = min(budget, self._room, request.limit - request.length - 1)
+        try:
+            found = self._ask(request, most)
+        except Exception as error:  # a package may raise anything: its drafts end, not the engine
+            log.warning("no more drafts: %s failed with %s: %s", self._drafter, type(error).__name__, error)
+            self._failed, self.on, found = True, False, []
+        self._room -= len(found)
+        return found
+
+    def _ask(self, request: DecodingRequest, most: int) -> list[int]:
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(self._drafter(), self._length)
         text.drafter.extend(request.tokens[text.seen :])
         text.seen = len(request.tokens)
-        # The last token before the limit is sampled and never computed.
-        count = min(text.length, budget, self._room, request.limit - request.length - 1)
+        count = min(text.length, most)
         found = list(text.drafter.propose(count))[:count] if count > 0 else []
-        self._room -= len(found)
+        if not all(type(id) is int and 0 <= id < self._vocabulary for id in found):
+            raise ValueError(f"it proposed {found}, but ids are integers from 0 to {self._vocabulary - 1}")
         return found
 
     def record(self, rows: Sequence[DraftedRow], on: bool, tokens: int) -> None:
@@ -136,12 +150,16 @@ def find_drafter(infer: InferConfig) -> Callable[[], Drafter]:
 
     Raises:
         ConfigError: there is none of that name, or the engine cannot have drafts.
+        DescriptorError: it cannot be imported, or is no drafter.
     """
     found = installed_catalog().lazy_imports("drafter")
     if infer.drafter not in found:
-        known = ", ".join(sorted(found)) or "none is; type: pip install evener-generation"
+        known = ", ".join(sorted(found)) or "none; type: pip install evener-generation"
         raise ConfigError(f"infer.drafter is {infer.drafter!r}; installed drafters: {known}")
     if infer.pp_size > 1:
         raise ConfigError(f"infer.drafter={infer.drafter} does not work with pipeline stages; set infer.pp_size=1")
-    loaded: Callable[[], Drafter] = found[infer.drafter].load()
+    loaded = found[infer.drafter].load()
+    if not (isinstance(loaded, type) and issubclass(loaded, Drafter)):
+        package = found[infer.drafter]
+        raise DescriptorError(f"drafter {package.name!r} of {package.distribution}: {package.path} is no Drafter")
     return loaded

@@ -68,8 +68,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         random: indices into ``samples`` of the requests that are not greedy; filtered: whether one of them uses top-k,
             top-p or min-p.
         logprobs: indices into ``samples`` of the requests that want log-probabilities; ``top_logprobs``: the largest
-            number of likeliest tokens that one of them wants; ``named``: for each, the ids that it wants instead
-            (empty: none names any).
+            number of likeliest tokens that one of them wants; ``named``: for each, the ids that it wants instead.
+            Empty if none names any.
         penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
         masked: indices into ``samples`` of the requests with a grammar. If there are any, ``StepMasks`` follow.
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.

@@ -174,8 +174,8 @@ class Runner:
             pending = self._store_ids(plan, slots, positions, ids, scores)
             if logprob_ids is not None:
                 found = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
-                named = self.sampler.named(raw, logprob_ids, found.chosen, parts["named"])
-                pending.logprobs = list(map(self.device.readback, (*found, named)))
+                named = [self.sampler.named(raw, logprob_ids, found.chosen, parts["named"])] if plan.named else []
+                pending.logprobs = list(map(self.device.readback, (*found, *named)))
             return pending
 
         return draw if plan.masked else draw(None)
