@@ -10,7 +10,7 @@ import pytest
 
 from evener.contracts.descriptor import Descriptor
 from evener.errors import ContractVersionError, DescriptorError, DuplicateNameError, UnknownNameError
-from evener.plugins.discover import discover, installed_catalog
+from evener.plugins.discover import core_version, discover, installed_catalog
 from evener_conformance.package_site import Site
 
 
@@ -246,3 +246,11 @@ def test_the_installed_catalog_is_read_again_only_when_something_that_it_depends
     assert {"one", "two"} <= names and not installed_catalog().disabled
     own = Descriptor(name="core", summary="s", contracts={"ops": 2}, module="m", op_schemas=("y",))
     assert {package.name for package in installed_catalog([own]).packages} == names | {"core"}
+
+
+def test_core_is_found_while_the_import_of_another_thread_changes_the_lists_that_metadata_is_found_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    version = core_version()
+    monkeypatch.setattr("sys.meta_path", [])
+    assert core_version() == version

@@ -21,10 +21,10 @@ def versions() -> dict[str, str]:
     """``{distribution: version}`` of evener, installed packages, torch and Python. Imports none of them."""
     from importlib_metadata import PackageNotFoundError, version
 
-    from evener.plugins.discover import installed_catalog
+    from evener.plugins.discover import core_version, installed_catalog
 
     catalog = installed_catalog()
-    found = {"evener": version("evener")}
+    found = {"evener": core_version()}
     for origin in (*catalog.packages, *catalog.problems, *catalog.disabled):
         found[origin.distribution] = origin.version
     try:

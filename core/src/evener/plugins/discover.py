@@ -211,9 +211,8 @@ def _load(item: _Found) -> object:
 
 
 def _builtin_packages(builtins: Sequence[Descriptor]) -> Iterator[Package]:
-    version = importlib_metadata.version("evener") if builtins else ""
     for builtin in builtins:
-        origin = Origin(group="evener.plugins", name=builtin.name, distribution="evener", version=version)
+        origin = Origin(group="evener.plugins", name=builtin.name, distribution="evener", version=core_version())
         check_contracts(origin, check_descriptor(origin, builtin), CORE_CONTRACTS)
         yield Package(**vars(origin), descriptor=builtin, builtin=True)
 
@@ -381,12 +380,19 @@ def installed_catalog(builtins: Sequence[Descriptor] = ()) -> Catalog:
     return with_builtins(_read_installed(folders, tuple(map(os.environ.get, SWITCHES))), builtins)
 
 
+# Metadata is found by walking ``sys.path`` and ``sys.meta_path``. While another thread's import changes one of these
+# lists, the walk may miss an entry, and evener would seem not to be installed. So a process asks once.
+@lru_cache(maxsize=1)
+def core_version() -> str:
+    """The version of the installed core."""
+    return importlib_metadata.version("evener")
+
+
 # The key is everything that the answer depends on, so the cache cannot be wrong for longer than importlib_metadata's
 # own, which also looks at the folders' times: a package that is installed later (in a notebook, in a test's folder) and
 # a changed switch are seen at the next call. An exception is not kept.
 @lru_cache(maxsize=1)
-def _read_installed(folders: tuple[tuple[str, int], ...], switches: tuple[str | None, ...]) -> Catalog:
-    del folders, switches
+def _read_installed(_folders: tuple[tuple[str, int], ...], _switches: tuple[str | None, ...]) -> Catalog:
     return discover()
 
 

@@ -19,15 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import importlib_metadata
-
 from evener.backend import torch_marks
 from evener.contracts.probe import Marks, ProbeResult
 from evener.errors import ConfigError, DescriptorError, PluginError, ProbeError
 from evener.folders.cache import cache_folder, is_trusted, make_private
 from evener.folders.run import RunFolder
 from evener.plugins.catalog import Package
-from evener.plugins.discover import modified
+from evener.plugins.discover import core_version, modified
 from evener.plugins.guard import guarded
 from evener.plugins.probe_child import decode, encode
 
@@ -247,7 +245,7 @@ class ProbeCache:
             "boot": self._boot_id,
             "package": [package.name, package.distribution, package.version],
             "source": _source_time(package.descriptor.probe),
-            "core": importlib_metadata.version("evener"),
+            "core": core_version(),
             "torch": torch_marks.read().version,
             # The file is written anew whenever a library of the system is installed, upgraded or removed.
             "libraries": [os.environ.get("LD_LIBRARY_PATH"), *map(modified, ("/etc/ld.so.cache", *sys.path[1:]))],

@@ -30,6 +30,7 @@ from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
 from evener.loading.views import view_checkpoint
 from evener.plugins.catalog import Provided
+from evener.plugins.discover import core_version
 from evener.plugins.load import LoadedPackages
 from evener.pooling.names import registered_name
 from evener.pooling.settings import choose_pooling
@@ -177,7 +178,6 @@ def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Ar
 
 
 def _resolver(config: ResolvedConfig, loaded: LoadedPackages, device: Device, encoded: int) -> Resolver:
-    import importlib_metadata
     import torch
 
     from evener.ops.reference.linear import PLAIN
@@ -195,7 +195,7 @@ def _resolver(config: ResolvedConfig, loaded: LoadedPackages, device: Device, en
         buckets=token_buckets(max(config.step_tokens, config.max_samples, encoded)),
         reference_ops="infer.op_impl=ref" if infer.op_impl == "ref" else "",
         reference_attention="infer.attn_type=ref" if infer.attn_type == "ref" else "",
-        forced=config.config.ops, max_fallback=config.config.max_fallback, version=importlib_metadata.version("evener"),
+        forced=config.config.ops, max_fallback=config.config.max_fallback, version=core_version(),
         sizes=Sizes(max(config.step_tokens, encoded), config.max_samples),
         tuned=read_tuned(infer.tuning, bench, folders),
     )  # fmt: skip
