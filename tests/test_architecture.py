@@ -211,7 +211,7 @@ def test_no_descriptor_imports_torch() -> None:
 #: Lines of code that an area of the core may have: what it had when the layout was set, or less. A feature that needs
 #: more moves something out first.
 CAPS: Mapping[str, int] = {
-    "evener.engine.wire": 283, "evener.engine.batching": 76, "evener.engine.controller": 863,
+    "evener.engine.wire": 283, "evener.engine.batching": 76, "evener.engine.controller": 861,
     "evener.engine.worker": 1_037, "evener.engine.processes": 808, "evener.ops": 1_328, "evener.plugins": 1_473,
     "evener.frontend": 1_224, "evener.layers": 1_105, "evener.config": 929, "evener.cli": 258,
     "evener.contracts": 1_123, "evener.loading": 747, "evener.resolution": 651, "evener.distributed": 209,
@@ -224,7 +224,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 946
 #: The whole core.
-TOTAL_CAP = 14_537
+TOTAL_CAP = 14_535
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -279,6 +279,42 @@ def test_a_quantized_product_without_a_bias_that_rounds_its_float32_result_is_fo
     assert found == ["5 tokens, q8_0, 33 x 64, in stored, no bias, out=float32"]
 
 
+@pytest.mark.parametrize("rounds", [False, True], ids=["weights", "results too"])
+def test_a_product_in_bfloat16_may_round_quantized_weights_but_not_its_float32_result(rounds: bool) -> None:
+    class Rounding(Widening):
+        def build(self, call: OpCall) -> OpFunction:
+            out, run = getattr(torch, call.static.get("out") or call.static["dtype"]), super().build(call)
+            plain = self._plain.build(replace(call, static={**call.static, "dtype": "float32", "out": "float32"}))
+
+            def go(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+                if out != torch.float32 or bias is not None:
+                    made: torch.Tensor = run(x, weight, bias)
+                    return made
+                rounded = torch.cat([self._held(p) for p in weight.data.parts]).bfloat16().float()
+                made = plain(x.float(), PackedWeight("plain", weight.shape, rounded, 0))
+                return made.bfloat16().float() if rounds else made
+
+            return go
+
+    kernel = Rounding("linear", Stored(of=("q8_0", "q4_k")))
+    found = list(kernel_results(CHECK, kernel, SCHEMAS["linear"], HostDevice(0), ["bfloat16"], 3))
+    wrong = [r for r in found if r.outcome == "failed"]
+    assert bool(wrong) == rounds
+    assert all("out=float32" in r.case and "was rounded to bfloat16" in r.detail for r in wrong)
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+def test_a_kernel_is_asked_with_the_layout_in_the_declared_weight_as_resolution_asks(op: str) -> None:
+    class Asking(Widening):
+        def supports(self, call: OpCall) -> str | None:
+            assert call.static["weight"].layout == call.layouts["weight"] == "stored"
+            return None
+
+    kernel = Asking(op, Stored(of=("q8_0",)))
+    found = list(kernel_results(CHECK, kernel, SCHEMAS[op], HostDevice(0), ["float32"], 3))
+    assert "passed" in {r.outcome for r in found} and not failed_cases(found)
+
+
 def test_large_quantized_matrices_are_checked_in_the_first_dtype_that_takes_them() -> None:
     packing = Stored(of=("q8_0",))
     packing.supports = lambda parts, dtype: (  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ from evener.plugins.hook_check import check_supports
 from evener.resolution.buckets import bucket_index
 from evener_conformance.kit.cases import load_cases
 from evener_conformance.kit.cases.blocks import TOLERANCE, reference_dequantize
-from evener_conformance.kit.compare import bitwise_equal, difference, join_problems, shares_memory
+from evener_conformance.kit.compare import bitwise_equal, difference, is_rounded, join_problems, shares_memory
 from evener_conformance.kit.fallback_monitor import FallbackMonitor, poison_free_memory
 from evener_conformance.kit.inputs import strided_rows
 from evener_conformance.kit.outcome import CaseResult, Outcome, format_backend_exception
@@ -210,6 +210,7 @@ class _KernelCheck:
         self._kernel, self._schema, self._device, self._dtype, self._case = kernel, schema, device, dtype, case
         self._nearest, self._watch, self._rows = nearest, watch, _rows(schema, case)
         self._packing, self._held = packing or self._plain(), held
+        self._quantized = packing is not None
         self._tolerance = TOLERANCE if packing else schema.tolerance
 
     def _plain(self) -> Packing:
@@ -241,7 +242,11 @@ class _KernelCheck:
 
     def _call(self, rows: int) -> OpCall:
         layouts = dict.fromkeys(self._schema.weights, self._packing.layout)
-        static = self._case.static
+        # As resolution does, which sets the layout of a declared weight before it asks kernels.
+        static = {
+            name: replace(value, layout=layouts[name]) if isinstance(value, LinearWeight) and name in layouts else value
+            for name, value in self._case.static.items()
+        }
         return OpCall(self._schema.name, static, bucket_of(rows), self._device.capabilities, layouts)
 
     def _refusal(self) -> str | None:
@@ -349,13 +354,16 @@ class _KernelCheck:
             if wanted == "out":
                 wanted = self._case.static["out"]
             # Inputs are the same in float32, so that a primitive's float32 result may not be rounded on the way.
-            # A composite rounds what it passes from one op to the next.
+            # A composite rounds what it passes from one op to the next; a product may round quantized weights.
             unrounded = wanted == "float32" and not self._schema.composite
-            dtype = wanted if unrounded else self._dtype
+            tight = unrounded and not self._quantized
+            dtype = wanted if tight else self._dtype
             if have.dtype != getattr(torch, wanted):
                 problems.append(f"{declared.name} is {have.dtype}, not {wanted}")
             elif problem := difference(have, right, self._tolerance, dtype, self._nearest):
                 problems.append(f"{declared.name}: {problem}")
+            elif unrounded and not tight and self._dtype != wanted and is_rounded(have, self._dtype):
+                problems.append(f"{declared.name} is float32, but every number of it was rounded to {self._dtype}")
         return problems
 
 

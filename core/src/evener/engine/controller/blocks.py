@@ -11,7 +11,7 @@ same.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 
@@ -28,7 +28,7 @@ class BlockPool:
         #: Slabs whose blocks are all free, and by span the free blocks of other slabs. Both are in the order in which
         #: they are given out: those without a key first, then the least recently used.
         self._free_slabs: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count // slab))
-        self._free_blocks: dict[int, OrderedDict[int, None]] = {}
+        self._free_blocks = defaultdict[int, OrderedDict[int, None]](OrderedDict)
         self._spare_slabs = 0
 
     @property
@@ -65,14 +65,15 @@ class BlockPool:
     def _allocate_block(self, span: int) -> int:
         """Take a free block. One from a slab in use is preferred so that other slabs stay whole. But a block with a key
         is spared if there is a free slab without keys that this call does not need otherwise."""
-        part = self._free_blocks.setdefault(span, OrderedDict())
-        first = next(iter(part), None)
+        part = self._free_blocks[span]
+        first = next(iter(part)) if part else None
         has_key = first is not None and self._keys[first] is not None
-        spare = has_key and self._spare_slabs > 0 and self._free_slab_without_key()
+        spare = has_key and self._spare_slabs > 0 and not self._has_key(next(iter(self._free_slabs)))
         self._spare_slabs -= spare
         if first is None or spare:
             slab, _ = self._free_slabs.popitem(last=False)
-            self._split_slab(slab, span)
+            if span != self.slab or self._spans[slab] != span:
+                self._split_slab(slab, span)
             first = slab * self.slab
         else:
             del part[first]
@@ -80,12 +81,8 @@ class BlockPool:
         self._references[first] = 1
         return first
 
-    def _free_slab_without_key(self) -> bool:
-        slab = next(iter(self._free_slabs), None)
-        return slab is not None and not self._has_key(slab)
-
     def _has_key(self, slab: int) -> bool:
-        return any(key is not None for key in self._keys[slab * self.slab : (slab + 1) * self.slab])
+        return self._keys[slab * self.slab : (slab + 1) * self.slab].count(None) < self.slab
 
     def _split_slab(self, slab: int, span: int) -> None:
         """Cut a free slab into blocks of ``span`` pages. All but the first become free; the caller takes that."""
@@ -104,7 +101,7 @@ class BlockPool:
             self._keys[block] = None
 
     def _append_free(self, block: int, span: int) -> None:
-        part = self._free_blocks.setdefault(span, OrderedDict())
+        part = self._free_blocks[span]
         part[block] = None
         if self._keys[block] is None:
             part.move_to_end(block, last=False)
@@ -127,9 +124,7 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one hold of each block. Null blocks are skipped."""
-        for block in blocks:
-            if block == 0:
-                continue
+        for block in filter(None, blocks):
             assert self._references[block] > 0, f"block {block} is released more often than it was taken"
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -138,13 +133,15 @@ class BlockPool:
     def _free(self, block: int) -> None:
         slab = block // self.slab
         span, start = self._spans[slab], slab * self.slab
-        self._append_free(block, span)
-        if not any(self._references[start : start + self.slab]):
+        if span != self.slab:
+            self._append_free(block, span)
+            if any(self._references[start : start + self.slab]):
+                return
             for each in range(start, start + self.slab, span):
                 del self._free_blocks[span][each]
-            self._free_slabs[slab] = None
-            if not self._has_key(slab):
-                self._free_slabs.move_to_end(slab, last=False)
+        self._free_slabs[slab] = None
+        if not self._has_key(slab):
+            self._free_slabs.move_to_end(slab, last=False)
 
     def set_key(self, block: int, key: Hashable) -> None:
         """Record what a held block contains. If another block has this key already, that one keeps it."""

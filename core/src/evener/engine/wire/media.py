@@ -41,5 +41,4 @@ def overlapping_items(items: Sequence[MediaItem], start: int, end: int) -> Itera
 def shared_prefix_length(items: Sequence[MediaItem], others: Sequence[MediaItem], length: int) -> int:
     """How many of the first ``length`` tokens two prompts share, given that they have the same token ids there. They
     stop sharing at the first item that only one of them has."""
-    first, second = ({item.key: item for item in each} for each in (items, others))
-    return min([length, *((first | second)[key].start for key in first.keys() ^ second.keys())])
+    return min([length, *(at for at, _ in {(i.start, i.key) for i in items} ^ {(o.start, o.key) for o in others})])

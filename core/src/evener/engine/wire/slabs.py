@@ -6,6 +6,7 @@ that fits the plan must never be refused, and one that was accepted must fit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from evener.contracts.state import StateKind, StateSpec
@@ -34,12 +35,12 @@ def slabs_needed(
         block_size: tokens of a block.
     """
     # Blocks of groups with equal cuts fill slabs together.
-    held: dict[int, int] = {}
-    for spec, kind, cut in zip(specs, kinds, cuts, strict=True):
+    held = Counter[int]()
+    for (spec, kind, cut), groups in Counter(zip(specs, kinds, cuts, strict=True)).items():
         # The number goes up and down as tokens are added: a window of w tokens touches one block more at some ends than
         # at others, and a step may pass one snapshot more. So all ends within the last block or snapshot are looked at.
         ends = range(max(1, tokens - (spec.every or block_size) + 1), tokens + 1)
-        held[cut] = held.get(cut, 0) + max(_live_blocks(kind, spec, end, step_tokens, block_size) for end in ends)
+        held[cut] += groups * max(_live_blocks(kind, spec, end, step_tokens, block_size) for end in ends)
     return sum(-(-count // cut) for cut, count in held.items())
 
 
