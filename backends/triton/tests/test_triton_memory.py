@@ -3,6 +3,7 @@ matter, and every kernel gets the sizes that it has on a GPU with 132 units."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +12,21 @@ import torch
 import triton.runtime.interpreter as interpreter
 from test_memory_measured import Meter
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import PackedWeight
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
 from evener.contracts.weights import AttentionWeights, LatentWeights, MLPWeights, MoEWeights
+from evener_conformance.kit.cases.blocks import random_part
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonHead, TritonMlpBlock, TritonNormQkvRotaryWrite
 from evener_kernels_triton.experts import TritonGroupedLinear, TritonMoeBlock
 from evener_kernels_triton.latent import TritonLatentAttentionBlock
 from evener_kernels_triton.latent_state import LatentState
+from evener_kernels_triton.linear import StoredLinear
 from evener_kernels_triton.logits import TritonPenalize
+from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.state import PagedState
 from evener_kernels_triton.tuning import Tuning
 
@@ -224,3 +229,14 @@ def test_penalties_count_the_ids_of_a_few_rows_at_a_time(rows: int) -> None:
     inputs = torch.zeros(rows, vocab), tokens, ints, ints, ints, 64, ones, ones, ones
     taken, named = measured(TritonPenalize(HostDevice(0), Tuning.of(GPU)), {"vocab": vocab}, rows, inputs)
     assert taken <= named <= 1.05 * taken <= 1.05 * 4 * 32 * vocab
+
+
+@pytest.mark.parametrize("tokens", [8, 512])
+def test_workspace_of_a_product_in_act_order_covers_the_copies_that_the_order_takes(tokens: int) -> None:
+    part = random_part("uint4 by 64, act", 1024, HIDDEN, torch.Generator().manual_seed(3))
+    matrix = PACKED.pack([part], "bfloat16", torch.device("cpu"))
+    weight = LinearWeight("weight", (replace(part, tensors={}),), part.rows, HIDDEN, "bfloat16", layout=PACKED.layout)
+    static = {"rows": part.rows, "columns": HIDDEN, "dtype": "bfloat16", "weight": weight}
+    x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16)
+    peak, named = measured(StoredLinear(HostDevice(0), Tuning.of(GPU)), static, tokens, (x, matrix))
+    assert 0 < peak <= named

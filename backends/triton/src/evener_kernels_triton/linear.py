@@ -19,7 +19,7 @@ from evener_kernels_triton.jit.linear import gemv_kernel, persistent_gemv_kernel
 from evener_kernels_triton.jit.stored import dequantize_kernel, stored_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.packed import PACKED, PackedMatrix
-from evener_kernels_triton.packed_linear import packed_bytes, packed_linear, unpacked
+from evener_kernels_triton.packed_linear import packed_bytes, packed_linear, unpacked, unpacked_bytes
 from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.stored import STORED, Form, StoredMatrix, pieces
 from evener_kernels_triton.tuning import Product, Sizes, Tuning, memoized
@@ -262,11 +262,12 @@ def is_packed(weight: LinearWeight) -> bool:
 
 def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
     """Bytes that the product with ``weight`` needs besides its result: partial sums, or a copy of stored elements."""
-    stored = is_stored(weight)
+    stored, element = is_stored(weight), getattr(torch, call.static["dtype"]).itemsize
     if stored and not tuning.uses_own_product(call.bucket.high, weight.rows, stored):
-        return dequantized_bytes(call, weight.rows, weight.columns)
+        again = unpacked_bytes(weight.parts, element) if is_packed(weight) else 0
+        return dequantized_bytes(call, weight.rows, weight.columns) + again
     if is_packed(weight):
-        return packed_bytes(tuning, call.bucket.high, weight.parts, getattr(torch, call.static["dtype"]).itemsize)
+        return packed_bytes(tuning, call.bucket.high, weight.parts, element)
     return partial_sums(tuning, call, weight.rows, weight.columns, stored)
 
 

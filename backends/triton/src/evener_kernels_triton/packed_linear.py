@@ -92,14 +92,22 @@ def _grid(p: Product, tokens: int, rows: int, spans: int) -> tuple[int, int, int
 
 
 def packed_bytes(tuning: Tuning, tokens: int, parts: Sequence[WeightPart], element: int) -> int:
-    """Bytes of the partial sums of ``packed_linear`` for a weight of these parts; x has ``element`` bytes."""
+    """Bytes that ``packed_linear`` takes besides its result, for a weight of these parts; x has ``element`` bytes: a
+    copy of x in act-order, and partial sums."""
     most = 0
     for rows, form in segments_of(parts):
         columns = parts[0].columns
         p = tuning.packed(tokens, rows, columns, form.columns, element)
         across, down, _, splits = _grid(p, tokens, rows, form.spans(columns))
         most = max(most, across * down * splits * p.n * p.m * 4 if splits > 1 else 0)
-    return most
+    ordered = any(part.format.order == "act" for part in parts)
+    return most + ordered * tokens * parts[0].columns * element
+
+
+def unpacked_bytes(parts: Sequence[WeightPart], element: int) -> int:
+    """Bytes that ``unpacked`` takes besides its result, whose numbers have ``element`` bytes: a part in act-order is
+    unpacked into memory of its own first, and its order is widened to int64."""
+    return max((p.columns * (p.rows * element + 8) for p in parts if p.format.order == "act"), default=0)
 
 
 def unpacked(tuning: Tuning, weight: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
