@@ -94,6 +94,30 @@ def _know_shapes() -> None:
     tl.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
 
+def _widen_only_what_differs() -> None:
+    """Two values of one shape, which tensors share after ``_know_shapes``, need no comparison of their axes."""
+    usual = interpreter.TritonSemantic.broadcast_impl_value
+    targets: dict[tuple[int, int], Any] = {}
+
+    def broadcast(self: Any, a: Any, b: Any) -> Any:
+        if a.shape is b.shape:
+            return a, b
+        if len(a.shape.values) != len(b.shape.values):  # also where one has no axes
+            return usual(self, a, b)
+        pair = id(a.shape), id(b.shape)  # shapes are kept for good, so no other gets the number of one
+        if pair not in targets:
+            targets[pair] = usual(self, a, b)[0].type.shape  # raises if they do not fit together
+        return tuple(wide(self, one, targets[pair]) for one in (a, b))
+
+    def wide(self: Any, one: Any, shape: Any) -> Any:
+        if one.type.shape.values == shape.values:
+            return one
+        return self.make_tensor(self.builder.create_broadcast(one.handle, shape.values), block(one.dtype, shape.values))
+
+    block = tl.block_type
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast
+
+
 def _convert_bf16_by_its_bits() -> None:
     """A bfloat16 is the upper half of a float32, also where the interpreter assembles one from sign, exponent and
     significand. It cuts off what does not fit, and so does this."""
@@ -114,5 +138,6 @@ def make_lean() -> None:
     _do_not_look_for_overflow()
     _know_types()
     _know_shapes()
+    _widen_only_what_differs()
     _convert_bf16_by_its_bits()
     _replace_the_language_once()
