@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from lean_interpreter import make_lean
 
 from evener.contracts.ops import Kernel, OpSchema
 from evener.contracts.state import StateProvider
@@ -217,6 +218,7 @@ _read_loop_bounds()
 _start_in_order()
 _run_backwards()
 _compare_as_devices_do()
+make_lean()
 # A device's exponential is infinite without a word, and its quotients are not defined where nothing is stored.
 np.seterr(over="ignore", invalid="ignore", divide="ignore")
 

@@ -37,6 +37,12 @@ DTYPES = ("float32", "bfloat16")
 UNCHECKED = ("sample", "logprobs")
 #: Ops that take the interpreter longest for a row, and whose rows do not depend on each other.
 SLOW_PER_ROW = (*UNCHECKED, "route", "rotary")
+#: Ops whose kernels put rows of tokens together in tiles, and choose their size by the type.
+TILED_BY_TYPE = ("grouped_linear",)
+#: The kit's steps, the last one with as many rows as go to the library's products, not with twice as many.
+FEW_AND_MANY = (*family_list.STEPS[:-1], (MAX_OWN_TOKENS_FEW_ROWS, 1))
+#: Numbers of the logits in the cases of ``sample`` with many draws.
+MANY_DRAWS = 128 * 259
 
 
 @pytest.fixture(autouse=True)
@@ -45,32 +51,39 @@ def tiny_tensors(one_thread: None) -> None:
 
 
 def primitives() -> list[Any]:
-    """Those that search and that list make many passes, which the interpreter takes its time for."""
+    """Kernels of primitives and numbers of rows of the narrow type. Those that search and that list make many passes,
+    which the interpreter takes its time for."""
     slow = {op: [pytest.mark.slow] for op in ("sample", "logprobs", "route", "rotary", "grouped_linear", "mix_experts")}
     # Stored elements have tests of their own (test_triton_stored.py, test_triton_packed.py): the ops' cases are plain.
     plain = [k for k in host_kernels(composite=False) if STORED not in k.packings or PLAIN in k.packings]
-    return [pytest.param(k, id=k.name, marks=slow.get(k.op, [])) for k in plain]
+    few = [pytest.param(k, 3, id=f"{k.name}-few", marks=slow.get(k.op, [])) for k in plain]
+    # A program of the others takes one row. Of those that take several, in tiles whose size depends on the type,
+    # ``linear`` has all its rows in both types anyway.
+    tiled = [k for k in plain if k.op in TILED_BY_TYPE]
+    return few + [pytest.param(k, 17, id=f"{k.name}-17 narrow rows", marks=pytest.mark.slow) for k in tiled]
 
 
-@pytest.mark.parametrize(
-    "narrow", [pytest.param(3, id="few"), pytest.param(17, id="17 narrow rows", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("kernel", primitives())
+@pytest.mark.parametrize(("kernel", "narrow"), primitives())
 def test_a_kernel_agrees_with_its_reference(kernel: Any, narrow: int) -> None:
     # The interpreter takes its time for each row, and cuts off where the compiler rounds. Rows of some know nothing of
     # each other; products choose their tiles by the number of rows, others of the narrow type take those of float32.
     wide = 3 if kernel.op in SLOW_PER_ROW else 17
     rows = {"float32": wide, "bfloat16": wide if kernel.op == "linear" else min(wide, narrow)}
+    # Scores are numbers of float32 once they are loaded: the hundreds of draws that show slightly wrong ones need no
+    # other type. Each takes two searches of 32 passes.
+    most = {"float32": 1 << 16, "bfloat16": MANY_DRAWS - 1 if kernel.op == "sample" else 1 << 16}
     results = []
     with nullcontext() if kernel.op in UNCHECKED else every_access_checked():
         for dtype in DTYPES:
             results += check_kernel(
                 kernel, schemas()[kernel.op], HostDevice(0), (dtype,), sizes=(rows[dtype],), nearest=False,
-                most_numbers=1 << 16,
+                most_numbers=most[dtype],
             )  # fmt: skip
     assert not [str(r) for r in results if r.outcome == "failed"]
     passed = Counter(r.dtype for r in results if r.outcome == "passed")
     assert set(passed) == set(DTYPES), f"{kernel.name} was never computed: {sorted({r.detail for r in results})}"
+    draws = [r for r in results if r.dtype == "float32" and r.case.startswith("128 rows") and r.outcome == "passed"]
+    assert len(draws) == (2 if kernel.op == "sample" else 0), "many draws, with and without filters"
 
 
 @pytest.mark.parametrize("op", ["penalize", "grouped_linear"])
@@ -133,7 +146,10 @@ def test_single_token_experts_match_their_expansion(family: Family, dtype: str) 
 
 
 @pytest.mark.slow
-def test_a_layer_with_windows_caps_and_norms_everywhere_agrees_with_its_expansion() -> None:
+def test_a_layer_with_windows_caps_and_norms_everywhere_agrees_with_its_expansion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(family_list, "STEPS", FEW_AND_MANY)
     kernel = next(k for k in host_kernels(composite=True) if k.op == "attention_block")
     linears = [k for k in host_kernels(composite=False) if k.op == "linear"]
     every = list(schemas().values())
@@ -145,26 +161,14 @@ def test_a_layer_with_windows_caps_and_norms_everywhere_agrees_with_its_expansio
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_state_provider_keeps_the_contract(dtype: str) -> None:
+    # Quantized state: test_triton_quantized_state.py.
     for provider in host_states():
-        report = check_provider(provider, HostDevice(0), dtype)
+        report = check_provider(provider, HostDevice(0), dtype, SHAPES)
         assert report.problems == []
         words = [": no kind ", ": attends to every earlier token, not to selected ones"]
         if dtype == "float32":  # latents as wide as DeepSeek's, on a device with the least memory
             words.append("heads of 576/512: tiles of float32 do not fit into 49152 bytes of shared memory")
         assert [reason for reason in report.refused if not any(word in reason for word in words)] == []
-
-
-@pytest.mark.slow
-def test_sinks_slopes_and_odd_heads_are_attended_to() -> None:
-    # One shape of each; the slow test above has all.
-    odd = [
-        next(s for s in SHAPES if not s.kind and s.window is None and has(s))
-        for has in (lambda s: s.sinks, lambda s: s.slopes, lambda s: s.head_dim == 10)
-    ]
-    for provider in [p for p in host_states() if "full" in p.kinds]:
-        report = check_provider(provider, HostDevice(0), "float32", odd)
-        assert report.problems == []
-        assert len(report.checked) == len(odd)
 
 
 LATENT = [s for s in SHAPES if s.kind == "latent" and s.top is None]
@@ -211,7 +215,8 @@ def test_narrow_latent_state_is_read_as_the_reference_reads_it() -> None:
 
 
 @pytest.mark.slow
-def test_latent_attention_of_new_and_old_requests_agrees_with_its_expansion() -> None:
+def test_latent_attention_of_new_and_old_requests_agrees_with_its_expansion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_list, "STEPS", FEW_AND_MANY)
     kernel = next(k for k in host_kernels(composite=True) if k.op == "latent_attention_block")
     linears = [k for k in host_kernels(composite=False) if k.op == "linear"]
     states = [p for p in host_states() if "latent" in p.kinds]

@@ -64,12 +64,6 @@ def test_it_keeps_the_contract_of_quantized_state(dtype: str) -> None:
     assert report.problems == [] and report.refused == [] and len(report.checked) == len(QUANTIZED)
 
 
-@pytest.mark.slow
-def test_attention_over_elements_is_that_of_the_numbers() -> None:
-    report = check_provider(paged(), HostDevice(0), "float32", QUANTIZED[2:3])
-    assert report.problems == [] and len(report.checked) == 1
-
-
 @pytest.mark.parametrize("stored", ["float8_e4m3fn", "int8"])
 def test_the_launch_after_a_projection_writes_elements_too(stored: str) -> None:
     """A key that is rounded elsewhere before it is divided may become the next element, so one step is allowed."""
