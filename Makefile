@@ -25,7 +25,8 @@ ARGS ?=
 JOBS ?= 2
 # Runs with the slow tests remember which files passed.
 RECORDED := PYTHONPATH=scripts
-PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+# Bytecode is kept, also where the environment says otherwise: hundreds of commands would compile evener again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
 .PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+from warm import CHILDREN, warm
 
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
@@ -109,6 +110,13 @@ class Served:
     def model(cls, folder: Path, *settings: str) -> Served:
         """``evener serve FOLDER serve.port=0 SETTINGS``."""
         return cls(EVENER, "serve", folder, "serve.port=0", *settings)
+
+    @classmethod
+    def warm(cls, folder: Path, *settings: str) -> Served:
+        """The same in warm processes, its controller and worker too. For tests of answers: a command of ``warm`` is no
+        child of its starter."""
+        environ = f"{CHILDREN}={warm() / 'python'}"
+        return cls("env", environ, warm() / "evener", "serve", folder, "serve.port=0", *settings)
 
     @property
     def log(self) -> str:

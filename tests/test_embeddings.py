@@ -296,7 +296,7 @@ def test_many_tasks_embed_over_one_asynchronous_engine(qwen: tuple[Path, Oracle]
 def test_openais_client_gets_the_vectors_of_a_served_model(qwen: tuple[Path, Oracle], copy: Path) -> None:
     write_tiny_tokenizer(copy)
     as_sentence_transformers(copy, ["Transformer", "Pooling", "Normalize"], pooling_mode="lasttoken")
-    with Served.model(copy, *(f"{key}={value}" for key, value in SMALL.items())) as server:
+    with Served.warm(copy, *(f"{key}={value}" for key, value in SMALL.items())) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         by_default = client.embeddings.create(model=server.name, input=PROMPTS)
         as_floats = client.embeddings.create(model=server.name, input=PROMPTS, encoding_format="float", dimensions=20)

@@ -30,7 +30,7 @@ TINY = ("load=dummy", "infer.kv_memory=4194304", "infer.max_seq_len=2048", "infe
 @pytest.fixture(scope="module")
 def real(smollm2_dir: Path) -> Iterator[Served]:
     """A real model behind a real server; for tests that leave nothing behind."""
-    with Served.model(smollm2_dir, *SMALL) as served:
+    with Served.warm(smollm2_dir, *SMALL) as served:
         yield served
         # Those of a request that has just met its end token return with the step that was under way.
         eventually(lambda: served.stats()["blocks_used"] == 0)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny(folder: Path) -> Iterator[Served]:
     """A model of random weights behind a server of its own; for tests that end it or look at what is left."""
-    with Served.model(folder, *TINY) as served:
+    with Served.warm(folder, *TINY) as served:
         yield served
 
 
@@ -326,7 +326,7 @@ def test_while_state_is_scarce_no_more_requests_wait_than_max_queue(folder: Path
     scarce = ("load=dummy", "infer.kv_memory=2MiB", "infer.max_seq_len=4096", "infer.step_tokens=4096")
     body = {"prompt": [5] * 600, "max_tokens": 3400, "ignore_eos": True, "temperature": 0}
     large = {**body, "prompt": [6] * 4000, "max_tokens": 2}
-    with Served.model(folder, *scarce, "infer.max_reqs=8", "serve.max_queue=1") as served, ThreadPoolExecutor() as pool:
+    with Served.warm(folder, *scarce, "infer.max_reqs=8", "serve.max_queue=1") as served, ThreadPoolExecutor() as pool:
         with served.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as first:
             lines = first.iter_lines()  # kept, because httpx closes the stream with it
             next(lines)

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    with Served.model(folder, *TINY) as found:
+    with Served.warm(folder, *TINY) as found:
         yield found
         eventually(lambda: found.stats()["blocks_used"] == 0)
         assert found.stop() == 0

@@ -1,8 +1,9 @@
 """Commands in processes that begin with torch imported: one process imports it, and forks for each command.
 
 A command costs its work instead of two to three seconds of imports. It is a process of its own, with the arguments,
-folder, environment and files that its starter gave it; signals reach it, and its exit status comes back. Not for tests
-of what is imported when, and not for servers, whose workers are new processes in any case.
+folder, environment and files that its starter gave it; signals reach it, and its exit status comes back. With
+``CHILDREN`` in its environment the processes that it starts with ``sys.executable`` begin so, too: the controller and
+the worker of a server. Not for tests of what is imported when, or of which process ends with which.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from typing import NoReturn
 from evener.plugins.catalog import prepare_torch_import
 
 EVENER = "import sys; from evener.cli.main import main; sys.exit(main())"
+#: The variable that makes a command's own children such processes.
+CHILDREN = "EVENER_WARM_CHILDREN"
 #: What most commands import. A module that is found broken here would be so in a command.
 _IMPORTED = (
     "torch", "hydra", "omegaconf", "tokenizers", "safetensors.torch", "evener.cli.main", "evener.cli.doctor",
-    "evener.llm", "evener.engine.processes.start", "evener.engine.worker.worker",
+    "evener.llm", "evener.engine.processes.child", "evener.engine.processes.start", "evener.engine.worker.worker",
     "evener.engine.worker.inline_executor", "evener.ops.reference.basic", "evener.ops.reference.sampling",
-    "evener.ops.reference.state", "evener_models.llama",
+    "evener.ops.reference.state", "evener_models.llama", "evener_server.process",
 )  # fmt: skip
 #: Sends its arguments, folder, environment and files, and ends as the command does. It imports little, for speed.
 _CLIENT = """#!{python} -IS
@@ -142,6 +145,8 @@ def _become(folder: str, environ: dict[str, str], files: list[int]) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    if python := os.environ.get(CHILDREN):
+        sys.executable = python
     sys.path[:0] = ["", *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
     random.seed()

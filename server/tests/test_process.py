@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from warm import warm
 
 from evener.errors import ConfigError
 from evener_server.command import main
@@ -22,7 +22,7 @@ from evener_server.process import bind, url
 
 #: The real process with a fake engine: it holds after three tokens of a request; a line on its standard input frees it.
 PROGRAM = """
-import asyncio, logging, sys, threading
+import asyncio, logging, sys, threading, warnings
 from pathlib import Path
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
@@ -50,6 +50,7 @@ async def start(config):
     await llm.wait_ready()
     return llm
 
+warnings.simplefilter("ignore")
 logging.basicConfig(level="INFO", stream=sys.stderr)
 config = from_overrides(sys.argv[1], {"serve.port": 0})
 restart = "restart" in sys.argv
@@ -61,7 +62,7 @@ class Served:
     """The process, its URL, and its log so far."""
 
     def __init__(self, folder: Path, drain: float, *words: str) -> None:
-        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder), str(drain), *words]
+        command = [str(warm() / "python"), "-c", PROGRAM, str(folder), str(drain), *words]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self._changed = threading.Condition()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from warm import CHILDREN, warm
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
@@ -29,6 +31,14 @@ from evener_conformance.reference.engine import RunResult, small_config
 @pytest.fixture(scope="session")
 def installed_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_reference_backend(tmp_path_factory.mktemp("reference")).parent
+
+
+@pytest.fixture
+def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes that begin with torch imported, for tests of what they say and not of how they end."""
+    python = str(warm() / "python")
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv(CHILDREN, python)
 
 
 @pytest.fixture

@@ -226,7 +226,9 @@ def test_no_process_outlives_a_parent_that_is_killed_or_stopped(deed: signal.Sig
         assert parent.stdout.read() == b"closed\n" * stopped and parent.wait(PATIENCE) == (0 if stopped else -deed)
 
 
-def test_a_start_up_error_in_a_child_keeps_its_class_and_message(make_config: Any) -> None:
+def test_a_start_up_error_in_a_child_keeps_its_class_and_message(
+    make_config: Any, warm_children: None
+) -> None:
     wrong = make_config("Llama", {"architectures": ["LamaForCausalLM"]})
     with pytest.raises(ArchitectureError) as here:
         start_engine(wrong, "inline")

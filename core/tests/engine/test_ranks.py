@@ -88,7 +88,7 @@ def stop_rank(rank: int, controller: Controller, ready: Ready) -> None:
     assert executor._children[rank].process.returncode == -signal.SIGKILL
 
 
-def test_a_hanging_step_times_out(make_config: Any) -> None:
+def test_a_hanging_step_times_out(make_config: Any, warm_children: None) -> None:
     controller, _ = build_controller(make_config(executor="process", **{"infer.step_timeout": 1.0}))
     executor = controller.executor
     assert isinstance(executor, ProcessExecutor)
@@ -99,7 +99,7 @@ def test_a_hanging_step_times_out(make_config: Any) -> None:
         executor.close()
 
 
-def test_a_start_up_error_names_its_rank(make_config: Any) -> None:
+def test_a_start_up_error_names_its_rank(make_config: Any, warm_children: None) -> None:
     wrong = make_config("Llama", {"architectures": ["LamaForCausalLM"]}, **{"infer.tp_size": 2})
     with pytest.raises(ArchitectureError, match=r"worker of rank \d \(part \d of 2\): .*LamaForCausalLM"):
         ProcessExecutor(wrong)

@@ -4,8 +4,11 @@ module is imported only when something is needed that only it has."""
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Architecture
 from evener.contracts.descriptor import Descriptor
@@ -15,14 +18,31 @@ from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
 from evener.errors import ArchitectureError, UnknownNameError
 from evener_conformance.reference.device import HostDevice
 
+if TYPE_CHECKING:
+    from importlib_metadata import EntryPoint
+
 _GROUPS = ("evener.plugins", "evener.kernels", "evener.backends")
 
 
 def _descriptors(*groups: str) -> Iterator[Descriptor]:
+    folders = tuple((folder, _modified(folder)) for folder in sys.path)
+    for group in groups:
+        yield from (entry.load() for entry in _entries(group, folders))
+
+
+# Metadata of every distribution is read for this. A package that is installed later changes its folder's time.
+@lru_cache(maxsize=len(_GROUPS))
+def _entries(group: str, _folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
     from importlib_metadata import entry_points
 
-    for group in groups:
-        yield from (entry.load() for entry in entry_points(group=group))
+    return tuple(entry_points(group=group))
+
+
+def _modified(folder: str) -> int:
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def find_architecture(name: str) -> type[Architecture]:
