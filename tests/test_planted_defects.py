@@ -6,7 +6,6 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 from planted_defects import PACKAGE, install, run_kit
