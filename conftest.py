@@ -18,6 +18,8 @@ sys.path.append(str(Path(__file__).parent / "benchmarks"))
 # of this commit, and what chance finds is looked for by ``make search``.
 settings.register_profile("evener", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("search", settings.get_profile("evener"), derandomize=False, print_blob=True)
+#: For one more interpreter: what the examples prove is proved by the whole suite's own.
+settings.register_profile("few", settings.get_profile("evener"), max_examples=10)
 settings.load_profile("evener")
 
 

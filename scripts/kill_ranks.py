@@ -1,6 +1,7 @@
 """Kill, stop or cut off one process of an engine at a random moment, many times, and check that all ends well.
 
     python scripts/kill_ranks.py MODEL --draws 900 [--jobs 4] [--seed 0] [key=value …]
+    python scripts/kill_ranks.py MODEL --each      # one draw of each process and fault
 
 Each draw starts an engine with worker processes (``infer.tp_size=2`` unless a key says otherwise), sends requests, and
 injects one fault at a random moment, which its seed decides: a process is killed, is stopped, or loses all connections
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -26,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +76,16 @@ class Scenario:
     def silent(self) -> bool:
         """Whether the front end cannot report what it has seen."""
         return self.role == "front end" and (self.fault == "killed" or (self.fault == "stopped" and not self.goes_on))
+
+
+def seeds_of_each(first: int, workers: int) -> list[int]:
+    """For each role and fault the first seed, of ``first`` on, that draws it."""
+    found: dict[str, int] = {}
+    for seed in itertools.count(first):
+        found.setdefault(Scenario.of(seed, workers).kind, seed)
+        if len(found) == len(ROLES) * len(FAULTS):
+            return list(found.values())
+    raise AssertionError("there is always another seed")
 
 
 def requests(seed: int) -> list[NewRequest]:
@@ -297,6 +310,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("keys", nargs="*")
     parser.add_argument("--draws", type=int, default=30)
+    parser.add_argument("--each", action="store_true", help="instead of --draws: each process with each fault, once")
     parser.add_argument("--jobs", type=int, default=1, help="draws at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--front-end", help=argparse.SUPPRESS)
@@ -306,7 +320,9 @@ def main() -> int:
         return 0
     keys = dict(key.split("=", 1) for key in arguments.keys)
     config = from_overrides(arguments.model, {"infer.tp_size": 2, "infer.heartbeat_timeout": HEARTBEAT_TIMEOUT, **keys})
-    seeds = range(arguments.seed, arguments.seed + arguments.draws)
+    seeds: Sequence[int] = range(arguments.seed, arguments.seed + arguments.draws)
+    if arguments.each:
+        seeds = seeds_of_each(arguments.seed, config.infer.tp_size * config.infer.pp_size)
     with tempfile.TemporaryDirectory(prefix="draws-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         played = list(pool.map(lambda seed: run_scenario(config, seed, folder), seeds))
         left = final_start(config, folder)

@@ -37,12 +37,13 @@ def install(target: Path) -> None:
     )  # fmt: skip
 
 
-def run_kit(site: Path, defect: str, *words: str) -> tuple[bool, list[str]]:
+def run_kit(site: Path, defect: str, *words: str, python: str | Path = sys.executable) -> tuple[bool, list[str]]:
     """Whether the kit lets the backend pass with this fault (empty: none), and the cases that failed."""
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     out = site.parent / f"{defect or 'none'}.json"
+    out.unlink(missing_ok=True)
     done = subprocess.run(
-        [sys.executable, "-m", "evener", "conformance", "--backend", "planted", "--json", str(out), *words],
+        [str(python), "-m", "evener", "conformance", "--backend", "planted", "--json", str(out), *words],
         env={**os.environ, "PYTHONPATH": path, "PLANTED_DEFECT": defect}, capture_output=True, text=True,
     )  # fmt: skip
     if not out.is_file():

@@ -15,6 +15,7 @@ import pytest
 from docs_blocks import DOCS
 from served import Served, eventually
 from source_tree import ROOT
+from warm import warm
 
 pytestmark = pytest.mark.model
 PAGE = DOCS / "from-other-engines.md"
@@ -86,9 +87,11 @@ def environment() -> dict[str, str]:
 
 def shell(command: str, model: Path, folder: Path, port: str = PORT) -> subprocess.CompletedProcess[str]:
     text = command.replace("MODEL_DIR", shlex.quote(str(model))).replace(PORT, port)
+    mine = environment()
     return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environment(), capture_output=True, text=True
-    )
+        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env={**mine, "PATH": f"{warm()}:{mine['PATH']}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [row for row in rows("serves", "runs", "parsed") if " run MODEL_DIR" in row.here

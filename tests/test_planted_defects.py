@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import runpy
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 from planted_defects import PACKAGE, install, run_kit
+from warm import warm
+
+Kit = Callable[..., tuple[bool, list[str]]]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    """Runs the kit with a fault, or without; the same words give the same result."""
     folder = tmp_path_factory.mktemp("planted") / "site"
     install(folder)
-    return folder
+    return cache(partial(run_kit, folder, python=warm() / "python"))
 
 
 @pytest.mark.slow
@@ -37,12 +42,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("norm-tall", "rms_norm"),
     ],
 )
-def test_a_planted_fault_is_caught_and_the_backend_passes_without_it(defect: str, part: str, site: Path) -> None:
+def test_a_planted_fault_is_caught_and_the_backend_passes_without_it(defect: str, part: str, kit: Kit) -> None:
     # Only a result that is wider than the compute dtype can be rounded to it.
     dtype = "bfloat16" if defect == "float32-rounded" else "float32"
     words = ("--op", part, "--dtype", dtype, "--seed", "1")
-    assert run_kit(site, "", *words) == (True, [])
-    passes, failed = run_kit(site, defect, *words)
+    assert kit("", *words) == (True, [])
+    passes, failed = kit(defect, *words)
     assert not passes and failed
 
 

@@ -66,5 +66,6 @@ def test_a_supported_python_imports_what_is_torch_free_and_passes_the_plugin_tes
     imports = "; ".join(f"import {module}" for module in MODULES)
     subprocess.run([inside, "-c", f"import sys; {imports}; assert 'torch' not in sys.modules"], check=True)
     tests = [ROOT / "core" / "tests" / "plugins", ROOT / "core" / "tests" / "config"]
-    done = subprocess.run([inside, "-m", "pytest", "-q", "-x", *tests], cwd=ROOT, capture_output=True, text=True)
+    pytest_here = [inside, "-m", "pytest", "-q", "-x", "--hypothesis-profile=few"]
+    done = subprocess.run([*pytest_here, *tests], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

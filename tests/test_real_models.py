@@ -46,6 +46,8 @@ class Work:
 SOME = Work((8, 100, 16, 129, 17, 560, 63, 80, 31, 160, 257, 90), 24, (0, 2, 4, 5, 6), 8, 640, 608, 128, 4)
 LENGTHS = (8, 9, 15, 16, 17, 31, 40, 48, 63, 80, 100, 129, 160, 200, 257, 300, 380, 450, 520, 600)
 WHOLE = Work(LENGTHS, 64, tuple(range(20)), 64, 1200, 768, 256, 12)
+#: The same ends and events for models that take most of their time for one token after another.
+LARGER = replace(SOME, answer=32, pool=1000, longest=608)
 
 
 @pytest.fixture(scope="module", params=["smollm2_dir", pytest.param("qwen_dir", marks=pytest.mark.slow),
@@ -79,7 +81,7 @@ class Oracle:
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def __call__(self, tokens: Sequence[int], rows: int = WHOLE.answer) -> torch.Tensor:
+    def __call__(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([list(tokens)]), logits_to_keep=rows).logits[0]
         return logits.float()
@@ -110,13 +112,12 @@ def test_greedy_tokens_of_some_prompts_equal_transformers_alone_and_in_a_mixed_b
 def test_greedy_tokens_equal_transformers_alone_and_in_a_mixed_batch_that_arrives_over_time(
     model_dir: Path, oracle: Oracle
 ) -> None:
-    # The larger ones take most of their time for one token after another.
-    small = model_dir.name.startswith("SmolLM2")
-    equal_transformers(model_dir, oracle, WHOLE if small else replace(WHOLE, alone_answer=16))
+    equal_transformers(model_dir, oracle, WHOLE if model_dir.name.startswith("SmolLM2") else LARGER)
 
 
-def equal_transformers(model_dir: Path, oracle: Oracle, work: Work) -> None:
+def equal_transformers(model_dir: Path, model: Oracle, work: Work) -> None:
     prompts, result = prompts_of(model_dir, work.lengths), Comparison()
+    oracle = partial(model, rows=work.answer)
     pool = small_pool(model_dir, work.pool)
     for client in engine(
         model_dir, **{"dtype": "float32", "infer.max_seq_len": work.longest, "infer.max_reqs": 16,
