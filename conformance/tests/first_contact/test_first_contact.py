@@ -88,19 +88,20 @@ def test_what_is_private_does_not_reach_the_file(site: Path, tmp_path: Path) -> 
     [
         ("the probe hangs", "packages", "did not answer within 5 seconds"),
         ("the probe aborts", "packages", "SIGABRT"),
-        ("opening the device hangs", "device", "nothing was heard of it for 6 seconds"),
-        ("a kernel hangs", "primitives", "nothing was heard of it for 6 seconds"),
+        ("opening the device hangs", "device", "nothing was heard of it for 20 seconds"),
+        ("a kernel hangs", "primitives", "nothing was heard of it for 20 seconds"),
         ("a kernel is wrong", "primitives", "elements differ"),
         ("a kernel raises", "primitives", "error code 507011"),
         ("a kernel ends the process quietly", "primitives", "it ended with exit code 0"),
-        ("a kernel prints without end", "primitives", "nothing was heard of it for 6 seconds"),
+        ("a kernel prints without end", "primitives", "nothing was heard of it for 20 seconds"),
         ("a kernel leaves a daemon that holds the pipes", "primitives", "killed by SIGABRT"),
     ],
 )
 def test_each_failure_ends_one_part_and_is_named(fails: str, name: str, words: str, site: Path, tmp_path: Path) -> None:
     start = time.monotonic()
+    # Nothing is heard while a part imports torch, either: a busy machine takes its time for that.
     code, evidence, _ = contact(
-        site, tmp_path / "e.json", fails, "--part", "device", "--part", "primitives", "--limit", "6"
+        site, tmp_path / "e.json", fails, "--part", "device", "--part", "primitives", "--limit", "20"
     )
     outcome, said = part(evidence, name)
     assert (code, outcome) == (1, "failed")
