@@ -9,6 +9,7 @@ package/module    holds
 ``gptq``          the scheme of GPTQ checkpoints; ``awq``: that of AWQ
 ``gguf``          GGUF files: header, families' tensor names, and the scheme of block formats
 ``kv_cache``      which state is quantized, and the scales of keys and values
+``modelslim``     the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
 ``mxfp4``         the scheme of MXFP4 checkpoints (gpt-oss)
 ``quantize``      quantizing plain weights while they are read
 ``rules``         rules by layer name, and other values of a ``quantization_config``
@@ -28,7 +29,7 @@ descriptor = Descriptor(
     summary="Checkpoint formats, PyTorch's own files, and quantization: GGUF, GPTQ, AWQ, FP8, int8, MXFP4, NVFP4, NF4.",
     contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2},
     module="evener_formats.plugin",
-    formats=("gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "bitsandbytes"),
+    formats=("gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "bitsandbytes", "modelslim"),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
     weight_files={"pytorch_model.bin": "evener_formats.torch_files:TorchFile"},

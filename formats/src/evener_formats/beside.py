@@ -99,12 +99,12 @@ _BY_ROW = ("weight", "scale", "zero")
 
 
 def values(part: WeightPart) -> torch.Tensor:
-    """The float32 numbers of a part in one of the formats uint4, int8, NVFP4, nf4 and fp4, arranged."""
+    """The float32 numbers of a part in one of the formats uint4, int8, float8, NVFP4, nf4 and fp4, arranged."""
     import torch
 
     form, tensors = part.format, part.tensors
     stored, scale = tensors["weight"], tensors["scale"].float()
-    if form.storage != "int8":
+    if stored.dtype == torch.uint8:
         stored = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
     if form.storage == "float4_e2m1":
         half = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=stored.device)
