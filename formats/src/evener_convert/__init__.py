@@ -6,6 +6,7 @@ module           holds
 ===============  ===================================================================
 ``quantized``    the view whose matrices are quantized; ``matrices``: which these are
 ``split``        the view of a folder that was split for ranks
+``modelslim``    the view of a folder that ModelSlim saved
 ``base_names``   the view of a model without its outermost module
 ``weight_map``   the view whose tensors are renamed by rules
 ``command``      the command ``evener convert``
@@ -28,6 +29,7 @@ descriptor = Descriptor(
     commands={"convert": "evener_convert.command:main"},
     checkpoint_views={
         "split": "evener_convert.split:SplitCheckpoint",
+        "modelslim": "evener_convert.modelslim:ModelSlimCheckpoint",
         "base_names": "evener_convert.base_names:BaseCheckpoint",
         "weight_map": "evener_convert.weight_map:RenamedCheckpoint",
         "quantize": "evener_convert.quantized:QuantizedCheckpoint",
