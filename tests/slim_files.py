@@ -38,7 +38,7 @@ def layer(
     low, high = (-8, 8) if four else (-128, 128)
     numbers = torch.randint(low, high, (rows, columns), generator=random)
     scales = ((torch.rand(rows, groups, generator=random) + 0.5) / (high * columns**0.5)).to(dtype)
-    offsets = (torch.randint(-3, 4, (rows, groups), generator=random) if shifted else torch.zeros(rows, groups)).to(dtype)
+    offsets = (torch.randint(-3, 4, (rows, groups), generator=random) * int(shifted)).to(dtype)
     size = columns // groups
     if kind == "WFP8AFP8_DYNAMIC":
         numbers = numbers.float().to(torch.float8_e4m3fn)
@@ -73,7 +73,8 @@ def description(tensors: dict[str, torch.Tensor], kinds: dict[str, str], packed:
     Args:
         kinds: of weights; the others are "FLOAT".
     """
-    of = {name: next((k for w, k in kinds.items() if name.startswith(w.removesuffix("weight"))), "FLOAT") for name in tensors}
+    stems = {name.removesuffix("weight"): kind for name, kind in kinds.items()}
+    of = {name: next((kind for stem, kind in stems.items() if name.startswith(stem)), "FLOAT") for name in tensors}
     return {"model_quant_type": "W8A8", **of, **({"version": "1.0.0", "group_size": 0} if packed else {})}
 
 

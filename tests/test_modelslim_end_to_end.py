@@ -166,5 +166,5 @@ def test_what_is_not_read_is_refused_with_the_tensor_and_what_to_type(tmp_path: 
 def test_missing_weight_files_are_named(tmp_path: Path) -> None:
     _, folder = checkpoint(tmp_path, "Qwen3", "w8a8_dynamic", files=2)
     (folder / "quant_model_weight_w8a8-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="lacks 1 files that .*00002-of-00002"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 files that .*00002-of-00002"):
         explain(from_overrides(str(folder), SMALL))

@@ -1,5 +1,5 @@
-"""The view of a folder that ModelSlim saved: its ``config.json`` does not say that the weights are quantized, their files
-have names of their own, and its norms may have biases that are zero. Torch-free to import."""
+"""The view of a folder that ModelSlim saved: its ``config.json`` does not say that the weights are quantized, their
+files have names of their own, and its norms may have biases that are zero. Torch-free to import."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from evener.layers.builder import Builder
 from evener.loading.checkpoint import FolderCheckpoint
 from evener.loading.match import declared_names
 from evener.loading.safetensors_files import SafetensorsFile
-from evener_formats.modelslim import METHOD
-from evener_formats.modelslim_description import description_name
 
 if TYPE_CHECKING:
     import torch
 
-_WEIGHTS = "quant_model_weight*.safetensors"
+_METHOD, _DESCRIPTIONS, _WEIGHTS = "modelslim", "quant_model_description*.json", "quant_model_weight*.safetensors"
 #: What a norm may have beside its weight: a bias, and in older versions both again.
 _SHIFTS, _AGAIN = (".bias", ".module.bias"), ".module.weight"
 
@@ -48,10 +46,10 @@ class ModelSlimCheckpoint(CheckpointView):
             CheckpointError: weight files are missing.
         """
         inner = request.checkpoint
-        if description_name(inner) is None:
+        if not inner.names(_DESCRIPTIONS):
             return None
         files, settings = inner.names(_WEIGHTS), inner.config.get("quantization_config")
-        if not files and isinstance(settings, Mapping) and settings.get("quant_method") == METHOD:
+        if not files and isinstance(settings, Mapping) and settings.get("quant_method") == _METHOD:
             return None  # what was converted from such a folder
         if files:
             inner = _SlimFolder(inner.path, files)
@@ -63,7 +61,7 @@ class ModelSlimCheckpoint(CheckpointView):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return {**self.inner.config, "quantization_config": {"quant_method": METHOD}}
+        return {**self.inner.config, "quantization_config": {"quant_method": _METHOD}}
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = self.inner.tensor(name)

@@ -26,7 +26,7 @@ from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="formats",
-    summary="Checkpoint formats, PyTorch's own files, and quantization: GGUF, GPTQ, AWQ, FP8, int8, MXFP4, NVFP4, NF4.",
+    summary="Checkpoint formats, PyTorch's files, and quantization: GGUF, GPTQ, AWQ, FP8, int8, FP4, NF4, ModelSlim.",
     contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2},
     module="evener_formats.plugin",
     formats=("gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "bitsandbytes", "modelslim"),

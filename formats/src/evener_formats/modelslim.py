@@ -2,8 +2,8 @@
 
 ``quant_model_description.json`` has the kind of each tensor. A weight is ``<layer>.weight`` int8 [rows, columns] with
 ``weight_scale`` [rows, 1] or [rows, groups] and ``weight_offset`` in the same shape: element = (q - offset) x scale. In
-newer files, numbers of four bits are two in a byte: rows 2i and 2i + 1, or columns if ``W4A16`` has one scale a row; the
-even one is in the low half, signed. Weights of the kind ``W8A8`` may have ``deq_scale`` [rows], the product of the
+newer files, numbers of four bits are two in a byte: rows 2i and 2i + 1, or columns if ``W4A16`` has one scale a row;
+the even one is in the low half, signed. Weights of the kind ``W8A8`` may have ``deq_scale`` [rows], the product of the
 weight's scale and ``input_scale`` [1], instead of ``weight_scale``; where activations are float16 it is an int64 with
 the bits of the float32. ``W4A8_DYNAMIC`` of older versions has two scales: ``weight_scale`` [rows, 1] and
 ``weight_scale_second`` [rows, groups]; both multiply.
@@ -89,7 +89,7 @@ class ModelSlimScheme(BesideScheme):
         kind, file = self._description.kind(name), self._description.file
         if kind == FLOAT or (kind is None and headers[name][0] in PLAIN):
             return super().part(name, headers)
-        if kind not in BITS:
+        if kind is None or kind not in BITS:
             raise CheckpointError(
                 f"{name} is of the kind {str(kind)[:40]!r} in {file}; read are {', '.join(BITS)} and {FLOAT}; quantize "
                 "the original model again in one of them, or give the original model and type quant=int8"

@@ -1,5 +1,5 @@
-"""``quant_model_description.json``: what ModelSlim writes about each tensor of a checkpoint, as ``{tensor: kind}``, with
-a few keys about the whole model. Torch-free."""
+"""``quant_model_description.json``: what ModelSlim writes about each tensor of a checkpoint, as ``{tensor: kind}``,
+with a few keys about the whole model. Torch-free."""
 
 from __future__ import annotations
 
