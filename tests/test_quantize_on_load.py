@@ -64,10 +64,21 @@ def in_eight_bits(dtype: torch.dtype, largest: float) -> Callable[[torch.Tensor]
     return rounded
 
 
+def in_four_bits(rows: torch.Tensor) -> torch.Tensor:
+    """Each group with the scale of five that has the least squared error, one group after another."""
+    size = next(each for each in (128, 64, 32) if rows.shape[-1] % each == 0)
+    made = []
+    for group in rows.reshape(-1, size):
+        tried = [(group.abs().max() / largest).half().float() for largest in (7.0, 7.5, 8.0, 8.5, 9.0)]
+        found = [(group / scale).round().clamp(-8, 7) * scale for scale in tried]
+        made.append(min(found, key=lambda each: float((each - group).square().sum())))
+    return torch.stack(made).reshape(rows.shape)
+
+
 #: What each value of ``quant`` makes of a matrix; these sizes have no blocks of 256, which q5_0 takes the place of.
 ROUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "q8_0": in_blocks("q8_0"), "q4_0": in_blocks("q4_0"), "q4_k": in_blocks("q5_0"),
-    "fp8": in_eight_bits(torch.float8_e4m3fn, 448), "int8": in_eight_bits(torch.int8, 127),
+    "fp8": in_eight_bits(torch.float8_e4m3fn, 448), "int8": in_eight_bits(torch.int8, 127), "int4": in_four_bits,
 }  # fmt: skip
 
 
@@ -94,8 +105,9 @@ def greedy(folder: Path, ids: Sequence[int], count: int = 12, **more: Any) -> li
 
 
 @pytest.mark.parametrize(
-    ("family", "quant"), [("Qwen3", each) for each in ROUNDED] + [("Qwen3Moe", "q8_0"), ("Qwen3Moe", "fp8"),
-                                                                  ("GptOss", "q4_0"), ("GptOss", "int8")],
+    ("family", "quant"),
+    [("Qwen3", each) for each in ROUNDED] + [("Qwen3Moe", "q8_0"), ("Qwen3Moe", "fp8"), ("GptOss", "q4_0"),
+                                             ("GptOss", "int8"), ("GptOss", "int4")],
 )  # fmt: skip
 def test_tokens_are_those_of_the_rounded_weights(family: str, quant: str, tmp_path: Path, one_thread: None) -> None:
     plain, rounded = folders(tmp_path, family, quant)
@@ -103,7 +115,9 @@ def test_tokens_are_those_of_the_rounded_weights(family: str, quant: str, tmp_pa
     assert greedy(plain, ids, quant=quant) == greedy(rounded, ids)
 
 
-@pytest.mark.parametrize(("family", "quant"), [("Qwen3", "q8_0"), ("Qwen3Moe", "int8"), ("Qwen3", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "quant"), [("Qwen3", "q8_0"), ("Qwen3Moe", "int8"), ("Qwen3", "fp8"), ("Qwen3", "int4")]
+)
 def test_two_ranks_cut_what_was_quantized_and_give_one_ranks_tokens(
     family: str, quant: str, tmp_path: Path, one_thread: None
 ) -> None:
@@ -115,8 +129,10 @@ def test_two_ranks_cut_what_was_quantized_and_give_one_ranks_tokens(
 
 
 @pytest.mark.parametrize(
-    ("quant", "layout"), [("q8_0", "cpu.blocks"), ("q4_k", "cpu.blocks"), ("fp8", "cpu.stored"), ("int8", "cpu.stored")]
-)
+    ("quant", "layout"),
+    [("q8_0", "cpu.blocks"), ("q4_k", "cpu.blocks"), ("fp8", "cpu.stored"), ("int8", "cpu.stored"),
+     ("int4", "cpu.blocks")],
+)  # fmt: skip
 def test_weights_are_packed_as_they_were_quantized_and_the_plan_shows_it(
     quant: str, layout: str, tmp_path: Path
 ) -> None:
@@ -126,7 +142,7 @@ def test_weights_are_packed_as_they_were_quantized_and_the_plan_shows_it(
     assert found["packings"][layout] == 8 and not found["dequantized"] and found["model"]["problem"] is None
     before = explain(from_overrides(str(plain), SMALL))["memory"]
     matrices = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 96)
-    bits = {"q8_0": 8.5, "q4_k": 5.5, "fp8": 8 + 32 / 64, "int8": 8 + 32 / 64}[quant]
+    bits = {"q8_0": 8.5, "q4_k": 5.5, "fp8": 8 + 32 / 64, "int8": 8 + 32 / 64, "int4": 4.5}[quant]
     saved = before["weights"] + before["mapped"] - found["memory"]["weights"] - found["memory"]["mapped"]
     assert saved == pytest.approx(matrices * (32 - bits) / 8, rel=0.05)
 

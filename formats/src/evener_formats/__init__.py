@@ -39,6 +39,7 @@ descriptor = Descriptor(
             "evener_formats.quantize.blocks:BlockQuantizer",
         ),
         **dict.fromkeys(("fp8", "int8"), "evener_formats.quantize.eight_bits:EightBitQuantizer"),
+        "int4": "evener_formats.quantize.four_bits:FourBitQuantizer",
     },
     options={
         "quant_rules": Option(

@@ -45,6 +45,9 @@ class PackedIntegers(BesideScheme):
         (kind, words), (scale, scales), zero, index = (
             headers.get(f"{name}_{end}", absent) for end in ("packed", "scale", "zero_point", "g_idx")
         )
+        # A stack of matrices has a stack of scales.
+        stack = 1 if len(words) == 3 and len(scales) == 3 and words[0] == scales[0] else 0
+        words, scales = words[stack:], scales[stack:]
         rows, unit = (words[0], least_count(layer.bits)) if len(words) == 2 else (0, 1)
         exact = per_word(layer.bits) * (words[1] if rows else 0)
         columns = int(exact)
@@ -78,6 +81,8 @@ class PackedIntegers(BesideScheme):
         import torch
 
         layer, stored = self._layer(part.name.removesuffix(".weight")), part.tensors
+        if stored["packed"].dim() != 2:
+            raise CheckpointError(f"{part.name}_packed is a stack, and the model has one matrix; fetch the files again")
         numbers = unpack(stored["packed"], layer.bits)
         whole = stored["shape"].flatten().tolist() if "shape" in stored else [part.rows, part.columns]
         if len(whole) != 2 or not (part.rows <= whole[0] and part.columns <= whole[1]):
