@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from evener_convert.command import convert
 from family_oracles import Logits, logits_of, make_transformers
 from family_runner import ANSWER, SMALL, prompt_of
 from safetensors.torch import save_file
@@ -121,6 +122,16 @@ def test_two_ranks_cut_the_weights_and_give_the_same_tokens(
     request = NewRequest(id="a", prompt=prompt(family), max_tokens=12, sampling=Sampling(temperature=0.0))
     with rank_threads(from_overrides(str(folder), {**SMALL, "infer.tp_size": 2})) as (controller, _):
         assert play(controller, [request]).tokens["a"] == greedy(folder, prompt(family), 12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_converted_folder_gives_the_same_tokens(ranks: int, tmp_path: Path, one_thread: None) -> None:
+    _, folder = checkpoint(tmp_path, "Qwen3", "w8a8 bits", files=2)
+    keys = {"infer.tp_size": ranks}
+    convert(from_overrides(str(folder), keys), tmp_path / "made")
+    request = NewRequest(id="a", prompt=prompt("Qwen3"), max_tokens=6, sampling=Sampling(temperature=0.0))
+    with rank_threads(from_overrides(str(tmp_path / "made"), {**SMALL, **keys})) as (controller, _):
+        assert play(controller, [request]).tokens["a"] == greedy(folder, prompt("Qwen3"), 6)
 
 
 def edited(folder: Path, tensors: dict[str, torch.Tensor], **about: Any) -> Path:
