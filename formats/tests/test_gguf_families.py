@@ -121,13 +121,13 @@ def test_permuted_rows_keep_their_blocks_and_are_copied(write_gguf: Write) -> No
 
 
 def test_llama_3_scaling_is_recognised_by_its_divisors(write_gguf: Write) -> None:
-    from evener_formats.gguf.families import _llama3_divisor
+    from evener_formats.gguf.families import llama3_divisor
 
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
-    divisors = torch.tensor([_llama3_divisor(50000.0, i / 8, scaling) for i in range(8)])
+    divisors = torch.tensor([llama3_divisor(50000.0, i / 8, scaling) for i in range(8)])
     own = drawn(TENSORS)
     tensors = {**converted("llama", own, TENSORS), "rope_freqs.weight": divisors}
     checkpoint = open_checkpoint(write_gguf("llama", KEYS, tensors))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evener.cli.command import Command, build_config, print_result
 from evener.config.keys import ParsedCommandLine, split_command_line
 from evener.config.local_model import with_local_model
 from evener.config.schema import Config
 from evener.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evener_convert.source import Source
+    from evener_convert.writer import WeightFile
 
 #: Keys that say how a model is stored.
 KEYS = ("quant", "weight_map", "infer.tp_size", "infer.pp_size", "infer.pp_layer_partition")
@@ -23,7 +27,8 @@ def main(argv: list[str]) -> int:
     """Convert, and say what was written."""
     command = Command(
         "convert", "Store a model anew in the folder DST: quantized (quant=q8_0), from GGUF, or split for ranks "
-        "(infer.tp_size=2 infer.pp_size=2). Interrupted, it goes on where it was when it is started again.",
+        "(infer.tp_size=2 infer.pp_size=2); or, if DST ends in .gguf, as a GGUF file. Interrupted, it goes on where it "
+        "was when it is started again.",
         takes_model=False, words="SRC DST [key=value ...]",
     )  # fmt: skip
     command.option("--json", action="store_true", help="print JSON")
@@ -54,30 +59,29 @@ def read_arguments(words: Sequence[str]) -> tuple[Config, Path]:
 
 
 def convert(config: Config, result: Path, quiet: bool = True) -> dict[str, Any]:
-    """Convert the model of ``config``; returns the number of weight files and their bytes.
+    """Convert the model of ``config`` to ``result``, a folder, or a file if it ends in ``.gguf``; returns the number of
+    weight files and their bytes.
 
     Raises:
         EvenerError: the model cannot be read or not be stored in this way, or the disk is too small; then there is no
             ``result``.
     """
-    from evener_convert.carried import carry, write_json
+    from evener_convert.gguf_file import gguf_file
     from evener_convert.source import description, files, open_source
-    from evener_convert.split import INDEX, split_index
     from evener_convert.work import refuse_existing, work_folder
-    from evener_convert.writer import file_header, forget_notes, write_file
+    from evener_convert.writer import WeightFile, forget_notes, write_file
 
     refuse_existing(result)
-    if result.suffix == ".gguf":
-        raise ConfigError(f"{result.name}: GGUF files are read, not written; give the name of a folder")
+    single = result.suffix == ".gguf"
     source = open_source(config)
-    planned = [(name, pieces) for name, pieces in files(source)]
-    sizes = {
-        name: len(file_header(pieces)) + sum(each.nbytes for piece in pieces for each in piece.stored.values())
-        for name, pieces in planned
-    }  # fmt: skip
+    if single:
+        planned = [gguf_file(source, result.name)]
+    else:
+        planned = [WeightFile.safetensors(name, pieces) for name, pieces in files(source)]
+    sizes = {each.name: each.nbytes for each in planned}
     key = {**description(source), "files": sizes}
-    with work_folder(result, key) as folder:
-        held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with work_folder(result, key, single) as folder:
+        held = sum((folder / name).stat().st_size for name in sizes if (folder / name).is_file())
         free = shutil.disk_usage(folder).free
         if sum(sizes.values()) - held > free:
             raise ConfigError(
@@ -85,19 +89,29 @@ def convert(config: Config, result: Path, quiet: bool = True) -> dict[str, Any]:
                 "choose another place"
             )
         with _Progress(sum(sizes.values()), quiet) as progress:
-            for name, pieces in planned:
-                write_file(folder / name, pieces, source.checkpoint.tensor, progress.add)
+            for each in planned:
+                write_file(folder, each, source.checkpoint.tensor, progress.add)
         forget_notes(folder)
-        carry(Path(config.model).expanduser(), source.checkpoint, folder)
-        if config.infer.tp_size * config.infer.pp_size > 1:
-            (folder / INDEX).write_text(split_index(config), "utf-8")
-        elif len(planned) > 1:
-            where = {tensor: name for name, pieces in planned for piece in pieces for tensor in piece.stored}
-            total = {"total_size": sum(sizes.values())}
-            write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": where})
-        write_json(folder / "evener_convert.json", key)
+        if not single:
+            _write_beside(folder, source, planned, key)
     source.checkpoint.close()
     return {"path": str(result), "files": len(planned), "bytes": sum(sizes.values())}
+
+
+def _write_beside(folder: Path, source: Source, planned: Sequence[WeightFile], key: Mapping[str, Any]) -> None:
+    """Write what is beside the weights in a folder: config, tokenizer, indexes, and what the folder was made from."""
+    from evener_convert.carried import carry, write_json
+    from evener_convert.split import INDEX, split_index
+
+    config = source.config
+    carry(Path(config.model).expanduser(), source.checkpoint, folder)
+    if config.infer.tp_size * config.infer.pp_size > 1:
+        (folder / INDEX).write_text(split_index(config), "utf-8")
+    elif len(planned) > 1:
+        where = {tensor: each.name for each in planned for piece in each.pieces for tensor in piece.stored}
+        total = {"total_size": sum(each.nbytes for each in planned)}
+        write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": where})
+    write_json(folder / "evener_convert.json", key)
 
 
 @dataclasses.dataclass

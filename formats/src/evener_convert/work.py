@@ -1,5 +1,5 @@
-"""The folder of an unfinished conversion: beside the result, under a name of its own, and renamed at the end. So the
-result is there as a whole or not at all."""
+"""The folder of an unfinished conversion: beside the result, under a name of its own. At the end it is renamed, or the
+one file in it is. So the result is there as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _KEY = "conversion.key"
 
 
 @contextlib.contextmanager
-def work_folder(result: Path, key: Mapping[str, Any]) -> Iterator[Path]:
+def work_folder(result: Path, key: Mapping[str, Any], single: bool = False) -> Iterator[Path]:
     """The folder to write in. What an interrupted conversion with an equal ``key`` left is there; anything else was
-    removed. When the block ends without an error, it becomes ``result``; after an error of ours it is removed.
+    removed. When the block ends without an error, it becomes ``result``; if ``single``, the file of that name in it
+    does, and the folder is removed. After an error of ours it is removed, too.
 
     Raises:
         ConfigError: ``result`` exists, another process converts to it, or nothing can be written there.
@@ -39,8 +40,10 @@ def work_folder(result: Path, key: Mapping[str, Any]) -> Iterator[Path]:
             _sync(path)
         _sync(folder)
         refuse_existing(result)
-        folder.rename(result)
+        (folder / result.name if single else folder).rename(result)
         _sync(result.parent)
+        if single:
+            shutil.rmtree(folder)
     except EvenerError:
         shutil.rmtree(folder)
         raise

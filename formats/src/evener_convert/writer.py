@@ -1,4 +1,5 @@
-"""A safetensors file that is written tensor by tensor, and continued where an interrupted process left it."""
+"""A weight file that is written tensor by tensor, and continued where an interrupted process left it. Its beginning is
+given: that of a safetensors file is made here."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,8 +21,45 @@ _CODES: Mapping[str, str] = {name: code for code, name in DTYPES.items()}
 _DURABLE = 64 << 20
 
 
-def write_file(path: Path, pieces: Sequence[Piece], read: Read, written: Callable[[int], None]) -> None:
-    """Write ``pieces`` to the file ``path``, or the rest of them, if a part of the same file is there.
+@dataclass(frozen=True)
+class WeightFile:
+    """A file that is going to be written.
+
+    Attributes:
+        name: of the file.
+        header: its bytes before the first tensor.
+        pieces: what follows.
+        alignment: each piece ends at a multiple of so many bytes behind the header, after zeros.
+    """
+
+    name: str
+    header: bytes
+    pieces: Sequence[Piece]
+    alignment: int = 1
+
+    @classmethod
+    def safetensors(cls, name: str, pieces: Sequence[Piece]) -> WeightFile:
+        """A safetensors file."""
+        return cls(name, file_header(pieces), pieces)
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each piece ends in the file."""
+        ends, at = [], len(self.header)
+        for piece in self.pieces:
+            nbytes = sum(each.nbytes for each in piece.stored.values())
+            at += nbytes + -nbytes % self.alignment
+            ends.append(at)
+        return ends
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.ends[-1] if self.pieces else len(self.header)
+
+
+def write_file(folder: Path, planned: WeightFile, read: Read, written: Callable[[int], None]) -> None:
+    """Write the file ``planned`` into ``folder``, or the rest of it, if a part of the same file is there.
 
     Args:
         read: reads a tensor of the source.
@@ -30,8 +69,7 @@ def write_file(path: Path, pieces: Sequence[Piece], read: Read, written: Callabl
         CheckpointError: a tensor is not what was announced, or cannot be stored.
         OSError: the disk is full.
     """
-    header = file_header(pieces)
-    ends = _ends(len(header), pieces)
+    path, header, pieces, ends = folder / planned.name, planned.header, planned.pieces, planned.ends
     with path.open("r+b" if path.exists() else "x+b") as file:
         done = _complete(file.read(len(header)), header, _noted(path), ends)
         start = ends[done - 1] if done else len(header)
@@ -47,6 +85,7 @@ def write_file(path: Path, pieces: Sequence[Piece], read: Read, written: Callabl
             for tensor in _checked(piece, piece.make(read)):
                 if tensor.numel():
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            file.write(bytes(end - file.tell()))
             written(end - start)
             start = end
             if end - durable >= _DURABLE or end == ends[-1]:
@@ -77,15 +116,6 @@ def forget_notes(folder: Path) -> None:
     """Remove the notes about how far the files of ``folder`` were written."""
     for note in (*folder.glob("*.written"), *folder.glob("*.new")):
         note.unlink()
-
-
-def _ends(start: int, pieces: Sequence[Piece]) -> list[int]:
-    """Where each piece ends in the file."""
-    ends, at = [], start
-    for piece in pieces:
-        at += sum(each.nbytes for each in piece.stored.values())
-        ends.append(at)
-    return ends
 
 
 def _complete(found: bytes, header: bytes, noted: int, ends: Sequence[int]) -> int:

@@ -180,7 +180,7 @@ class Llama:
         factor = float(f"{max(stored, default=0.0):.7g}")
         scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
         if not stored or any(
-            not math.isclose(found, _llama3_divisor(theta, i / len(stored), scaling), rel_tol=1e-4)
+            not math.isclose(found, llama3_divisor(theta, i / len(stored), scaling), rel_tol=1e-4)
             for i, found in enumerate(stored)
         ):
             raise ArchitectureError(
@@ -190,7 +190,7 @@ class Llama:
         return scaling
 
 
-def _llama3_divisor(theta: float, exponent: float, scaling: Mapping[str, Any]) -> float:
+def llama3_divisor(theta: float, exponent: float, scaling: Mapping[str, Any]) -> float:
     wavelength, original = 2 * math.pi * theta**exponent, scaling["original_max_position_embeddings"]
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     if wavelength < original / high:

@@ -17,18 +17,18 @@ from evener_formats.tokenizers.tokenizer_json import added_token, assemble, bpe,
 Metadata = Mapping[str, Any]
 Files = Mapping[str, Callable[[], dict[str, Any]]]
 
-_CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_BY_THREE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_BY_ONE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_BY_THREE = rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_BY_ONE = rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 
 #: By ``tokenizer.ggml.pre``: the regular expressions that split text into words, applied one after another.
 SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "mellum", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "mellum", "exaone4"), (GPT2,)),
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", GPT2)
     ),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), (_BY_THREE,)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), (_BY_THREE,)),
@@ -42,18 +42,21 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
 }  # fmt: skip
 #: Kinds for which a word that is a token is not merged from letters, and text begins with BOS by default.
-_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"})
+WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"})
 #: Kinds whose own tokenizers compose characters first (NFC), which the file does not say.
-_COMPOSES = frozenset({"qwen2", "deepseek-r1-qwen"})
+COMPOSES = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 #: Control tokens that end an answer, even if the file does not name them as ``eos`` or ``eot``.
-_ENDS = frozenset({
+ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
     "<｜end▁of▁sentence｜>",
 })  # fmt: skip
 #: From GGUF's names of special tokens to those in ``tokenizer_config.json``.
-_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+#: From GGUF's names of sampling defaults to those in ``generation_config.json``.
+SAMPLING = {
+    "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
 
 
 def tokenizer_files(metadata: Metadata, where: str) -> Files:
@@ -128,7 +131,7 @@ class _GgufTokenizer:
     def config(self) -> dict[str, Any]:
         """``tokenizer_config.json``: special tokens and chat templates."""
         config: dict[str, Any] = {
-            name: self.pieces.texts[number] for key, name in _SPECIAL.items() if (number := self.id(key)) is not None
+            name: self.pieces.texts[number] for key, name in SPECIAL.items() if (number := self.id(key)) is not None
         }
         template = self._metadata.get("tokenizer.chat_template")
         more = {
@@ -144,14 +147,15 @@ class _GgufTokenizer:
     def generation(self) -> dict[str, Any]:
         """``generation_config.json``: BOS, the tokens that end an answer, and the file's sampling defaults."""
         ends = [number for name in ("eos", "eot", "eom") if (number := self.id(name)) is not None]
-        ends += [n for n in self.pieces.of_type(CONTROL) if self.pieces.texts[n] in _ENDS]
+        ends += [n for n in self.pieces.of_type(CONTROL) if self.pieces.texts[n] in ENDS]
         generation: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
         if (bos := self.id("bos")) is not None:
             generation["bos_token_id"] = bos
-        for key, name in _SAMPLING.items():
+        for key, name in SAMPLING.items():
             value = self._metadata.get(f"general.sampling.{key}")
             if type(value) in (int, float):
-                generation[name] = value
+                # The file has float32; of these numbers the shortest is the one that was written.
+                generation[name] = value if isinstance(value, int) else float(f"{value:.7g}")
         return generation
 
 
@@ -172,13 +176,13 @@ def _byte_level(source: _GgufTokenizer) -> dict[str, Any]:
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return assemble(
         source.added(),
-        normalizer={"type": "NFC"} if source.kind in _COMPOSES else None,
+        normalizer={"type": "NFC"} if source.kind in COMPOSES else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, level]},
-        post_processor=source.post_processor(source.kind in _WHOLE_WORDS) or level,
+        post_processor=source.post_processor(source.kind in WHOLE_WORDS) or level,
         decoder=level,
         model=bpe(
             known, [[a, b] for a, b in merges if a in known and b in known and a + b in known],
-            ignore_merges=source.kind in _WHOLE_WORDS,
+            ignore_merges=source.kind in WHOLE_WORDS,
         ),
     )  # fmt: skip
 

@@ -1,0 +1,134 @@
+"""A GGUF file as the result: what it says and what each of its tensors is made from. Before a byte is written under its
+name, the file without its numbers is opened by the reader of such files, and must be the same model."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from evener.contracts.checkpoint import Headers, ModelFiles
+from evener.contracts.quant import BLOCKS
+from evener.distributed.world import World
+from evener.errors import CheckpointError, ConfigError
+from evener.loading.match import IGNORABLE_BUFFERS, match_context
+from evener_convert.gguf_check import check_same_model, check_same_tokenizer
+from evener_convert.pieces import Piece, Read, Stored
+from evener_convert.source import Source, declare, description
+from evener_convert.writer import WeightFile
+from evener_formats.gguf.checkpoint import GgufCheckpoint
+from evener_formats.gguf.families import FAMILIES, Llama
+from evener_formats.gguf.written import (
+    ALIGNMENT,
+    DIVISORS,
+    divisors,
+    draft,
+    family_of,
+    general_keys,
+    header_bytes,
+    model_keys,
+    stored_header,
+    stored_name,
+    stored_numbers,
+)
+from evener_formats.tokenizers.gguf_tokenizer_keys import tokenizer_keys
+
+
+def gguf_file(source: Source, name: str) -> WeightFile:
+    """The file ``name`` with the model of ``source``.
+
+    Raises:
+        EvenerError: a GGUF file cannot hold this model, these formats, or this tokenizer.
+    """
+    config, infer = source.checkpoint.config, source.config.infer
+    if infer.tp_size * infer.pp_size > 1:
+        raise ConfigError(f"{name}: a GGUF file is not split for ranks; leave infer.tp_size and infer.pp_size out")
+    family = family_of(source.checkpoint.architecture)
+    headers = _element_headers(source)
+    names = {stored_name(family, each): each for each in headers}
+    factors = torch.tensor(divisors(config), dtype=torch.float32)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {DIVISORS: ("float32", tuple(factors.shape))} if len(
+        factors) else {}  # fmt: skip
+    tensors |= {stored: stored_header(stored, headers[each]) for stored, each in names.items()}
+    said = description(source)
+    origin = {key: value for key, value in said.items() if key != "source"}
+    files = _text_files(source)
+    keys = {
+        **general_keys(Path(source.config.model).stem, source.config.quant, tensors, origin),
+        **model_keys(family, config), **tokenizer_keys(files, headers["model.embed_tokens.weight"][1][0]),
+    }  # fmt: skip
+    header = header_bytes(family, keys, tensors)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        reader = FAMILIES[family](draft(path, header, tensors, factors.numpy().tobytes()), lambda _: factors.tolist())
+        _check(source, headers, files, path)
+    pieces = [_divisors_piece(factors)] if len(factors) else []
+    stored_as = {_element_name(each): each for each in source.checkpoint.headers}
+    pieces += [_piece(reader, stored, stored_as[each], source.checkpoint.headers) for stored, each in names.items()]
+    return WeightFile(name, header, pieces, ALIGNMENT)
+
+
+def _check(source: Source, headers: Headers, files: ModelFiles, path: Path) -> None:
+    """Compare the file at ``path``, which has no numbers yet, with the source."""
+    written = GgufCheckpoint(path)
+    wanted = {name: stored_header(name, each) for name, each in headers.items()}
+    if dict(written.headers) != wanted:
+        away = sorted(set(wanted.items()) ^ set(written.headers.items()))
+        raise CheckpointError(f"the GGUF file would have other tensors: {away[:4]}; this is a mistake of evener's")
+    check_same_model(source, written.config)
+    check_same_tokenizer(files, written, headers["model.embed_tokens.weight"][1][0])
+    written.close()
+
+
+def _element_headers(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What the source stores and the model reads, by the names of a folder that knows no blocks: blocks that are bytes
+    (``<name>.q4_k``) get the name and the shape of the matrix. A head that is tied to an embedding is left out.
+
+    Raises:
+        CheckpointError: such a head differs from the embedding.
+    """
+    checkpoint, found = source.checkpoint, {}
+    context = match_context(declare(source, World()))
+    for name, (dtype, shape) in checkpoint.headers.items():
+        if any(re.fullmatch(pattern, name) for pattern in (*IGNORABLE_BUFFERS, *context["ignored"])):
+            continue
+        twin = context["ties"].get(name)
+        if twin is not None and twin in checkpoint.headers:
+            if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
+                raise CheckpointError(
+                    f"{checkpoint.path} stores both {name} and {twin}, and they differ, but its config.json says that "
+                    'they are one; set "tie_word_embeddings": false in it'
+                )
+            continue
+        element = _element_name(name)
+        if element != name:
+            dtype = name.rpartition(".")[2]
+            elements, nbytes = BLOCKS[dtype]
+            shape = (*shape[:-1], shape[-1] // nbytes * elements)
+        found[element] = (dtype, shape)
+    return found
+
+
+def _element_name(name: str) -> str:
+    stem, _, form = name.rpartition(".")
+    return stem if form in BLOCKS else name
+
+
+def _text_files(source: Source) -> ModelFiles:
+    """The model's text files, with a tokenizer that its family makes from other files."""
+    files = source.checkpoint
+    return files if files.text("tokenizer.json") is not None else source.family.text_files(files)
+
+
+def _piece(family: Llama, stored: str, name: str, headers: Headers) -> Piece:
+    def make(read: Read) -> Mapping[str, torch.Tensor]:
+        return {stored: stored_numbers(family, stored, read(name))}
+
+    return Piece.of(make, headers)
+
+
+def _divisors_piece(factors: torch.Tensor) -> Piece:
+    return Piece(lambda _: {DIVISORS: factors}, {DIVISORS: Stored("float32", tuple(factors.shape))})
