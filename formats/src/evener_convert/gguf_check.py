@@ -36,7 +36,8 @@ def check_same_model(source: Source, config: Mapping[str, Any]) -> None:
     built = []
     for each in (source.checkpoint.config, config):
         build = Builder("bfloat16", 2, lambda name: scheme.part(name, headers))
-        built.append((source.family(each, build), tuple(build.weights), dict(build.ties)))
+        model = source.family(each, build)
+        built.append({"": model, "declared weights": tuple(build.weights), "tied weights": dict(build.ties)})
     away = next(_differences("", built[0], built[1], set()), None)
     if away is not None:
         where, ours, theirs = away

@@ -47,6 +47,12 @@ def gguf_file(source: Source, name: str) -> WeightFile:
     if infer.tp_size * infer.pp_size > 1:
         raise ConfigError(f"{name}: a GGUF file is not split for ranks; leave infer.tp_size and infer.pp_size out")
     family = family_of(source.checkpoint.architecture)
+    method = (config.get("quantization_config") or {}).get("quant_method", "gguf")
+    if method != "gguf":
+        raise ConfigError(
+            f"{source.checkpoint.path} would be stored as {str(method)[:80]}, which a GGUF file cannot hold; use an "
+            "unquantized model, and leave quant out or take one of quant=q8_0, q6_k, q5_k_m, q4_k_m, q4_k"
+        )
     headers = _element_headers(source)
     names = {stored_name(family, each): each for each in headers}
     factors = torch.tensor(divisors(config), dtype=torch.float32)
@@ -67,7 +73,7 @@ def gguf_file(source: Source, name: str) -> WeightFile:
         _check(source, headers, files, path)
     pieces = [_divisors_piece(factors)] if len(factors) else []
     stored_as = {_element_name(each): each for each in source.checkpoint.headers}
-    pieces += [_piece(reader, stored, stored_as[each], source.checkpoint.headers) for stored, each in names.items()]
+    pieces += [_piece(reader, stored, stored_as[each], tensors[stored]) for stored, each in names.items()]
     return WeightFile(name, header, pieces, ALIGNMENT)
 
 
@@ -123,11 +129,15 @@ def _text_files(source: Source) -> ModelFiles:
     return files if files.text("tokenizer.json") is not None else source.family.text_files(files)
 
 
-def _piece(family: Llama, stored: str, name: str, headers: Headers) -> Piece:
+def _piece(family: Llama, stored: str, name: str, header: tuple[str, tuple[int, ...]]) -> Piece:
     def make(read: Read) -> Mapping[str, torch.Tensor]:
         return {stored: stored_numbers(family, stored, read(name))}
 
-    return Piece.of(make, headers)
+    dtype, shape = header
+    if dtype in BLOCKS:
+        elements, nbytes = BLOCKS[dtype]
+        dtype, shape = "uint8", (*shape[:-1], shape[-1] // elements * nbytes)
+    return Piece(make, {stored: Stored(dtype, shape)})
 
 
 def _divisors_piece(factors: torch.Tensor) -> Piece:
