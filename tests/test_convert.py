@@ -154,7 +154,7 @@ def test_the_files_beside_the_weights_come_along_and_the_result_says_where_it_is
     [
         (["MODEL"], r"needs two paths"), (["MODEL", "THERE"], r"THERE exists; choose another name"),
         (["MODEL", "new", "infer.max_reqs=3"], r"infer.max_reqs=3 changes nothing in a conversion"),
-        (["MODEL", "new.gguf"], r"has no tokenizer.json, and a GGUF file needs"), (["MODEL", "no/folder/new"], r"cannot write to"),
+        (["MODEL", "new.gguf"], r"has no tokenizer.json, and a GGUF"), (["MODEL", "no/folder/new"], r"cannot write to"),
         (["MODEL", "new", "quant=q9"], r"quantization scheme 'q9'"),
         (["MODEL", "new", "infer.tp_size=3"], r"sizes that fit"), (["missing", "new"], r"does not exist"),
     ],

@@ -52,9 +52,9 @@ def pair(tmp_path: Path, one_thread: None) -> Sequence[Path]:
         (folder / name).write_text(checkpoint.text(name) or "")
     plain = {}
     for name, (_, shape) in checkpoint.headers.items():
-        stored = next(n for n in tensors if checkpoint._family.name(n) == name)  # type: ignore[attr-defined]
+        stored = next(n for n in tensors if checkpoint.family.name(n) == name)  # type: ignore[attr-defined]
         tensor = dequantized(tensors[stored], "Q8_0") if len(shape) == 2 else tensors[stored]
-        if heads := checkpoint._family.permuted_heads(stored):  # type: ignore[attr-defined]
+        if heads := checkpoint.family.permuted_heads(stored):  # type: ignore[attr-defined]
             tensor = tensor.view(heads, -1, 2, WIDTH).transpose(1, 2).reshape(shape)
         plain[name] = tensor.contiguous()
     save_file(plain, folder / "model.safetensors")

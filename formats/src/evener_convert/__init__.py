@@ -12,7 +12,8 @@ module           holds
 ``command``      the command ``evener convert``
 ``source``       the model that is converted, and what each file of the result holds
 ``pieces``       tensors that are made together, and how big they will be
-``writer``       a safetensors file that is written tensor by tensor and continued
+``writer``       a weight file that is written tensor by tensor and continued
+``gguf_file``    a GGUF file as the result; ``gguf_check``: whether it is the same model
 ``work``         the folder of an unfinished conversion: its lock, its key, its end
 ``carried``      config, tokenizer and the other files beside the weights
 ===============  ===================================================================

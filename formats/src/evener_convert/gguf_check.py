@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import tokenizers
@@ -110,11 +111,15 @@ def _tokenizer_json(files: ModelFiles) -> dict[str, Any]:
 
 
 def _merges(tokenizer: Mapping[str, Any]) -> list[list[str]]:
-    """The merges that make a token of tokens, in order; others are never used."""
+    """The merges that make a token of tokens, in order; others are never used. Of SentencePiece, merges that make the
+    same token are sorted: they have one score, and their order in a file differs between programs."""
     model = tokenizer["model"]
     pairs = [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]]
     known = model["vocab"].keys()
-    return [[a, b] for a, b in pairs if a in known and b in known and a + b in known]
+    used = [[a, b] for a, b in pairs if a in known and b in known and a + b in known]
+    if not model.get("byte_fallback"):
+        return used
+    return [pair for _, group in groupby(used, key="".join) for pair in sorted(group)]
 
 
 def _library(files: ModelFiles, tokenizer: Mapping[str, Any]) -> tokenizers.Tokenizer:

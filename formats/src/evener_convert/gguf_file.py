@@ -20,12 +20,11 @@ from evener_convert.pieces import Piece, Read, Stored
 from evener_convert.source import Source, declare, description
 from evener_convert.writer import WeightFile
 from evener_formats.gguf.checkpoint import GgufCheckpoint
-from evener_formats.gguf.families import FAMILIES, Llama
+from evener_formats.gguf.families import Llama
 from evener_formats.gguf.written import (
     ALIGNMENT,
     DIVISORS,
     divisors,
-    draft,
     family_of,
     general_keys,
     header_bytes,
@@ -33,6 +32,7 @@ from evener_formats.gguf.written import (
     stored_header,
     stored_name,
     stored_numbers,
+    write_draft,
 )
 from evener_formats.tokenizers.gguf_tokenizer_keys import tokenizer_keys
 
@@ -69,24 +69,23 @@ def gguf_file(source: Source, name: str) -> WeightFile:
     header = header_bytes(family, keys, tensors)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
-        reader = FAMILIES[family](draft(path, header, tensors, factors.numpy().tobytes()), lambda _: factors.tolist())
-        _check(source, headers, files, path)
+        write_draft(path, header, tensors, factors.numpy().tobytes())
+        written = GgufCheckpoint(path)
+        _check(source, headers, files, written)
     pieces = [_divisors_piece(factors)] if len(factors) else []
     stored_as = {_element_name(each): each for each in source.checkpoint.headers}
-    pieces += [_piece(reader, stored, stored_as[each], tensors[stored]) for stored, each in names.items()]
+    pieces += [_piece(written.family, stored, stored_as[each], tensors[stored]) for stored, each in names.items()]
     return WeightFile(name, header, pieces, ALIGNMENT)
 
 
-def _check(source: Source, headers: Headers, files: ModelFiles, path: Path) -> None:
-    """Compare the file at ``path``, which has no numbers yet, with the source."""
-    written = GgufCheckpoint(path)
+def _check(source: Source, headers: Headers, files: ModelFiles, written: GgufCheckpoint) -> None:
+    """Compare the file ``written``, which has no numbers yet, with the source."""
     wanted = {name: stored_header(name, each) for name, each in headers.items()}
     if dict(written.headers) != wanted:
         away = sorted(set(wanted.items()) ^ set(written.headers.items()))
         raise CheckpointError(f"the GGUF file would have other tensors: {away[:4]}; this is a mistake of evener's")
     check_same_model(source, written.config)
     check_same_tokenizer(files, written, headers["model.embed_tokens.weight"][1][0])
-    written.close()
 
 
 def _element_headers(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:

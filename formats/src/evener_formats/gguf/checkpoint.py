@@ -27,6 +27,9 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 class GgufCheckpoint(Checkpoint):
     """One GGUF file, or the first of several whose names end in ``-0000i-of-0000N.gguf``.
 
+    Attributes:
+        family: what the file's family calls its keys and tensors.
+
     Raises:
         CheckpointError: a file is broken, or its model family is not supported.
     """
@@ -43,11 +46,11 @@ class GgufCheckpoint(Checkpoint):
                 f"{did_you_mean(name, FAMILIES)}; use the model's safetensors, or upgrade: "
                 "pip install -U evener-models"
             )
-        self._family: Llama = FAMILIES[name](self._header, _read_floats)
+        self.family: Llama = FAMILIES[name](self._header, _read_floats)
         self._stored = {
-            folder_name: name for name in self._header.tensors if (folder_name := self._family.name(name)) is not None
+            folder_name: name for name in self._header.tensors if (folder_name := self.family.name(name)) is not None
         }
-        self.copied = frozenset(n for n, s in self._stored.items() if self._offset(n) or self._family.permuted_heads(s))
+        self.copied = frozenset(n for n, s in self._stored.items() if self._offset(n) or self.family.permuted_heads(s))
 
     def where(self, name: str) -> str:
         return f"{self.path} ({name})"
@@ -64,7 +67,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _config(self) -> dict[str, Any]:
         special = self.json("generation_config.json")
-        return self._family.config() | {k: special[k] for k in ("bos_token_id", "eos_token_id") if k in special}
+        return self.family.config() | {k: special[k] for k in ("bos_token_id", "eos_token_id") if k in special}
 
     @cached_property
     def headers(self) -> Headers:
@@ -78,14 +81,14 @@ class GgufCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self._stored)}")
         stored = self._stored[name]
         tensor = _memory_map(self._header.tensors[stored])
-        heads = self._family.permuted_heads(stored)
+        heads = self.family.permuted_heads(stored)
         if heads:
             # Every row is stored as whole blocks, so rows can be permuted without dequantizing.
             tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape).contiguous()
-        return tensor - self._family.norm_offset if self._offset(name) else tensor
+        return tensor - self.family.norm_offset if self._offset(name) else tensor
 
     def _offset(self, name: str) -> bool:
-        return bool(self._family.norm_offset) and name.endswith("norm.weight")
+        return bool(self.family.norm_offset) and name.endswith("norm.weight")
 
 
 def _merge_split_files(path: Path, first: GgufHeader, parts: Any) -> GgufHeader:

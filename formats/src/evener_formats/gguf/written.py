@@ -18,7 +18,7 @@ from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import BLOCKS
 from evener.errors import ArchitectureError, CheckpointError, ConfigError
 from evener_formats.gguf.families import FAMILIES, Gemma3, Llama, llama3_divisor
-from evener_formats.gguf.header import MAX_HEADER, TYPES, GgufHeader
+from evener_formats.gguf.header import MAX_HEADER, TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -220,23 +220,13 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def draft(path: Path, header: bytes, tensors: Headers, first: bytes) -> GgufHeader:
-    """Write the file without its numbers to ``path``, and read its header back.
-
-    Args:
-        path: of a file that takes almost no room on the disk, whatever its length.
-        first: the first tensor's bytes.
-
-    Raises:
-        CheckpointError: a reader would refuse the file.
-    """
-    from evener_formats.gguf.header import read_header
-
+def write_draft(path: Path, header: bytes, tensors: Headers, first: bytes) -> None:
+    """Write the file with zeros for numbers to ``path``, where it takes almost no room on the disk, whatever its
+    length. ``first``: what is written of the first tensor."""
     with path.open("wb") as file:
         file.write(header + first)
         sizes = [_nbytes(dtype, shape) for dtype, shape in tensors.values()]
         file.truncate(len(header) + sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
-    return read_header(path)
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
