@@ -1,8 +1,8 @@
-"""Token ids of a text, or log-probabilities of ids, by llama.cpp, which the GGUF tests compare with.
+"""Token ids of a text, log-probabilities of ids, or the ids after them, by llama.cpp, which the GGUF tests compare with.
 
 Run by the Python of an environment with llama-cpp-python (``make llamacpp``), never by the project's own. Standard
 input is a JSON object with ``model`` (a GGUF file) and ``text`` or ``ids``; standard output a JSON list of ids,
-or one of numbers, for each id but the first.
+or one of numbers, for each id but the first; with ``count``, the greedy ids that follow, so many.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ def main() -> None:
         json.dump(model.tokenize(asked["text"].encode(), add_bos=True, special=True), sys.stdout)
         return
     ids = asked["ids"]
+    if "count" in asked:
+        model = llama_cpp.Llama(asked["model"], n_ctx=len(ids) + asked["count"], verbose=False)
+        follow = model.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
+        json.dump([next(follow) for _ in range(asked["count"])], sys.stdout)
+        return
     model = llama_cpp.Llama(
         asked["model"], n_ctx=len(ids), n_batch=len(ids), logits_all=True, verbose=False, n_threads=asked.get("threads")
     )

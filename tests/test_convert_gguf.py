@@ -303,6 +303,12 @@ def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
+def surrogate_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    edit("tokenizer_config.json", lambda value: value.update(chat_template="\ud800"))(folder)
+
+
+UNIGRAM = {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}
 STRIPS = {"id": 265, "content": "<mask>", "lstrip": True, "rstrip": False, "single_word": False, "normalized": False,
           "special": True}  # fmt: skip
 
@@ -316,20 +322,24 @@ STRIPS = {"id": 265, "content": "<mask>", "lstrip": True, "rstrip": False, "sing
         (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), {}, r"rope_type is 'dynamic'"),
         (config(rope_scaling={**LLAMA3, "high_freq_factor": 5.0}), {}, r"not Llama 3's scaling"),
         (config(rope_scaling={**YARN, "beta_fast": 16.0}), {}, r"cannot say that .*high of this model is 16\.0"),
+        (edit("generation_config.json", lambda value: value.update(temperature=1e39)), {}, r"temp would be 1e\+39"),
+        (edit("tokenizer_config.json", lambda value: value.update(added_tokens_decoder={"x": {}})), {}, r"without an id"),
+        (edit("tokenizer_config.json", lambda value: value.update(added_tokens_decoder={"3": 1})), {}, r"without an id"),
+        (tokenizer(post_processor=[7]), {}, r"cannot be used"), (tokenizer(normalizer=7), {}, r"cannot be used"),
         (config(hidden_act="gelu"), {}, r"cannot say that .*activation of this model is gelu"),
         (config(partial_rotary_factor=0.5), {}, r"cannot say that .*dim of this model is 8"),
         (no_tokenizer, {}, r"has no tokenizer.json, and a GGUF file needs"),
-        (tokenizer("model", type="Unigram"), {}, r"a model of kind Unigram"),
-        (tokenizer("model", vocab={"a": VOCAB}), {}, r"id is not one of the model's 451 rows"),
-        (tokenizer("model", vocab={"a": 2, "b": 2}), {}, r"two tokens with one id"),
-        (tokenizer("model", vocab={"a": "2"}), {}, r"id is not one of"),
-        (tokenizer("model", merges=["a"]), {}, r"the merge 'a', which is not two tokens"),
-        (tokenizer("model", merges=7), {}, r"has no merges"),
-        (tokenizer("model", vocab={"\ud800": 2}), {}, r"cannot be stored in a GGUF file"),
+        (edit("tokenizer.json", lambda value: value.update(model=UNIGRAM)), {}, r"a model of kind Unigram"),
+        (tokenizer("model", "vocab", zz=VOCAB), {}, r"id is not one of the model's 451 rows"),
+        (tokenizer("model", "vocab", zz=2), {}, r"two tokens with one id"),
+        (tokenizer("model", vocab={"a": "2"}), {}, r"cannot be used"),
+        (tokenizer("model", merges=["a"]), {}, r"cannot be used"),
+        (tokenizer("model", merges=7), {}, r"cannot be used"), (tokenizer("model", merges=[]), {}, r"has no merges"),
+        (surrogate_template, {}, r"cannot be stored in a GGUF file"),
         (tokenizer(normalizer={"type": "NFKC"}), {}, r"changes characters by .*NFKC"),
         (tokenizer(pre_tokenizer={"type": "Whitespace"}), {}, r"rules that have no name in GGUF"),
-        (tokenizer(added_tokens=[{"id": -1, "content": "x"}]), {}, r"has the added token .*-1"),
-        (tokenizer(added_tokens=[{"id": 2, "content": "<x>", "special": True}]), {}, r"gives the id 2 to '!' and to"),
+        (tokenizer(added_tokens=[{"id": -1, "content": "x"}]), {}, r"cannot be used"),
+        (tokenizer(added_tokens=[{**STRIPS, "id": 2}]), {}, r"gives the id 2 to '!' and to"),
         (edit("tokenizer.json", lambda value: value["added_tokens"].append(STRIPS)), {}, r"the text 'a<mask>b"),
         (edit("tokenizer_config.json", lambda value: value.update(bos_token="<s>")), {}, r"no token '<s>', which is"),
         (edit("generation_config.json", lambda value: value.update(eos_token_id=[1, VOCAB])), {}, r"that end the"),

@@ -1,4 +1,5 @@
-"""The three real GGUF files: tokens, logits and perplexity against readers that are not ours. Minutes, not seconds."""
+"""The three real GGUF files, and one that we write: tokens, logits and perplexity against readers that are not ours.
+Minutes, not seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evener_convert.command import convert
 from model_sources import SOURCES, models_root
 
 from evener.config import from_overrides
@@ -117,3 +119,19 @@ def test_perplexity_is_that_of_llama_cpp(model: tuple[Path, Path]) -> None:
     drift = float((ours - theirs).exp()) - 1
     print(f"\n{path.name}: perplexity {float(ours.exp()):.4f}, llama.cpp {float(theirs.exp()):.4f} ({drift:+.3%})")
     assert abs(drift) < 0.01
+
+
+@pytest.mark.parametrize("quant", ["auto", "q8_0"])
+def test_llama_cpp_gives_the_tokens_of_the_model_from_a_file_that_we_wrote(
+    quant: str, smollm2_dir: Path, tmp_path: Path
+) -> None:
+    made = tmp_path / "made.gguf"
+    convert(from_overrides(smollm2_dir, {"quant": quant}), made)
+    own = tokenizer_of(smollm2_dir)
+    texts = ("The capital of France is", "<|im_start|>user\nHow many 12s are in 3,456?<|im_end|>\n<|im_start|>assistant\n")
+    prompts = [own.encode(text) for text in texts]
+    for text, ids in zip(texts, prompts, strict=True):
+        assert llamacpp({"model": str(made), "text": text}) == ids == tokenizer_of(made).encode(text)
+    for client, _ in workers(smollm2_dir, quant=quant):
+        ours = [resumed(client, ids, 12) for ids in prompts]
+    assert [llamacpp({"model": str(made), "ids": ids, "count": 12}) for ids in prompts] == ours

@@ -78,6 +78,16 @@ def _differences(where: str, ours: Any, theirs: Any, seen: set[int]) -> Iterator
             yield from _differences(f"{where}.{name}", getattr(ours, name, None), getattr(theirs, name, None), seen)
 
 
+def check_usable_tokenizer(files: ModelFiles) -> None:
+    """Whether the library accepts the tokenizer, and so its parts have the types that they must have.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if files.text("tokenizer.json") is not None:
+        _library(files, files.json("tokenizer.json"))
+
+
 def check_same_tokenizer(ours: ModelFiles, theirs: ModelFiles, rows: int) -> None:
     """Compare two tokenizers: the text of each id below ``rows``, merges, and the ids of texts, with every added token
     within them.

@@ -15,7 +15,7 @@ from evener.contracts.quant import BLOCKS
 from evener.distributed.world import World
 from evener.errors import CheckpointError, ConfigError
 from evener.loading.match import IGNORABLE_BUFFERS, match_context
-from evener_convert.gguf_check import check_same_model, check_same_tokenizer
+from evener_convert.gguf_check import check_same_model, check_same_tokenizer, check_usable_tokenizer
 from evener_convert.pieces import Piece, Read, Stored
 from evener_convert.source import Source, declare, description
 from evener_convert.writer import WeightFile
@@ -47,7 +47,8 @@ def gguf_file(source: Source, name: str) -> WeightFile:
     if infer.tp_size * infer.pp_size > 1:
         raise ConfigError(f"{name}: a GGUF file is not split for ranks; leave infer.tp_size and infer.pp_size out")
     family = family_of(source.checkpoint.architecture)
-    method = (config.get("quantization_config") or {}).get("quant_method", "gguf")
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method", "gguf") if isinstance(settings, Mapping) else "gguf"
     if method != "gguf":
         raise ConfigError(
             f"{source.checkpoint.path} would be stored as {str(method)[:80]}, which a GGUF file cannot hold; use an "
@@ -62,6 +63,7 @@ def gguf_file(source: Source, name: str) -> WeightFile:
     said = description(source)
     origin = {key: value for key, value in said.items() if key != "source"}
     files = _text_files(source)
+    check_usable_tokenizer(files)
     keys = {
         **general_keys(Path(source.config.model).stem, source.config.quant, tensors, origin),
         **model_keys(family, config), **tokenizer_keys(files, headers["model.embed_tokens.weight"][1][0]),

@@ -130,6 +130,11 @@ def model_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "a folder to store it as safetensors"
         )
     if issubclass(FAMILIES[family], Gemma3):
+        if type(config.get("sliding_window")) is not int:
+            raise ArchitectureError(
+                "a Gemma 3 without sliding_window cannot be written as GGUF; give the name of a folder to store it as "
+                "safetensors"
+            )
         keys["attention.sliding_window"] = config["sliding_window"]
         keys["attention.sliding_window_pattern"] = _pattern(config)
         if local.get("rope_theta") is not None:
@@ -213,6 +218,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
             raise CheckpointError(f"{key} would be {value}, which a GGUF file cannot store; correct config.json")
         writer.add_uint32(key, value)
     elif isinstance(value, float):
+        if not abs(value) < 3e38:
+            raise CheckpointError(f"{key} would be {value}, which a GGUF file cannot store; correct the model's files")
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)

@@ -109,7 +109,11 @@ class _Source:
         more = self._config.get("added_tokens_decoder") or {}
         if not isinstance(listed, list) or not isinstance(more, Mapping):
             raise self._broken("has a wrong list of added tokens")
-        numbered = [{**entry, "id": int(key)} for key, entry in more.items() if str(key).isdecimal()]
+        if not all(isinstance(entry, Mapping) for entry in [*listed, *more.values()]) or not all(
+            re.fullmatch(r"[0-9]{1,9}", key) for key in more
+        ):
+            raise self._broken("has an added token without an id or a text")
+        numbered = [{**entry, "id": int(key)} for key, entry in more.items()]
         for entry in [*listed, *numbered]:
             number, text = entry.get("id"), entry.get("content")
             if type(number) is not int or number < 0 or not isinstance(text, str) or not text:
