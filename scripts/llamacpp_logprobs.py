@@ -1,4 +1,4 @@
-"""Token ids of a text, log-probabilities of ids, or the ids after them, by llama.cpp, which the GGUF tests compare with.
+"""Token ids of a text, log-probabilities of ids, or ids that follow, by llama.cpp, which the GGUF tests compare with.
 
 Run by the Python of an environment with llama-cpp-python (``make llamacpp``), never by the project's own. Standard
 input is a JSON object with ``model`` (a GGUF file) and ``text`` or ``ids``; standard output a JSON list of ids,

@@ -128,7 +128,8 @@ def test_llama_cpp_gives_the_tokens_of_the_model_from_a_file_that_we_wrote(
     made = tmp_path / "made.gguf"
     convert(from_overrides(smollm2_dir, {"quant": quant}), made)
     own = tokenizer_of(smollm2_dir)
-    texts = ("The capital of France is", "<|im_start|>user\nHow many 12s are in 3,456?<|im_end|>\n<|im_start|>assistant\n")
+    asked = "<|im_start|>user\nHow many 12s are in 3,456?<|im_end|>\n<|im_start|>assistant\n"
+    texts = ("The capital of France is", asked)
     prompts = [own.encode(text) for text in texts]
     for text, ids in zip(texts, prompts, strict=True):
         assert llamacpp({"model": str(made), "text": text}) == ids == tokenizer_of(made).encode(text)
