@@ -192,9 +192,10 @@ def test_a_folder_of_blocks_becomes_the_file_that_they_would_have_been_written_t
 
 
 def test_the_file_has_the_keys_types_and_row_order_of_llama_cpp(tmp_path: Path) -> None:
-    made = gguf.GGUFReader(written(write_model(tmp_path / "source", "Llama 3"), tmp_path / "made.gguf"))
+    made = gguf.GGUFReader(written(write_model(tmp_path / "tiny-0.1B", "Llama 3"), tmp_path / "made.gguf"))
     wanted = {
-        "general.architecture": "llama", "general.file_type": 0, "general.quantization_version": 2,
+        "general.architecture": "llama", "general.name": "tiny-0.1B", "general.file_type": 0,
+        "general.quantization_version": 2,
         "llama.context_length": 256, "llama.embedding_length": WIDTH, "llama.block_count": LAYERS,
         "llama.feed_forward_length": INNER, "llama.attention.head_count": HEADS, "llama.vocab_size": VOCAB,
         "llama.attention.head_count_kv": KV_HEADS, "llama.attention.key_length": DIM,

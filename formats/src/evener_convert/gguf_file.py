@@ -62,17 +62,17 @@ def gguf_file(source: Source, name: str) -> WeightFile:
     tensors |= {stored: stored_header(stored, headers[each]) for stored, each in names.items()}
     said = description(source)
     origin = {key: value for key, value in said.items() if key != "source"}
-    files = _text_files(source)
+    files, path = _text_files(source), Path(source.config.model).expanduser().resolve()
     check_usable_tokenizer(files)
     keys = {
-        **general_keys(Path(source.config.model).stem, source.config.quant, tensors, origin),
+        **general_keys(path.name if path.is_dir() else path.stem, source.config.quant, tensors, origin),
         **model_keys(family, config), **tokenizer_keys(files, headers["model.embed_tokens.weight"][1][0]),
     }  # fmt: skip
     header = header_bytes(family, keys, tensors)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / name
-        write_draft(path, header, tensors, factors.numpy().tobytes())
-        written = GgufCheckpoint(path)
+        draft = Path(folder) / name
+        write_draft(draft, header, tensors, factors.numpy().tobytes())
+        written = GgufCheckpoint(draft)
         _check(source, headers, files, written)
     pieces = [_divisors_piece(factors)] if len(factors) else []
     stored_as = {_element_name(each): each for each in source.checkpoint.headers}
