@@ -35,8 +35,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def contact(site: Path, out: Path, fails: str, *words: str) -> tuple[int, Evidence | None, str]:
-    """Exit code, evidence and progress of a run."""
+def contact(
+    site: Path, out: Path, fails: str, *words: str, timeout: float = 240
+) -> tuple[int, Evidence | None, str]:  # fmt: skip
+    """Exit code, evidence and progress of a run, which ends within ``timeout`` seconds."""
     environ = {
         **os.environ,
         "FAILS": fails,
@@ -45,7 +47,7 @@ def contact(site: Path, out: Path, fails: str, *words: str) -> tuple[int, Eviden
     environ["XDG_CACHE_HOME"] = str(out.parent / "cache")
     done = subprocess.run(
         [sys.executable, "-m", "evener", "first-contact", "--backend", "failing", "--out", str(out), *words],
-        env=environ, capture_output=True, text=True, timeout=240,
+        env=environ, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     return done.returncode, read(out) if out.is_file() else None, done.stderr
 
@@ -117,8 +119,9 @@ def test_each_failure_ends_one_part_and_is_named(fails: str, name: str, words: s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)  # the whole kit; beside other work it takes over four minutes
 def test_a_backend_that_is_right_reaches_its_level_in_every_part(site: Path, tmp_path: Path) -> None:
-    code, evidence, _ = contact(site, tmp_path / "e.json", "")
+    code, evidence, _ = contact(site, tmp_path / "e.json", "", timeout=900)
     assert evidence is not None
     assert [each.name for each in evidence.parts] == [each.name for each in PARTS]
     assert [each.name for each in evidence.parts if each.outcome == "failed"] == []
