@@ -14,9 +14,9 @@ import torch
 from family_oracles import Logits, logits_of, make_transformers
 from family_runner import ANSWER, SMALL, assert_naive_logits, prompt_of
 from safetensors.torch import load_file, save_file
+from stored_models import greedy
 
 from evener.config import from_overrides
-from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
@@ -112,12 +112,6 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
     save_file(numbers, folder / "plain/model.safetensors", {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float32).eval()
     return logits_of(model), folder / "stored"
-
-
-def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
-    controller, _ = build_controller(from_overrides(str(folder), SMALL))
-    request = NewRequest(id="a", prompt=list(ids), max_tokens=count, sampling=Sampling(temperature=0.0))
-    return play(controller, [request]).tokens["a"]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from family_oracles import Logits, logits_of, make_transformers
-from family_runner import ANSWER, SMALL, assert_naive_logits, prompt_of
+from family_runner import ANSWER, SMALL, assert_naive_logits
 from integer_files import awq_tensors, compressed_tensors, gptq_tensors, quantized
 from safetensors.torch import load_file, save_file
+from stored_models import KEPT, SIZES, greedy, prompt
 
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
@@ -27,14 +28,6 @@ from evener_formats.plugin import evener_quant_schemes
 from evener_inspection.explanation import explain
 
 GROUP = 32
-SIZES: dict[str, dict[str, Any]] = {
-    "Qwen3": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "head_dim": 16},
-    "Qwen3Moe": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-                 "moe_intermediate_size": 64},
-}  # fmt: skip
-#: Weights that such checkpoints leave as they are.
-KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -112,16 +105,6 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
     save_file(numbers, folder / "plain/model.safetensors", {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float32).eval()
     return logits_of(model), folder / "stored"
-
-
-def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
-    controller, _ = build_controller(from_overrides(str(folder), SMALL))
-    request = NewRequest(id="a", prompt=list(ids), max_tokens=count, sampling=Sampling(temperature=0.0))
-    return play(controller, [request]).tokens["a"]
-
-
-def prompt(family: str) -> list[int]:
-    return prompt_of(find_architecture(f"{family}ForCausalLM").tiny_config()["vocab_size"])
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 import torch
 from evener_convert.command import convert
 from family_oracles import Logits, logits_of, make_transformers
-from family_runner import ANSWER, SMALL, prompt_of
+from family_runner import ANSWER, SMALL
 from safetensors.torch import save_file
 from slim_files import Stored, description, layer, plain_tensors, write_folder
+from stored_models import KEPT, SIZES, greedy, prompt
 
 from evener.config import from_overrides
-from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import CheckpointError, ConfigError
 from evener_conformance.naive.model import find_architecture
@@ -27,14 +27,6 @@ from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 from evener_inspection.explanation import explain
 
-SIZES: dict[str, dict[str, Any]] = {
-    "Qwen3": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "head_dim": 16},
-    "Qwen3Moe": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-                 "moe_intermediate_size": 64},
-}  # fmt: skip
-#: Weights that such checkpoints leave as they are.
-KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
 Store = Callable[[str, int, int], tuple[str, Stored]]
 
 
@@ -78,16 +70,6 @@ def checkpoint(folder: Path, family: str, kind: str, files: int = 1) -> tuple[Lo
     save_file(numbers, folder / "plain/model.safetensors", {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float32).eval()
     return logits_of(model), folder / "stored"
-
-
-def greedy(folder: Path, ids: list[int], count: int, **more: Any) -> list[int]:
-    controller, _ = build_controller(from_overrides(str(folder), {**SMALL, **more}))
-    request = NewRequest(id="a", prompt=list(ids), max_tokens=count, sampling=Sampling(temperature=0.0))
-    return play(controller, [request]).tokens["a"]
-
-
-def prompt(family: str) -> list[int]:
-    return prompt_of(find_architecture(f"{family}ForCausalLM").tiny_config()["vocab_size"])
 
 
 @pytest.mark.parametrize(
