@@ -7,6 +7,7 @@ Parts, in this order: ``doctor``; ``kit:AREA[:DTYPE]`` (an area of the conforman
 process, so that a crash does not end the others); ``models`` (captured against eager, greedy tokens against
 transformers); ``speed:MODEL`` and ``eager:MODEL`` (decode steps and start, random weights); ``profile:MODEL`` (kernels
 of a decode step, and the host's calls); ``prompts:MODEL`` (kernels of prompts, and the time between them);
+``first:MODEL`` (time to the first token of one request, the median of 30);
 ``experts:MODEL`` (how many experts of each layer a step reads). MODEL is a name of ``model_configs.py``; ``--weights
 uniform`` draws its weights as vLLM does (``vllm_dummy_weights.py``). A part that fails or takes too long is reported,
 and the next one runs. Parts of the kit run in parallel on the devices in CUDA_VISIBLE_DEVICES. Full logs go to FOLDER
@@ -159,7 +160,7 @@ def here(args: argparse.Namespace) -> int:
         wanted = [tuple(int(n) for n in case.split("x")) for case in args.cases.split(",") if case] or list(CASES)
         for batch, prompt in wanted:
             try:
-                does = {"profile": profile, "prompts": prompts, "experts": experts}.get(kind, measure)
+                does = {"profile": profile, "prompts": prompts, "experts": experts, "first": first}.get(kind, measure)
                 does(llm, model, f"{kind} {args.weights}", batch, prompt, args.out)
             except Exception as error:  # only this row is lost; the other rows are still useful
                 import traceback
@@ -273,6 +274,19 @@ def experts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
     }  # fmt: skip
     say(json.dumps(row))
     with (out / "speed.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def first(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -> None:
+    """Milliseconds to the first token of requests that are alone: the median, and the slowest tenth."""
+    generate(llm, batch, prompt, 2, 0)
+    times = sorted(generate(llm, batch, prompt, 1, seed) * 1e3 for seed in range(1, 31))
+    row = {
+        "engine": "evener", "model": model, "mode": kind, "bs": batch, "inp": prompt, "out": 1,
+        "captured": any("single prompts" in note for note in llm.info.manifest["notes"]), "ttft_ms": round(times[15], 3), "p90_ms": round(times[27], 3),
+    }  # fmt: skip
+    say(json.dumps(row))
+    with (out / "first.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 

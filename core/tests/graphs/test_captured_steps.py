@@ -1,4 +1,4 @@
-"""Captured decode steps give the tokens of eager ones."""
+"""Captured steps give the tokens of eager ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from evener.contracts.media import make_item
 from evener.engine.constraints.compiler import GrammarCompiler
 from evener.engine.constraints.masks import GrammarMasks
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
+from evener_conformance.graph.state import MaskedState
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 
@@ -62,6 +63,66 @@ def test_steps_with_masks_are_captured_too(start: Any, kinds: tuple[Sampling, ..
     assert any(key.masked for key in captured.worker._graphs._captured) and sum(r.runs for r in captured.replays) > 20
 
 
+#: One request after another, so that each prompt is a step of its own. Of 40 tokens, a step before computes 32.
+LENGTHS = (2, 15, 16, 17, 24, 31, 32, 40)
+
+
+def prompt_replays(run: Any) -> int:
+    """How often a prompt was replayed, sampling included."""
+    captured = {} if run.worker._graphs is None else run.worker._graphs._captured
+    return sum(r.runs for key, step in captured.items() if key.prompt and step for r in step.replays)
+
+
+@pytest.mark.parametrize("kind", [GREEDY, WARM, PENALIZED, BIASED], ids=["greedy", "random", "penalized", "biased"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_short_prompts_that_come_alone_are_captured_and_their_tokens_are_equal(
+    start: Any, family: str, kind: Sampling
+) -> None:
+    played = [start(family, **options) for options in ({}, EAGER)]
+    for run in played:
+        for n in LENGTHS:
+            run.play([NewRequest(id=f"r{n}", prompt=list(range(3, 3 + n)), max_tokens=3, sampling=kind)])
+    captured, eager = played
+    assert captured.tokens == eager.tokens
+    # Blocks of earlier prompts are found again, so that prompts of different lengths have few tokens left.
+    assert prompt_replays(captured) >= len(LENGTHS) and prompt_replays(eager) == 0
+
+
+def test_a_prompt_with_a_mask_is_captured(start: Any) -> None:
+    settings = {**ONE_LAYER, "vocab_size": VOCAB}
+    captured, eager = start("Llama", settings), start("Llama", settings, **EAGER)
+    for run in (captured, eager):
+        run.controller.scheduler.grammars = GrammarMasks(GrammarCompiler(Steps))
+        for n in (5, 21):
+            masked = structs.replace(WARM, grammar=STEPS)
+            run.play([NewRequest(id=f"r{n}", prompt=list(range(n)), max_tokens=5, sampling=masked)])
+    assert captured.tokens == eager.tokens and all(map(follows, captured.tokens.values()))
+    assert prompt_replays(captured) >= 4
+
+
+def test_prompts_run_eagerly_where_a_state_provider_captures_decode_steps_only(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MaskedState, "graph", "uniform_decode")
+    run = start("Llama", ONE_LAYER)
+    run.play(requests(1, GREEDY))
+    assert run.replays and prompt_replays(run) == 0
+    assert "decode steps of up to 9 rows are captured by graphs" in run.notes
+
+
+def test_a_replayed_prompt_writes_only_to_its_own_blocks_and_to_the_null_block(start: Any) -> None:
+    run = start("Llama", ONE_LAYER)
+    run.play([NewRequest(id="first", prompt=list(range(20)), max_tokens=1, sampling=GREEDY)])
+    runs, pool = prompt_replays(run), run.worker._pool
+    run.controller.handle([NewRequest(id="a", prompt=[7] * 20, max_tokens=9, sampling=GREEDY)])
+    before = pool.clone()
+    run.controller.step()
+    [request] = run.controller.scheduler.running
+    changed = {int(b) for b in (pool != before).any(-1).any(0).nonzero()}
+    assert prompt_replays(run) > runs and changed <= {0, *(b for blocks in request.table.blocks for b in blocks)}
+    assert len(changed) > 1
+
+
 def test_windows_and_several_groups_are_captured_too(start: Any) -> None:
     captured, eager = start("Gemma3"), start("Gemma3", **EAGER)
     messages = [NewRequest(id=f"r{i}", prompt=[3 + i] * 20, max_tokens=20 + i, sampling=GREEDY) for i in range(3)]
@@ -97,6 +158,7 @@ def test_log_probabilities_run_eagerly(start: Any) -> None:
 def test_plain_requests_replay_the_plain_capture_after_penalized_ones(start: Any) -> None:
     run = start("Llama", ONE_LAYER)
     run.play(requests(3, GREEDY))
+    run.play([NewRequest(id="alone", prompt=[5, 6], max_tokens=6, sampling=GREEDY)])
     made = list(run.replays)
     run.play([NewRequest(id="p", prompt=[5, 6], max_tokens=6, sampling=PENALIZED)])
     assert len(run.replays) > len(made)
@@ -148,7 +210,9 @@ def test_padding_writes_only_to_the_null_block_and_the_spare_row(start: Any) -> 
 
 def test_the_manifest_says_that_steps_are_captured(start: Any) -> None:
     run = start("Llama", ONE_LAYER)
-    assert [n for n in run.notes if "captured" in n] == ["decode steps of up to 9 rows are captured by graphs"]
+    assert [n for n in run.notes if "captured" in n] == [
+        "decode steps of up to 9 rows and single prompts of up to 32 tokens are captured by graphs"
+    ]
 
 
 def test_the_manifest_says_why_steps_run_eagerly(start: Any) -> None:
@@ -192,3 +256,9 @@ def test_every_stage_of_a_pipeline_replays_its_part(start: Any, kinds: tuple[Sam
         assert played.tokens == alone.play(messages, every=1)
         for worker in stages.workers:
             assert sum(replay.runs for replay in worker.assembly.device.capture.replays) > 20
+        # Prompts that come alone.
+        after = [structs.replace(message, id=f"after-{message.id}", max_tokens=2) for message in messages[:3]]
+        played = play(controller, after, arrivals={message.id: 9 * i for i, message in enumerate(after)})
+        alone.play(after, every=9)
+        assert played.tokens == {message.id: alone.tokens[message.id] for message in after}
+        assert all(any(key.prompt for key in worker._graphs._captured) for worker in stages.workers)

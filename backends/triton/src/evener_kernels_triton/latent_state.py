@@ -92,7 +92,7 @@ class LatentState(LatentProvider):
     layout = LATENT_LAYOUT
     kinds = frozenset({"latent"})
     priority = 100
-    graph = "any"
+    graph = "uniform_decode"
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning

@@ -147,7 +147,8 @@ class PagedState(AttentionProvider, QuantizedState):
         check_step(step)
         slopes, row = self._slopes_on(step.kv_lens.device, attention), step.block_table.stride(0)
         if step.max_query != 1 or step.tokens != step.requests:
-            long = long_queries(self._tuning, step, spec, attention)
+            # The launch for long queries counts their tiles on the host, so it cannot be captured.
+            long = None if step.captured else long_queries(self._tuning, step, spec, attention)
             decode = None
             if long is not None and long.before:
                 decode = self._decode_of(step.rows(0, long.before), spec, attention, block_size)

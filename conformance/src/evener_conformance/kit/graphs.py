@@ -94,7 +94,8 @@ def _replayed(
 
 
 def _steps(check: Check, subject: Subject, seed: int, of: str, shape: Mapping[str, Any]) -> Iterator[CaseResult]:
-    """Check the tokens of captured decode steps, while requests of different lengths come and go."""
+    """Check the tokens of captured steps: of decoding requests of different lengths that come and go, and of short
+    prompts that come alone."""
     case, dtype = "tokens of captured steps equal eager ones" + of, subject.dtypes[0]
     [family] = shape.get("architectures", [FAMILY])
     if family not in subject.loaded.architectures:
@@ -109,7 +110,8 @@ def _steps(check: Check, subject: Subject, seed: int, of: str, shape: Mapping[st
             try:
                 client = engine(subject, Path(name), dtype, **{"infer.use_cuda_graph": captured})
                 info = client.receive(1)[0].info  # type: ignore[union-attr]
-                said.append(generate(client, asked, 24, every=9))
+                alone = generate(client, asked, 2, every=3, tag="alone")
+                said.append([*alone, *generate(client, asked, 24, every=9)])
                 client.close()
             except Exception as error:  # the backend's; it is the finding
                 yield check.result(case, "failed", format_backend_exception(error))
@@ -118,5 +120,5 @@ def _steps(check: Check, subject: Subject, seed: int, of: str, shape: Mapping[st
     if "are captured" not in notes:
         yield check.result(case, "not applicable", notes)
         return
-    differ = describe_divergence(asked, {"eager": said[0], "captured": said[1]})
+    differ = describe_divergence([*asked, *asked], {"eager": said[0], "captured": said[1]})
     yield check.result(case, "failed" if differ else "passed", differ or notes)

@@ -179,8 +179,9 @@ class StateStep:
 
     Attributes:
         tokens: number of tokens in the step (T).
-        requests: number of requests (R). A captured step is padded with requests of one token, whose slots are in the
-            null block; what ``attend`` returns for them is not read.
+        requests: number of requests (R). A captured step is padded with requests whose slots are in the null block, of
+            one token each, or one request that has the rest of the tokens, or none; what ``attend`` returns for them is
+            not read.
         max_query: the most tokens that a request adds.
         max_kv: an upper bound of ``kv_lens``.
         query_start: int32 [R + 1], offset of each request's first token, then T.
@@ -192,6 +193,7 @@ class StateStep:
         host_query_lens, host_kv_lens: how many tokens each request adds, and ``kv_lens``, on the host. During a
             capture they belong to the step that is being captured, while sizes follow ``max_kv``; ``Replay.update``
             gets those of each replay.
+        captured: a capture is being made of this step. Its replays have other lengths.
     """
 
     tokens: int
@@ -205,6 +207,7 @@ class StateStep:
     block_table: torch.Tensor
     host_query_lens: Sequence[int]
     host_kv_lens: Sequence[int]
+    captured: bool = False
 
     def rows(self, first: int, stop: int) -> StateStep:
         """The part of the step with requests ``first`` to ``stop`` only."""
@@ -215,6 +218,7 @@ class StateStep:
             query_start=self.query_start[first : stop + 1] - start, kv_lens=self.kv_lens[first:stop],
             positions=self.positions[start:end], slot_mapping=self.slot_mapping[start:end],
             block_table=self.block_table[first:stop], host_query_lens=queries, host_kv_lens=lengths,
+            captured=self.captured,
         )  # fmt: skip
 
 
@@ -254,7 +258,9 @@ class StateProvider(ABC):
         kinds: the kinds of state that it serves.
         priority: of the providers that support a group, the one with the highest is used; the reference has -1000.
         graph: which steps can be captured with its methods: "never"; "uniform_decode", steps in which every request
-            adds the same number of tokens; "any". The engine captures steps in which each request adds one.
+            adds the same number of tokens; "any", also steps in which they add different numbers: then a replay takes
+            all lengths from the step's tensors, and a request may add none. The engine captures steps in which each
+            request adds one, and steps of one short prompt.
         owns_memory: it allocates a pool of its own in ``bind`` and ignores ``storage``.
         batch_invariant: the result of a request does not depend on the other requests in the step.
     """

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from evener.contracts.ops import Bucket
 
+LEAST_CAPTURED_PROMPT, LARGEST_CAPTURED_PROMPT = 16, 512
+
 
 def token_buckets(largest: int) -> tuple[Bucket, ...]:
     """``1, 2, 3..4, 5..8, …`` up to the bucket that holds ``largest``, whose upper end is ``largest``."""
@@ -38,3 +40,10 @@ def capture_sizes(largest: int) -> tuple[int, ...]:
     at most a third."""
     ends = [bucket.high for bucket in token_buckets(largest)]
     return tuple(sorted({*ends, *(3 * end // 2 for end in ends if end >= 16 and 3 * end // 2 < largest)}))
+
+
+def captured_prompts(largest: int) -> tuple[int, ...]:
+    """Token counts of prompts that are captured, up to ``largest``: shorter prompts are padded to the smallest, and
+    longer ones take longer to compute than to launch."""
+    most = min(largest, LARGEST_CAPTURED_PROMPT)
+    return tuple(size for size in capture_sizes(most) if size >= LEAST_CAPTURED_PROMPT or size == most)

@@ -34,7 +34,7 @@ from evener.plugins.discover import core_version
 from evener.plugins.load import LoadedPackages
 from evener.pooling.names import registered_name
 from evener.pooling.settings import choose_pooling
-from evener.resolution.buckets import token_buckets
+from evener.resolution.buckets import captured_prompts, token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.footprint import Sizes
 from evener.resolution.resolver import Resolver
@@ -155,7 +155,17 @@ def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]
     eager += sorted({c.provider for c in a.resolver.manifest.choices if not c.capturable})
     if eager:
         return None, f"steps run eagerly: {', '.join(dict.fromkeys(eager))} cannot be captured"
-    return capture, f"decode steps of up to {a.config.max_reqs} rows are captured by {capture.package}"
+    steps, sizes = f"decode steps of up to {a.config.max_reqs} rows", captured_prompt_sizes(a)
+    steps += f" and single prompts of up to {sizes[-1]} tokens" if sizes else ""
+    return capture, f"{steps} are captured by {capture.package}"
+
+
+def captured_prompt_sizes(a: Assembly) -> tuple[int, ...]:
+    """Numbers of tokens of a prompt whose step may be captured. None where a state provider cannot do that, and where
+    the device holds few captures: decode steps need them more."""
+    able = all(g.provider.graph == "any" and not g.attention.split_decode for g in a.geometry.groups)
+    able = able and a.device.capabilities.max_captures is None
+    return captured_prompts(min(a.config.step_tokens, a.config.max_seq_len)) if able else ()
 
 
 def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Architecture]:

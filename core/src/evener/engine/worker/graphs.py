@@ -1,22 +1,21 @@
-"""Captured decode steps: the launches of a step are captured once as a device graph and replayed with one call.
+"""Captured steps: the launches of a step are captured once as a device graph and replayed with one call.
 
-Only steps are captured whose rows all compute one token and sample the next. The number of rows is padded to one of a
-few sizes; padding rows use the tables' spare slot, whose blocks are all the null block. All other steps run eagerly,
-which is always correct.
+Steps of two kinds are captured: those whose requests all compute one token and sample the next, and those of one
+request with a short prompt, which would take longer to launch than to compute. Their sizes are padded to one of a few.
+All other steps run eagerly, which is always correct.
 
 A capture has two segments, forward and sample, and works on fixed addresses. What changes from step to step is copied
-into one buffer of int32 arrays first. With pipeline stages, the stream is received at a fixed address before the
-replay, and a copy of the result is sent after it; only the last stage samples.
+into one buffer of int32 arrays first (``captured_inputs``). With pipeline stages, the stream is received at a fixed
+address before the replay, and a copy of the result is sent after it; only the last stage samples.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from evener.contracts.device import Device
@@ -24,18 +23,19 @@ from evener.contracts.graph import GraphCapture, Replay
 from evener.engine.sampling.masks import packed_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.plan import Plan, StepMasks
+from evener.engine.worker.captured_inputs import DecodeInputs, Inputs, Lengths, PromptInputs
 from evener.engine.worker.runner import Runner
-from evener.engine.worker.step_layout import StepShape, aligned
 from evener.errors import EngineError
 
 log = logging.getLogger("evener.worker")
-_ARRAYS = ("positions", "token_slots", "kv_lens")
 
 
 class CaptureKey(NamedTuple):
-    """Steps that share a capture: the padded number of rows, and which parts of sampling at least one row needs."""
+    """Steps that share a capture: the padded number of tokens, whether they are one request's prompt, and which parts
+    of sampling at least one row needs."""
 
     size: int
+    prompt: bool = False
     random: bool = False
     penalized: bool = False
     biased: bool = False
@@ -44,15 +44,15 @@ class CaptureKey(NamedTuple):
     @property
     def greedy(self) -> bool:
         """Whether every row takes the id of its largest logit."""
-        return not any(self[1:])
+        return not any(self[2:])
 
 
 @dataclass
 class _CapturedStep:
-    """One capture: its input ``buffer`` int32 [3, size or more], its replays, and their tensors: they write "ids", and
-    "stream" before the last stage; they read "masks" int32 [size, ceil(V / 32)]."""
+    """One capture: its inputs, its replays, and their tensors: they write "ids", and "stream" before the last stage;
+    they read "masks" int32 [rows that sample, ceil(V / 32)]."""
 
-    buffer: torch.Tensor
+    inputs: Inputs
     stream_buffer: torch.Tensor | None
     replays: tuple[Replay, ...]
     outputs: dict[str, torch.Tensor]
@@ -60,50 +60,49 @@ class _CapturedStep:
     segments: tuple[Callable[[], None], ...]
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Captures each kind of step when it first occurs, and replays it from then on.
 
     Args:
         capture: how the device captures.
-        sizes: row counts that may be captured, ascending.
+        sizes: numbers of requests whose decode steps may be captured, ascending.
+        prompt_sizes: numbers of tokens of a prompt whose step may be captured, ascending.
         spare_slot: a row of the tables that belongs to no request.
         length: the longest sequence; captured attention is built for it.
     """
 
     def __init__(
-        self, runner: Runner, device: Device, capture: GraphCapture, sizes: tuple[int, ...], spare_slot: int,
-        length: int,
+        self, runner: Runner, device: Device, capture: GraphCapture, sizes: Sequence[int],
+        prompt_sizes: Sequence[int], spare_slot: int, length: int,
     ) -> None:  # fmt: skip
         self._runner, self._device, self._capture = runner, device, capture
-        self._sizes, self._spare, self._length = sizes, spare_slot, length
+        self._sizes, self._prompt_sizes, self._spare, self._length = sizes, prompt_sizes, spare_slot, length
         self._captured: dict[CaptureKey, _CapturedStep | None] = {}
         self._capture_count = 0
 
     def execute(self, plan: Plan) -> PendingStep | Draw | None:
         """As ``Runner.execute``, by replaying a capture. None, with nothing done, if the step must run eagerly."""
-        rows = len(plan.slots)
-        plain = len(plan.samples) == rows and max(plan.counts) == 1
-        plain = plain and not (plan.logprobs or plan.copies or plan.scores or plan.media)
-        size = next((s for s in self._sizes if s >= rows), None) if plain else None
-        if size is None:
-            return None
         stages = self._runner.stages
         samples = stages is None or stages.world.last_stage
-        needs = (plan.random, plan.penalized, plan.biased, plan.masked) if samples else ()
-        captured = self._get(CaptureKey(size, *map(bool, needs)))
+        key = self._key(plan, samples)
+        captured = None if key is None else self._get(key)
         if captured is None:
             return None
+        tokens, rows = sum(plan.counts), len(plan.samples)
         with torch.inference_mode():
             self._runner.apply(plan)
-            lengths = self._fill(captured, plan, rows, size)
+            lengths = captured.inputs.fill(plan)
             if stages is not None and captured.stream_buffer is not None:
-                stages.receive_stream(captured.stream_buffer[:rows])
+                stages.receive_stream(captured.stream_buffer[:tokens])
             forward, *sample = captured.replays
             self._replay(forward, lengths)
             if stages is not None and not samples:
-                slots, positions = captured.buffer[1:, :rows].clone()
-                parts = {"sample_slots": slots, "sample_positions": positions}
-                stages.send_stream(captured.outputs["stream"][:rows].clone(), plan, parts)
+                inputs = captured.inputs
+                parts = {
+                    "sample_slots": inputs.sample_slots[:rows].clone(),
+                    "sample_positions": inputs.sample_positions[:rows].clone(),
+                }
+                stages.send_stream(captured.outputs["stream"][:tokens].clone(), plan, parts)
                 return PendingStep(plan, None)
 
             def draw(masks: StepMasks | None) -> PendingStep:
@@ -118,20 +117,22 @@ class DecodeGraphs:
 
             return draw if plan.masked else draw(None)
 
-    def _replay(self, replay: Replay, lengths: list[int]) -> None:
-        if self._device.capabilities.graph_update:
-            replay.update([1] * len(lengths), lengths)
-        replay()
+    def _key(self, plan: Plan, samples: bool) -> CaptureKey | None:
+        """The capture that serves a plan; None if it must run eagerly."""
+        rows, longest = len(plan.slots), max(plan.counts)
+        if len(plan.samples) != rows or plan.logprobs or plan.copies or plan.scores or plan.media or plan.drafts:
+            return None
+        prompt = rows == 1 and longest > 1
+        if longest > 1 and not prompt:
+            return None
+        size = next((s for s in (self._prompt_sizes if prompt else self._sizes) if s >= max(rows, longest)), None)
+        needs = (plan.random, plan.penalized, plan.biased, plan.masked) if samples else ()
+        return None if size is None else CaptureKey(size, prompt, *map(bool, needs))
 
-    def _fill(self, captured: _CapturedStep, plan: Plan, rows: int, size: int) -> list[int]:
-        """Copy a plan's inputs into the capture's buffer. Returns the rows' sequence lengths, padding included."""
-        host = np.zeros((len(_ARRAYS), captured.buffer.shape[1]), dtype=np.int32)
-        host[0, :rows], host[1, :rows] = plan.starts, plan.slots
-        host[1, rows:] = self._spare
-        host[2] = host[0] + 1
-        captured.buffer.copy_(self._device.upload(host))
-        lengths: list[int] = host[2, :size].tolist()
-        return lengths
+    def _replay(self, replay: Replay, lengths: Lengths) -> None:
+        if self._device.capabilities.graph_update:
+            replay.update(*lengths)
+        replay()
 
     def _get(self, kind: CaptureKey) -> _CapturedStep | None:
         if kind not in self._captured:
@@ -139,9 +140,10 @@ class DecodeGraphs:
                 self._captured[kind] = self._make(kind)
             except EngineError as error:
                 self._captured[kind] = None
-                needs = [name for name, on in kind._asdict().items() if on is True] or ["greedy"]
-                log.warning("%s decode of %d rows cannot be captured and runs eagerly, which is slower: %s",
-                            " ".join(needs), kind.size, error)  # fmt: skip
+                needs = [name for name, on in zip(kind._fields[2:], kind[2:], strict=True) if on] or ["greedy"]
+                what = f"prompt of {kind.size} tokens" if kind.prompt else f"decode of {kind.size} rows"
+                log.warning("%s %s cannot be captured and runs eagerly, which is slower: %s",
+                            " ".join(needs), what, error)  # fmt: skip
         return self._captured[kind]
 
     def _make(self, kind: CaptureKey) -> _CapturedStep:
@@ -158,33 +160,29 @@ class DecodeGraphs:
         return replace(captured, replays=tuple(replays))
 
     def _segments(self, kind: CaptureKey) -> _CapturedStep:
-        runner, where, size = self._runner, self._device.torch_device, kind.size
-        stages = runner.stages
-        stream_buffer = None if stages is None else stages.stream_buffer(size)
-        width = aligned(size, self._device.capabilities.alignment)
-        buffer = torch.zeros(len(_ARRAYS), width, dtype=torch.int32, device=where)
-        buffer[1], buffer[2] = self._spare, 1
-        positions, slots, lengths = buffer[:, :size]
-        every = torch.arange(size + 1, dtype=torch.int32, device=where)
-        parts = {"positions": positions, "token_slots": slots, "slots": slots, "kv_lens": lengths, "query_start": every}
-        shape = StepShape(size, size, 1, self._length, [1] * size, [1] * size)
-        ids = torch.zeros(size, dtype=torch.int32, device=where)
-        rows = every[:size]
+        runner, stages = self._runner, self._runner.stages
+        make: Callable[[Device, int, int, int], Inputs] = PromptInputs if kind.prompt else DecodeInputs
+        inputs = make(self._device, kind.size, self._spare, self._length)
+        stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
+        slots, positions = inputs.sample_slots, inputs.sample_positions
+        ids, rows = torch.zeros_like(slots), torch.arange(len(slots), dtype=torch.int32, device=slots.device)
 
         # The second segment reads the logits where the first left them: copying them would cost more than sampling.
         outputs = {"ids": ids}
         if kind.masked:
             words = -(-runner.model.vocab_size // 32)
-            outputs["masks"] = torch.full((size, words), -1, dtype=torch.int32, device=where)
+            outputs["masks"] = torch.full((len(slots), words), -1, dtype=torch.int32, device=slots.device)
 
         def forward() -> None:
-            step = runner.step(shape, parts)
+            step = runner.step(inputs.shape, inputs.parts)
             if stages is not None and stream_buffer is not None:
                 step.stream = stages.layer_input(stream_buffer.clone())  # a layer may write where it reads
             hidden = runner.model.forward(step)
             if stages is not None and not stages.world.last_stage:
                 outputs["stream"] = hidden
-            elif kind.greedy and (best := runner.greedy(hidden, step)) is not None:
+                return
+            hidden = hidden if inputs.last is None else hidden.index_select(0, inputs.last)
+            if kind.greedy and (best := runner.greedy(hidden, step)) is not None:
                 outputs["best"] = best
             else:
                 outputs["logits"] = runner.logits(hidden, step)
@@ -192,15 +190,15 @@ class DecodeGraphs:
         def sample() -> None:
             if "best" in outputs:
                 ids.copy_(outputs["best"])
-                runner.tables.tokens[slots, lengths] = ids
+                runner.tables.tokens[slots, positions] = ids
                 return
             floats = runner.tables.floats.index_select(0, slots)
             ints = runner.tables.ints.index_select(0, slots)
             penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
             tables, logits = runner.tables, outputs["logits"]
-            logits = runner.sampler.adjust(logits, tables, slots, lengths, self._length, penalized, biased)
-            ids.copy_(runner.sampler.ids(logits, floats, ints, lengths, random, outputs.get("masks")))
-            runner.tables.tokens[slots, lengths] = ids
+            logits = runner.sampler.adjust(logits, tables, slots, positions, self._length, penalized, biased)
+            ids.copy_(runner.sampler.ids(logits, floats, ints, positions, random, outputs.get("masks")))
+            runner.tables.tokens[slots, positions] = ids
 
         segments = (forward, sample) if stages is None or stages.world.last_stage else (forward,)
-        return _CapturedStep(buffer, stream_buffer, (), outputs, segments)
+        return _CapturedStep(inputs, stream_buffer, (), outputs, segments)

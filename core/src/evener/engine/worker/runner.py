@@ -131,7 +131,7 @@ class Runner:
                 query_start=parts["query_start"], kv_lens=parts["kv_lens"], positions=positions,
                 slot_mapping=table[parts["token_slots"], column] * size + offset,
                 block_table=table[:, :columns].index_select(0, parts["slots"]),
-                host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens,
+                host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens, captured=shape.captured,
             )  # fmt: skip
             metas.append(group.provider.metadata(step, group.spec, group.attention, size) if group.slots else None)
         return tuple(metas)

@@ -24,6 +24,7 @@ class StepShape:
     max_kv: int
     query_lens: Sequence[int]
     kv_lens: Sequence[int]
+    captured: bool = False
 
 
 class StepLayout(StepShape):

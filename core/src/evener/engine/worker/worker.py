@@ -18,8 +18,8 @@ from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, Order, Plan, StepMasks, TableUpdate
 from evener.engine.wire.worker_facts import WorkerFacts
-from evener.engine.worker.assembly import Assembly, assemble, find_graph_capture
-from evener.engine.worker.graphs import DecodeGraphs
+from evener.engine.worker.assembly import Assembly, assemble, captured_prompt_sizes, find_graph_capture
+from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_memory_plan
 from evener.engine.worker.runner import Runner
@@ -64,13 +64,13 @@ class Worker:
         width, where = a.model.hidden_size, a.device.torch_device
         pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages, media, pooler)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
         self._draw: Draw | None = None
         if resolved.kv_memory is None:
             resolved, plan = min_across_ranks(a, resolved, self._measure(a, plan))
         self._pool = a.geometry.bind(plan.blocks, a.device)
-        self._graphs = self._decode_graphs(a)
+        self._graphs = self._step_graphs(a)
         self._warm_up(1)
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
@@ -128,15 +128,15 @@ class Worker:
             group.bind()
         return loaded
 
-    def _decode_graphs(self, a: Assembly) -> DecodeGraphs | None:
-        """The captured decode steps; None if something in the model cannot be captured. Notes the reason."""
+    def _step_graphs(self, a: Assembly) -> StepGraphs | None:
+        """The captured steps; None if something in the model cannot be captured. Notes the reason."""
         offer, why = find_graph_capture(a)
         a.resolver.manifest.notes.append(why)
         if offer is None:
             return None
-        sizes = capture_sizes(a.config.max_reqs)
+        sizes, prompt_sizes = capture_sizes(a.config.max_reqs), captured_prompt_sizes(a)
         capture = JointCapture(offer.value, a.ranks.tp, a.device.torch_device) if a.ranks.tp else offer.value
-        return DecodeGraphs(self.runner, a.device, capture, sizes, a.config.max_reqs, a.config.max_seq_len)
+        return StepGraphs(self.runner, a.device, capture, sizes, prompt_sizes, a.config.max_reqs, a.config.max_seq_len)
 
     def _warm_up(self, tokens: int) -> None:
         """Run one step of ``tokens`` tokens over the null block, so that kernels are built before the first request."""

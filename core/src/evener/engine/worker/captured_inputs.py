@@ -1,0 +1,125 @@
+"""The inputs of captured steps: int32 arrays at fixed addresses, which are written before each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from evener.contracts.device import Device
+from evener.engine.wire.plan import Plan
+from evener.engine.worker.step_layout import StepShape, aligned
+
+
+class Lengths(NamedTuple):
+    """Of the requests of a step, padding included: the tokens that each adds, and its tokens after the step."""
+
+    query: Sequence[int]
+    kv: Sequence[int]
+
+
+class Inputs(Protocol):
+    """The inputs of one capture.
+
+    Attributes:
+        shape: the sizes that the capture is made for.
+        parts: the arrays that the runner makes a step of.
+        last: int32 [R], the hidden rows that are sampled from; None if that is every row.
+        sample_slots, sample_positions: int32 [R], where the sampled ids are written.
+    """
+
+    shape: StepShape
+    parts: dict[str, torch.Tensor]
+    last: torch.Tensor | None
+    sample_slots: torch.Tensor
+    sample_positions: torch.Tensor
+
+    def fill(self, plan: Plan) -> Lengths:
+        """Write a plan's inputs."""
+
+
+class DecodeInputs:
+    """Of steps whose requests all compute one token and sample the next. Padding rows use the tables' spare slot, whose
+    blocks are all the null block.
+
+    Args:
+        rows: padded number of requests.
+        spare: a row of the tables that belongs to no request.
+        length: tokens of the longest sequence.
+    """
+
+    last: torch.Tensor | None = None
+
+    def __init__(self, device: Device, rows: int, spare: int, length: int) -> None:
+        self._device, self._rows, self._spare = device, rows, spare
+        self._buffer = torch.zeros(
+            3, aligned(rows, device.capabilities.alignment), dtype=torch.int32, device=device.torch_device
+        )
+        self._buffer[1], self._buffer[2] = spare, 1
+        positions, slots, lengths = self._buffer[:, :rows]
+        every = torch.arange(rows + 1, dtype=torch.int32, device=device.torch_device)
+        self.parts = {
+            "positions": positions, "token_slots": slots, "slots": slots, "kv_lens": lengths, "query_start": every
+        }  # fmt: skip
+        self.sample_slots, self.sample_positions = slots, lengths
+        ones = [1] * rows
+        self.shape = StepShape(rows, rows, 1, length, ones, ones, captured=True)
+
+    def fill(self, plan: Plan) -> Lengths:
+        """As ``Inputs.fill``."""
+        host, rows = np.zeros(self._buffer.shape, dtype=np.int32), len(plan.slots)
+        host[0, :rows], host[1, :rows] = plan.starts, plan.slots
+        host[1, rows:] = self._spare
+        host[2] = host[0] + 1
+        self._buffer.copy_(self._device.upload(host))
+        return Lengths(self.shape.query_lens, host[2, : self._rows].tolist())
+
+
+class PromptInputs:
+    """Of steps of one request that adds a few tokens and samples one. The padding tokens are a second request in the
+    spare slot, which has none if there is nothing to pad.
+
+    Args:
+        tokens: padded number of tokens.
+        spare, length: as for ``DecodeInputs``.
+    """
+
+    def __init__(self, device: Device, tokens: int, spare: int, length: int) -> None:
+        self._device, self._spare = device, spare
+        sizes = {
+            "positions": tokens, "token_slots": tokens, "query_start": 3, "kv_lens": 2, "slots": 2, "last": 1,
+            "sample_slots": 1, "sample_positions": 1,
+        }  # fmt: skip
+        starts = list(accumulate((aligned(n, device.capabilities.alignment) for n in sizes.values()), initial=0))
+        self._places = {name: slice(at, at + sizes[name]) for name, at in zip(sizes, starts, strict=False)}
+        self._buffer = torch.zeros(starts[-1], dtype=torch.int32, device=device.torch_device)
+        self.parts = {name: self._buffer[place] for name, place in self._places.items()}
+        self.last: torch.Tensor | None = self.parts["last"]
+        self.sample_slots, self.sample_positions = self.parts["sample_slots"], self.parts["sample_positions"]
+        self.shape = StepShape(tokens, 2, tokens, length, [tokens, 0], [tokens, 0], captured=True)
+        self._write(spare, 0, tokens)
+
+    def fill(self, plan: Plan) -> Lengths:
+        """As ``Inputs.fill``."""
+        return self._write(plan.slots[0], plan.starts[0], plan.counts[0])
+
+    def _write(self, slot: int, start: int, count: int) -> Lengths:
+        rest, end = self.shape.tokens - count, start + count
+        host: np.ndarray[Any, Any] = np.zeros(self._buffer.shape, dtype=np.int32)
+        values: dict[str, Any] = {
+            "positions": [*range(start, end), *range(rest)],
+            "token_slots": [slot] * count + [self._spare] * rest,
+            "query_start": [0, count, self.shape.tokens],
+            "kv_lens": [end, rest],
+            "slots": [slot, self._spare],
+            "last": count - 1,
+            "sample_slots": slot,
+            "sample_positions": end,
+        }
+        for name, value in values.items():
+            host[self._places[name]] = value
+        self._buffer.copy_(self._device.upload(host))
+        return Lengths([count, rest], [end, rest])
