@@ -281,9 +281,10 @@ def first(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -
     """Milliseconds to the first token of requests that are alone: the median, and the slowest tenth."""
     generate(llm, batch, prompt, 2, 0)
     times = sorted(generate(llm, batch, prompt, 1, seed) * 1e3 for seed in range(1, 31))
+    captured = any("single prompts" in note for note in llm.info.manifest["notes"])
     row = {
-        "engine": "evener", "model": model, "mode": kind, "bs": batch, "inp": prompt, "out": 1,
-        "captured": any("single prompts" in note for note in llm.info.manifest["notes"]), "ttft_ms": round(times[15], 3), "p90_ms": round(times[27], 3),
+        "engine": "evener", "model": model, "mode": kind, "bs": batch, "inp": prompt, "captured": captured,
+        "ttft_ms": round(times[15], 3), "p90_ms": round(times[27], 3),
     }  # fmt: skip
     say(json.dumps(row))
     with (out / "first.jsonl").open("a") as file:

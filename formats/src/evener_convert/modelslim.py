@@ -12,7 +12,7 @@ from evener.contracts.checkpoint import Checkpoint, Extent, Headers, WeightFile
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.errors import CheckpointError
 from evener.layers.builder import Builder
-from evener.loading.checkpoint import FolderCheckpoint
+from evener.loading.checkpoint import FolderCheckpoint, files_by_tensor
 from evener.loading.match import declared_names
 from evener.loading.safetensors_files import SafetensorsFile
 
@@ -115,22 +115,15 @@ class _SlimFolder(FolderCheckpoint):
 
     @cached_property
     def _files(self) -> Mapping[str, WeightFile]:
+        where: dict[str, str] = {}
         for index in self.names(f"{_WEIGHTS}.index.json"):
-            where = self.json(index).get("weight_map")
-            named = {str(file) for file in where.values()} if isinstance(where, dict) else set()
-            missing = sorted(named - set(self._names))
-            if missing or not named:
-                lacks = f"lacks {len(missing)} files that {index} names: {missing[0][:120]!r}" if missing else (
-                    f"has {index} without a weight_map"
-                )  # fmt: skip
-                raise CheckpointError(f"{self.path} {lacks}; fetch them again")
-        found: dict[str, WeightFile] = {}
-        for file in (SafetensorsFile(self.path / name) for name in self._names):
-            for tensor in file.headers:
-                if tensor in found:
-                    raise CheckpointError(
-                        f"{tensor!r} is both in {found[tensor].path.name} and in {file.path.name} of {self.path}; "
-                        "remove the file that is not part of this checkpoint"
-                    )
-                found[tensor] = file
-        return found
+            named = self.json(index).get("weight_map")
+            if not isinstance(named, dict) or not named:
+                raise CheckpointError(f"{self.path} has {index} without a weight_map; fetch it again")
+            missing = sorted({str(file) for file in named.values()} - set(self._names))
+            if missing:
+                raise CheckpointError(
+                    f"{self.path} lacks {len(missing)} files that {index} names: {missing[0][:120]!r}; fetch them again"
+                )
+            where |= named
+        return files_by_tensor([SafetensorsFile(self.path / name) for name in self._names], where)

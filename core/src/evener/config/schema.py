@@ -92,7 +92,8 @@ class InferConfig(Section):
         choices=("auto", "ref"), claimable=True
     )  # fmt: skip
     use_cuda_graph: bool | Auto = option(
-        "auto", "bool", "Capture decode steps as graphs and replay them; auto: if the device can.", auto=True
+        "auto", "bool", "Capture decode steps and short prompts as graphs and replay them; auto: if the device can.",
+        auto=True
     )  # fmt: skip
     tuning: str = option(
         "auto", "path",

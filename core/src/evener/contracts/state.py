@@ -140,7 +140,10 @@ class AttentionSpec:
 
 
 class StateKind(ABC):
-    """Which blocks of a kind of state are still needed. Prefix reuse and the freeing of blocks follow from it."""
+    """Which blocks of a kind of state are still needed. Prefix reuse and the freeing of blocks follow from it.
+
+    Kinds are hashed: one that is a dataclass must be frozen.
+    """
 
     name: str
 

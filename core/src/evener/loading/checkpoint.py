@@ -125,11 +125,11 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
         """The file of each tensor."""
         for single, load in weight_file_kinds():
             if (self.path / single).is_file():
-                return _by_tensor([load()(self.path / single)], {})
+                return files_by_tensor([load()(self.path / single)], {})
             name = f"{single}.index.json"
             if self.text(name) is not None:
                 where = _weight_map(self.path / name, self.json(name), Path(single).suffix)
-                return _by_tensor([load()(self.path / file) for file in sorted(set(where.values()))], where)
+                return files_by_tensor([load()(self.path / file) for file in sorted(set(where.values()))], where)
         kinds = [single for single, _ in weight_file_kinds()]
         names = ", ".join(f"{single}, {single}.index.json" for single in kinds)
         more = "" if len(kinds) > 1 else ", or type pip install evener-formats for *.bin files"
@@ -137,7 +137,15 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
         raise _missing_error(self.path, f"weights: no {names}", advice)
 
 
-def _by_tensor(files: Sequence[WeightFile], where: Mapping[str, str]) -> dict[str, WeightFile]:
+def files_by_tensor(files: Sequence[WeightFile], where: Mapping[str, str]) -> dict[str, WeightFile]:
+    """The file of each tensor.
+
+    Args:
+        where: an index's ``{tensor: file}``; empty where there is none.
+
+    Raises:
+        CheckpointError: a tensor is in two files, or not where the index says.
+    """
     found: dict[str, WeightFile] = {}
     for file in files:
         for tensor in file.headers:
