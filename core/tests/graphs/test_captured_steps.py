@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from msgspec import structs
 from step_grammar import STEPS, VOCAB, Steps, follows
 
 from evener.config import from_overrides, to_flat
+from evener.contracts.generation.drafter import Drafter
 from evener.contracts.media import make_item
 from evener.engine.constraints.compiler import GrammarCompiler
 from evener.engine.constraints.masks import GrammarMasks
+from evener.engine.speculation.speculation import Speculation
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener_conformance.graph.state import MaskedState
 from evener_conformance.rank_threads import rank_threads
@@ -98,6 +101,39 @@ def test_a_prompt_with_a_mask_is_captured(start: Any) -> None:
             run.play([NewRequest(id=f"r{n}", prompt=list(range(n)), max_tokens=5, sampling=masked)])
     assert captured.tokens == eager.tokens and all(map(follows, captured.tokens.values()))
     assert prompt_replays(captured) >= 4
+
+
+class Knowing(Drafter):
+    """Knows the answers, and makes each third proposal wrong."""
+
+    answers: ClassVar[list[list[int]]] = []
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+
+    def propose(self, count: int) -> Sequence[int]:
+        known = len(self.tokens)
+        whole = next((each for each in self.answers if each[:known] == self.tokens), self.tokens)
+        return [(id + ((at + known) % 3 == 0)) % 200 for at, id in enumerate(whole[known : known + count])]
+
+
+@pytest.mark.parametrize("kind", [GREEDY, WARM, PENALIZED], ids=["greedy", "random", "penalized"])
+def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Sampling) -> None:
+    messages = [NewRequest(id=f"r{n}", prompt=list(range(3, 3 + n)), max_tokens=16, sampling=kind) for n in (5, 20)]
+    plain = start("Llama", **EAGER)
+    for message in messages:
+        plain.play([message])
+    Knowing.answers = [[*m.prompt, *plain.tokens[m.id]] for m in messages]
+    drafted = start("Llama")
+    drafted.controller.scheduler.drafts = Speculation(Knowing, 4, max_samples=9, vocabulary=10**9)
+    for message in messages:
+        drafted.play([message])
+    assert drafted.tokens == plain.tokens
+    steps = sum(step.replays[0].runs for key, step in drafted.worker._graphs._captured.items() if key.prompt > 1)
+    assert 6 <= steps < 24, "several steps with drafts, and fewer than tokens"
 
 
 def test_prompts_run_eagerly_where_a_state_provider_captures_decode_steps_only(

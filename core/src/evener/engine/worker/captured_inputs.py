@@ -79,19 +79,20 @@ class DecodeInputs:
 
 
 class PromptInputs:
-    """Of steps of one request that adds a few tokens and samples one. The padding tokens are a second request in the
-    spare slot, which has none if there is nothing to pad.
+    """Of steps of one request that adds a few tokens and samples behind the last of them. The padding tokens are a
+    second request in the spare slot, which has none if there is nothing to pad.
 
     Args:
         tokens: padded number of tokens.
         spare, length: as for ``DecodeInputs``.
+        samples: padded number of tokens that are sampled behind.
     """
 
-    def __init__(self, device: Device, tokens: int, spare: int, length: int) -> None:
+    def __init__(self, device: Device, tokens: int, spare: int, length: int, samples: int = 1) -> None:
         self._device, self._spare = device, spare
         sizes = {
-            "positions": tokens, "token_slots": tokens, "query_start": 3, "kv_lens": 2, "slots": 2, "last": 1,
-            "sample_slots": 1, "sample_positions": 1,
+            "positions": tokens, "token_slots": tokens, "query_start": 3, "kv_lens": 2, "slots": 2,
+            "last": samples, "sample_slots": samples, "sample_positions": samples,
         }  # fmt: skip
         starts = list(accumulate((aligned(n, device.capabilities.alignment) for n in sizes.values()), initial=0))
         self._places = {name: slice(at, at + sizes[name]) for name, at in zip(sizes, starts, strict=False)}
@@ -100,14 +101,15 @@ class PromptInputs:
         self.last: torch.Tensor | None = self.parts["last"]
         self.sample_slots, self.sample_positions = self.parts["sample_slots"], self.parts["sample_positions"]
         self.shape = StepShape(tokens, 2, tokens, length, [tokens, 0], [tokens, 0], captured=True)
-        self._write(spare, 0, tokens)
+        self._write(spare, 0, tokens, samples)
 
     def fill(self, plan: Plan) -> Lengths:
         """As ``Inputs.fill``."""
-        return self._write(plan.slots[0], plan.starts[0], plan.counts[0])
+        return self._write(plan.slots[0], plan.starts[0], plan.counts[0], len(plan.samples))
 
-    def _write(self, slot: int, start: int, count: int) -> Lengths:
+    def _write(self, slot: int, start: int, count: int, samples: int) -> Lengths:
         rest, end = self.shape.tokens - count, start + count
+        unused = len(self.sample_slots) - samples
         host: np.ndarray[Any, Any] = np.zeros(self._buffer.shape, dtype=np.int32)
         values: dict[str, Any] = {
             "positions": [*range(start, end), *range(rest)],
@@ -115,9 +117,9 @@ class PromptInputs:
             "query_start": [0, count, self.shape.tokens],
             "kv_lens": [end, rest],
             "slots": [slot, self._spare],
-            "last": count - 1,
-            "sample_slots": slot,
-            "sample_positions": end,
+            "last": [*range(count - samples, count)] + [0] * unused,
+            "sample_slots": [slot] * samples + [self._spare] * unused,
+            "sample_positions": [*range(end - samples + 1, end + 1)] + [0] * unused,
         }
         for name, value in values.items():
             host[self._places[name]] = value

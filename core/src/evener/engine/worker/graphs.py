@@ -1,8 +1,8 @@
 """Captured steps: the launches of a step are captured once as a device graph and replayed with one call.
 
-Steps of two kinds are captured: those whose requests all compute one token and sample the next, and those of one
-request with a short prompt, which would take longer to launch than to compute. Their sizes are padded to one of a few.
-All other steps run eagerly, which is always correct.
+Steps are captured whose requests all compute one token and sample the next, and those of one request with a short
+prompt or with drafts, which would take longer to launch than to compute. Their sizes are padded to one of a few. All
+other steps run eagerly, which is always correct.
 
 A capture has two segments, forward and sample, and works on fixed addresses. What changes from step to step is copied
 into one buffer of int32 arrays first (``captured_inputs``). With pipeline stages, the stream is received at a fixed
@@ -31,11 +31,11 @@ log = logging.getLogger("evener.worker")
 
 
 class CaptureKey(NamedTuple):
-    """Steps that share a capture: the padded number of tokens, whether they are one request's prompt, and which parts
-    of sampling at least one row needs."""
+    """Steps that share a capture: the padded number of tokens, the padded number of tokens of one request that are
+    sampled behind (0: each request has one token), and which parts of sampling at least one row needs."""
 
     size: int
-    prompt: bool = False
+    prompt: int = 0
     random: bool = False
     penalized: bool = False
     biased: bool = False
@@ -117,17 +117,23 @@ class StepGraphs:
 
             return draw if plan.masked else draw(None)
 
-    def _key(self, plan: Plan, samples: bool) -> CaptureKey | None:
+    def _key(self, plan: Plan, draws: bool) -> CaptureKey | None:
         """The capture that serves a plan; None if it must run eagerly."""
-        rows, longest = len(plan.slots), max(plan.counts)
-        if len(plan.samples) != rows or plan.logprobs or plan.copies or plan.scores or plan.media or plan.drafts:
+        rows, longest, samples = len(plan.slots), max(plan.counts), len(plan.samples)
+        if plan.logprobs or plan.copies or plan.scores or plan.media or not samples:
             return None
-        prompt = rows == 1 and longest > 1
-        if longest > 1 and not prompt:
+        if longest == 1 and samples == rows:
+            sizes, behind = self._sizes, 0
+        elif rows == 1 and self._prompt_sizes:
+            # Each proposed token is sampled behind, so room for as many is made as the shortest capture has tokens.
+            sizes, behind = self._prompt_sizes, self._prompt_sizes[0] if plan.drafts else 1
+        else:
             return None
-        size = next((s for s in (self._prompt_sizes if prompt else self._sizes) if s >= max(rows, longest)), None)
-        needs = (plan.random, plan.penalized, plan.biased, plan.masked) if samples else ()
-        return None if size is None else CaptureKey(size, prompt, *map(bool, needs))
+        size = next((s for s in sizes if s >= max(rows, longest)), None)
+        if size is None or samples > max(behind, rows):
+            return None
+        needs = (plan.random, plan.penalized, plan.biased, plan.masked) if draws else ()
+        return CaptureKey(size, behind, *map(bool, needs))
 
     def _replay(self, replay: Replay, lengths: Lengths) -> None:
         if self._device.capabilities.graph_update:
@@ -161,8 +167,8 @@ class StepGraphs:
 
     def _segments(self, kind: CaptureKey) -> _CapturedStep:
         runner, stages = self._runner, self._runner.stages
-        make: Callable[[Device, int, int, int], Inputs] = PromptInputs if kind.prompt else DecodeInputs
-        inputs = make(self._device, kind.size, self._spare, self._length)
+        sizes = (self._device, kind.size, self._spare, self._length)
+        inputs: Inputs = PromptInputs(*sizes, kind.prompt) if kind.prompt else DecodeInputs(*sizes)
         stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
         slots, positions = inputs.sample_slots, inputs.sample_positions
         ids, rows = torch.zeros_like(slots), torch.arange(len(slots), dtype=torch.int32, device=slots.device)
