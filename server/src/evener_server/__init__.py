@@ -18,6 +18,7 @@ module                  content
 ``stats_logger``        the periodic log line
 ``nodes``               one process started per machine: starts torchrun
 ``service``             what the endpoints share
+``page``                the page for people at /; ``web/`` has its files
 ``api_keys``            which keys requests may have, and the check of each
 ``middleware``          request ids, access log, unexpected errors
 ``body``                from a request's bytes to a JSON object
@@ -78,6 +79,7 @@ descriptor = Descriptor(
             default="",
             help="Other names under which requests find the model, separated by commas; answers have its own name.",
         ),
+        "page": Option(type=bool, default=True, help="Serve a page for people at /: a chat with the model in a browser."),
         "reasoning_parser": Option(
             type=str,
             default="auto",
