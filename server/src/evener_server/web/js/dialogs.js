@@ -23,12 +23,12 @@ export function showSettings(settings, models, t, changed, actions) {
   const choice = (name, label, options) => field(t(label), element("select", { onchange: set(name) },
     options.map(([value, text]) => element("option", { value, selected: values[name] === value }, text))));
   const area = (name, label, help, rows) => {
-    const input = element("textarea", { rows, spellcheck: "false", onchange: set(name) });
+    const input = element("textarea", { rows, spellcheck: "false", oninput: set(name) });
     input.value = values[name];
     return field(t(label), input, t(help));
   };
   const numbers = Object.entries(NUMBERS).map(([name, range]) => field(t(name), element("input", {
-    type: "number", inputmode: "decimal", value: values[name], placeholder: t("default"), ...range, step: "any", onchange: set(name),
+    type: "number", inputmode: "decimal", value: values[name], placeholder: t("default"), ...range, step: "any", oninput: set(name),
   })));
   const key = element("input", { type: "password", autocomplete: "off", value: settings.key, onchange: (event) => {
     settings.key = event.target.value.trim();

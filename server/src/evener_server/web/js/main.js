@@ -264,6 +264,7 @@ class Page {
     showSettings(this.settings, this.models, this.t, (name) => {
       if (name === "language") this.#setLanguage();
       if (name === "key" && !this.models.length) this.#connect();
+      if (!["language", "theme", "model"].includes(name)) return;
       this.#draw({ again: name === "language" });
       this.#list();
     }, {

@@ -23,7 +23,7 @@ export class MessageView {
     this.message = message;
     this.actions = actions;
     this.t = t;
-    const label = element("h3", { class: "off-screen" }, this.#name());
+    const label = element("h2", { class: "off-screen" }, this.#name());
     this.root = element("article", { class: `message ${message.role}`, "data-id": message.id }, label, this.#body, this.#foot);
     if (message.role === "user") this.#fillUser();
     if (message.role === "tool") this.#fillTool();
