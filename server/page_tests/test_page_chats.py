@@ -260,7 +260,7 @@ def test_settings_are_sent_kept_and_checked(page: BrowserPage) -> None:
     page.page.get_by_label("Temperature").fill("0.3")
     page.page.get_by_label("Top k").fill("7")
     page.page.get_by_label("Instructions").fill("Be brief.")
-    page.page.get_by_label("Longest answer").fill("-3")
+    page.page.get_by_label("Most tokens").fill("-3")
     page.page.get_by_label("Reasoning").select_option("off")
     expect(page.find("dialog .wrong:not(:empty)")).to_have_text("Not in its range: 1 to 10000000")
     page.page.keyboard.press("Escape")
@@ -339,8 +339,8 @@ def test_images_are_taken_only_by_a_model_that_takes_them(page: BrowserPage) -> 
     parts = sent[0]["messages"][0]["content"]
     assert [part["type"] for part in parts] == ["image_url", "text"]
     assert parts[0]["image_url"]["url"].startswith("data:image/jpeg;base64,")
-    size = page.evaluate("() => { const i = document.querySelector('article img'); return [i.naturalWidth, i.naturalHeight]; }")
-    assert size == [1568, 523]
+    shown = "document.querySelector('article img')"
+    assert page.evaluate(f"() => [{shown}.naturalWidth, {shown}.naturalHeight]") == [1568, 523]
     assert page.find("#composer .picture").count() == 0
 
 
@@ -465,10 +465,11 @@ def test_without_a_lasting_store_the_page_says_so_and_works(
 
 
 def test_screen_readers_are_told_of_the_beginning_and_the_end(page: BrowserPage) -> None:
-    page.evaluate(
-        "() => { window.heard = []; new MutationObserver(() => heard.push(document.querySelector('#status').textContent))"
-        ".observe(document.querySelector('#status'), {childList: true}); }"
-    )
+    page.evaluate("""() => {
+        const status = document.querySelector("#status");
+        window.heard = [];
+        new MutationObserver(() => heard.push(status.textContent)).observe(status, { childList: true });
+    }""")
     page.send("count")
     expect(page.find("#status")).to_have_text("The answer is complete.")
     assert page.evaluate("() => heard") == ["Answering…", "The answer is complete."]

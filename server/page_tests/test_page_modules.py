@@ -13,14 +13,19 @@ READ = """async ([pieces]) => {
     const bytes = pieces.map(piece => Uint8Array.from(piece));
     const stream = new ReadableStream({ start(c) { bytes.forEach(each => c.enqueue(each)); c.close(); } });
     const found = [];
-    try { for await (const event of readEvents(stream)) found.push(event); } catch (error) { found.push(error.message); }
+    try {
+        for await (const event of readEvents(stream)) found.push(event);
+    } catch (error) {
+        found.push(error.message);
+    }
     return found;
 }"""
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_events_are_read_however_their_bytes_come(page: BrowserPage, size: int) -> None:
-    text = 'data: {"a": "é你"}\r\n\r\n: a comment\n\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\ndata: {"c":3}\n\n'.encode()
+    lines = 'data: {"a": "é你"}\r\n\r\n: a comment\n\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\ndata: {"c":3}\n\n'
+    text = lines.encode()
     pieces = [list(text[i : i + size]) for i in range(0, len(text), size)]
     assert page.evaluate(READ, [pieces]) == [{"a": "é你"}, {"b": 2}]
 
@@ -119,15 +124,17 @@ def test_blocks_that_do_not_change_are_left_alone(page: BrowserPage) -> None:
         view.show("# One\\n\\nTwo", false);
         const [first, second] = root.children;
         view.show("# One\\n\\nTwo goes on\\n\\n```py\\nx = 1", false);
-        return [root.children[0] === first, root.children[1] === second, root.children.length, root.querySelector("pre").textContent];
+        const code = root.querySelector("pre").textContent;
+        return [root.children[0] === first, root.children[1] === second, root.children.length, code];
     }""")
     assert found == [True, False, 3, "x = 1\n"]
 
 
 @pytest.mark.parametrize(
     ("chosen", "preferred", "expected"),
-    [("", ["zh-CN", "en"], "zh"), ("", ["fr", "zh-TW"], "zh"), ("", ["fr"], "en"), ("", [], "en"), ("en", ["zh"], "en")],
-)
+    [("", ["zh-CN", "en"], "zh"), ("", ["fr", "zh-TW"], "zh"), ("", ["fr"], "en"), ("", [], "en"),
+     ("en", ["zh"], "en")],
+)  # fmt: skip
 def test_the_language_is_chosen(page: BrowserPage, chosen: str, preferred: list[str], expected: str) -> None:
     choose = "async ([a, b]) => (await import('/page/js/texts.js')).languageOf(a, b)"
     assert page.evaluate(choose, [chosen, preferred]) == expected

@@ -21,12 +21,13 @@ def test_a_real_model_answers_on_the_page(visit: Callable[..., BrowserPage], tmp
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(Path(sys.executable).with_name("evener")), "serve", str(folder), f"serve.port={port}"]
-    with server(command) as (process, _log), httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+    url = f"http://127.0.0.1:{port}/"
+    with server(command) as (process, _log), httpx.Client(base_url=url, trust_env=False) as client:
         end = time.monotonic() + START_LIMIT
         while not ready(client):
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.2)
-        page = visit(f"http://127.0.0.1:{port}/")
+        page = visit(url)
         page.find("#open-settings").click()
         page.page.get_by_label("Temperature").fill("0")
         page.page.keyboard.press("Escape")

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from scripted_server import ANSWERS, HOSTILE
 
 #: Whatever runs or loads by itself, or may send something.
-ACTIVE = "script, iframe, object, embed, form, input, svg:not(.icon):not(:has(path)), video, audio, link, meta, base, style"
+ACTIVE = "script, iframe, object, embed, form, input, svg:not(.icon):not(:has(path)), video, audio, link, meta, style"
 
 
 def test_a_hostile_answer_does_nothing(page: BrowserPage) -> None:
@@ -47,7 +47,10 @@ def test_what_people_write_is_text(page: BrowserPage) -> None:
 
 def test_the_policy_refuses_what_would_get_past_us(page: BrowserPage) -> None:
     page.allowed += ["Content Security Policy", "TrustedHTML", "Refused", "violates"]
-    assert page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>'; return 'made'; } catch (e) { return e.name; } }") == "TypeError"
+    made = """() => {
+        try { document.body.innerHTML = "<b>x</b>"; return "made"; } catch (error) { return error.name; }
+    }"""
+    assert page.evaluate(made) == "TypeError"
     assert page.evaluate("() => fetch('https://evil.example/').then(() => 'sent', () => 'refused')") == "refused"
     loaded = """() => new Promise(done => {
         const image = new Image(); image.onload = () => done("loaded"); image.onerror = () => done("refused");
@@ -58,8 +61,9 @@ def test_the_policy_refuses_what_would_get_past_us(page: BrowserPage) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    ANSWERS["quotes"], "[" * 50000, "*" * 50000 + "a", "`" * 40001 + "a", "\\[" * 40000, "$" * 40001, "<" * 50000, "- " * 20000,
-    "| a " * 10000 + "\n" + "| - " * 10000 + "\n" + "| b " * 10000, "![" * 20000, "_a" * 20000, "$x " * 20000, "\\(" * 40000,
+    ANSWERS["quotes"], "[" * 50000, "*" * 50000 + "a", "`" * 40001 + "a", "\\[" * 40000, "$" * 40001, "<" * 50000,
+    "| a " * 10000 + "\n" + "| - " * 10000 + "\n" + "| b " * 10000, "![" * 20000, "_a" * 20000, "$x " * 20000,
+    "- " * 20000, "\\(" * 40000,
 ])  # fmt: skip
 def test_markdown_that_is_made_to_be_slow_is_shown_in_time(page: BrowserPage, text: str) -> None:
     page.allowed.append("shown as plain text")
@@ -76,11 +80,11 @@ def test_markdown_that_is_made_to_be_slow_is_shown_in_time(page: BrowserPage, te
 
 
 def test_a_file_of_conversations_cannot_bring_anything_but_text(page: BrowserPage) -> None:
-    message = {"id": "a", "parent": None, "role": "user", "content": "<img src=x onerror=window.broken=1>", "created": 1,
+    message = {"id": "a", "parent": None, "role": "user", "content": "<img src=x onerror=window.broken=1>",
                "images": ["https://evil.example/a.png", "data:image/svg+xml;base64,AAAA", "javascript:1"]}  # fmt: skip
     answer = {"id": "b", "parent": "a", "role": "assistant", "content": HOSTILE, "created": 2, "more": {"x": 1},
               "calls": [{"id": 1, "name": "<b>x</b>", "arguments": "<script>"}], "error": "<b>e</b>"}  # fmt: skip
-    whole = {"id": "../../x", "title": "<b>title</b>", "head": "b", "messages": [message, answer], "updated": 5, "created": 5}
+    whole = {"id": "../../x", "title": "<b>title</b>", "head": "b", "messages": [message, answer], "updated": 5}
     file = json.dumps({"format": "evener-conversations", "version": 1, "conversations": [whole]}).encode()
     page.find("#open-settings").click()
     page.find("dialog input[type=file]").set_input_files({"name": "x.json", "mimeType": "", "buffer": file})
@@ -96,11 +100,12 @@ def test_a_file_of_conversations_cannot_bring_anything_but_text(page: BrowserPag
 
 @pytest.mark.parametrize("broken", [
     "", "[]", "null", '{"format": "evener-conversations"}',
-    '{"format": "evener-conversations", "conversations": [{"messages": [{"role": "system", "id": "a", "parent": null}]}]}',
-    '{"format": "evener-conversations", "conversations": [{"messages": [{"role": "user", "id": "a", "parent": "a"}]}]}',
-    '{"format": "evener-conversations", "conversations": [null]}',
+    '{"format": FORMAT, "conversations": [{"messages": [{"role": "system", "id": "a", "parent": null}]}]}',
+    '{"format": FORMAT, "conversations": [{"messages": [{"role": "user", "id": "a", "parent": "a"}]}]}',
+    '{"format": FORMAT, "conversations": [null]}',
 ])  # fmt: skip
 def test_a_file_that_is_none_is_refused_whole(page: BrowserPage, broken: str) -> None:
+    broken = broken.replace("FORMAT", '"evener-conversations"')
     read = """async text => {
         const { fromFile } = await import("/page/js/transfer.js");
         try { return fromFile(text).length; } catch (error) { return error.name; }

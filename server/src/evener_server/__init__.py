@@ -1,4 +1,6 @@
-"""The HTTP server of evener: the OpenAI API for its engine. Importing this package imports neither FastAPI nor torch.
+"""The HTTP server of evener: the OpenAI API for its engine, and a page for people.
+
+Importing this package imports neither FastAPI nor torch.
 
 ======================  ==========================================================
 module                  content
@@ -79,7 +81,9 @@ descriptor = Descriptor(
             default="",
             help="Other names under which requests find the model, separated by commas; answers have its own name.",
         ),
-        "page": Option(type=bool, default=True, help="Serve a page for people at /: a chat with the model in a browser."),
+        "page": Option(
+            type=bool, default=True, help="Serve a page for people at /: a chat with the model in a browser."
+        ),
         "reasoning_parser": Option(
             type=str,
             default="auto",

@@ -7,6 +7,9 @@ import { MarkdownView } from "./markdown.js";
 /** Seconds of an answer below which its speed says nothing. */
 const SHORTEST = 0.2;
 
+/** Characters of a message that certainly fit the screen. */
+const LONG = 600;
+
 /** The view of one message; made again when the language or the message's place changes. */
 export class MessageView {
   #markdown = null;
@@ -50,7 +53,8 @@ export class MessageView {
     const { images, content } = this.message;
     const shown = (images ?? []).map((src) => element("img", { src, alt: "", class: "picture" }));
     if (shown.length) this.#body.append(element("div", { class: "pictures" }, shown));
-    this.#body.append(element("div", { class: "said" }, content));
+    // A long paste scrolls by itself, so it must be reachable with the keyboard.
+    this.#body.append(element("div", { class: "said", tabindex: content.length > LONG ? "0" : null }, content));
   }
 
   #fillTool() {

@@ -15,7 +15,7 @@ export const TEXTS = {
     imageWrong: "“{name}” cannot be read as an image.", import: "Import", imported: "{n} conversations were added.",
     importWrong: "This is not a file of conversations: {why}", keyNeeded: "This server asks for an API key.",
     keySave: "Continue", keyWrong: "The server does not know this key.", language: "Language", lengthReached:
-    "The answer reached its length limit.", light: "Light", local: "Conversations stay in this browser.", max_tokens: "Longest answer (tokens)",
+    "The answer reached its length limit.", light: "Light", local: "Conversations stay in this browser.", max_tokens: "Most tokens",
     menu: "Show or hide the conversations", message: "Message", messageHint: "Write a message…", min_p: "Min p", model: "Model",
     network: "The server does not answer. Is it running?", newChat: "New conversation", newer: "Next version", noChats: "No conversations yet",
     notCopied: "Not copied", notKept: "This browser keeps no data here: conversations last until you close the page.",
@@ -45,7 +45,7 @@ export const TEXTS = {
     imageWrong: "无法将“{name}”作为图片读取。", import: "导入", imported: "已添加 {n} 个对话。",
     importWrong: "这不是对话文件：{why}", keyNeeded: "此服务器需要 API 密钥。",
     keySave: "继续", keyWrong: "服务器不认识此密钥。", language: "语言", lengthReached:
-    "回答已达到长度上限。", light: "浅色", local: "对话仅保存在此浏览器中。", max_tokens: "回答最大长度（词元）",
+    "回答已达到长度上限。", light: "浅色", local: "对话仅保存在此浏览器中。", max_tokens: "最多词元",
     menu: "显示或隐藏对话列表", message: "消息", messageHint: "输入消息…", min_p: "Min p", model: "模型",
     network: "服务器没有响应，它在运行吗？", newChat: "新建对话", newer: "下一版本", noChats: "还没有对话",
     notCopied: "未能复制", notKept: "此浏览器不保存数据：关闭页面后对话即消失。",
