@@ -17,10 +17,20 @@ from playwright.sync_api import Browser, sync_playwright
 from scripted_server import ScriptedServer
 
 
+#: A name of this machine that browsers trust as little as any other machine.
+FAR = "evener.test"
+
+
+@pytest.fixture(scope="session")
+def far() -> str:
+    return FAR
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     # Inside a container Chromium's own sandbox has no rights.
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    arguments.append(f"--host-resolver-rules=MAP {FAR} 127.0.0.1")
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield found

@@ -373,6 +373,18 @@ def test_it_works_behind_a_path_of_a_proxy(
     expect(page.last.locator(".katex").first).to_be_attached()
 
 
+def test_it_works_over_plain_http_from_another_machine(
+    visit: Callable[..., BrowserPage], scripted: ScriptedServer, far: str
+) -> None:
+    page = visit(scripted.url.replace("127.0.0.1", far))
+    assert page.evaluate("() => [isSecureContext, typeof navigator.clipboard]") == [False, "undefined"]
+    page.send("rich")
+    page.last.locator(".copy-code").click()
+    expect(page.last.locator(".copy-code")).to_have_text("Copied")
+    page.page.reload()
+    expect(page.messages).to_have_count(2)
+
+
 def test_keys_open_what_the_list_of_shortcuts_says(page: BrowserPage) -> None:
     page.find("#title").click()
     page.page.keyboard.press("?")

@@ -34,7 +34,7 @@ POLICY = "; ".join((
 ))  # fmt: skip
 HEADERS = {
     "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
     # Browsers ask each time whether a file has changed: after an update of the server, all of the page is new.
     "Cache-Control": "no-cache",
 }  # fmt: skip

@@ -13,14 +13,19 @@ export const MAX_MESSAGES = 2000;
 export const MAX_SIZE = 24 << 20;
 const MAX_TITLE = 80;
 
+/** A new id. crypto.randomUUID is only there on https and localhost. */
+export function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 export function newConversation() {
   const now = Date.now();
-  return { id: crypto.randomUUID(), title: "", created: now, updated: now, head: null, messages: [] };
+  return { id: newId(), title: "", created: now, updated: now, head: null, messages: [] };
 }
 
 /** Adds a message after `parent` (null: the first) and shows it. Returns it. */
 export function append(conversation, parent, fields) {
-  const message = { id: crypto.randomUUID(), parent, content: "", created: Date.now(), ...fields };
+  const message = { id: newId(), parent, content: "", created: Date.now(), ...fields };
   conversation.messages.push(message);
   conversation.head = message.id;
   conversation.updated = message.created;

@@ -48,7 +48,7 @@ export class Thread {
       const began = performance.now();
       this.#views.get(message.id)?.update(conversation, this.isRunning(message), true);
       this.#cost = performance.now() - began;
-    }), Math.min(1000, 3 * this.#cost));
+    }), Math.min(5000, 3 * this.#cost));
   }
 
   /** Set by the owner: whether more of `message` will come. */

@@ -1,5 +1,5 @@
 // Conversations as a file: written by this page, and read back from anywhere.
-import { MAX_MESSAGES, MAX_SIZE, ROLES, newConversation, path, sizeOf, titleOf } from "./conversation.js";
+import { MAX_MESSAGES, MAX_SIZE, ROLES, newConversation, newId, path, sizeOf, titleOf } from "./conversation.js";
 
 const FORMAT = "evener-conversations";
 /** Bytes of a file that is read. */
@@ -43,7 +43,7 @@ function readConversation(value) {
 
 function readMessage(given) {
   if (!ROLES.includes(given?.role) || typeof given.id !== "string") throw new Error("a message has no role");
-  const message = { id: crypto.randomUUID(), parent: null, role: given.role, content: text(given.content) };
+  const message = { id: newId(), parent: null, role: given.role, content: text(given.content) };
   message.created = number(given.created) ?? Date.now();
   for (const name of ["reasoning", "error", "finish", "model", "call", "name"]) {
     if (typeof given[name] === "string") message[name] = given[name];
