@@ -16,7 +16,6 @@ from browser_page import BrowserPage
 from playwright.sync_api import Browser, sync_playwright
 from scripted_server import ScriptedServer
 
-
 #: A name of this machine that browsers trust as little as any other machine.
 FAR = "evener.test"
 
