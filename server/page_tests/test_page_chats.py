@@ -150,6 +150,23 @@ def test_a_conversation_is_there_again_after_a_reload_in_its_branch(page: Browse
     assert page.said()[0] == before[0] and "Evening a load" in page.said()[3]
 
 
+def test_an_answer_that_came_when_the_page_was_closed_was_stopped(
+    visit: Callable[..., BrowserPage], make_server: Callable[..., ScriptedServer]
+) -> None:
+    server = make_server()
+    page = visit(server.url)
+    server.engine.hold()
+    page.send("long", wait=False)
+    expect(page.find(".chat")).to_have_text(["long"])
+    page.page.reload()
+    _until(lambda: not server.engine.open_ids)
+    expect(page.last).to_contain_text("Stopped")
+    server.engine.release()
+    page.last.get_by_label("Answer again").click()
+    page.wait_until_answered()
+    assert page.said()[-1].startswith("A sentence that goes on.")
+
+
 def test_conversations_are_listed_opened_renamed_and_deleted(page: BrowserPage) -> None:
     page.send("first one")
     page.page.keyboard.press("Alt+n")

@@ -79,7 +79,8 @@ export class MessageView {
     if (running && empty) this.#body.append(element("div", { class: "wait" }, element("i"), element("i"), element("i")));
     if (running) return;
     if (message.error) this.#body.append(element("div", { class: "note wrong" }, icon("warning"), element("span", {}, message.error)));
-    else if (message.stopped) this.#body.append(element("div", { class: "note" }, t("stopped")));
+    // Without a reason for its end, the page was closed while it came.
+    else if (message.stopped || !message.finish) this.#body.append(element("div", { class: "note" }, t("stopped")));
     else if (message.finish === "length") this.#body.append(element("div", { class: "note" }, t("lengthReached")));
     else if (empty) this.#body.append(element("div", { class: "note" }, t("answerEmpty")));
     if (last && message.calls?.length && !message.error && !message.stopped) this.#body.append(this.#resultForm());
