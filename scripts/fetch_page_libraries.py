@@ -10,6 +10,7 @@ import argparse
 import base64
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -91,10 +92,12 @@ def fetch(library: Library, target: Path) -> None:
     """Take the files of ``library`` into its folder under ``target``.
 
     Raises:
-        ValueError: the package is another than the pinned one.
-        OSError: npm is not installed, or a file cannot be written.
+        ValueError: npm is not installed, or the package is another than the pinned one.
+        OSError: a file cannot be written.
         subprocess.CalledProcessError: npm could not download it.
     """
+    if shutil.which("npm") is None:
+        raise ValueError(f"npm fetches {library.package}, and is not installed; type: apt-get install npm")
     with tempfile.TemporaryDirectory() as temp:
         command = ["npm", "pack", "--silent", f"{library.package}@{library.version}"]
         name = subprocess.run(command, cwd=temp, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1]

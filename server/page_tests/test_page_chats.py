@@ -484,13 +484,19 @@ def test_without_a_lasting_store_the_page_says_so_and_works(
     visit: Callable[..., BrowserPage], scripted: ScriptedServer
 ) -> None:
     page = visit(scripted.url)
-    page.allowed.append("conversations are not kept")
-    page.page.add_init_script("IDBFactory.prototype.open = () => { throw new Error('forbidden here'); }")
+    page.allowed += ["conversations are not kept", "settings (are not kept|were not read)"]
+    page.page.add_init_script("""
+        const refuse = () => { throw new DOMException("forbidden here", "SecurityError"); };
+        IDBFactory.prototype.open = refuse;
+        for (const name of ["localStorage", "sessionStorage"]) Object.defineProperty(window, name, { get: refuse });
+    """)
     page.page.reload()
     expect(page.find("#alert")).to_contain_text("keeps no data")
     page.wait_until_connected()
     page.send("count")
     expect(page.find(".chat")).to_have_text(["count"])
+    page.find("#switch-language").click()
+    expect(page.find("#new")).to_have_text("新建对话")
 
 
 def test_screen_readers_are_told_of_the_beginning_and_the_end(page: BrowserPage) -> None:

@@ -15,12 +15,26 @@ export const NUMBERS = {
 };
 const DEFAULTS = { language: "", theme: "", model: "", system: "", thinking: "", tools: "", sidebar: true };
 
+/** A storage of the browser; where it gives none, what is kept lasts as long as the page. */
+function storage(kind) {
+  try {
+    return window[kind];
+  } catch (error) {
+    console.warn("settings are not kept in this browser:", error);
+    const kept = new Map();
+    return { getItem: (name) => kept.get(name) ?? null, setItem: (name, value) => kept.set(name, value), removeItem: (name) => kept.delete(name) };
+  }
+}
+
 export class Settings {
+  #lasting = storage("localStorage");
+  #ofTab = storage("sessionStorage");
+
   constructor() {
     this.values = { ...DEFAULTS, ...Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, ""])) };
     let kept = {};
     try {
-      kept = JSON.parse(localStorage.getItem(PLACE) ?? "{}");
+      kept = JSON.parse(this.#lasting.getItem(PLACE) ?? "{}");
     } catch (error) {
       console.warn("settings were not read:", error);
     }
@@ -31,16 +45,16 @@ export class Settings {
 
   set(name, value) {
     this.values[name] = value;
-    localStorage.setItem(PLACE, JSON.stringify(this.values));
+    this.#lasting.setItem(PLACE, JSON.stringify(this.values));
   }
 
   get key() {
-    return sessionStorage.getItem(KEY_PLACE) ?? "";
+    return this.#ofTab.getItem(KEY_PLACE) ?? "";
   }
 
   set key(value) {
-    if (value) sessionStorage.setItem(KEY_PLACE, value);
-    else sessionStorage.removeItem(KEY_PLACE);
+    if (value) this.#ofTab.setItem(KEY_PLACE, value);
+    else this.#ofTab.removeItem(KEY_PLACE);
   }
 }
 
