@@ -29,7 +29,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks test-page page-libraries search check wheels wheelhouse bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -118,6 +118,16 @@ test-forks-ranks: install  ## two ranks over nccl with the hygon and muxi backen
 
 search: model  ## the tests of properties, with examples that no run had before (ARGS="--hypothesis-seed=1": those of a seed)
 	@$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=search $(ARGS)
+
+# Playwright drives Debian's Chromium; axe-core judges accessibility. Pictures of the page go to outputs/page.
+PAGE_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/evener/page-tests
+test-page: model  ## the page of the server in headless Chromium (apt-get install chromium, npm)
+	@$(PIP) --requirement scripts/page-requirements.txt
+	@$(PY) scripts/fetch_page_libraries.py --axe $(PAGE_CACHE)
+	@AXE=$(PAGE_CACHE)/axe/axe.min.js $(PY) -m pytest -q server/page_tests $(ARGS)
+
+page-libraries: install  ## fetch the page's JavaScript libraries at their pinned versions, by npm
+	@$(PY) scripts/fetch_page_libraries.py
 
 mutants: install  ## faults in our kernels, judged by the conformance kit; an hour or two (ARGS="--target cpu-native")
 	@$(PY) scripts/mutants.py $(ARGS)

@@ -111,10 +111,11 @@ def test_the_answer_follows_the_image_and_the_same_image_is_found_in_the_cache(l
 
 
 class Post:
-    """``/v1/chat/completions`` of the model, in this process."""
+    """``/v1/chat/completions`` of the model, in this process; ``takes``: what the model takes, as the server says."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.takes: list[str] = []
 
     async def __call__(self, **fields: Any) -> httpx.Response:
         llm = AsyncLLM(start_engine(self.config, "thread"), settings=FrontendSettings.from_config(self.config))
@@ -122,7 +123,8 @@ class Post:
         transport = httpx.ASGITransport(create_app(llm))
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                name = (await client.get("/v1/models")).json()["data"][0]["id"]
+                (card,) = (await client.get("/v1/models")).json()["data"]
+                name, self.takes = card["id"], card["input_modalities"]
                 body = {"model": name, "temperature": 0, "max_tokens": 12, "ignore_eos": True, **fields}
                 return await client.post("/v1/chat/completions", json=body)
         finally:
@@ -130,7 +132,9 @@ class Post:
 
 
 async def test_the_api_answers_about_an_image_as_the_library_does(config: Config, llm: LLM) -> None:
-    answer = await Post(config)(messages=asks(part(url(png(3))), "What is it?"))
+    post = Post(config)
+    answer = await post(messages=asks(part(url(png(3))), "What is it?"))
+    assert post.takes == ["text", "image"]
     wanted = llm.chat(asks(seen(png(3)), "What is it?"), GREEDY)[0]
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"] == wanted.outputs[0].text
@@ -210,7 +214,9 @@ async def test_a_model_that_reads_text_only_says_so(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**Row("QWenLMHeadModel").config, "vocab_size": VOCAB_SIZE}))
     limits = {"load": "dummy", "backend": "cpu", "dtype": "float32", "infer.kv_memory": 2**22}
-    answer = await Post(from_overrides(str(tmp_path), limits))(messages=asks("a", part(url(png(0)))))
+    post = Post(from_overrides(str(tmp_path), limits))
+    answer = await post(messages=asks("a", part(url(png(0)))))
+    assert post.takes == ["text"]
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "messages[0].content[1].type"
     assert error["code"] == "unsupported_parameter" and "takes parts of type 'text' only" in error["message"]

@@ -69,6 +69,16 @@ def test_a_wheel_holds_its_typed_packages_its_licence_and_no_tests(wheels: list[
         assert not [name for name in names if "/tests/" in name or "__pycache__" in name], path.name
 
 
+def test_the_server_s_wheel_holds_the_whole_page_and_the_licences_of_its_libraries(target: Path) -> None:
+    def files(folder: Path) -> dict[str, bytes]:
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    web = files(ROOT / "server/src/evener_server/web")
+    assert files(target / "evener_server/web") == web and {"index.html", "js/main.js"} <= web.keys()
+    (licences,) = target.glob("evener_server-*.dist-info/licenses/src/evener_server/web/libraries")
+    assert {path.name for path in licences.iterdir()} == {"dompurify", "highlight", "katex", "marked"}
+
+
 def test_no_wheel_can_make_a_resolver_replace_torch(installed: dict[str, Distribution]) -> None:
     for name, found in installed.items():
         for line in found.requires or []:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
@@ -256,6 +257,19 @@ def test_markdown_that_came_in_pieces_looks_as_if_it_came_whole() -> None:
     lines = [line.strip() for line in shown(*text).split("\n") if line.strip()]
     assert lines == [line.strip() for line in shown(text).split("\n") if line.strip()]
     assert "Title" in "".join(lines) and "Some words." in lines and "The end" in lines and "y = 2" in lines
+
+
+def test_an_answer_cannot_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "a\x1b]0;title\x07 b\x1b[2J \x9b31m c\r\td\n"
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown(*hostile)) and "[2J" in shown(hostile)
+    for terminal, expected in ((True, "a]0;title b[2J 31m c\td\n"), (False, hostile)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda answer=terminal: answer)
+        screen = PlainScreen()
+        screen.add(hostile)
+        screen.end()
+        assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The HTTP server of evener: the OpenAI API for its engine. Importing this package imports neither FastAPI nor torch.
+"""The HTTP server of evener: the OpenAI API for its engine, and a page for people.
+
+Importing this package imports neither FastAPI nor torch.
 
 ======================  ==========================================================
 module                  content
@@ -18,6 +20,7 @@ module                  content
 ``stats_logger``        the periodic log line
 ``nodes``               one process started per machine: starts torchrun
 ``service``             what the endpoints share
+``page``                the page for people at /; ``web/`` has its files
 ``api_keys``            which keys requests may have, and the check of each
 ``middleware``          request ids, access log, unexpected errors
 ``body``                from a request's bytes to a JSON object
@@ -77,6 +80,9 @@ descriptor = Descriptor(
             type=str,
             default="",
             help="Other names under which requests find the model, separated by commas; answers have its own name.",
+        ),
+        "page": Option(
+            type=bool, default=True, help="Serve a page for people at /: a chat with the model in a browser."
         ),
         "reasoning_parser": Option(
             type=str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -98,13 +98,14 @@ class KeyCheck:
 
     Args:
         keys: at least one.
+        is_open: says of further paths that they need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[str], bool] = lambda path: False) -> None:
+        self._app, self._keys, self._is_open = app, keys, is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not (scope["path"] in OPEN_PATHS or self._is_open(scope["path"])):
             given = list(_given(scope))
             if not any(key in self._keys for key in given):
                 error = _unauthorized(bool(given))

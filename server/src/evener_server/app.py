@@ -25,6 +25,7 @@ from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_un
 from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HostCheck, RequestLog, RootPath
 from evener_server.options import ServerOptions
+from evener_server.page import add_page, is_page
 from evener_server.protocol import ChatBody, CompletionBody, PromptBody, parse_body
 from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
@@ -73,7 +74,8 @@ def create_app(
     app.state.service = service
     # The middleware that is added last is called first: the key is checked after the host, and both are logged.
     if keys:
-        app.add_middleware(KeyCheck, keys=keys)
+        # People type their key into the page, so they must be able to load it first.
+        app.add_middleware(KeyCheck, keys=keys, **({"is_open": is_page} if service.options.page else {}))
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RequestLog)
@@ -82,6 +84,8 @@ def create_app(
     app.add_exception_handler(HTTPException, handle_unknown_url)
     app.add_exception_handler(ApiError, handle_error)
     app.add_exception_handler(EvenerError, handle_error)
+    if service.options.page:
+        add_page(app)
     _add_status(app, service)
     _add_generation(app, service)
     _add_pooled(app, service)

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 
+#: Control characters but tab and line feed: a terminal takes what follows them for commands.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
 
 #: Text after an empty line that continues a list, or may do so when more of it has come.
@@ -46,7 +48,8 @@ class PlainScreen(Screen):
         self._last = "\n"
 
     def add(self, text: str) -> None:
-        sys.stdout.write(text)
+        # A file or a pipe gets the text as it is.
+        sys.stdout.write(_CONTROL.sub("", text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
         self._last = text[-1:] or self._last
 
@@ -70,7 +73,7 @@ class MarkdownScreen(Screen):
 
     def add(self, text: str) -> None:
         assert self._live is not None, "begin comes first"
-        done, self._text = split_blocks(self._text + text)
+        done, self._text = split_blocks(self._text + _CONTROL.sub("", text))
         if done:
             self._console.print(Markdown(done))
         self._live.update(Markdown(self._text))

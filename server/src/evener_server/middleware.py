@@ -23,6 +23,8 @@ IGNORED_HEADER = "x-ignored-fields"
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 #: Monitoring asks for these all the time: they are logged at level debug.
 _QUIET = ("/health", "/ready", "/metrics")
+#: So are the files of the page: a browser asks for some dozens at once.
+_QUIET_PREFIX = "/page/"
 #: nginx's status for a client that disconnected before the response.
 _CLIENT_GONE = 499
 _MAX_SHOWN_CHARS, _MAX_ERROR_CHARS = 64, 300
@@ -119,7 +121,8 @@ def _request_id(scope: Scope) -> str:
 
 
 def _write(scope: Scope, status: int, seconds: float) -> None:
-    level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+    quiet = scope["path"] in _QUIET or scope["path"].startswith(_QUIET_PREFIX)
+    level = logging.DEBUG if quiet else logging.INFO
     if not logger.isEnabledFor(level):
         return
     fields = {

@@ -28,6 +28,7 @@ class ServerOptions:
         chat_template: a file with a chat template, instead of the model's.
         force_include_usage: every stream ends with the usage.
         model_aliases: other names of the model, separated by commas.
+        page: serve the page for people at /.
         request_metrics: answers have the times of their request.
         root_path: a path before every route.
         thinking_budget: tokens that reasoning may have by default.
@@ -43,6 +44,7 @@ class ServerOptions:
     chat_template: str | None = None
     force_include_usage: bool = False
     model_aliases: str = ""
+    page: bool = True
     request_metrics: bool = False
     root_path: str = ""
     thinking_budget: int | None = None

@@ -237,6 +237,8 @@ class _ServerRun:
             "serving %s at %s on backend %s (%s)",
             info.served_name, url(self._listener), info.backend, info.backend_reason,
         )  # fmt: skip
+        if self._service.options.page:
+            logger.info("for people: a chat in the browser at %s/", url(self._listener))
         if self._key_count:
             logger.info("requests need an API key (number of keys: %d)", self._key_count)
 

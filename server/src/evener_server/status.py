@@ -27,6 +27,7 @@ def model_card(service: Service, name: str | None = None) -> dict[str, Any]:
         "root": service.info.model,
         "parent": None,
         "max_model_len": service.max_model_len,
+        "input_modalities": ["text", *service.info.encoders],
     }
 
 
