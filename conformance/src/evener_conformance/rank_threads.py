@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
+from evener.config.stages import config_of_stage
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import set_up_controller
 from evener_inspection.rank_threads import RankThreads
@@ -19,7 +20,7 @@ def rank_threads(config: Config) -> Iterator[tuple[Controller, RankThreads]]:
     Raises:
         EvenerError: as ``build_controller``.
     """
-    executor = RankThreads(config, BackendSearch(config.backend), timeout=60.0)
+    executor = RankThreads(config, BackendSearch(config_of_stage(config, 0).backend), timeout=60.0)
     try:
         yield set_up_controller(config, executor, executor.facts), executor
     finally:

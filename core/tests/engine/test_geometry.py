@@ -10,6 +10,7 @@ import torch
 
 from evener.contracts.declared import StateSlot
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
+from evener.distributed.agreement import Agreement
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.geometry import plan_geometry
@@ -17,6 +18,7 @@ from evener.errors import ConfigError, ResolveError
 from evener.ops.reference.state import ReferenceState
 from evener_conformance.reference.device import HostDevice
 from evener_conformance.reference.engine import play
+from evener_inspection.thread_communicator import ThreadCommunicator, run_on_threads
 
 ATTENTION = AttentionSpec(heads=2, head_dim=8, scale=1.0)
 
@@ -113,6 +115,33 @@ def test_the_block_size_is_the_first_that_every_provider_offers() -> None:
 def test_a_block_size_that_is_not_offered_is_an_error_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"infer\.block_size=24 is not offered by a; they offer \[16, 32\]"):
         plan_geometry(slots(FULL, provider=Sized("a", (16, 32))), 64, block_size=24)
+
+
+def test_stages_on_different_backends_take_the_smallest_common_block_size_and_cut_alike() -> None:
+    offers, alignments = ((16, 32, 64), (128, 64, 32)), (64, 512)
+    # The second stage's chip stores a row in more bytes.
+    wide = StateSpec("recurrent", (StateTensor("row", (1900, 8), "float32"),), per="request")
+
+    def plan(group: ThreadCommunicator) -> tuple[int, int, list[int], int]:
+        rank = group.rank
+        layers = [*slots(*[(ROW, wide)[rank]] * 3), *slots(FULL, provider=Sized("a", offers[rank]))]
+        geometry = plan_geometry(layers, alignments[rank], agreement=Agreement(group))
+        return geometry.block_size, geometry.slab_bytes, [g.cut for g in geometry.groups], len(geometry.groups)
+
+    first, second = run_on_threads(2, plan)
+    assert first == second and first[0] == 32 and first[1] % 512 == 0 and first[1] >= wide.nbytes
+
+
+def test_stages_on_different_backends_without_a_common_block_size_are_refused() -> None:
+    def plan(group: ThreadCommunicator) -> str:
+        layers = slots(FULL, provider=Sized("ab"[group.rank], ((16, 32), (128,))[group.rank]))
+        with pytest.raises(ConfigError) as refused:
+            plan_geometry(layers, 64, block_size=(None, 16)[group.rank], agreement=Agreement(group))
+        return str(refused.value)
+
+    first, second = run_on_threads(2, plan)
+    assert "a offer [16, 32], but with the other stages no common block size" in first
+    assert "infer.block_size=16 is not offered by b; they offer []" in second
 
 
 def test_providers_without_a_common_block_size_are_an_error_that_says_what_to_type() -> None:

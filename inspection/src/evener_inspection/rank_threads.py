@@ -12,6 +12,7 @@ import threading
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
+from evener.config.stages import config_of_stage, device_of_rank
 from evener.distributed.world import RankGroups, World
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Order, StepResult
@@ -25,11 +26,12 @@ log = logging.getLogger("evener.ranks")
 class RankThreads(Executor):
     """Runs each rank's worker in a thread, which takes orders from a queue.
 
-    Rank i uses device i. With fewer devices, ranks share them in turn, and ``infer.kv_memory`` is the amount for each
-    rank. All ranks of the last stage sample, and their results must be equal.
+    Rank i uses device i, or the one that ``infer.stages`` says. With fewer devices, ranks share them in turn, and
+    ``infer.kv_memory`` is the amount for each rank. All ranks of the last stage sample, and their results must be
+    equal.
 
     Args:
-        search: knows how many devices there are.
+        search: for the backend of the first stage; knows how many devices there are.
         timeout: seconds that a rank waits for another rank, and ``read`` for a result; None waits without limit, for
             use with a debugger that stops threads.
 
@@ -46,7 +48,11 @@ class RankThreads(Executor):
         sizes = config.infer.tp_size, config.infer.pp_size
         worlds = [World.of(rank, *sizes) for rank in range(sizes[0] * sizes[1])]
         # This imports the packages before the threads start, which would otherwise import them at the same time.
-        devices = len(search.load(config.options).selection.probe.devices) or 1
+        devices = []
+        for stage in range(sizes[1]):
+            own = config_of_stage(config, stage)
+            loaded = (BackendSearch(own.backend) if stage else search).load(own.options)
+            devices.append(len(loaded.selection.probe.devices) or 1)
         self._orders: list[queue.SimpleQueue[Order | None]] = [queue.SimpleQueue() for _ in worlds]
         self._results: dict[int, queue.SimpleQueue[StepResult | BaseException]] = {
             world.rank: queue.SimpleQueue() for world in worlds if world.last_stage
@@ -65,9 +71,11 @@ class RankThreads(Executor):
         self._threads = [
             threading.Thread(
                 target=self._run, name=f"evener-rank-{world.rank}", daemon=True,
-                args=(config, RankGroups(world, device=world.rank % devices, local_size=len(worlds), **end)),
+                args=(config, RankGroups(world, device=device % devices[world.pp_rank], local_size=alike,
+                                         through_host=False, **end)),
             )
             for world, end in zip(worlds, ends, strict=True)
+            for device, alike in [device_of_rank(config, world.rank, world.rank, len(worlds))]
         ]  # fmt: skip
         for thread in self._threads:
             thread.start()
@@ -82,7 +90,8 @@ class RankThreads(Executor):
     def _run(self, config: Config, ranks: RankGroups) -> None:
         rank = ranks.world.rank
         try:
-            worker = Worker(config, BackendSearch(config.backend), ranks=ranks)
+            own = config_of_stage(config, ranks.world.pp_rank)
+            worker = Worker(own, BackendSearch(own.backend), ranks=ranks)
         except BaseException as error:
             # Reported before the groups are aborted, because the others fail when that happens.
             self._started.put((rank, error))

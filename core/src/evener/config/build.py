@@ -89,6 +89,8 @@ def construct(flat: Mapping[str, Any], packages: Packages, claimed: Iterable[str
             ops[name] = read(key, spec, raw)
         else:
             options.setdefault(section, {})[name] = read(key, spec, raw)
+    if (infer := sections["infer"]).get("stages"):
+        infer.setdefault("pp_size", len(infer["stages"]))
     if not top.get("model"):
         raise ConfigError(
             "no model is given: write its folder first, as in `evener serve /path/to/model`, or model=/path/to/model"

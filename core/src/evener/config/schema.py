@@ -62,6 +62,10 @@ class InferConfig(Section):
     pp_layer_partition: tuple[str, ...] = option(
         (), "names", "Number of layers of each pipeline stage, as in 15,16; none: equal numbers."
     )  # fmt: skip
+    stages: tuple[str, ...] = option(
+        (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cuda:0,cpu; none: "
+        "all on one backend."
+    )  # fmt: skip
     pp_prefill_reqs: int | Auto = option(
         "auto", "int", "With pipeline stages: maximum number of prefill requests in one plan; auto: their share.",
         auto=True, minimum=1

@@ -28,13 +28,18 @@ def communicator_factory(offer: Provided[CommunicatorFactory] | None, device: De
         return offer.value
 
     def default(name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str) -> Communicator:
-        from evener.backend.torch_communicator import open_torch_communicator
-
         if not device.capabilities.host_memory:
             raise BackendError(f"no package provides a communicator for {device.name}; install one, or run one rank")
-        return open_torch_communicator("gloo", name, ranks, rank, world_size, init_method)
+        return open_host_group(name, ranks, rank, world_size, init_method)
 
     return default
+
+
+def open_host_group(name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str) -> Communicator:
+    """A ``CommunicatorFactory`` of tensors in host memory, which all backends' ranks have."""
+    from evener.backend.torch_communicator import open_torch_communicator
+
+    return open_torch_communicator("gloo", name, ranks, rank, world_size, init_method)
 
 
 class JointCapture(GraphCapture):

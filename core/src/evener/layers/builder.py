@@ -53,7 +53,7 @@ class Builder:
         head: what to declare in place of a language model's head, from the builder, ``CausalLM.names`` and the sizes of
             the last norm; None: that head.
         ties: ``{name: twin}``: ``twin`` is read instead of ``name``; a checkpoint may hold both if they are equal.
-        staged: whether the model has asked for its ``layers``.
+        staged: whether the model has asked for its ``layers``; held: the answer.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Builder:
         partition: Sequence[int] = (),
     ) -> None:
         self.head: Callable[..., Any] | None = None
+        self.held = range(0)
         self.stage, self._partition, self.staged = stage, tuple(partition), False
         self.snapshot_every = snapshot_every
         self.absorb, self.index_top, self.state_dtype = absorb, index_top, state_dtype or dtype
@@ -107,7 +108,8 @@ class Builder:
                 f"{count} layers cannot be divided into {stages} stages of {', '.join(map(str, sizes))}: set "
                 "infer.pp_size to fewer, or infer.pp_layer_partition to a number for each stage"
             )
-        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+        self.held = range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+        return self.held
 
     def replicated(self) -> Builder:
         """A copy without a communicator, for layers that every rank holds whole. It declares into the same lists."""

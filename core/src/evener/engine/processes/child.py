@@ -7,6 +7,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from evener.backend_search import BackendSearch
 from evener.config import from_overrides
 from evener.config.schema import Config
+from evener.config.stages import config_of_stage, device_of_rank
 from evener.distributed.torchrun import Contact, TorchrunEnv
 from evener.distributed.world import RankPlacement
 from evener.engine.processes.child_process import ChildFailure, ParentChannel, read_spec
@@ -32,6 +34,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 def run_worker(config: Config, control: ControlClient, place: RankPlacement) -> None:
     """Run plans as they arrive, until the channel says to stop. One rank (``World.reports``) sends the results, each as
     soon as it is there."""
+    device, alike = device_of_rank(config, place.world.rank, place.device, place.local_size)
+    place, config = replace(place, device=device, local_size=alike), config_of_stage(config, place.world.pp_rank)
     search = BackendSearch(config.backend)
     from evener.engine.worker.worker import Worker  # imports torch while the probes of ``search`` run
 

@@ -10,6 +10,7 @@ from evener.backend_search import BackendSearch
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.resolve import plans_in_flight, uses_worker_processes
 from evener.config.schema import Config
+from evener.config.stages import config_of_stage, stage_devices
 from evener.contracts.state import StateKind
 from evener.distributed.torchrun import TorchrunEnv
 from evener.engine.batching import MicroBatches, limit_steps
@@ -51,6 +52,8 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     """
     if config.infer.drafter != "none":
         find_drafter(config.infer)  # before weights are read
+    if config.infer.stages:
+        stage_devices(config, [package.name for package in installed_catalog().backends])
     executor, facts = _executor(config, serving)
     return set_up_controller(config, executor, facts, serving or streaming), Ready(info=facts.info)
 
@@ -61,7 +64,7 @@ def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
 
         process = ProcessExecutor(config, TorchrunEnv.from_environ(os.environ))
         return process, process.facts
-    search = BackendSearch(config.backend)
+    search = BackendSearch(config_of_stage(config, 0).backend)
     if config.infer.tp_size * config.infer.pp_size > 1:
         return _several_ranks_inline(config, search)
     # Imported here: ``search`` probes the backends in the background while this imports torch.
@@ -100,4 +103,5 @@ def _kinds(facts: WorkerFacts, config: Config) -> Mapping[str, StateKind]:
     kinds = {kind.name: kind for kind in BUILTIN_KINDS}
     if all(spec.kind in kinds for spec in facts.specs):
         return kinds
-    return {p.value.name: p.value for p in BackendSearch(config.backend).load(config.options).state_kinds()}
+    first = config_of_stage(config, 0)
+    return {p.value.name: p.value for p in BackendSearch(first.backend).load(first.options).state_kinds()}

@@ -10,11 +10,13 @@ from evener.contracts.pooling import PoolingSettings
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's device, backend and memory, as in ``EngineInfo``."""
+    """One rank's device, backend and memory, as in ``EngineInfo``; ``layers``: the number of its first layer, and of
+    the one after its last."""
 
     device: str
     backend: str
     memory: dict[str, Any]
+    layers: tuple[int, int] = (0, 0)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         start_seconds: how long the worker took to start.
         config: every resolved key with its value and reason.
         manifest: who computes each op, and why.
+        layers: as in ``RankInfo``.
         ranks: one entry a rank, rank 0 first; empty with a single rank.
     """
 
@@ -60,4 +63,5 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: float = 0.0
     config: dict[str, Any] = {}
     manifest: dict[str, Any] = {}
+    layers: tuple[int, int] = (0, 0)
     ranks: list[RankInfo] = []

@@ -10,6 +10,7 @@ from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
 from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_partition, resolve_config
 from evener.config.schema import Config
+from evener.config.stages import has_unlike_stages
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
@@ -19,12 +20,13 @@ from evener.contracts.graph import GraphCapture
 from evener.contracts.pooling import PoolingSettings
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
-from evener.distributed.communicators import communicator_factory
+from evener.distributed.agreement import Agreement
+from evener.distributed.communicators import communicator_factory, open_host_group
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.worker.geometry import Geometry, plan_geometry
-from evener.errors import ArchitectureError, did_you_mean
+from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
@@ -48,6 +50,7 @@ class Assembly:
     Attributes:
         headers: of the checkpoint; empty for random weights.
         media_rows: how many rows of media the worker keeps.
+        agreement: with the stages on other backends, if there are any.
         other_stages: the other pipeline stages, declared.
         pooling: what the model makes of a text, if it generates none.
     """
@@ -66,6 +69,7 @@ class Assembly:
     kinds: Mapping[str, StateKind]
     ranks: RankGroups
     media_rows: int
+    agreement: Agreement
     other_stages: Sequence[Builder] = ()
     pooling: PoolingSettings | None = None
 
@@ -90,7 +94,11 @@ def assemble(
     resolved = resolve_config(config, facts, of_device, serving=serving)
     device.limit_threads(resolved.threads)
     device.select()
-    ranks = place.open(communicator_factory(loaded.communicator(), device))
+    unlike = has_unlike_stages(config)
+    factory = communicator_factory(loaded.communicator(), device)
+    ranks = place.open(factory, open_host_group if unlike else None)
+    agreement = Agreement(ranks.pp if unlike else None)
+    resolved = _agree(resolved, of_device, agreement) if unlike else resolved
     infer, world = resolved.config.infer, ranks.world
     headers: Headers = {}
     scheme: QuantScheme = Unquantized()
@@ -132,13 +140,32 @@ def assemble(
     resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
     resolver.sites(build.sites)
     size = None if resolved.block_size == "auto" else resolved.block_size
-    geometry = plan_geometry(build.slots, device.capabilities.alignment, size, [b.slots for b, _ in declared])
+    slots = [b.slots for b, _ in declared]
+    geometry = plan_geometry(build.slots, device.capabilities.alignment, size, slots, agreement)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
-        ranks, media_rows, other_stages, None if pooling is None else pooling.settings,
+        ranks, media_rows, agreement, other_stages, None if pooling is None else pooling.settings,
     )  # fmt: skip
+
+
+def _agree(config: ResolvedConfig, device: DeviceFacts, agreement: Agreement) -> ResolvedConfig:
+    """The configuration that all stages use: a compute dtype that every device has, and the smallest limits."""
+    dtypes, limits = ("float32", "bfloat16", "float16"), ("max_reqs", "max_seq_len", "step_tokens")
+    flags = [name in device.dtypes | device.emulated for name in dtypes]
+    least = agreement.least([*(getattr(config, name) for name in limits), *flags])
+    for name, value in zip(limits, least, strict=False):
+        if value != getattr(config, name):
+            config = config.with_value(f"infer.{name}", value, "the smallest of all stages")
+    common = [name for name, everywhere in zip(dtypes, least[len(limits) :], strict=True) if everywhere]
+    if not common:
+        has = ", ".join(name for name, flag in zip(dtypes, flags, strict=True) if flag)
+        raise ConfigError(f"{device.name} has {has}, but the devices of the other stages have none of these; name "
+                          "others with infer.stages")  # fmt: skip
+    if config.dtype not in common:
+        config = config.with_value("dtype", common[0], f"the device of another stage does not have {config.dtype}")
+    return config
 
 
 def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:

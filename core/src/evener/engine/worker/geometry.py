@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from evener.contracts.declared import StateSlot
 from evener.contracts.device import Device
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
+from evener.distributed.agreement import ALONE, Agreement
 from evener.engine.quantized.state import bind_slot
 from evener.errors import ConfigError, ResolveError
 
@@ -78,7 +79,7 @@ class Geometry:
 
 def plan_geometry(
     slots: Sequence[StateSlot], alignment: int, block_size: int | None = None,
-    stages: Sequence[Sequence[StateSlot]] = (),
+    stages: Sequence[Sequence[StateSlot]] = (), agreement: Agreement = ALONE,
 ) -> Geometry:  # fmt: skip
     """Form the groups of the resolved state slots, set each slot's ``group`` and choose the block size.
 
@@ -88,6 +89,7 @@ def plan_geometry(
         block_size: tokens; None takes the first size that every provider offers.
         stages: the resolved slots of each pipeline stage. All stages form the same groups, so that a block id means the
             same on each; the pool only has room for the layers of its own stage.
+        agreement: with stages on other backends, whose providers offer other block sizes and need other bytes.
 
     Raises:
         ConfigError: not every provider offers ``block_size``, no size is common to all, or ``infer.snapshot_every``
@@ -114,12 +116,14 @@ def plan_geometry(
                 slot.group = len(groups)
             groups.append(Group(spec, attention, provider, part))
             sizes[id(groups[-1])] = min(layer_slots, count - start)
-    size = _block_size(groups, block_size)
+    size = _block_size(groups, block_size, agreement)
     odd = [g.spec.every for g in groups if (g.spec.every or size) % size]
     if odd:
         raise ConfigError(f"infer.snapshot_every={odd[0]} must be a multiple of the block size, {size} tokens")
     pooled = [g for g in groups if not g.provider.owns_memory]
-    needs = [g.provider.bytes_per_block(g.spec, size) for g in pooled]
+    needs = [0 if g.provider.owns_memory else g.provider.bytes_per_block(g.spec, size) for g in groups]
+    *needs, alignment = agreement.most([*needs, alignment])
+    needs = [need for need, g in zip(needs, groups, strict=True) if not g.provider.owns_memory]
     # A request has many blocks of tokens but one live block of a recurrent state, however large that is: it gets no
     # larger weight than the largest block of tokens.
     common = max((need for g, need in zip(pooled, needs, strict=True) if g.spec.per == "token"), default=1)
@@ -164,18 +168,20 @@ def _layer_slots(counts: Sequence[int]) -> int:
     return min(sorted(set(counts)), key=cost, default=0)
 
 
-def _block_size(groups: Sequence[Group], wanted: int | None) -> int:
+def _block_size(groups: Sequence[Group], wanted: int | None, agreement: Agreement) -> int:
     offers = [list(g.provider.block_sizes(g.spec)) for g in groups]
     for group, offer in zip(groups, offers, strict=True):
         if math.gcd(*offer) != min(offer, default=-1):
             raise ResolveError(f"state provider {group.provider.name} offers blocks of {offer} tokens, not all of them "
                                "multiples of the smallest; set ops.attention=reference, tell its authors")  # fmt: skip
-    common = [size for size in offers[0] if all(size in offer for offer in offers)] if offers else [16]
-    names = ", ".join(sorted({g.provider.name for g in groups}))
+    own = [size for size in offers[0] if all(size in offer for offer in offers)] if offers else [16]
+    common, names = agreement.common(own), ", ".join(sorted({g.provider.name for g in groups}))
     if wanted not in (None, *common):
+        names = names if wanted not in own else f"{names} and those of the other stages (infer.stages)"
         raise ConfigError(f"infer.block_size={wanted} is not offered by {names}; they offer {sorted(common)}")
     if not common:
+        said = f"{own}, but with the other stages no" if own else "no"
         raise ConfigError(
-            f"the state providers {names} offer no common block size; force one with ops.attention=<provider>"
+            f"the state providers {names} offer {said} common block size; force one with ops.attention=<provider>"
         )
     return common[0] if wanted is None else wanted

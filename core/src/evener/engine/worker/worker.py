@@ -59,7 +59,8 @@ class Worker:
         loaded = self._load(a, config)
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
-        stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, a.model.hidden_size, resolved.dtype, tables)
+        hidden, dtype = a.model.hidden_size, resolved.dtype
+        stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, hidden, dtype, tables, a.device)
         media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
         width, where = a.model.hidden_size, a.device.torch_device
         pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
@@ -67,8 +68,10 @@ class Worker:
         self._graphs: StepGraphs | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
         self._draw: Draw | None = None
-        if resolved.kv_memory is None:
-            resolved, plan = min_across_ranks(a, resolved, self._measure(a, plan))
+        measures = resolved.kv_memory is None
+        if any(a.agreement.most([measures])):  # a step of all stages
+            measured = self._measure(a, plan)
+            resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
         self._pool = a.geometry.bind(plan.blocks, a.device)
         self._graphs = self._step_graphs(a)
         self._warm_up(1)
@@ -154,6 +157,10 @@ class Worker:
 
     def _report(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes) -> None:
         """Log the memory, estimated and measured, and what runs dequantized or on the reference kernels."""
+        if (world := a.ranks.world).pp_size > 1:
+            held = a.build.held
+            log.info("stage %d of %d: layers %d to %d on backend %s, %s", world.pp_rank, world.pp_size, held.start,
+                     held.stop - 1, a.loaded.backend.name, a.device.name)  # fmt: skip
         for line in plan.lines():
             log.info("memory: %s", line)
         log.info("memory: weights estimated %d, measured %d bytes", plan.weights, loaded.allocated)
@@ -185,4 +192,5 @@ class Worker:
             start_seconds=round(seconds, 2),
             config=a.config.to_json(),
             manifest=a.resolver.manifest.to_json(),
+            layers=(a.build.held.start, a.build.held.stop),
         )

@@ -1,0 +1,77 @@
+"""Pipeline stages on unlike devices: what ``infer.stages`` says about the backend and the device of each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from evener.config.schema import Config
+from evener.errors import ConfigError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class StageDevice:
+    """Where a pipeline stage runs: its backend, and the index of its first device; None: the next one."""
+
+    backend: str
+    index: int | None
+
+
+def stage_devices(config: Config, installed: Collection[str] | None = None) -> tuple[StageDevice, ...]:
+    """The device of each stage of ``infer.stages``; empty if the key is not set.
+
+    Args:
+        installed: names of the installed backends; None: not checked.
+
+    Raises:
+        ConfigError: there is not one for each stage, one cannot be read, or names a backend that is not installed.
+    """
+    infer, found = config.infer, []
+    if not infer.stages:
+        return ()
+    asked = f"infer.stages={','.join(infer.stages)}"
+    if config.backend is not None:
+        raise ConfigError(f"{asked} names the backend of each stage, so leave out backend={config.backend}")
+    if len(infer.stages) != infer.pp_size:
+        raise ConfigError(f"{asked} names {len(infer.stages)} stages, but infer.pp_size={infer.pp_size}; leave "
+                          "infer.pp_size out")  # fmt: skip
+    for each in infer.stages:
+        backend, colon, index = each.partition(":")
+        if not backend or (colon and not (index.isascii() and index.isdigit() and len(index) < 5)):
+            raise ConfigError(f"{asked}: {each!r} is not a backend, or a backend and a device as in cpu:0")
+        if installed is not None and backend not in installed:
+            raise ConfigError(f"{asked}: no backend {backend!r} is installed{did_you_mean(backend, installed)}")
+        found.append(StageDevice(backend, int(index) if colon else None))
+    indexed = {stage.backend for stage in found if stage.index is not None}
+    if mixed := [stage.backend for stage in found if stage.index is None and stage.backend in indexed]:
+        raise ConfigError(f"{asked}: give each stage of {mixed[0]} the index of a device, or none of them")
+    return tuple(found)
+
+
+def has_unlike_stages(config: Config) -> bool:
+    """Whether stages run on different backends."""
+    return len({stage.partition(":")[0] for stage in config.infer.stages}) > 1
+
+
+def config_of_stage(config: Config, stage: int) -> Config:
+    """The configuration of one stage's workers: its backend, and no options of other stages' backends."""
+    if config.backend is not None or not (stages := stage_devices(config)):
+        return config
+    mine = stages[stage].backend
+    others = {each.backend for each in stages} - {mine}
+    options = {name: values for name, values in config.options.items() if name not in others}
+    return dataclasses.replace(config, backend=mine, options=options)
+
+
+def device_of_rank(config: Config, rank: int, local_rank: int, local_size: int) -> tuple[int, int]:
+    """The index of a rank's device, and how many ranks of its machine share its backend.
+
+    Args:
+        local_rank: its index among the ``local_size`` ranks of its machine, which have consecutive ranks.
+    """
+    stages, tp_size = stage_devices(config), config.infer.tp_size
+    if not stages:
+        return local_rank, local_size
+    mine, first = stages[rank // tp_size], rank - local_rank
+    alike = [r for r in range(first, first + local_size) if stages[r // tp_size].backend == mine.backend]
+    return alike.index(rank) if mine.index is None else mine.index + rank % tp_size, len(alike)

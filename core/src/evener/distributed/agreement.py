@@ -1,0 +1,48 @@
+"""What ranks settle together before they load weights: each gives its own numbers, and all get the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from evener.contracts.communicator import Communicator
+
+#: ``Agreement.common`` compares numbers below this one.
+_LIMIT = 4096
+
+
+class Agreement:
+    """The ranks of ``group`` call the same methods in the same order. Without a group, a method returns what it gets.
+
+    Args:
+        where: a device whose tensors the group can send.
+    """
+
+    def __init__(self, group: Communicator | None = None, where: torch.device | str = "cpu") -> None:
+        self._group, self._where = group, where
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The smallest of each value."""
+        if self._group is None:
+            return list(values)
+        import torch
+
+        found = torch.tensor([list(values)], dtype=torch.int64, device=self._where)
+        return [int(value) for value in self._group.all_gather(found, dim=0).amin(0).tolist()]
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value."""
+        return [-value for value in self.least([-value for value in values])]
+
+    def common(self, values: Sequence[int]) -> list[int]:
+        """The numbers that every rank gives, ascending; without a group, in the order given."""
+        if self._group is None:
+            return list(values)
+        return [n for n, everywhere in enumerate(self.least([n in values for n in range(_LIMIT)])) if everywhere]
+
+
+#: Of a rank that has nothing to settle.
+ALONE = Agreement()

@@ -1,0 +1,73 @@
+"""``infer.stages``: what it takes, and where each rank runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evener.config import from_overrides
+from evener.config.schema import Config
+from evener.config.stages import StageDevice, config_of_stage, device_of_rank, has_unlike_stages, stage_devices
+from evener.errors import ConfigError
+
+
+def configured(stages: str, **infer: Any) -> Config:
+    return from_overrides("/model", {"infer.stages": stages, **{f"infer.{key}": value for key, value in infer.items()}})
+
+
+def test_the_number_of_stages_follows_from_their_devices() -> None:
+    config = configured("alpha:1, beta,beta")
+    assert config.infer.pp_size == 3 and has_unlike_stages(config)
+    assert stage_devices(config) == (StageDevice("alpha", 1), StageDevice("beta", None), StageDevice("beta", None))
+    assert not has_unlike_stages(configured("beta:0,beta:2")) and stage_devices(configured("")) == ()
+
+
+@pytest.mark.parametrize(
+    ("stages", "more", "words"),
+    [
+        ("alpha,beta", {"pp_size": 3}, "names 2 stages, but infer.pp_size=3; leave infer.pp_size out"),
+        ("alpha,beta:x", {}, "'beta:x' is not a backend, or a backend and a device as in cpu:0"),
+        ("alpha,beta:", {}, "'beta:' is not a backend"),
+        ("alpha,:0", {}, "':0' is not a backend"),
+        ("alpha,beta:-1", {}, "'beta:-1' is not a backend"),
+        ("alpha:0,beta,alpha", {}, "give each stage of alpha the index of a device, or none of them"),
+        ("alpha,betta", {}, "no backend 'betta' is installed; did you mean 'beta'"),
+        ("alpha,other", {}, "no backend 'other' is installed.*alpha, beta"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(stages: str, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"infer.stages={stages}.*{words}"):
+        stage_devices(configured(stages, **more), ["alpha", "beta"])
+
+
+def test_one_backend_for_all_and_one_for_each_stage_exclude_each_other() -> None:
+    both = from_overrides("/model", {"infer.stages": "alpha,beta", "backend": "alpha"})
+    with pytest.raises(ConfigError, match="names the backend of each stage, so leave out backend=alpha"):
+        stage_devices(both)
+
+
+def test_a_stage_has_the_options_of_its_own_backend_and_of_packages() -> None:
+    options = {name: {"key": 1} for name in ("alpha", "beta", "kernels")}
+    config = Config(**{**vars(configured("alpha,beta,alpha")), "options": options})
+    first, second, third = (config_of_stage(config, stage) for stage in range(3))
+    assert (first.backend, second.backend, third.backend) == ("alpha", "beta", "alpha")
+    assert first.options.keys() == {"alpha", "kernels"} and second.options.keys() == {"beta", "kernels"}
+    assert config_of_stage(first, 0) is first, "a worker's own configuration stays"
+
+
+def test_ranks_take_the_next_devices_of_their_backend_on_their_machine() -> None:
+    config = configured("alpha,beta,alpha", tp_size=2)
+    assert [device_of_rank(config, rank, rank, 6) for rank in range(6)] == [
+        (0, 4), (1, 4), (0, 2), (1, 2), (2, 4), (3, 4)
+    ]  # fmt: skip
+    # Three ranks on each of two machines.
+    assert [device_of_rank(config, rank, rank % 3, 3) for rank in range(6)] == [
+        (0, 2), (1, 2), (0, 1), (0, 1), (0, 2), (1, 2)
+    ]  # fmt: skip
+
+
+def test_an_index_is_that_of_a_stages_first_device() -> None:
+    config = configured("alpha:4,beta", tp_size=2)
+    assert [device_of_rank(config, rank, rank, 4)[0] for rank in range(4)] == [4, 5, 0, 1]
+    assert device_of_rank(configured(""), 3, 1, 2) == (1, 2)

@@ -1,0 +1,189 @@
+"""Pipeline stages on unlike devices: the CPU beside a simulated chip, with block tables, memory and kernels of each."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.builtin.kinds import BUILTIN_KINDS
+from evener.config.schema import Config
+from evener.engine.controller.controller import Controller
+from evener.engine.controller.scheduler import Scheduler
+from evener.engine.controller.state import StateManager
+from evener.engine.processes.process_executor import ProcessExecutor
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener.engine.worker.worker import Worker
+from evener.errors import ConfigError
+from evener_conformance.rank_threads import rank_threads
+from evener_conformance.reference.engine import RunResult, play, small_config
+from evener_conformance.simulated import install_simulated_backend
+from evener_inspection.rank_threads import RankThreads
+
+#: The chip's blocks hold 128 tokens. Steps of 24 tokens cut the prompts into chunks.
+LIMITS = {"infer.max_seq_len": 256, "infer.kv_memory": 2**24, "infer.max_reqs": 4, "infer.step_tokens": 24}
+GREEDY = Sampling(temperature=0.0)
+ORDERS = ["cpu,simulated", "simulated,cpu"]
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread a rank."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Install the simulated backend for this process and its children."""
+    folder = tmp_path_factory.mktemp("installed")
+    install_simulated_backend(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        yield
+
+
+Configured = Callable[..., Config]
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Configured:
+    """``configured("Llama", stages="cpu,simulated")``, or all on the CPU backend without ``stages``."""
+    return lambda family="Llama", stages=None, **more: make(tmp_path / f"{family}-{stages}", family, stages, **more)
+
+
+def make(folder: Path, family: str, stages: str | None, **more: Any) -> Config:
+    where = {"backend": None, "infer.stages": stages} if stages else {"backend": "cpu", "infer.block_size": 128}
+    return small_config(folder, family, HEADS, **{**LIMITS, **where, **more})
+
+
+def traffic() -> dict[str, Any]:
+    """Long prompts, which four blocks cannot hold together; a prompt again; one request with noise; two aborts."""
+    ids = [5 + 7 * i % 190 for i in range(200)]
+    asked: Mapping[str, tuple[list[int], int, Sampling]] = {
+        "first": (ids[:120], 14, GREEDY), "second": (ids[40:160], 14, GREEDY), "third": (ids[70:190], 14, GREEDY),
+        "short": (ids[3:9], 9, GREEDY), "noise": (ids[20:60], 9, Sampling(temperature=0.8, seed=3)),
+        "stopped": (ids[50:90], 30, GREEDY), "again": (ids[:150], 9, GREEDY), "once more": (ids[:150], 9, GREEDY),
+    }  # fmt: skip
+    messages = [NewRequest(id=k, prompt=p, max_tokens=n, sampling=s) for k, (p, n, s) in asked.items()]
+    return {"messages": messages, "arrivals": {"again": 90, "once more": 150}, "aborts": {"stopped": 4, "noise": 2}}
+
+
+def shrink(controller: Controller, blocks: int) -> None:
+    """Leave the scheduler this many blocks, so that few requests fill them."""
+    was, kinds = controller.scheduler.state, {kind.name: kind for kind in BUILTIN_KINDS}
+    state = StateManager(was.specs, kinds, was.block_size, blocks + 1, was.prefix_cache, was.cuts)
+    assert blocks < was.blocks and controller.idle
+    old = controller.scheduler
+    controller.scheduler = Scheduler(state, len(old._slots), old.step_tokens, batches=old.batches)
+
+
+def assert_same(got: RunResult, want: RunResult) -> None:
+    """Whole answers are equal; of what was aborted, as much as both runs gave."""
+    assert not got.dead and got.reasons() == want.reasons()
+    assert len({tuple(tokens) for tokens in want.tokens.values()}) > 5, "the model is too flat to show a difference"
+    for name, tokens in want.tokens.items():
+        both = min(len(tokens), len(got.tokens[name])) if want.reasons()[name] == "abort" else None
+        assert got.tokens[name][:both] == tokens[:both], name
+
+
+@pytest.mark.parametrize("stages", ORDERS)
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "DeepseekV3"])
+def test_unlike_stages_give_the_tokens_of_one_device_under_chunks_preemption_prefix_hits_and_aborts(
+    configured: Configured, family: str, stages: str
+) -> None:
+    want = play(build_controller(configured(family))[0], **traffic())
+    with rank_threads(configured(family, stages)) as (controller, ranks):
+        shrink(controller, 4)
+        got = play(controller, **traffic())
+        assert [worker.facts.info.backend for worker in ranks.workers] == stages.split(",")
+        chip = ranks.workers[stages.split(",").index("simulated")]
+        assert chip.assembly.geometry.block_size == ranks.facts.block_size == 128
+        assert {group.provider.name.partition(".")[0] for group in chip.assembly.geometry.groups} == {"simulated"}
+        captured = family != "DeepseekV3"  # the chip's layout of latents is not captured
+        assert any(replay.runs for replay in chip.assembly.device.capture.replays) == captured
+    assert_same(got, want)
+    assert controller.scheduler.stats.preemptions and controller.scheduler.state.pool.used == 0
+    assert got.cached["once more"] == 128
+
+
+def test_parts_of_unlike_stages_have_a_device_each(configured: Configured) -> None:
+    want = play(build_controller(configured())[0], **traffic())
+    with rank_threads(configured(stages="simulated:1,cpu", **{"infer.tp_size": 2})) as (controller, ranks):
+        got = play(controller, **traffic())
+        assert [(w.facts.info.backend, w.assembly.device.index) for w in ranks.workers] == [
+            ("simulated", 1), ("simulated", 2), ("cpu", 0), ("cpu", 0)
+        ]  # fmt: skip
+    assert_same(got, want)
+
+
+def test_one_dtype_and_the_smallest_limits_hold_for_all_stages(configured: Configured, tmp_path: Path) -> None:
+    auto = dict.fromkeys(("dtype", "infer.max_reqs", "infer.step_tokens"), "auto")
+    config = configured(stages="cpu,simulated", **auto, **{"simulated.chip": "older"})
+    text = (Path(config.model) / "config.json").read_text()
+    (Path(config.model) / "config.json").write_text(text.replace("{", '{"torch_dtype": "bfloat16",', 1))
+    with rank_threads(config) as (controller, ranks):
+        for worker in ranks.workers:
+            resolved = worker.assembly.config
+            assert (resolved.dtype, resolved.max_reqs, resolved.step_tokens) == ("float32", 64, 2048)
+        reasons = ranks.workers[0].assembly.config.reasons
+        assert reasons["dtype"] == "the device of another stage does not have bfloat16"
+        assert not play(controller, **traffic()).dead
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"dtype": "bfloat16", "simulated.chip": "older"}, r"dtype=bfloat16 is not supported on simulated chip 0"),
+        ({"infer.block_size": 16}, r"infer.block_size=16 is not offered by .*; they offer \[128\]"),
+        ({"infer.use_cuda_graph": True}, "infer.use_cuda_graph=true, but .* cannot capture steps"),
+    ],
+)
+def test_what_a_stage_cannot_do_is_refused_before_weights_are_loaded(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], words: str
+) -> None:
+    def load(*_: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(Worker, "_load", load)
+    with pytest.raises(Exception, match=words):
+        build_controller(configured(**{"stages": "cpu,simulated", "executor": "inline", **more}))
+
+
+def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(configured: Configured) -> None:
+    with pytest.raises(ConfigError, match=r"infer.stages=cpu,simulatd: no backend 'simulatd' is installed; did you"):
+        build_controller(configured(stages="cpu,simulatd"))
+
+
+def test_processes_of_unlike_stages_match_one_device_and_the_death_of_one_is_reported_by_its_stage(
+    configured: Configured,
+) -> None:
+    want = play(build_controller(configured())[0], **traffic())
+    # The chip measures what is left for state, and the CPU does not.
+    controller, ready = build_controller(configured(stages="cpu,simulated:2", **{"infer.kv_memory": "auto"}))
+    executor = controller.executor
+    assert isinstance(executor, ProcessExecutor)
+    try:
+        assert [(r.backend, r.layers) for r in ready.info.ranks] == [("cpu", (0, 2)), ("simulated", (2, 3))]
+        assert ready.info.ranks[1].device.startswith("simulated chip 2")
+        assert ready.info.ranks[0].memory["blocks"] == ready.info.ranks[1].memory["blocks"] > 8
+        assert_same(play(controller, **traffic()), want)
+        os.kill(executor.pids[1], signal.SIGKILL)
+        (dead,) = play(controller, traffic()["messages"]).dead
+        assert "worker of rank 1 (stage 1 of 2)" in dead and "SIGKILL" in dead
+    finally:
+        executor.close()
+
+
+def test_ranks_of_one_process_take_their_stages_backends(configured: Configured) -> None:
+    controller, ready = build_controller(configured(stages="simulated,cpu", executor="inline"))
+    try:
+        assert isinstance(controller.executor, RankThreads)
+        assert [rank.backend for rank in ready.info.ranks] == ["simulated", "cpu"]
+    finally:
+        controller.executor.close()
