@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -12,17 +13,21 @@ import pytest
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
+from evener.contracts.device import Device
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
 from evener.engine.processes.process_executor import ProcessExecutor
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener.engine.worker.worker import Worker
 from evener.errors import ConfigError
+from evener_backend_cpu.device import CpuDevice
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import RunResult, play, small_config
 from evener_conformance.simulated import install_simulated_backend
+from evener_conformance.simulated.device import SimulatedDevice
+from evener_inspection.explanation import explain
+from evener_inspection.explanation_text import render
 from evener_inspection.rank_threads import RankThreads
 
 #: The chip's blocks hold 128 tokens. Steps of 24 tokens cut the prompts into chunks.
@@ -54,12 +59,16 @@ Configured = Callable[..., Config]
 @pytest.fixture
 def configured(tmp_path: Path) -> Configured:
     """``configured("Llama", stages="cpu,simulated")``, or all on the CPU backend without ``stages``."""
-    return lambda family="Llama", stages=None, **more: make(tmp_path / f"{family}-{stages}", family, stages, **more)
+    numbers = itertools.count()
+    return lambda family="Llama", stages=None, **more: make(tmp_path / f"model{next(numbers)}", family, stages, **more)
 
 
-def make(folder: Path, family: str, stages: str | None, **more: Any) -> Config:
-    where = {"backend": None, "infer.stages": stages} if stages else {"backend": "cpu", "infer.block_size": 128}
-    return small_config(folder, family, HEADS, **{**LIMITS, **where, **more})
+def make(
+    folder: Path, family: str, stages: str | None, changes: Mapping[str, Any] | None = None, **more: Any
+) -> Config:
+    several = {"backend": None, "infer.stages": stages, "infer.pp_layer_partition": "equal"}
+    where = several if stages else {"backend": "cpu", "infer.block_size": 128}
+    return small_config(folder, family, {**HEADS, **(changes or {})}, **{**LIMITS, **where, **more})
 
 
 def traffic() -> dict[str, Any]:
@@ -122,6 +131,50 @@ def test_parts_of_unlike_stages_have_a_device_each(configured: Configured) -> No
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("slow", ORDERS)
+def test_layers_are_divided_by_the_measured_time_of_one_on_each_device(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """The device that is named first takes three times as long."""
+
+    def measure(self: Device, work: Callable[[], None]) -> float:
+        work()
+        return 3e-3 if self.torch_device.type == slow.partition(",")[0] else 1e-3
+
+    for device in (CpuDevice, SimulatedDevice):
+        monkeypatch.setattr(device, "measure", measure)
+    want = play(build_controller(configured(changes={"num_hidden_layers": 9}))[0], **traffic())
+    config = configured(stages="cpu,simulated", changes={"num_hidden_layers": 9}, **{"infer.pp_layer_partition": ()})
+    with rank_threads(config) as (controller, ranks):
+        held = [tuple(worker.assembly.build.held) for worker in ranks.workers]
+        assert_same(play(controller, **traffic()), want)
+    # The head costs a little beside.
+    assert [len(layers) for layers in held] == ([2, 7] if slow == "cpu,simulated" else [7, 2])
+    assert [*held[0], *held[1]] == list(range(9))
+
+
+def test_a_device_whose_memory_holds_few_layers_gets_few(configured: Configured) -> None:
+    shape = {"num_hidden_layers": 9, "hidden_size": 256, "intermediate_size": 2048}
+    config = configured(stages="simulated,cpu", changes=shape, **{"infer.pp_layer_partition": (),
+                        "simulated.memory": 24 << 20, "infer.kv_memory": "auto"})  # fmt: skip
+    with rank_threads(config) as (controller, ranks):
+        few, many = (len(worker.assembly.build.held) for worker in ranks.workers)
+        assert few <= 3 and few + many == 9
+        assert not play(controller, **traffic()).dead
+
+
+def test_explain_shows_each_stage_with_its_layers_and_what_all_agree_on(configured: Configured) -> None:
+    found = explain(configured(stages="cpu,simulated:1", dtype="auto", **{"simulated.chip": "older"}))
+    first, second = found["stages"]
+    assert [(row["backend"], row["layers"]) for row in found["stages"]] == [("cpu", [0, 2]), ("simulated", [2, 3])]
+    assert first["block_size"] == second["block_size"] == 128 and first["dtype"] == second["dtype"] == "float32"
+    assert "chip 1" in second["device"] and "captured by simulated" in second["graphs"]
+    assert "stage 1:      layers 2 to 2 on simulated, simulated chip 1" in render(found, 200)
+    assert found["memory"]["problem"] is None
+    tight = explain(configured(stages="cpu,simulated", **{"simulated.memory": 1 << 20}))
+    assert tight["memory"]["problem"].startswith("stage 1: the model does not fit")
+
+
 def test_one_dtype_and_the_smallest_limits_hold_for_all_stages(configured: Configured, tmp_path: Path) -> None:
     auto = dict.fromkeys(("dtype", "infer.max_reqs", "infer.step_tokens"), "auto")
     config = configured(stages="cpu,simulated", **auto, **{"simulated.chip": "older"})
@@ -150,7 +203,8 @@ def test_what_a_stage_cannot_do_is_refused_before_weights_are_loaded(
     def load(*_: Any) -> None:
         raise AssertionError("weights are loaded")
 
-    monkeypatch.setattr(Worker, "_load", load)
+    for module in ("worker", "layer_split"):
+        monkeypatch.setattr(f"evener.engine.worker.{module}.load_stage", load)
     with pytest.raises(Exception, match=words):
         build_controller(configured(**{"stages": "cpu,simulated", "executor": "inline", **more}))
 

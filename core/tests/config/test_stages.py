@@ -27,6 +27,7 @@ def test_the_number_of_stages_follows_from_their_devices() -> None:
     ("stages", "more", "words"),
     [
         ("alpha,beta", {"pp_size": 3}, "names 2 stages, but infer.pp_size=3; leave infer.pp_size out"),
+        ("alpha", {}, "names one stage; leave it out, and set backend=alpha"),
         ("alpha,beta:x", {}, "'beta:x' is not a backend, or a backend and a device as in cpu:0"),
         ("alpha,beta:", {}, "'beta:' is not a backend"),
         ("alpha,:0", {}, "':0' is not a backend"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.cli.command import Command, print_result, read_config
 from evener.config.schema import key_specs
+from evener.config.stages import config_of_stage
 from evener.errors import ConfigError
 from evener.key_spec import format_value
 
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> int:
     from evener.plugins.load import load
 
     checkpoint = open_checkpoint(config.model)
+    config = config_of_stage(config, 0)
     loaded = load(choose(installed_catalog(), config.backend), config.options)
     model = facts_of(config.model, checkpoint.config, find_architecture(loaded, checkpoint).max_positions)
     device = DeviceFacts.of(loaded.open_device(), loaded.backend.name)

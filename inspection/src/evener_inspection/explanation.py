@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
+from evener.config.stages import config_of_stage, device_of_rank
 from evener.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from evener.config.resolve import ResolvedConfig
     from evener.engine.worker.assembly import Assembly
+    from evener.engine.worker.memory import MemoryPlan
 
 #: Files that hold weights, or an index of them.
 _WEIGHTS = ("*.safetensors*", "*.bin*", "*.gguf")
@@ -27,18 +30,16 @@ def explain(config: Config) -> dict[str, Any]:
         EvenerError: as when the engine starts. A model that does not fit, or weights with wrong names or shapes, are
             no error but part of the result (``problem``).
     """
-    search = BackendSearch(config.backend)
-    from evener.distributed.world import RankGroups, World
-    from evener.engine.worker.assembly import assemble, find_graph_capture
+    search = BackendSearch(config_of_stage(config, 0).backend)
+    from evener.engine.worker.assembly import find_graph_capture
     from evener.engine.worker.memory import estimate_memory_plan
-    from evener_inspection.absent_ranks import ExplainCommunicator
 
     described = config.load == "auto" and not _has_weights(Path(config.model))
-    infer = config.infer
-    tp = ExplainCommunicator("tp", infer.tp_size) if infer.tp_size > 1 else None
-    ranks = RankGroups(World.of(0, infer.tp_size, infer.pp_size), tp=tp)
-    a = assemble(dataclasses.replace(config, load="dummy") if described else config, search, ranks=ranks)
+    a, *others = _assemble(dataclasses.replace(config, load="dummy") if described else config, search)
+    stages = [_stage(each, *estimate_memory_plan(each)) for each in (a, *others)] if others else []
     resolved, plan = estimate_memory_plan(a)
+    problems = [f"stage {row['stage']}: {row['memory']['problem']}" for row in stages if row["memory"]["problem"]]
+    plan = dataclasses.replace(plan, problem="\n".join(problems) or plan.problem)
     largest = resolved.step_tokens, resolved.max_seq_len
     manifest = a.resolver.manifest.to_json()
     refused = {row["provider"]: row for row in manifest["ops"] if row["op"] == "attention"}
@@ -54,6 +55,7 @@ def explain(config: Config) -> dict[str, Any]:
             "name": backend.name, "version": backend.version, "reason": a.loaded.selection.reason,
             "device": a.device.name,
         },
+        "stages": stages,
         "state": list(_state(a, refused)),
         "ops": [row for row in manifest["ops"] if row["op"] != "attention"],
         "attention": [row for row in manifest["ops"] if row["op"] == "attention"],
@@ -65,6 +67,42 @@ def explain(config: Config) -> dict[str, Any]:
         "fallbacks": manifest["fallbacks"],
         "notes": manifest["notes"],
         "config": resolved.to_json(),
+    }  # fmt: skip
+
+
+def _assemble(config: Config, search: BackendSearch) -> list[Assembly]:
+    """The first rank's part of the model; with ``infer.stages``, that of each stage's first rank. Stages settle what
+    they have in common as when they run."""
+    from evener.distributed.world import RankGroups, World
+    from evener.engine.worker.assembly import assemble
+    from evener_inspection.absent_ranks import ExplainCommunicator
+    from evener_inspection.thread_communicator import ThreadCommunicator, run_on_threads
+
+    tp_size, pp_size = config.infer.tp_size, config.infer.pp_size
+    tp = ExplainCommunicator("tp", tp_size) if tp_size > 1 else None
+    if not config.infer.stages:
+        return [assemble(config, search, ranks=RankGroups(World.of(0, tp_size, pp_size), tp=tp))]
+    configs = [config_of_stage(config, stage) for stage in range(pp_size)]
+    # Packages are imported here: threads would import them at the same time.
+    for stage, own in enumerate(configs):
+        (BackendSearch(own.backend) if stage else search).load(own.options)
+
+    def one(group: ThreadCommunicator) -> Assembly:
+        rank, own = group.rank * tp_size, configs[group.rank]
+        index, alike = device_of_rank(config, rank, rank, tp_size * pp_size)
+        place = RankGroups(World.of(rank, tp_size, pp_size), tp, group, group, index, alike)
+        return assemble(own, BackendSearch(own.backend), ranks=place)
+
+    return run_on_threads(pp_size, one, "pp")
+
+
+def _stage(a: Assembly, config: ResolvedConfig, plan: MemoryPlan) -> dict[str, Any]:
+    from evener.engine.worker.assembly import find_graph_capture
+
+    return {
+        "stage": a.ranks.world.pp_rank, "backend": a.loaded.backend.name, "device": a.device.name,
+        "layers": [a.build.held.start, a.build.held.stop], "block_size": a.geometry.block_size,
+        "dtype": config.dtype, "graphs": find_graph_capture(a)[1], "memory": plan.to_json(),
     }  # fmt: skip
 
 

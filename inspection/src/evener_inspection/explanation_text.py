@@ -33,6 +33,12 @@ def _header_lines(found: dict[str, Any]) -> Iterator[str]:
     model, backend = found["model"], found["backend"]
     yield f"model:        {model['architecture']} in {model['dtype']}, weights: {model['weights']}"
     yield f"backend:      {backend['name']} {backend['version']} ({backend['reason']}), {backend['device']}"
+    for row in found["stages"]:
+        first, end = row["layers"]
+        yield (
+            f"stage {row['stage']}:      layers {first} to {end - 1} on {row['backend']}, {row['device']}: "
+            f"{row['memory']['total'] / (1 << 20):.1f} of {row['memory']['free'] / (1 << 20):.1f} MiB; {row['graphs']}"
+        )
     for group in found["state"]:
         window = f" of {group['window']}" if group["window"] else ""
         yield (

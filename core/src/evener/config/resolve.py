@@ -151,6 +151,8 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     step_tokens, reasons["infer.step_tokens"] = _sized(infer.step_tokens, _STEP_TOKENS, device)
     if infer.depth == "auto":
         reasons["infer.depth"] = "one is computed, one is read" if infer.pp_size == 1 else "one more than stages"
+    if infer.stages:
+        reasons["infer.pp_size"] = "one for each device of infer.stages"
     if infer.block_size == "auto":
         reasons["infer.block_size"] = "the engine takes a size that every state provider supports"
     reasons["backend"] = "as asked" if config.backend else f"chosen: {device.name}"
@@ -191,12 +193,12 @@ def plans_in_flight(config: Config) -> int:
 
 
 def layer_partition(infer: InferConfig) -> tuple[int, ...]:
-    """Number of layers of each pipeline stage, if given; else empty.
+    """Number of layers of each pipeline stage, if given; else empty, for equal numbers.
 
     Raises:
         ConfigError: they are not numbers.
     """
-    asked = infer.pp_layer_partition
+    asked = () if infer.pp_layer_partition == ("equal",) else infer.pp_layer_partition
     if not all(each.isdigit() for each in asked):
         raise ConfigError(f"infer.pp_layer_partition={','.join(asked)} is not a list of numbers; write it as in 15,16")
     return tuple(map(int, asked))

@@ -60,10 +60,11 @@ class InferConfig(Section):
     tp_size: int = option(1, "int", "Tensor-parallel ranks.", minimum=1)
     pp_size: int = option(1, "int", "Pipeline stages.", minimum=1)
     pp_layer_partition: tuple[str, ...] = option(
-        (), "names", "Number of layers of each pipeline stage, as in 15,16; none: equal numbers."
+        (), "names", "Number of layers of each pipeline stage, as in 15,16, or equal; none: equal numbers, or what "
+        "takes equal time if infer.stages has several backends."
     )  # fmt: skip
     stages: tuple[str, ...] = option(
-        (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cuda:0,cpu; none: "
+        (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cpu:0,cpu:1; none: "
         "all on one backend."
     )  # fmt: skip
     pp_prefill_reqs: int | Auto = option(

@@ -32,6 +32,8 @@ def stage_devices(config: Config, installed: Collection[str] | None = None) -> t
     asked = f"infer.stages={','.join(infer.stages)}"
     if config.backend is not None:
         raise ConfigError(f"{asked} names the backend of each stage, so leave out backend={config.backend}")
+    if len(infer.stages) < 2:
+        raise ConfigError(f"{asked} names one stage; leave it out, and set backend={infer.stages[0]}")
     if len(infer.stages) != infer.pp_size:
         raise ConfigError(f"{asked} names {len(infer.stages)} stages, but infer.pp_size={infer.pp_size}; leave "
                           "infer.pp_size out")  # fmt: skip

@@ -24,18 +24,23 @@ class Agreement:
     def __init__(self, group: Communicator | None = None, where: torch.device | str = "cpu") -> None:
         self._group, self._where = group, where
 
-    def least(self, values: Sequence[int]) -> list[int]:
-        """The smallest of each value."""
+    def each(self, values: Sequence[int]) -> list[list[int]]:
+        """The values of each rank, in the group's order. All give equally many."""
         if self._group is None:
-            return list(values)
+            return [list(values)]
         import torch
 
-        found = torch.tensor([list(values)], dtype=torch.int64, device=self._where)
-        return [int(value) for value in self._group.all_gather(found, dim=0).amin(0).tolist()]
+        own = torch.tensor([list(values)], dtype=torch.int64, device=self._where)
+        found: list[list[int]] = self._group.all_gather(own, dim=0).tolist()
+        return found
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The smallest of each value."""
+        return [min(column) for column in zip(*self.each(values), strict=True)]
 
     def most(self, values: Sequence[int]) -> list[int]:
         """The largest of each value."""
-        return [-value for value in self.least([-value for value in values])]
+        return [max(column) for column in zip(*self.each(values), strict=True)]
 
     def common(self, values: Sequence[int]) -> list[int]:
         """The numbers that every rank gives, ascending; without a group, in the order given."""

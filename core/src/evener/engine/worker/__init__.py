@@ -5,8 +5,9 @@ module               holds, in reading order
 ===================  =======================================================================
 ``worker``           ``Worker``: the start of a rank from beginning to end, then its steps
 ``assembly``         choosing backend and kernels, declaring and resolving the model
+``layer_split``      how many layers each stage gets, if stages are on unlike devices
 ``geometry``         which layers share a block table, and how the pool is cut into blocks
-``memory_sizing``    what this model demands of the device's memory
+``weights``          filling the weights of a rank's part of the model
 ``memory``           the memory plan that follows, and its report
 ``runner``           one plan in, one step on the device
 ``step_layout``      the arrays of a step, sent to the device in one upload

@@ -59,7 +59,7 @@ def estimate_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
     """As ``require_memory_plan``, but a model that does not fit is the plan's ``problem``. With
     ``infer.max_seq_len=auto`` the longest request is cut to what the state holds."""
     config, memory = a.config, a.device.memory()
-    demand = _demand(a, config)
+    demand = memory_demand(a, config)
     left = memory.free - demand.fixed
     budget = left if config.kv_memory is None else min(left, config.kv_memory)
     held = budget // demand.block_bytes - 1
@@ -68,7 +68,7 @@ def estimate_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
         more = "a larger infer.kv_memory" if budget < left else "a device with more free memory"
         reason = f"the memory for state holds no more; {more} allows up to {config.max_seq_len}"
         config = config.with_value("infer.max_seq_len", length, reason)
-        demand = _demand(a, config)
+        demand = memory_demand(a, config)
     return config, plan_memory(demand, memory, config.kv_memory, length)
 
 
@@ -164,6 +164,11 @@ class MemoryDemand:
         """Bytes beside the state."""
         return self.weights.allocated + self.rows + self.workspace
 
+    @property
+    def least_state(self) -> int:
+        """Bytes of state that one request of ``max_seq_len`` tokens needs."""
+        return (self.min_blocks + 1) * self.block_bytes
+
 
 def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, longest: int = 0) -> MemoryPlan:
     """Divide the memory; state gets ``kv_bytes``, or what is left when None, but no more than is useful.
@@ -181,8 +186,8 @@ def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, 
     return dataclasses.replace(plan, problem=_problem(demand, memory, kv_bytes, plan, longest))
 
 
-def _demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
-    """What ``config`` asks of the device."""
+def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
+    """What ``config`` asks of the device of ``a``."""
     groups, size = a.geometry.groups, a.geometry.block_size
     min_blocks = _blocks_for(a, config, config.max_seq_len)
     columns = -(-config.max_seq_len // size)
@@ -232,7 +237,7 @@ def _problem(
             f"and {free}; no key about state helps: {lighter}take a checkpoint that stores them in fewer bits, or a "
             "device with more memory (`evener doctor` lists what is here)"
         )
-    left, need = memory.free - demand.fixed, (demand.min_blocks + 1) * demand.block_bytes
+    left, need = memory.free - demand.fixed, demand.least_state
     if plan.blocks > demand.min_blocks and plan.state <= left:
         return None
     allowed = f" and infer.kv_memory allows {_size(kv_bytes)} for state" if kv_bytes is not None else ""

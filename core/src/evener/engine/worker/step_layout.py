@@ -11,7 +11,17 @@ import numpy as np
 import torch
 
 from evener.contracts.device import Device
-from evener.engine.wire.plan import Plan
+from evener.engine.wire.messages import Sampling
+from evener.engine.wire.plan import Admission, Plan, TableUpdate
+
+
+def one_request(tokens: int, groups: int, block_size: int) -> Plan:
+    """A step of one request of ``tokens`` tokens, over the null block of each of ``groups`` state groups."""
+    columns = -(-tokens // block_size)
+    return Plan(
+        id=-1, admissions=[Admission(0, [0] * tokens, Sampling(temperature=0.0))],
+        updates=[TableUpdate(0, 0, [[0] * columns] * groups)], slots=[0], starts=[0], counts=[tokens], samples=[0],
+    )  # fmt: skip
 
 
 @dataclass

@@ -15,18 +15,18 @@ from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import Sampling
-from evener.engine.wire.plan import Admission, Order, Plan, StepMasks, TableUpdate
+from evener.engine.wire.plan import Order, StepMasks
 from evener.engine.wire.worker_facts import WorkerFacts
-from evener.engine.worker.assembly import Assembly, assemble, captured_prompt_sizes, find_graph_capture
+from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture
 from evener.engine.worker.graphs import StepGraphs
+from evener.engine.worker.layer_split import assemble_split
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_memory_plan
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
-from evener.loading.dummy import load_dummy
-from evener.loading.loader import WeightBytes, load_weights
-from evener.loading.match import match_context
+from evener.engine.worker.step_layout import one_request
+from evener.engine.worker.weights import load_stage
+from evener.loading.loader import WeightBytes
 from evener.pooling.names import registered_name
 from evener.pooling.pooler import Pooler
 from evener.resolution.buckets import capture_sizes
@@ -52,11 +52,11 @@ class Worker:
         ranks: RankGroups | RankPlacement | None = None,
     ) -> None:  # fmt: skip
         began = time.monotonic()
-        a = assemble(config, search, serving, ranks)
+        a = assemble_split(config, search, serving, ranks)
         resolved, plan = require_memory_plan(a)
         resolved, plan = min_across_ranks(a, resolved, plan)
         self._assembly = a = replace(a, config=resolved)
-        loaded = self._load(a, config)
+        loaded = load_stage(a)
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
         hidden, dtype = a.model.hidden_size, resolved.dtype
@@ -117,20 +117,6 @@ class Worker:
         self._warm_up(min(a.config.step_tokens, a.config.max_seq_len))
         return plan.after_warm_up(a.device.memory().free)
 
-    def _load(self, a: Assembly, config: Config) -> WeightBytes:
-        where = a.device.torch_device
-        if config.load == "dummy":
-            a.device.seed(config.seed)
-            loaded = load_dummy(a.build.weights, a.resolver.packings_by_layout, where, config.seed)
-        else:
-            loaded = load_weights(
-                a.build.weights, a.checkpoint, a.scheme, a.resolver.packings_by_layout, where,
-                pinned_device=a.device, **match_context(a.build, a.other_stages),
-            )  # fmt: skip
-        for group in a.build.groups:
-            group.bind()
-        return loaded
-
     def _step_graphs(self, a: Assembly) -> StepGraphs | None:
         """The captured steps; None if something in the model cannot be captured. Notes the reason."""
         offer, why = find_graph_capture(a)
@@ -146,13 +132,7 @@ class Worker:
         a = self._assembly
         if self.runner.media is not None:
             self.runner.media.warm_up()
-        columns = -(-tokens // a.geometry.block_size)
-        step = Plan(
-            id=-1, admissions=[Admission(0, [0] * tokens, Sampling(temperature=0.0))],
-            updates=[TableUpdate(0, 0, [[0] * columns] * len(a.geometry.groups))],
-            slots=[0], starts=[0], counts=[tokens], samples=[0],
-        )  # fmt: skip
-        if (warm := self.execute(step)) is not None:
+        if (warm := self.execute(one_request(tokens, len(a.geometry.groups), a.geometry.block_size))) is not None:
             warm.wait()
 
     def _report(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes) -> None:
