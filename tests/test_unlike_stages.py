@@ -73,7 +73,7 @@ def make(
 
 def traffic() -> dict[str, Any]:
     """Long prompts, which four blocks cannot hold together; a prompt again; one request with noise; two aborts."""
-    ids = [5 + 7 * i % 190 for i in range(200)]
+    ids = [5 + 7 * i * i % 89 for i in range(200)]
     asked: Mapping[str, tuple[list[int], int, Sampling]] = {
         "first": (ids[:120], 14, GREEDY), "second": (ids[40:160], 14, GREEDY), "third": (ids[70:190], 14, GREEDY),
         "short": (ids[3:9], 9, GREEDY), "noise": (ids[20:60], 9, Sampling(temperature=0.8, seed=3)),
@@ -101,8 +101,13 @@ def assert_same(got: RunResult, want: RunResult) -> None:
         assert got.tokens[name][:both] == tokens[:both], name
 
 
-@pytest.mark.parametrize("stages", ORDERS)
-@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "DeepseekV3"])
+#: Rows of recurrent state take other bytes on the chip; all stages cut the pool alike.
+ROWS = ("Qwen3Next", "cpu,simulated")
+
+
+@pytest.mark.parametrize(
+    ("family", "stages"), [*itertools.product(["Llama", "Qwen3Moe", "DeepseekV3"], ORDERS), ROWS]
+)
 def test_unlike_stages_give_the_tokens_of_one_device_under_chunks_preemption_prefix_hits_and_aborts(
     configured: Configured, family: str, stages: str
 ) -> None:
@@ -114,11 +119,11 @@ def test_unlike_stages_give_the_tokens_of_one_device_under_chunks_preemption_pre
         chip = ranks.workers[stages.split(",").index("simulated")]
         assert chip.assembly.geometry.block_size == ranks.facts.block_size == 128
         assert {group.provider.name.partition(".")[0] for group in chip.assembly.geometry.groups} == {"simulated"}
-        captured = family != "DeepseekV3"  # the chip's layout of latents is not captured
+        captured = family in ("Llama", "Qwen3Moe")  # the chip's layout of latents and rows is not captured
         assert any(replay.runs for replay in chip.assembly.device.capture.replays) == captured
     assert_same(got, want)
     assert controller.scheduler.stats.preemptions and controller.scheduler.state.pool.used == 0
-    assert got.cached["once more"] == 128
+    assert got.cached["once more"] == 128 or family == "Qwen3Next"  # whose snapshots are rarer
 
 
 def test_parts_of_unlike_stages_have_a_device_each(configured: Configured) -> None:

@@ -151,11 +151,11 @@ def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, servi
     step_tokens, reasons["infer.step_tokens"] = _sized(infer.step_tokens, _STEP_TOKENS, device)
     if infer.depth == "auto":
         reasons["infer.depth"] = "one is computed, one is read" if infer.pp_size == 1 else "one more than stages"
-    if infer.stages:
-        reasons["infer.pp_size"] = "one for each device of infer.stages"
     if infer.block_size == "auto":
         reasons["infer.block_size"] = "the engine takes a size that every state provider supports"
     reasons["backend"] = "as asked" if config.backend else f"chosen: {device.name}"
+    if infer.stages:
+        reasons |= {"infer.pp_size": "one for each of infer.stages", "backend": "of its stage, see infer.stages"}
     apart = uses_worker_processes(config, serving)
     if config.executor == "auto":
         who = "a server's worker" if serving else "each of several ranks"
