@@ -19,6 +19,8 @@ from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
+from evener.engine.worker.assembly import Assembly
+from evener.engine.worker.weights import load_stage
 from evener.engine.worker.worker import Worker
 from evener.errors import ConfigError, ContextLengthError, EngineDeadError, EvenerError, RequestError
 
@@ -257,14 +259,12 @@ def test_an_error_of_a_rank_in_this_process_is_raised_with_its_traceback_and_lea
 def test_a_rank_in_this_process_that_cannot_start_is_the_error_and_the_other_ends(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = Worker._load
-
-    def broken(worker: Worker, *args: Any) -> Any:
-        if worker._assembly.ranks.world.rank == 1:
+    def broken(a: Assembly) -> Any:
+        if a.ranks.world.rank == 1:
             raise ZeroDivisionError("a loader's own")
-        return load(worker, *args)
+        return load_stage(a)
 
-    monkeypatch.setattr(Worker, "_load", broken)
+    monkeypatch.setattr("evener.engine.worker.worker.load_stage", broken)
     with pytest.raises(ZeroDivisionError, match="a loader's own"):
         LLM(tiny, dtype="float32", executor="inline", **TINY, **{"infer.tp_size": 2})
     assert not rank_names()

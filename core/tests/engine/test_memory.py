@@ -25,7 +25,7 @@ FEW = {"infer.max_seq_len": 100_000, "infer.kv_memory": 2**20, "infer.max_reqs":
 def test_a_model_that_cannot_fit_is_refused_before_a_weight_is_made_with_the_numbers(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evener.engine.worker.worker.load_dummy", lambda *_: pytest.fail("weights were made"))
+    monkeypatch.setattr("evener.engine.worker.weights.load_dummy", lambda *_: pytest.fail("weights were made"))
     giant = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 80}
     with pytest.raises(MemoryPlanError) as error:
         build_controller(make_config("Llama", giant))

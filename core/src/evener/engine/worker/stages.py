@@ -4,10 +4,10 @@ Each stage sends the residual stream to the next: float32 [T, hidden], the sum t
 So stages compute bit for bit what one rank would. The last stage samples and sends the ids, not the logits, back to the
 first stage, which writes them where the next step's embedding reads them.
 
-No send waits for its receiver. The first stage starts to receive the ids in the step that samples them, and waits for them in the step
-that uses them; the scheduler keeps as many plans between the two as there are stages. The receive must start that
-early: on some devices a send holds up its sender's next synchronization until it is received, so a send must never wait
-for a later plan.
+No send waits for its receiver. The first stage starts to receive the ids in the step that samples them, and waits for
+them in the step that uses them; the scheduler keeps as many plans between the two as there are stages. The receive must
+start that early: on some devices a send holds up its sender's next synchronization until it is received, so a send must
+never wait for a later plan.
 """
 
 from __future__ import annotations
