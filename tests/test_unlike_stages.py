@@ -153,6 +153,8 @@ def test_layers_are_divided_by_the_measured_time_of_one_on_each_device(
     with rank_threads(config) as (controller, ranks):
         held = [tuple(worker.assembly.build.held) for worker in ranks.workers]
         assert_same(play(controller, **traffic()), want)
+        shown = ranks.facts.info.config["infer.pp_layer_partition"]
+        assert shown["value"] == [str(len(layers)) for layers in held] and "time of a layer" in shown["reason"]
     # The head costs a little beside.
     assert [len(layers) for layers in held] == ([2, 7] if slow == "cpu,simulated" else [7, 2])
     assert [*held[0], *held[1]] == list(range(9))
@@ -175,9 +177,11 @@ def test_explain_shows_each_stage_with_its_layers_and_what_all_agree_on(configur
     assert first["block_size"] == second["block_size"] == 128 and first["dtype"] == second["dtype"] == "float32"
     assert "chip 1" in second["device"] and "captured by simulated" in second["graphs"]
     assert "stage 1:      layers 2 to 2 on simulated, simulated chip 1" in render(found, 200)
-    assert found["memory"]["problem"] is None
+    assert found["memory"]["problem"] is None and not any("divided" in note for note in found["notes"])
     tight = explain(configured(stages="cpu,simulated", **{"simulated.memory": 1 << 20}))
     assert tight["memory"]["problem"].startswith("stage 1: the model does not fit")
+    measured = explain(configured(stages="cpu,simulated", **{"infer.pp_layer_partition": ()}))
+    assert "at the start, layers are divided by the time of one on each device" in measured["notes"][-1]
 
 
 def test_one_dtype_and_the_smallest_limits_hold_for_all_stages(configured: Configured, tmp_path: Path) -> None:

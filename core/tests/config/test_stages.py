@@ -9,6 +9,7 @@ import pytest
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.config.stages import StageDevice, config_of_stage, device_of_rank, has_unlike_stages, stage_devices
+from evener.contracts.descriptor import Descriptor
 from evener.errors import ConfigError
 
 
@@ -48,12 +49,23 @@ def test_one_backend_for_all_and_one_for_each_stage_exclude_each_other() -> None
         stage_devices(both)
 
 
-def test_a_stage_has_the_options_of_its_own_backend_and_of_packages() -> None:
-    options = {name: {"key": 1} for name in ("alpha", "beta", "kernels")}
+def test_a_stage_has_the_options_of_its_own_backend_and_of_packages_that_it_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def descriptor(name: str, serves: str = "", needs: str = "") -> Descriptor:
+        tags = {"serves": frozenset(serves), "needs": frozenset(needs)}
+        return Descriptor(name=name, summary="A pretend package.", contracts={"descriptor": 1}, **tags)
+
+    installed = [descriptor("alpha", "a"), descriptor("beta", "b"), descriptor("kernels"),
+                 descriptor("only-b", needs="b"), descriptor("of-none", needs="c")]  # fmt: skip
+    monkeypatch.setattr("evener.config.stages.installed_descriptors", lambda: installed)
+    options = {name: {"key": 1} for name in ("alpha", "beta", "kernels", "only-b", "of-none")}
     config = Config(**{**vars(configured("alpha,beta,alpha")), "options": options})
     first, second, third = (config_of_stage(config, stage) for stage in range(3))
     assert (first.backend, second.backend, third.backend) == ("alpha", "beta", "alpha")
-    assert first.options.keys() == {"alpha", "kernels"} and second.options.keys() == {"beta", "kernels"}
+    # What no stage uses stays, and is refused when packages are loaded.
+    assert first.options.keys() == third.options.keys() == {"alpha", "kernels", "of-none"}
+    assert second.options.keys() == {"beta", "kernels", "only-b", "of-none"}
     assert config_of_stage(first, 0) is first, "a worker's own configuration stays"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
-from evener.config.stages import config_of_stage, device_of_rank, stage_devices
+from evener.config.stages import config_of_stage, device_of_rank, has_unlike_stages, stage_devices
 from evener.errors import CheckpointError
 from evener.plugins.discover import installed_catalog
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 #: Files that hold weights, or an index of them.
 _WEIGHTS = ("*.safetensors*", "*.bin*", "*.gguf")
+#: The note about stages on different backends.
+_MEASURED = ("stages are shown with equal numbers of layers; at the start, layers are divided by the time of one on "
+             "each device, unless infer.pp_layer_partition is set")  # fmt: skip
 _WEIGHTS_OF = {"auto": "read from its files", "dummy": "random numbers"}
 
 
@@ -39,6 +42,8 @@ def explain(config: Config) -> dict[str, Any]:
     a, *others = _assemble(dataclasses.replace(config, load="dummy") if described else config, search)
     stages = [_stage(each, *estimate_memory_plan(each)) for each in (a, *others)] if others else []
     resolved, plan = estimate_memory_plan(a)
+    measured = has_unlike_stages(config) and not config.infer.pp_layer_partition
+    notes = [_MEASURED] if measured else []
     problems = [f"stage {row['stage']}: {row['memory']['problem']}" for row in stages if row["memory"]["problem"]]
     plan = dataclasses.replace(plan, problem="\n".join(problems) or plan.problem)
     largest = resolved.step_tokens, resolved.max_seq_len
@@ -66,7 +71,7 @@ def explain(config: Config) -> dict[str, Any]:
         "graphs": {"package": None if offer is None else offer.package, "reason": graphs},
         "memory": {**plan.to_json(), "lines": [*plan.lines(), *_scratch(a, *largest)]},
         "fallbacks": manifest["fallbacks"],
-        "notes": manifest["notes"],
+        "notes": [*manifest["notes"], *notes],
         "config": resolved.to_json(),
     }  # fmt: skip
 

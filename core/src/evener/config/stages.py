@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+from evener.config.packages import installed_descriptors
 from evener.config.schema import Config
 from evener.errors import ConfigError, did_you_mean
 
@@ -56,12 +57,19 @@ def has_unlike_stages(config: Config) -> bool:
 
 
 def config_of_stage(config: Config, stage: int) -> Config:
-    """The configuration of one stage's workers: its backend, and no options of other stages' backends."""
+    """The configuration of one stage's workers: its backend, and no options of packages that only other stages use."""
     if config.backend is not None or not (stages := stage_devices(config)):
         return config
-    mine = stages[stage].backend
-    others = {each.backend for each in stages} - {mine}
-    options = {name: values for name, values in config.options.items() if name not in others}
+    mine, backends = stages[stage].backend, {each.backend for each in stages}
+    found = installed_descriptors() if config.options else ()
+    serves = {each.name: each.serves for each in found if each.name in backends}
+
+    def uses(backend: str, name: str) -> bool:
+        needs = [each.needs for each in found if each.name == name]
+        return name == backend or (name not in backends and all(need <= serves.get(backend, set()) for need in needs))
+
+    options = {name: values for name, values in config.options.items()
+               if uses(mine, name) or not any(uses(each, name) for each in backends)}  # fmt: skip
     return dataclasses.replace(config, backend=mine, options=options)
 
 

@@ -79,7 +79,9 @@ def assemble_split(
         log.info("stage %d: a layer takes %d µs, the rest %d µs, at most %d layers fit: it gets %d", stage,
                  cost.layer // 1000, cost.rest // 1000, cost.most, layers)  # fmt: skip
     infer = replace(config.infer, pp_layer_partition=tuple(map(str, partition)))
-    return assemble(replace(config, infer=infer), search, serving, a.ranks)
+    a = assemble(replace(config, infer=infer), search, serving, a.ranks)
+    reasons = {**a.config.reasons, "infer.pp_layer_partition": "by the time of a layer on each device, and its memory"}
+    return replace(a, config=replace(a.config, reasons=reasons))
 
 
 def _measure(config: Config, search: BackendSearch, a: Assembly, count: int) -> list[int]:
