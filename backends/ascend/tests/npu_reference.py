@@ -181,8 +181,39 @@ def fused_infer_attention_score_out(*args: Any, workspace: Any, out: list[torch.
 
 
 def format_cast(input: torch.Tensor, acl_format: int, **_: Any) -> torch.Tensor:
-    assert acl_format == 29 and input.shape[-1] == 16, "other formats are not simulated"
+    assert acl_format == 29 and input.shape[-1] % 16 == 0, "other formats are not simulated"
     return input
+
+
+def mla_prolog_v3(
+    token_x: torch.Tensor, weight_dq: torch.Tensor, weight_uq_qr: torch.Tensor, weight_uk: torch.Tensor,
+    weight_dkv_kr: torch.Tensor, rmsnorm_gamma_cq: torch.Tensor, rmsnorm_gamma_ckv: torch.Tensor,
+    rope_sin: torch.Tensor, rope_cos: torch.Tensor, kv_cache: torch.Tensor, kr_cache: torch.Tensor, *,
+    cache_index: torch.Tensor, rmsnorm_epsilon_cq: float = 1e-5, rmsnorm_epsilon_ckv: float = 1e-5,
+    cache_mode: str = "PA_BSND", **_: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """By CANN's page on aclnnMlaPrologV3WeightNz, with formula 15 of its design for the rotation: results are rounded
+    to bfloat16 after each step."""
+    assert cache_mode == "PA_BSND" and cache_index.dtype == torch.int64, "other forms are not simulated"
+    heads, nope, rank = weight_uk.shape
+
+    def norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, gamma, eps)[0]
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        first, second = x[..., 0::2].float(), x[..., 1::2].float()
+        turned = torch.cat((first, second), -1) * rope_cos.float()[:, None]
+        return (turned + torch.cat((-second, first), -1) * rope_sin.float()[:, None]).to(x.dtype)
+
+    query = norm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq) @ weight_uq_qr
+    content, turned = query.unflatten(-1, (heads, -1)).split([nope, rope_sin.shape[1]], -1)
+    inside = torch.bmm(content.transpose(0, 1), weight_uk).transpose(0, 1)
+    latent, key = (token_x @ weight_dkv_kr).split([rank, rope_sin.shape[1]], -1)
+    latent = norm(latent, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv)
+    for cache, rows in ((kv_cache, latent), (kr_cache, turn(key[:, None])[:, 0])):
+        cache.view(-1, cache.shape[-1])[cache_index] = rows
+    nothing = torch.zeros(1)
+    return inside.contiguous(), turn(turned), nothing, nothing.to(weight_uq_qr.dtype), nothing.clone()
 
 
 def reshape_and_cache(
@@ -228,6 +259,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "npu_dynamic_quant": dynamic_quant, "npu_quant_matmul": quant_matmul,
     "npu_weight_quant_batchmatmul": weight_quant_batchmatmul, "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "npu_fused_infer_attention_score": fused_infer_attention_score, "npu_format_cast": format_cast,
+    "npu_mla_prolog_v3": mla_prolog_v3,
     "atb::_npu_reshape_and_cache": reshape_and_cache, "atb::_npu_paged_attention": paged_attention,
 }  # fmt: skip
 

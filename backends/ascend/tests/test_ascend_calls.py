@@ -13,8 +13,9 @@ import torch
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart
+from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart, plain
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
+from evener.contracts.weights import LatentWeights
 from evener.errors import EngineError
 from evener.ops.reference import basic, experts, linear, norm, rotary
 from evener.ops.reference.state import ReferenceState
@@ -30,6 +31,7 @@ from evener_backend_ascend.kernels import (
     NpuRoute,
     NpuSwiGlu,
 )
+from evener_backend_ascend.prolog import LATENT_WEIGHTS, NpuLatentAttentionBlock, NpuLatentLinear
 from evener_backend_ascend.quantized import NpuInt8GroupedLinear, NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
@@ -245,6 +247,141 @@ def test_wrong_operands_of_int8_products_are_errors_L1(npu: None, change: dict[s
         torch.testing.assert_close(product(**right), torch.full((2, 4), 8.0, dtype=torch.float16), rtol=1e-3, atol=0)
         with pytest.raises(EngineError, match=message):
             product(**{**right, **change})
+
+
+def prolog_arguments(tokens: int = 2, heads: int = 2) -> dict[str, Any]:
+    shapes = {
+        "x": (tokens, 6144), "down_q": (6144, 1536), "up_q": (1536, heads * 192), "up_keys": (heads, 128, 512),
+        "down_kv": (6144, 576), "q_gamma": (1536,), "kv_gamma": (512,), "sin": (tokens, 64), "cos": (tokens, 64),
+    }  # fmt: skip
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()} | {"eps": 1e-6}
+
+
+def test_the_fused_way_into_latent_space_equals_the_reference_but_for_the_order_of_rotated_elements_L1(
+    npu: None, rows: torch.Generator
+) -> None:
+    given, heads = prolog_arguments(tokens=18), 2
+    for name, each in given.items():
+        if name != "eps" and name not in ("sin", "cos"):
+            each.copy_(torch.randn(each.shape, generator=rows) / (each.shape[-2] ** 0.5 if each.dim() > 1 else 1))
+    table = torch.randn(99, 64, generator=rows)
+    positions = torch.randperm(99, generator=rows)[:18].int()
+    cos, sin = table[positions.long()].chunk(2, -1)
+    query, turned, latent, key = calls.latent_prolog(**{**given, "cos": torch.cat((cos, cos), -1).bfloat16(),
+                                                        "sin": torch.cat((sin, sin), -1).bfloat16()})  # fmt: skip
+    x = given["x"].float()
+
+    def normed(y: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+        return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gamma.float()
+
+    wide = (normed(x @ given["down_q"].float(), given["q_gamma"]) @ given["up_q"].float()).unflatten(-1, (heads, -1))
+    content = torch.einsum("thd,hdr->thr", wide[..., :128], given["up_keys"].float())
+    latents, keys = (x @ given["down_kv"].float()).split([512, 64], -1)
+    static = {"head_dim": 64, "rotary_dim": 64, "interleaved": True, "dtype": "float32"}
+    found = rotary.rotary(static, None)(positions, wide[..., 128:], keys[:, None], table)  # type: ignore[arg-type]
+    halves = [torch.cat((each[..., ::2], each[..., 1::2]), -1) for each in found]
+    for ours, theirs in (query, content), (latent, normed(latents, given["kv_gamma"])), (turned, halves[0]), (
+        key, halves[1][:, 0]
+    ):  # fmt: skip
+        assert ours.dtype == torch.bfloat16 and ours.shape == theirs.shape
+        assert float((ours.float() - theirs).norm() / theirs.norm()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 6144)}, "not all of its inputs are bfloat16"),
+        ({"down_q": torch.zeros(1536, 6144, dtype=torch.bfloat16)}, r"\[1536, 6144\] where it takes \[6144, 1536\]"),
+        ({"cos": torch.zeros(2, 32, dtype=torch.bfloat16)}, r"\[2, 32\] where it takes \[2, 64\]"),
+        ({"up_keys": torch.zeros(2, 512, 128, dtype=torch.bfloat16).transpose(1, 2)}, "has gaps"),
+        (prolog_arguments(heads=3), "3 heads over 6144 elements"),
+        ({"x": torch.zeros(2, 96, dtype=torch.bfloat16), "down_q": torch.zeros(96, 1536, dtype=torch.bfloat16),
+          "down_kv": torch.zeros(96, 576, dtype=torch.bfloat16)}, "2 heads over 96 elements"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_the_fused_way_into_latent_space_are_errors_L1(
+    npu: None, change: dict[str, Any], message: str
+) -> None:
+    assert calls.latent_prolog(**prolog_arguments())[0].shape == (2, 2, 512)
+    with pytest.raises(EngineError, match=message):
+        calls.latent_prolog(**{**prolog_arguments(), **change})
+
+
+#: For each weight of latent attention the rows of its parts, and columns.
+LATENT_PARTS = {"down": ((1536, 576), 6144), "q": ((2 * 192,), 1536), "kv_b": ((2 * 256,), 512)}
+
+
+def bfloat16_parts(rows: tuple[int, ...], columns: int, noise: torch.Generator) -> list[WeightPart]:
+    return [
+        WeightPart(f"w{n}", n, columns, plain("bfloat16"),
+                   {"weight": torch.randn(n, columns, generator=noise).bfloat16()})
+        for n in rows
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATENT_PARTS)
+def test_products_with_packed_weights_of_latent_attention_equal_plain_ones_L1(
+    npu: None, rows: torch.Generator, name: str
+) -> None:
+    parts = bfloat16_parts(*LATENT_PARTS[name], rows)
+    packed = LATENT_WEIGHTS.pack(parts, "bfloat16", torch.device("cpu"))
+    assert LATENT_WEIGHTS.supports(parts, "bfloat16") is None
+    assert packed.nbytes == LATENT_WEIGHTS.nbytes(parts, "bfloat16") == sum(each.nbytes for each in packed.data)
+    count, columns = packed.shape
+    static = {"rows": count, "columns": columns, "dtype": "bfloat16", "out": "bfloat16"}
+    call = OpCall("linear", static, Bucket(1, 9), A2)
+    assert NpuLatentLinear().supports(call) is None
+    assert "not for 950" in (NpuLatentLinear().supports(replace(call, device=NEW)) or "")
+    x, bias = (torch.randn(size, generator=rows).bfloat16() for size in ((5, columns), (count,)))
+    whole = torch.cat([part.tensors["weight"] for part in parts])
+    found = NpuLatentLinear().build(call)(x, packed, bias)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, whole, bias), rtol=2e-2, atol=0.5)
+
+
+def test_other_weights_are_not_packed_for_latent_attention_L1() -> None:
+    noise = torch.Generator()
+    for sizes in ((1536, 576), 96), ((576, 1536), 6144), ((192 * 3,), 1536), ((300,), 512), ((2112,), 6144):
+        assert "DeepSeek V3's sizes" in (LATENT_WEIGHTS.supports(bfloat16_parts(*sizes, noise), "bfloat16") or "")
+    assert "not bfloat16 for float16" in (
+        LATENT_WEIGHTS.supports(bfloat16_parts(*LATENT_PARTS["q"], noise), "float16") or ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "reason"),
+    [
+        ({}, A2, None), ({}, NEW, "npu_mla_prolog_v3 for 910b and 910_93, not for 950"),
+        ({}, OLD, "310p has no bfloat16"),
+        ({"dtype": "float16"}, A2, "in bfloat16, not in float16"), ({"hidden": 5120}, A2, "(6144, 7168, 7680)"),
+        ({"q_rank": None}, A2, "no kernel for these sizes"), ({"value_dim": 64}, A2, "no kernel for these sizes"),
+        ({"absorb": "none"}, A2, "mla_absorb is none"), ({"interleaved": False}, A2, "rotates neighbours"),
+        ({"norm": "layer"}, A2, "after an RMS norm"), ({"layouts": "plain"}, A2, "these sizes or weights"),
+        ({"bucket": Bucket(1, 512)}, A2, "up to 256 tokens"),
+    ],
+)  # fmt: skip
+def test_the_fused_latent_attention_refuses_what_its_kernel_does_not_take_with_the_reason_L1(
+    change: dict[str, Any], device: DeviceCapabilities, reason: str | None
+) -> None:
+    static = {
+        "dtype": "bfloat16", "hidden": 7168, "q_rank": 1536, "rank": 512, "nope_dim": 128, "rope_dim": 64, "heads": 128,
+        "value_dim": 128, "absorb": "absorb-without-precomp", "interleaved": True, "norm": "rms",
+    }  # fmt: skip
+    change = dict(change)
+    layouts = dict.fromkeys(LATENT_PARTS, change.pop("layouts", LATENT_WEIGHTS.layout)) | {"o": "plain"}
+    bucket = change.pop("bucket", Bucket(1, 16))
+    call = OpCall("latent_attention_block", {**static, **change}, bucket, device, layouts)
+    said = NpuLatentAttentionBlock().supports(call)
+    assert said is None if reason is None else reason in (said or "")
+
+
+def test_the_fused_latent_attention_takes_no_bias_and_says_what_serves_it_L1() -> None:
+    static = {"hidden": 7168, "dtype": "bfloat16", "eps": 1e-6, "offset": 0.0,
+              "state": SimpleNamespace(provider=None)}  # fmt: skip
+    run = NpuLatentAttentionBlock().build(OpCall("latent_attention_block", static, Bucket(1, 1), A2))
+    nothing = torch.zeros(0)
+    weights = LatentWeights(*(Any for _ in range(6)), down_bias=nothing)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"takes no bias; set ops\.latent_attention_block=reference"):
+        run(nothing, None, nothing, weights, None, None)
 
 
 def step_of(counts: list[int], lengths: list[int]) -> StateStep:

@@ -108,6 +108,32 @@ def test_int8_activations_give_nearly_the_log_probabilities_of_the_reference_L3(
     assert bool(npu.calls["npu::npu_quant_matmul"]) == has
 
 
+#: The kernel's sizes, which are those of DeepSeek V3; one layer, and small parts outside of attention.
+REAL_SIZES = {
+    **LATENT_SIZES, "hidden_size": 6144, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "num_hidden_layers": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+PROLOG = "npu::npu_mla_prolog_v3"
+
+
+def test_latent_attention_in_real_sizes_by_the_fused_kernel_gives_the_tokens_of_the_reference_L3(
+    npu: SimulatedNpu, start: Any
+) -> None:
+    """Prompts of more than 256 tokens in a step expand keys and values, from a state that the fused kernel's steps
+    write, too."""
+    asked = {"dtype": "bfloat16", "infer.step_tokens": 320}
+    long = [5 * i % 97 + 1 for i in range(300)]
+    wanted = [*requests(), NewRequest(id="long", prompt=long, max_tokens=8, sampling=GREEDY)]
+    want = play(start("DeepseekV3", REAL_SIZES, backend="reference", **asked), wanted)
+    for graph in (False, True):
+        npu.calls.clear()
+        controller = start("DeepseekV3", REAL_SIZES, **{"backend": "ascend", "infer.use_cuda_graph": graph, **asked})
+        got = play(controller, wanted)
+        assert not got.dead, got.dead
+        assert got.tokens == want.tokens
+        assert bool(npu.calls[PROLOG]) == ("npu_mla_prolog_v3" in _chip().kernels)
+
+
 def _chip() -> Chip:
     chip = chip_of(torch_npu.npu.get_soc_version())
     assert chip is not None

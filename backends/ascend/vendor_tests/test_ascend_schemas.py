@@ -67,6 +67,18 @@ def test_calls_pass_the_vendors_shape_inference_L2() -> None:
     calls.write_pages(key, key, pages, pages, _empty(6, dtype=torch.int32))
 
 
+def test_the_fused_way_into_latent_space_passes_the_vendors_shape_inference_L2() -> None:
+    """On every chip: the vendor's inference refuses 950 for the older forms of this kernel alone."""
+    for tokens, heads in (1, 32), (18, 128):
+        query, turned, latent, key = calls.latent_prolog(
+            _empty(tokens, 7168), _empty(7168, 1536), _empty(1536, heads * 192), _empty(heads, 128, 512),
+            _empty(7168, 576), _empty(1536), _empty(512), _empty(tokens, 64), _empty(tokens, 64), 1e-6,
+        )  # fmt: skip
+        assert (query.shape, turned.shape) == ((tokens, heads, 512), (tokens, heads, 64))
+        assert (latent.shape, key.shape) == ((tokens, 512), (tokens, 64))
+        assert {each.dtype for each in (query, turned, latent, key)} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_attention_passes_the_vendors_shape_inference_L2(window: int | None) -> None:
     pages, mask = _empty(10, 128, 128), _empty(2048, 2048, dtype=torch.int8)

@@ -20,6 +20,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 _CAUSAL, _BAND = 3, 4
 #: The vendor's number of the format FRACTAL_NZ.
 _FRACTAL_NZ = 29
+PROLOG = "npu_mla_prolog_v3"
+#: What it takes, by CANN's page on aclnnMlaPrologV3WeightNz: hidden sizes, rank of queries, rank of latents, parts of a
+#: head that are not rotated and that are, numbers of heads.
+LATENT_SIZES = (6144, 7168, 7680), 1536, 512, 128, 64, (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def _require(fact: bool, kernel: str, message: str) -> None:
@@ -238,15 +242,51 @@ def attention(
     return found
 
 
+def latent_prolog(
+    x: torch.Tensor, down_q: torch.Tensor, up_q: torch.Tensor, up_keys: torch.Tensor, down_kv: torch.Tensor,
+    q_gamma: torch.Tensor, kv_gamma: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Queries in latent space [T, heads, 512], their rotated parts [T, heads, 64], latents [T, 512] and rotated keys
+    [T, 64] of x [T, hidden], all bfloat16. Pairs of neighbours are rotated; the first elements of all pairs come before
+    the second ones.
+
+    Args:
+        down_q, up_q, down_kv: [hidden, 1536], [1536, heads * 192] and [hidden, 576], in FRACTAL_NZ.
+        up_keys: [heads, 128, 512].
+        q_gamma, kv_gamma: weights of the norms of the queries' latents and of the latents.
+        sin, cos: [T, 64], each angle in both halves.
+    """
+    hidden, q_rank, rank, nope, rope, known_heads = LATENT_SIZES
+    tokens, width, heads = x.shape[0], x.shape[-1], up_keys.shape[0]
+    given = x, down_q, up_q, up_keys, down_kv, q_gamma, kv_gamma, sin, cos
+    wanted = ((tokens, width), (width, q_rank), (q_rank, heads * (nope + rope)), (heads, nope, rank),
+              (width, rank + rope), (q_rank,), (rank,), (tokens, rope), (tokens, rope))  # fmt: skip
+    _require(all(each.dtype == torch.bfloat16 for each in given), PROLOG, "not all of its inputs are bfloat16")
+    for each, shape in zip(given, wanted, strict=True):
+        _require(each.shape == shape, PROLOG, f"{list(each.shape)} where it takes {list(shape)}")
+    _require(width in hidden and heads in known_heads, PROLOG, f"{heads} heads over {width} elements")
+    _require(up_keys.is_contiguous(), PROLOG, "the keys' projection has gaps")
+    # It writes to pages; these are the step's own, of the smallest size that it takes.
+    latents, keys = (x.new_empty(-(-tokens // 16), 16, 1, size) for size in (rank, rope))
+    query, turned, *_ = torch.ops.npu.npu_mla_prolog_v3(
+        x.contiguous(), down_q, up_q, up_keys, down_kv, q_gamma, kv_gamma, sin, cos, latents, keys,
+        cache_index=torch.arange(tokens, device=x.device), rmsnorm_epsilon_cq=eps, rmsnorm_epsilon_ckv=eps,
+        cache_mode="PA_BSND",
+    )  # fmt: skip
+    return query, turned, latents.view(-1, rank)[:tokens], keys.view(-1, rope)[:tokens]
+
+
 def has_transformer_library() -> bool:
     """Whether torch_npu found Huawei's transformer library and registered its kernels, ``torch.ops.atb``."""
     return hasattr(torch.ops.atb, "_npu_paged_attention") and hasattr(torch.ops.atb, "_npu_reshape_and_cache")
 
 
-def as_fractal_nz(pages: torch.Tensor) -> torch.Tensor:
-    """Pages [blocks, pieces, 128, 16] marked as FRACTAL_NZ, in which their bytes lie already."""
-    _require(pages.dim() == 4 and pages.shape[2:] == (PAGE, 16), "npu_format_cast", f"pages {list(pages.shape)}")
-    marked: torch.Tensor = torch.ops.npu.npu_format_cast(pages, _FRACTAL_NZ)
+def as_fractal_nz(x: torch.Tensor) -> torch.Tensor:
+    """A matrix in the format FRACTAL_NZ; or pages [blocks, pieces, 128, 16] marked as such, in which their bytes lie
+    already. Without the process's permission for such formats the vendor's op does nothing."""
+    known = x.shape[2:] == (PAGE, 16) if x.dim() == 4 else x.dim() == 2 and not any(n % 16 for n in x.shape)
+    _require(known and x.is_contiguous(), "npu_format_cast", f"a tensor of {list(x.shape)}")
+    marked: torch.Tensor = torch.ops.npu.npu_format_cast(x, _FRACTAL_NZ)
     return marked
 
 

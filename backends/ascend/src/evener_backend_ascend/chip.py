@@ -40,6 +40,7 @@ _SINCE_A2 = _EVERYWHERE | {
 }  # fmt: skip
 _A2 = _SINCE_A2 | {
     LATENT, INT8_EXPERTS, "npu_dynamic_quant", "npu_quant_matmul", "npu_weight_quant_batchmatmul",
+    "npu_mla_prolog_v3",
 }  # fmt: skip
 _310P = _EVERYWHERE | {"npu_weight_quant_batchmatmul", "_npu_reshape_and_cache", "_npu_paged_attention"}
 #: Triton kernels over rows compile up to rows of this length, because a program's memory is checked; the runtime takes

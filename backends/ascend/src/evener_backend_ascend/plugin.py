@@ -23,6 +23,7 @@ from evener_backend_ascend.calls import causal_mask
 from evener_backend_ascend.chip import capabilities, chip_of
 from evener_backend_ascend.graph import NpuGraphs
 from evener_backend_ascend.kernels import KERNELS
+from evener_backend_ascend.prolog import NpuLatentAttentionBlock, NpuLatentLinear
 from evener_backend_ascend.quantized import NpuInt8GroupedLinear, NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
@@ -47,13 +48,16 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
     if chip is None:
         raise BackendError(f"device npu:{index} has the chip number {number}, which this package does not know; "
                            "upgrade it: pip install -U evener-backend-ascend")  # fmt: skip
+    # Otherwise npu_format_cast leaves tensors as they are, and warns.
+    torch_npu.npu.config.allow_internal_format = True
     return AscendDevice("npu", index, capabilities(chip, options["triton"]))
 
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """One kernel for each op of the descriptor."""
-    return [kind() for kind in (*KERNELS, NpuInt8Linear, NpuInt8GroupedLinear)]
+    """Those for the ops of the descriptor."""
+    kinds = (*KERNELS, NpuInt8Linear, NpuInt8GroupedLinear, NpuLatentLinear, NpuLatentAttentionBlock)
+    return [kind() for kind in kinds]
 
 
 @hookimpl
