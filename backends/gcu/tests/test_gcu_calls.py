@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,8 +67,15 @@ def test_rotary_fits_the_schema_and_computes_the_op_L1(interleaved: bool, tmp_pa
         torch.testing.assert_close(ours, theirs)
 
 
+#: Of heads of keys, and of values.
+SCALES = torch.tensor([0.02, 0.03]), torch.tensor([0.05, 0.01])
+
+
+@pytest.mark.parametrize("scales", [(), SCALES], ids=["wide", "int8"])
 @pytest.mark.parametrize("lengths", [([1, 1], [70, 3]), ([5, 1], [70, 64])], ids=["decode", "mixed"])
-def test_state_in_the_vendors_layout_attends_as_the_reference_L1(lengths: Any, tmp_path: Path) -> None:
+def test_state_in_the_vendors_layout_attends_as_the_reference_L1(
+    lengths: Any, scales: tuple[torch.Tensor, ...], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     (counts, ends), attention = lengths, AttentionSpec(4, 32, 32**-0.5)
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
@@ -81,34 +89,44 @@ def test_state_in_the_vendors_layout_attends_as_the_reference_L1(lengths: Any, t
         host_query_lens=counts, host_kv_lens=ends,
     )  # fmt: skip
     reference, storage = ReferenceState(), torch.zeros(4, 2 * 2 * 32 * 4 * BLOCK, dtype=torch.uint8)
-    plain = reference.bind(storage, spec(), BLOCK)
+    stored = spec()
+    if scales:
+        stored = replace(stored, tensors=tuple(replace(t, dtype="int8", wide="float32") for t in stored.tensors))
+
+    def bound(provider: Any) -> Any:
+        if scales:
+            return provider.bind_scaled(storage, stored, BLOCK, scales)
+        return provider.bind(storage, stored, BLOCK)
+
+    plain = bound(reference)
     filled = tuple(torch.randn(4, BLOCK, 2, 32) for _ in range(2))
     blocks = torch.arange(4, dtype=torch.int32)
     reference.import_blocks(plain, blocks, filled)
     new, query = [torch.randn(len(places), 2, 32) for _ in range(2)], torch.randn(len(places), 4, 32)
-    meta = reference.prepare(step, spec(), attention, BLOCK)
+    meta = reference.prepare(step, stored, attention, BLOCK)
     reference.write(plain, meta, *new)
     with installed(tmp_path, stand_in_ops(), functions=FUNCTIONS):
         ours = GcuPaged(stand_in_ops())
-        assert ours.supports(spec(), attention, GCU300) is None
-        views = ours.bind(storage, spec(), BLOCK)
+        assert ours.supports(stored, attention, GCU300) is None
+        views = bound(ours)
         ours.import_blocks(views, blocks, filled)
-        mine = ours.prepare(step, spec(), attention, BLOCK)
+        mine = ours.prepare(step, stored, attention, BLOCK)
         assert mine.decode == (counts == [1, 1])
         ours.write(views, mine, *new)
         torch.testing.assert_close(
             ours.attend(views, mine, query), reference.attend(plain, meta, query), rtol=1e-5, atol=1e-5
         )
-        for got, want in zip(ours.export_blocks(views, blocks), plain, strict=True):
+        kept = reference.export_blocks(plain, blocks)
+        for got, want in zip(ours.export_blocks(views, blocks), kept, strict=True):
             assert torch.equal(got, want)
         ours.copy_blocks(views, blocks[3:], blocks[:1])
-        assert torch.equal(ours.export_blocks(views, blocks[:1])[0], plain[0][3:])
+        assert torch.equal(ours.export_blocks(views, blocks[:1])[0], kept[0][3:])
 
 
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        (spec("float8_e4m3fn"), "no 8-bit state"),
+        (spec("float8_e4m3fn"), "not in float32 over float8_e4m3fn"),
         (spec(dim=48), "not 48"),
         (spec("float16"), "not in float32 over float16"),
         (spec(per="request"), "nothing else"),

@@ -59,4 +59,20 @@ def test_tokens_are_the_cpus_L3(
     if family != "DeepseekV2":
         assert ran["_C_cache_ops::reshape_and_cache"] and ran["_C::paged_attention_v1"] and ran["_C::rotary_embedding"]
         assert got.cached["again"] == 64, "a block of 64 tokens was found again"
-    assert caplog.text.count("sort on the host") == 1
+    assert caplog.text.count("can neither sort a vocabulary nor sum it up") == 1
+
+
+def test_fp8_state_becomes_int8_which_the_log_says_and_gives_the_cpus_tokens_L3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_on_simulator(tmp_path / "site", monkeypatch)
+    want = answers(tmp_path / "a", "Llama", backend="cpu", **{"infer.kv_dtype": "int8"})
+    with (
+        caplog.at_level(logging.WARNING),
+        installed(tmp_path / "vendor", stand_in_ops(), functions=LAUNCHED),
+    ):
+        got = answers(tmp_path / "b", "Llama", backend="gcu", **{"infer.kv_dtype": "fp8_e4m3"})
+    assert not got.dead and got.tokens == want.tokens
+    assert launches()["_C_cache_ops::reshape_and_cache"] and launches()["_C::paged_attention_v1"]
+    said = "the KV cache is stored as int8 instead of fp8_e4m3 (infer.kv_dtype=fp8_e4m3), which gcu.paged"
+    assert caplog.text.count(f"{said} does not store") == 1

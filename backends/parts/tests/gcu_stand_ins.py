@@ -53,7 +53,13 @@ def reshape_and_cache(
     k_zero: float,
     v_zero: float,
 ) -> None:
-    assert (kv_cache_dtype, k_scale, v_scale, k_zero, v_zero) == ("auto", 1.0, 1.0, 0.0, 0.0)
+    assert (k_scale, v_scale, k_zero, v_zero) == (1.0, 1.0, 0.0, 0.0)
+    if kv_cache_dtype == "int8":  # whole numbers, whatever way the op rounds
+        assert key_cache.dtype == value_cache.dtype == torch.int8 and key.dtype.is_floating_point
+        assert all(bool((each == each.round()).all() and each.abs().max() <= 127) for each in (key, value))
+        key, value = key.to(torch.int8), value.to(torch.int8)
+    else:
+        assert kv_cache_dtype == "auto"
     assert key.dtype == key_cache.dtype and key_cache.shape[3] == value_cache.shape[3]
     size, x = key_cache.shape[3], key_cache.shape[4]
     assert x * key_cache.element_size() == 16
@@ -80,7 +86,9 @@ def paged_attention_v1(
     tp_rank: int,
     *rest: Any,
 ) -> None:
-    assert block_size == key_cache.shape[3] and alibi_slopes is None and kv_cache_dtype == "auto"
+    assert block_size == key_cache.shape[3] and alibi_slopes is None
+    assert (k_scale, v_scale) == (1.0, 1.0)
+    assert kv_cache_dtype == ("int8" if key_cache.dtype is torch.int8 else "auto")
     group = query.shape[1] // num_kv_heads
     for row, length in enumerate(seq_lens.tolist()):
         assert 0 < length <= max_seq_len

@@ -49,7 +49,7 @@ class GcuRotary(VendorKernel):
 
 
 class GcuHostSort(Kernel):
-    """``sample`` with filters, on the host: sorting a vocabulary and summing it up abort on the device. It is said
+    """``sample`` with filters, on the host: sorting a vocabulary and its cumulative sum abort on the device. It is said
     once, in the log, and such a step cannot be captured."""
 
     op, name, priority = "sample", "gcu.host_sort", 100
@@ -63,7 +63,9 @@ class GcuHostSort(Kernel):
     def build(self, call: OpCall) -> OpFunction:
         if not self._announced:
             self._announced = True
-            log.warning("top_k, top_p and min_p sort on the host: this device cannot sort a vocabulary")
+            log.warning(
+                "top_k, top_p and min_p run on the host: this device can neither sort a vocabulary nor sum it up"
+            )
         compute = sample(call.static, _no_other)
 
         def run(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:

@@ -3,20 +3,26 @@
 A block of keys is [kv_heads, head_dim / x, block_size, x] with x elements in 16 bytes, a block of values [kv_heads,
 head_dim, block_size]. Steps with one new token for each request use the vendor's paged attention; other steps copy a
 request's blocks to the canonical layout and compute in plain torch.
+
+Quantized state is int8. How the vendor's ops round, and whether they multiply or divide by a scale, is not documented.
+So they get whole numbers to write and scales of 1, and scales are factors on the scores and on the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
+from evener.state_pages.elements import dequantize, quantize
 from evener_backend_gcu.device import ALIGNMENT
 from evener_backend_parts.by_request import attend_by_request
 from evener_backend_parts.vendor_ops import VendorOps
@@ -41,7 +47,30 @@ class PagedMeta:
     decode: bool
 
 
-class GcuPaged(AttentionProvider):
+@dataclass(frozen=True)
+class Pages:
+    """One layer's blocks. Of quantized state also the scales of keys and values, float32 [heads] each, and the largest
+    scale of keys, which is a factor on all scores. ``dtype``: of the numbers that are stored."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    dtype: torch.dtype
+    scales: tuple[torch.Tensor, ...] = ()
+    key_scale: float = 1.0
+
+    @property
+    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values."""
+        return self.keys, self.values
+
+    def stored(self, numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Numbers [..., heads, dim] as elements."""
+        if not self.scales:
+            return [given.to(view.dtype) for given, view in zip(numbers, self.both, strict=True)]
+        return [quantize(given, scale, torch.int8) for given, scale in zip(numbers, self.scales, strict=True)]
+
+
+class GcuPaged(AttentionProvider, QuantizedState):
     """Blocks of 64 tokens. The vendor's ops want each cache in one piece, so it allocates them itself."""
 
     name = layout = "gcu.paged"
@@ -49,6 +78,9 @@ class GcuPaged(AttentionProvider):
     priority = 100
     graph = "uniform_decode"
     owns_memory = True
+    scaled = frozenset({"int8"})
+    # S60 has no 8-bit floats, and the vendor's own stack stores int8 there, too.
+    replaced = MappingProxyType({"float8_e4m3fn": "int8", "float8_e5m2": "int8"})
 
     def __init__(self, ops: VendorOps) -> None:
         self._ops = ops
@@ -57,9 +89,7 @@ class GcuPaged(AttentionProvider):
         if spec.per != "token" or len(spec.tensors) != 2 or spec.tensors[0].shape != spec.tensors[1].shape:
             return "stores one key and one value of equal shape per token, nothing else"
         key = spec.tensors[0]
-        dtypes = {tensor.dtype for tensor in spec.tensors}
-        if any(dtype.startswith("float8") for dtype in dtypes):
-            return "has no 8-bit state: the vendor's stack stores it as int8 with scales; leave infer.cache_type alone"
+        dtypes = {tensor.wide or tensor.dtype for tensor in spec.tensors}
         if dtypes != {attention.dtype} or attention.dtype not in _DTYPES:
             return f"stores and computes in {', '.join(_DTYPES)}, not in {attention.dtype} over {key.dtype}"
         if key.shape[1] not in HEAD_DIMS:
@@ -77,7 +107,14 @@ class GcuPaged(AttentionProvider):
         kind, group = getattr(torch, spec.tensors[0].dtype), 16 // int(DTYPE_BYTES[spec.tensors[0].dtype])
         blocks = storage.shape[0]
         keys = torch.zeros(blocks, heads, dim // group, block_size, group, dtype=kind, device=storage.device)
-        return keys, torch.zeros(blocks, heads, dim, block_size, dtype=kind, device=storage.device)
+        values = torch.zeros(blocks, heads, dim, block_size, dtype=kind, device=storage.device)
+        return Pages(keys, values, getattr(torch, spec.tensors[0].wide or spec.tensors[0].dtype))
+
+    def bind_scaled(
+        self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
+    ) -> Any:
+        plain = self.bind(storage, spec, block_size)
+        return replace(plain, scales=tuple(scales), key_scale=float(scales[0].max()))
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         plain = spec.kind == "full" and not attention.sinks
@@ -88,10 +125,11 @@ class GcuPaged(AttentionProvider):
     def write(self, views: Any, meta: PagedMeta, *values: torch.Tensor) -> None:
         if not values[0].shape[0]:
             return
-        key, value = (aligned(given.to(view.dtype), ALIGNMENT) for given, view in zip(values, views, strict=True))
+        # The op takes numbers in the compute dtype; elements of int8 are whole numbers in each.
+        key, value = (aligned(each.to(views.dtype), ALIGNMENT) for each in views.stored(values))
         self._ops.function(WRITE)(
-            key=key, value=value, key_cache=views[0], value_cache=views[1], slot_mapping=meta.step.slot_mapping,
-            kv_cache_dtype="auto", k_scale=1.0, v_scale=1.0, k_zero=0.0, v_zero=0.0,
+            key=key, value=value, key_cache=views.keys, value_cache=views.values, slot_mapping=meta.step.slot_mapping,
+            kv_cache_dtype="int8" if views.scales else "auto", k_scale=1.0, v_scale=1.0, k_zero=0.0, v_zero=0.0,
         )  # fmt: skip
 
     def attend(
@@ -102,36 +140,55 @@ class GcuPaged(AttentionProvider):
         if meta.decode:
             return self._decode(views, meta, query)
         return attend_by_request(
-            partial(self.export_blocks, views), meta.step, meta.spec, meta.attention, BLOCK, query, sinks
+            partial(self._numbers, views), meta.step, meta.spec, meta.attention, BLOCK, query, sinks
         )
 
     def _decode(self, views: Any, meta: PagedMeta, query: torch.Tensor) -> torch.Tensor:
-        query, step = aligned(query, ALIGNMENT), meta.step
+        step, kv_heads, factor = meta.step, views.keys.shape[1], views.key_scale
+        if views.scales:
+            query = _times_heads(query, views.scales[0] / factor)
+        query = aligned(query, ALIGNMENT)
         out = torch.empty_like(query)
         self._ops.function(ATTENTION)(
-            out=out, query=query, key_cache=views[0], value_cache=views[1], num_kv_heads=views[0].shape[1],
-            scale=meta.attention.scale, block_tables=step.block_table, seq_lens=step.kv_lens, block_size=BLOCK,
-            max_seq_len=step.max_kv, alibi_slopes=None, kv_cache_dtype="auto", k_scale=1.0, v_scale=1.0, tp_rank=0,
-            blocksparse_local_blocks=0, blocksparse_vert_stride=0, blocksparse_block_size=64,
+            out=out, query=query, key_cache=views.keys, value_cache=views.values, num_kv_heads=kv_heads,
+            scale=meta.attention.scale * factor, block_tables=step.block_table, seq_lens=step.kv_lens, block_size=BLOCK,
+            max_seq_len=step.max_kv, alibi_slopes=None, kv_cache_dtype="int8" if views.scales else "auto", k_scale=1.0,
+            v_scale=1.0, tp_rank=0, blocksparse_local_blocks=0, blocksparse_vert_stride=0, blocksparse_block_size=64,
             blocksparse_head_sliding_step=0, k_zero=0.0, v_zero=0.0, out_scales=None, query_scales=None,
         )  # fmt: skip
-        return out
+        return _times_heads(out, views.scales[1]) if views.scales else out
 
     def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        for view in views:
+        for view in views.both:
             view.index_copy_(0, target.to(torch.int64), view.index_select(0, source))
 
+    def _numbers(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Blocks in the canonical layout; of quantized state in float32."""
+        keys, values = (view.index_select(0, blocks) for view in views.both)
+        found = keys.permute(0, 3, 1, 2, 4).flatten(3), values.permute(0, 3, 1, 2).contiguous()
+        if not views.scales:
+            return found
+        return tuple(dequantize(part, scale) for part, scale in zip(found, views.scales, strict=True))
+
     def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        keys, values = (view.index_select(0, blocks) for view in views)
-        return keys.permute(0, 3, 1, 2, 4).flatten(3), values.permute(0, 3, 1, 2).contiguous()
+        return tuple(part.to(views.dtype) for part in self._numbers(views, blocks))
 
     def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        group = views[0].shape[-1]
-        keys = values[0].unflatten(3, (-1, group)).permute(0, 2, 3, 1, 4)
-        for view, given in zip(views, (keys, values[1].permute(0, 2, 3, 1)), strict=True):
-            view.index_copy_(0, blocks.to(torch.int64), given.to(view.dtype).contiguous())
+        keys, others = views.stored(values)
+        parts = keys.unflatten(3, (-1, views.keys.shape[-1])).permute(0, 2, 3, 1, 4), others.permute(0, 2, 3, 1)
+        for view, given in zip(views.both, parts, strict=True):
+            view.index_copy_(0, blocks.to(torch.int64), given.contiguous())
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
         # One request's keys and values in float32 for all heads, as copied and as computed with, and its scores.
         heads, dim = spec.tensors[0].shape
-        return 4 * max_kv * (4 * dim * (heads + attention.heads) + 3 * max_tokens * attention.heads)
+        scores = 4 * max_kv * (4 * dim * (heads + attention.heads) + 3 * max_tokens * attention.heads)
+        # Of quantized state the new keys and values, divided and as elements; factors on queries and on the result.
+        wide = spec.tensors[0].wide is not None
+        return scores + (12 * max_tokens * dim * (2 * heads + attention.heads) if wide else 0)
+
+
+def _times_heads(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, dim] times factors [kv_heads] of each group of heads, in the dtype of x."""
+    each = factors.repeat_interleave(x.shape[1] // factors.shape[0])
+    return (x.float() * each[:, None]).to(x.dtype)
