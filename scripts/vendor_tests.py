@@ -3,8 +3,9 @@
     python scripts/vendor_tests.py changed   # exit code 0 and the changed files' folders, or 1 if nothing changed
     python scripts/vendor_tests.py record    # after they passed: remember what they ran on
 
-They need environments of hundreds of megabytes (torch_npu's wheel, Huawei's compilers), so ``.ci/run`` runs them only
-then: ``make test-vendors-changed``. The record is ``docs/results/vendor-tests.json``.
+They need environments of hundreds of megabytes (torch_npu's wheel, Huawei's compilers), so ``.ci/run`` runs some of
+them, and only then: ``make test-vendors-changed``. ``make test-vendors`` runs all and writes the record, which is
+``docs/results/vendor-tests.json``.
 """
 
 from __future__ import annotations
