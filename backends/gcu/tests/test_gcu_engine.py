@@ -10,6 +10,7 @@ import pytest
 from gcu_stand_ins import LAUNCHED, install_on_simulator, launches, stand_in_ops
 from stand_ins import installed
 
+from evener.cli.main import main
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener_conformance.reference.engine import RunResult, play, small_config
@@ -76,3 +77,11 @@ def test_fp8_state_becomes_int8_which_the_log_says_and_gives_the_cpus_tokens_L3(
     assert launches()["_C_cache_ops::reshape_and_cache"] and launches()["_C::paged_attention_v1"]
     said = "the KV cache is stored as int8 instead of fp8_e4m3 (infer.kv_dtype=fp8_e4m3), which gcu.paged"
     assert caplog.text.count(f"{said} does not store") == 1
+
+
+def test_state_passes_the_conformance_kit_in_wide_and_in_int8_elements_L3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    install_on_simulator(tmp_path / "site", monkeypatch)
+    with installed(tmp_path / "vendor", stand_in_ops(), functions=LAUNCHED):
+        assert main(["conformance", "--backend", "gcu", "--op", "gcu.paged"]) == 0

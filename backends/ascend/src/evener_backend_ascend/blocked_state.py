@@ -18,7 +18,7 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener_backend_ascend import calls
 from evener_backend_ascend.chip import refusal
-from evener_backend_parts.by_request import attend_by_request
+from evener_backend_parts.by_request import attend_by_request, workspace
 
 #: Elements of a token that lie together.
 _TOGETHER = 16
@@ -130,6 +130,4 @@ class BlockedState(AttentionProvider):
             view.index_copy_(0, blocks.to(torch.int64), pages.to(view.dtype).contiguous())
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
-        # One request's keys and values in float32 for all heads, as copied and as computed with, and its scores.
-        heads, size = spec.tensors[0].shape
-        return 4 * max_kv * (4 * size * (heads + attention.heads) + 3 * max_tokens * attention.heads)
+        return workspace(spec, attention, max_tokens, max_kv)

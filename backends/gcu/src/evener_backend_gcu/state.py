@@ -24,7 +24,7 @@ from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.state_pages.elements import dequantize, quantize
 from evener_backend_gcu.device import ALIGNMENT
-from evener_backend_parts.by_request import attend_by_request
+from evener_backend_parts.by_request import attend_by_request, workspace
 from evener_backend_parts.vendor_ops import VendorOps
 from evener_backend_parts.vllm_ops import aligned
 
@@ -180,12 +180,11 @@ class GcuPaged(AttentionProvider, QuantizedState):
             view.index_copy_(0, blocks.to(torch.int64), given.contiguous())
 
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
-        # One request's keys and values in float32 for all heads, as copied and as computed with, and its scores.
-        heads, dim = spec.tensors[0].shape
-        scores = 4 * max_kv * (4 * dim * (heads + attention.heads) + 3 * max_tokens * attention.heads)
         # Of quantized state the new keys and values, divided and as elements; factors on queries and on the result.
-        wide = spec.tensors[0].wide is not None
-        return scores + (12 * max_tokens * dim * (2 * heads + attention.heads) if wide else 0)
+        (heads, dim), more = spec.tensors[0].shape, 0
+        if spec.tensors[0].wide is not None:
+            more = 12 * max_tokens * dim * (2 * heads + attention.heads)
+        return workspace(spec, attention, max_tokens, max_kv) + more
 
 
 def _times_heads(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

@@ -34,3 +34,11 @@ def attend_by_request(
             out[start : start + count] = _REFERENCE.attend(export(blocks), inner, query[start : start + count], sinks)
         start += count
     return out
+
+
+def workspace(spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
+    """Bytes that ``attend_by_request`` takes at its peak, with the copies that ``export`` makes."""
+    # One request's keys and values in float32 for all heads, as copied and as computed with; its queries and scores.
+    heads, size = spec.tensors[0].shape
+    each = 4 * size * (heads + attention.heads) + 3 * max_tokens * attention.heads
+    return 4 * (max_kv * each + max_tokens * size * attention.heads)
