@@ -132,6 +132,7 @@ def test_latent_attention_in_real_sizes_by_the_fused_kernel_gives_the_tokens_of_
         assert not got.dead, got.dead
         assert got.tokens == want.tokens
         assert bool(npu.calls[PROLOG]) == ("npu_mla_prolog_v3" in _chip().kernels)
+    assert bool(npu.graphs.replays) == _chip().graphs
 
 
 def _chip() -> Chip:
