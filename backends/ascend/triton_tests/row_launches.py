@@ -38,7 +38,8 @@ def cases(kind: torch.dtype) -> Iterator[tuple[str, Mapping[str, Any], tuple[tor
         yield "rms_norm", norm, (x, weight)
         yield "add_rms_norm", norm, (x, empty(TOKENS, hidden), weight)
         for scale in (1.0, 3.0):
-            yield "embedding", {"hidden": hidden, "scale": scale, "dtype": name, "vocab": 99}, (ints, x)
+            table = empty(99, hidden, dtype=kind)
+            yield "embedding", {"hidden": hidden, "scale": scale, "dtype": name, "vocab": 99}, (ints, table)
         yield "take_rows", {"hidden": hidden, "dtype": name}, (x, ints.long())
     yield "rms_norm", {"hidden": 128, "eps": 1e-5, "offset": 0.0, "dtype": name}, (
         empty(TOKENS, 8, 128, dtype=kind), empty(128, dtype=kind),
@@ -55,7 +56,7 @@ def cases(kind: torch.dtype) -> Iterator[tuple[str, Mapping[str, Any], tuple[tor
             yield "act_and_mul", static, (empty(TOKENS, 2 * inner, dtype=kind),)
     for vocab in (512, 151936, 262144):
         logits, packed = empty(TOKENS, vocab), empty(TOKENS, -(-vocab // 32), dtype=torch.int32)
-        yield "softcap", {"cap": 30.0, "dtype": name}, (logits,)
+        yield "softcap", {"cap": 30.0, "dtype": "float32"}, (logits,)
         yield "greedy", {"vocab": vocab}, (logits,)
         yield "apply_mask", {"vocab": vocab}, (logits, packed)
         floats = empty(TOKENS)

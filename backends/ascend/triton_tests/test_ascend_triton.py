@@ -28,7 +28,8 @@ CHIPS = {"910b": "Ascend910B2", "910_93": "Ascend910_9391", "950": "Ascend910_95
 _CHAINED = "chained boolean operators"
 REFUSED = {
     "route_kernel": _CHAINED, "single_token_up_kernel": _CHAINED, "single_token_down_kernel": _CHAINED,
-    "stored_kernel": _CHAINED, "dequantize_kernel": _CHAINED, "write_kernel": "unsupported tensor index",
+    "stored_kernel": _CHAINED, "dequantize_kernel": _CHAINED, "packed_kernel": _CHAINED,
+    "packed_grouped_kernel": _CHAINED, "unpack_kernel": _CHAINED, "write_kernel": "unsupported tensor index",
     "mixed_kernel": "ub overflow, requires 2186240 bits", "logprobs_kernel": "UNREACHABLE executed",
     # With pieces of 8,192 ids; the package for rows takes smaller ones, which compile.
     "filtered_sample_kernel": "ub overflow, requires 3670016 bits",
