@@ -144,6 +144,8 @@ def record(target: str) -> Recorder:
         call = OpCall(kernel.op, static, Bucket(1, 4), device.capabilities)
         rows = torch.empty(4, 96, dtype=getattr(torch, dtype), device=META)
         static |= {"head_dim": 64, "rotary_dim": 64, "interleaved": False}
+        static |= {"columns": 96, "rows": 160, "parts": (96, 64), "slots": 4, "rank": 16, "inner": 32}
+        down, up = (torch.empty(4, *size, dtype=rows.dtype, device=META) for size in ((32, 96), (160, 16)))
         table = torch.empty(151936, 96, dtype=rows.dtype, device=META)
         heads = torch.empty(4, 6, 64, dtype=getattr(torch, dtype), device=META)
         packed = torch.empty(4, 4748, dtype=torch.int32, device=META)
@@ -151,6 +153,7 @@ def record(target: str) -> Recorder:
         inputs = {
             "rotary": (ints, heads, heads, torch.empty(9, 64, device=META)), "embedding": (ints, table),
             "take_rows": (rows, ints.long()), "softcap": (rows,), "apply_mask": (logits, packed),
+            "add_adapters": (torch.empty(4, 160, dtype=rows.dtype, device=META), rows, down, up, ints),
             "add_bias": (logits, biases, biases.float(), biases, ints),
             "penalize": (logits, tokens, ints, ints, ints, 4096, floats, floats, floats),
             "logprobs": (logits, ints, 5),

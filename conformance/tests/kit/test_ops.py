@@ -234,3 +234,30 @@ def test_a_changed_tensor_among_several_of_an_input_is_named() -> None:
     assert list(_changed("weights", was, now)) == ["weights.norm"]
     assert list(_changed("views", (torch.zeros(1), torch.zeros(1)), (torch.zeros(1), torch.ones(1)))) == ["views.1"]
     assert list(_changed("weights", was, was)) == []
+
+
+def _adapters(*, skips: int | None = None, half: bool = False, moved: bool = False, alone: bool = False) -> Any:
+    """A kernel for ``add_adapters`` that takes another adapter for a row, half of a rank, another part's products, or
+    forgets what was there before."""
+
+    def change(run: OpFunction) -> OpFunction:
+        def go(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, index: torch.Tensor) -> Any:
+            if skips is not None:
+                index = torch.where(index == skips, (index + 1) % len(up), index)
+            if half:
+                up = up.clone()
+                up[..., (up.shape[2] + 1) // 2 :] = 0
+            if moved:
+                down = down.roll(up.shape[2], 1)
+            return run(torch.zeros_like(y) if alone else y, x, down, up, index)
+
+        return go
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "fault", [{"skips": -1}, {"skips": 0}, {"half": True}, {"moved": True}, {"alone": True}], ids=str
+)
+def test_wrong_adapters_are_found(fault: dict[str, Any]) -> None:
+    assert "elements differ; worst at" in failures("add_adapters", _adapters(**fault))

@@ -10,6 +10,7 @@ from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import Kernel
 from evener.contracts.state import StateProvider
 from evener.errors import BackendError
+from evener_backend_cpu.adapters import NativeAdapters
 from evener_backend_cpu.composites import COMPOSITES
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import EXPERTS
@@ -26,7 +27,7 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """Every kernel; without a compiler each refuses with the reason."""
-    return [kind(_own(device)) for kind in (*PRIMITIVES, *EXPERTS, *COMPOSITES)]
+    return [kind(_own(device)) for kind in (*PRIMITIVES, NativeAdapters, *EXPERTS, *COMPOSITES)]
 
 
 @hookimpl

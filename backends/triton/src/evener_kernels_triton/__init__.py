@@ -27,6 +27,7 @@ descriptor = Descriptor(
         "rotary",
         "act_and_mul",
         "linear",
+        "add_adapters",
         "route",
         "grouped_linear",
         "mix_experts",

@@ -9,6 +9,7 @@ from evener.contracts.device import Device
 from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import Kernel
 from evener.contracts.state import StateProvider
+from evener_kernels_triton.adapters import ADAPTERS
 from evener_kernels_triton.composites import COMPOSITES
 from evener_kernels_triton.experts import EXPERTS
 from evener_kernels_triton.latent import LATENT
@@ -25,7 +26,8 @@ from evener_kernels_triton.tuning import Tuning
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """All kernels, with launch sizes for this device."""
     tuning = _tuning(device, options)
-    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *EXPERTS, *LATENT)]
+    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *EXPERTS, *LATENT,
+                                           *ADAPTERS)]  # fmt: skip
 
 
 @hookimpl

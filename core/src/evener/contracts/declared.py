@@ -109,6 +109,33 @@ class Weight:
 
 
 @dataclass(eq=False)
+class AdapterRows:
+    """Which rows of the step that is being computed have which adapter: ``index`` int32 [T], an index into the stacks,
+    -1 for a row without one. None: no row of the step has one."""
+
+    index: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class AdapterStack:
+    """Places for the adapters of one linear weight, each of one of its parts or of several.
+
+    Attributes:
+        down: tensor [slots, parts * rank, columns]; unused rows are zero.
+        up: tensor [slots, rows, rank], with the adapters' scales; unused columns are zero. The rows of part p take the
+            p-th ``rank`` products of ``down``.
+        slots, rank: how many adapters, and the largest rank of one.
+        rows: of the step; the same object for all weights.
+    """
+
+    down: Table
+    up: Table
+    slots: int
+    rank: int
+    rows: AdapterRows
+
+
+@dataclass(eq=False)
 class LinearWeight:
     """A linear weight of one or more parts, concatenated along the out-features.
 
@@ -124,6 +151,7 @@ class LinearWeight:
         slices: which rows (axis 0) or columns (axis 1) of the stored tensor each part is, None for all; empty if all
             are whole.
         normalize_rows: the loader divides each row by its length.
+        adapters: what is added to its products; None: nothing.
     """
 
     #: The op that computes with it.
@@ -140,6 +168,7 @@ class LinearWeight:
     experts: int = 0
     slices: tuple[Slice | None, ...] = ()
     normalize_rows: bool = False
+    adapters: AdapterStack | None = None
 
     def pieces(self) -> Iterator[tuple[WeightPart, Slice | None]]:
         """Each part, and which slice of the stored tensor it is; None: all of it."""

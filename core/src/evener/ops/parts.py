@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evener.contracts.communicator import Communicator
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpFunction, OpSchema
 
 
@@ -22,6 +23,11 @@ def walk_static(static: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def communicators(static: Mapping[str, Any]) -> list[Communicator]:
     """The communicators that a call site uses; none if it runs on one rank."""
     return [value for _, value in walk_static(static) if isinstance(value, Communicator)]
+
+
+def adapted(static: Mapping[str, Any]) -> bool:
+    """Whether a call site computes with a weight that has adapters."""
+    return any(isinstance(value, LinearWeight) and value.adapters is not None for _, value in walk_static(static))
 
 
 def load_reference(schema: OpSchema) -> Any:

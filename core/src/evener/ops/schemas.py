@@ -214,6 +214,17 @@ OTHER_PRIMITIVES: tuple[OpSchema, ...] = (
         static={"hidden": "D, width of the rows", "dtype": "compute dtype", "eps": "added to the mean square"},
         inputs="x …,hidden; gate …,hidden; weight hidden", outputs="y …,hidden",
     ),
+    # Sums before and after an adapter, and its products, in float32.
+    _primitive(
+        "reference.adapters:add_adapters",
+        "Row t of part p of y, + x[t] @ down[s, p]ᵀ @ up[s, rows of p]ᵀ with s = index[t]; nothing for -1. ``down[s, "
+        "p]`` are the p-th ``rank`` rows of ``down[s]``. What other adapters hold, also infinity, changes no row.",
+        static={"columns": "in-features", "rows": "out-features of all parts", "parts": "out-features of each part",
+                "slots": "adapters that there are places for", "rank": "columns of up",
+                "inner": "rows of down: parts * rank", "dtype": "compute dtype"},
+        inputs="y T,rows donated; x T,columns; down slots,inner,columns; up slots,rows,rank; index T int32",
+        outputs="y T,rows", scratch=16.0,
+    ),
     # A run with one rank calls neither of these.
     _primitive(
         "reference.ranks:all_reduce", "The sum of x over all ranks, with the same bits on each rank.",

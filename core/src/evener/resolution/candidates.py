@@ -13,7 +13,7 @@ from evener.contracts.ops import Bucket, Kernel, OpCall, OpSchema
 from evener.contracts.quant import Packing
 from evener.contracts.state import GraphSupport, StateProvider
 from evener.errors import ResolveError, UnknownNameError
-from evener.ops.parts import communicators, inner_ops, walk_static
+from evener.ops.parts import adapted, communicators, inner_ops, walk_static
 from evener.plugins.catalog import Provided
 from evener.plugins.hook_check import check_supports
 from evener.resolution.attribution import attributed_errors
@@ -135,6 +135,8 @@ def kernel_refusal(schema: OpSchema, kernel: Kernel, call: OpCall) -> str | None
         return "is written for one rank; it may serve what is between the sums over ranks"
     if kernel.state_layout is not None and kernel.state_layout != call.state_layout:
         return f"is written for state layout {kernel.state_layout!r}, but {call.state_layout!r} was chosen"
+    if adapted(call.static):
+        return "does not add adapters (infer.max_loras, infer.lora_modules)"
     accepted = {packing.layout for packing in kernel.packings}
     for name, layout in call.layouts.items():
         if accepted and layout not in accepted:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.declared import CallSite, LinearWeight, StateSlot
-from evener.contracts.ops import Bucket, OpCall, OpFunction, OpSchema, Variant
+from evener.contracts.ops import Bucket, OpCall, OpFunction, OpSchema, Use, Variant
 from evener.contracts.quant import WeightPart, plain
 from evener.contracts.quantized.state import unscaled
 from evener.contracts.state import StateProvider, required_interface
 from evener.errors import ResolveError, UnknownNameError
+from evener.ops.adapters import adapted_linear
 from evener.ops.composites import linear_static
 from evener.ops.parts import communicators, load_reference
 from evener.plugins.catalog import Provided
@@ -110,6 +111,8 @@ class Resolver:
         Raises:
             UnknownNameError: no installed package has such an op.
         """
+        if op == "linear" and static["weight"].adapters is not None:
+            return adapted_linear(static, self._use(path, bucket))
         if op.startswith("state."):
             return getattr(static["state"].provider, op.removeprefix("state."))  # type: ignore[no-any-return]
         schema = self.available.schemas.get(op)
@@ -171,13 +174,15 @@ class Resolver:
 
     def reference(self, schema: OpSchema, path: str, static: Mapping[str, Any], bucket: Bucket) -> OpFunction:
         """The op's reference, made of whatever serves its parts."""
+        return load_reference(schema)(static, self._use(path, bucket))  # type: ignore[no-any-return]
 
+    def _use(self, path: str, bucket: Bucket) -> Use:
         def use(
             op: str, /, *, any_rows: bool = False, sizes: Mapping[str, int] | None = None, **inner: Any
         ) -> OpFunction:
             return self._any_rows(op, path, inner) if any_rows else self.resolve(op, path, inner, bucket, sizes)
 
-        return load_reference(schema)(static, use)  # type: ignore[no-any-return]
+        return use
 
     def _any_rows(self, op: str, path: str, static: Mapping[str, Any]) -> OpFunction:
         key = (op, path, tuple(sorted(static.items())))

@@ -13,6 +13,7 @@ from evener.errors import DescriptorError
 
 #: Module → the built-in ops that it has cases for; a generator has the name of its op.
 _BUILTIN = {
+    "adapters": ("add_adapters",),
     "basic": (
         "embedding", "rms_norm", "add_rms_norm", "layer_norm", "linear", "grouped_linear", "rotary", "act_and_mul",
         "activate", "take_rows", "softcap", "route", "place_experts", "mix_experts", "encode_attention", "greedy",
