@@ -23,6 +23,7 @@ from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import Dead, FromController, GetStats, Ready, StatsReport
 from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
+from evener.frontend.adapters import Adapters
 from evener.frontend.capacity import Capacity, Reservation
 from evener.frontend.chat import Chat
 from evener.frontend.frontend import Frontend, Kind, PreparedRequest
@@ -141,6 +142,11 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None if its folder has none."""
         return self._ready_frontend().tokenizer
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters (LoRA) that requests may name. Call ``load`` in a thread: it reads files."""
+        return self._alive_frontend().adapters
 
     def reserve(self, samples: int, param: str = "n") -> Reservation:
         """Reserve room for samples before ``submit`` or ``submit_chat``: for a caller that has work to do first, or
@@ -381,7 +387,7 @@ class AsyncLLM:
     def _prepare(self, event: Ready) -> Ready | Dead:
         """Build the front end here, not on the loop: a large vocabulary takes a second."""
         try:
-            self._prepared = self._settings.build(event.info)
+            self._prepared = self._settings.build(event.info, self._client.send)
         except EvenerError as error:
             self._start_error = error
             return Dead(str(error))

@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import Dead, Ready
 from evener.errors import EngineDeadError, EngineError, RequestError
+from evener.frontend.adapters import Adapters
 from evener.frontend.frontend import Kind
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
@@ -70,7 +72,7 @@ class LLM:
         self._dead_reason: str | None = None
         try:
             self.info = self._wait_ready()
-            self._frontend, self._chat = settings.build(self.info)
+            self._frontend, self._chat = settings.build(self.info, client.send)
         except BaseException:
             self._end()
             raise
@@ -85,6 +87,7 @@ class LLM:
         prompts: str | list[int] | MediaPrompt | Sequence[str | list[int] | MediaPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: str | None = None,
         raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts; returns the outputs in the order of the prompts.
@@ -93,6 +96,7 @@ class LLM:
             prompts: text, token ids (a flat list of int is one prompt), ids with embedding rows for some of them
                 (``MediaPrompt``), or a list of those.
             sampling_params: for all prompts, or a list with one for each.
+            lora: the adapter of all prompts, by its name; None: as ``SamplingParams.lora`` says.
             raise_on_error: False: a failed request is returned with ``error`` set and ``finish_reason`` ``error``.
 
         Raises:
@@ -100,7 +104,7 @@ class LLM:
             EngineError: a request failed in the engine; raised after all others have ended.
             EngineDeadError: the engine has stopped.
         """
-        return self._run(_as_prompts(prompts), sampling_params, "completion", raise_on_error)
+        return self._run(_as_prompts(prompts), sampling_params, "completion", raise_on_error, lora)
 
     def chat(
         self,
@@ -111,9 +115,10 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        lora: str | None = None,
         raise_on_error: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, with the model's chat template.
+        """Answer one conversation, or a list of them, with the model's chat template. ``lora`` as in ``generate``.
 
         Raises:
             RequestError, TemplateError: a conversation cannot be used; nothing was submitted then.
@@ -131,7 +136,7 @@ class LLM:
             )
             for conversation in conversations
         ]  # fmt: skip
-        return self._run(texts, sampling_params, "chat", raise_on_error)
+        return self._run(texts, sampling_params, "chat", raise_on_error, lora)
 
     def embed(
         self, prompts: str | list[int] | Sequence[str | list[int]], *, dimensions: int | None = None
@@ -148,6 +153,11 @@ class LLM:
         check_embed(dimensions, self.info.pooling, self.info.hidden_size)
         outputs = self._run(_as_prompts(prompts), EMBED, "embed", True)
         return [embedding_of(output, self.info.pooling, dimensions) for output in outputs]
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters (LoRA) that requests may name: to load and to unload them."""
+        return self._frontend.adapters
 
     def close(self) -> None:
         """Stop the engine and free what it holds. Calling it again does nothing."""
@@ -166,8 +176,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         kind: Kind,
         raise_on_error: bool,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         params = self._each(sampling_params, len(prompts))
+        params = params if lora is None else [replace(each, lora=lora) for each in params]
         with self._lock:
             if not self._end.alive:
                 raise EngineDeadError("this LLM was closed: make another")

@@ -58,6 +58,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         grammar: what the text has to be, such as ``GrammarSpec(kind="json_schema", text=…)``; the sample ends where it
             is complete, also with ``ignore_eos``.
+        lora: name of the adapter that the model has for this request; None: none.
 
     Raises:
         RequestError: a value is out of range; ``param`` names the field.
@@ -86,6 +87,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
@@ -115,6 +117,8 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), (bool, type(None)) if name == "ignore_eos" else bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        if not isinstance(self.lora, str | None):
+            raise RequestError(f"lora must be the name of an adapter or None, not {self.lora!r}", "lora")
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise RequestError(f"stop must be a string or a list of strings, not {self.stop!r}", "stop")
         if len(self.stop_strings) > MAX_STOPS:

@@ -110,7 +110,7 @@ def test_a_context_cut_by_the_memory_for_state_says_so_in_the_log_and_to_the_fro
     reason = "the memory for state holds no more; a larger infer.kv_memory allows up to 8000"
     assert ready.info.config["infer.max_seq_len"]["reason"] == reason
     assert f"a request has at most {ready.info.max_model_len} tokens: {reason}" in caplog.text
-    frontend, _ = FrontendSettings().build(ready.info)
+    frontend, _ = FrontendSettings().build(ready.info, lambda message: None)
     assert frontend.context.endswith(f"({reason})")
 
 

@@ -11,6 +11,7 @@ package/module    holds
 ``kv_cache``      which state is quantized, and the scales of keys and values
 ``modelslim``     the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
 ``mxfp4``         the scheme of MXFP4 checkpoints (gpt-oss)
+``peft``          adapters (LoRA) as PEFT saves them
 ``quantize``      quantizing plain weights while they are read
 ``rules``         rules by layer name, and other values of a ``quantization_config``
 ``scaled``        FP8 and int8 with scales: the scheme fp8
@@ -33,6 +34,7 @@ descriptor = Descriptor(
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
     weight_files={"pytorch_model.bin": "evener_formats.torch_files:TorchFile"},
+    adapter_readers={"peft": "evener_formats.peft:read_adapter"},
     quantizers={
         **dict.fromkeys(
             ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m"),

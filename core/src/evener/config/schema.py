@@ -140,6 +140,14 @@ class InferConfig(Section):
                           "none, or an installed one, such as ngram.")  # fmt: skip
     draft_tokens: int = option(4, "int", "The most tokens that infer.drafter proposes for a request in a step.",
                                minimum=1, maximum=16)  # fmt: skip
+    lora_modules: tuple[str, ...] = option(
+        (), "names", "Adapters (LoRA) to load at start, as in sql=/data/sql-lora,chat=/data/chat-lora."
+    )  # fmt: skip
+    max_loras: int = option(0, "int", "Adapters on the device at a time; 0: as many as infer.lora_modules has.",
+                            minimum=0, maximum=256)  # fmt: skip
+    max_lora_rank: int = option(16, "int", "The largest rank of an adapter.", minimum=1, maximum=512)
+    max_cpu_loras: int = option(32, "int", "Adapters that may be loaded at the same time; their weights are in host "
+                                "memory.", minimum=1)  # fmt: skip
     prefix_cache: bool = option(True, "bool", "Reuse the KV cache of prompts with a common prefix.")
     heartbeat_timeout: float = option(
         20.0, "float", "Seconds without a heartbeat after which a process counts as dead; 0: no limit.", minimum=0
@@ -150,6 +158,11 @@ class InferConfig(Section):
     )  # fmt: skip
     threads: int | Auto = option("auto", "int", "Host threads for computation.", auto=True, minimum=1)
     stop_with_eos: bool = option(True, "bool", "Stop at the model's end-of-sequence token, unless a request says.")
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters on the device at a time; 0: requests have none."""
+        return self.max_loras or len(self.lora_modules)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from evener.contracts.outputs import Delta
 from evener.contracts.pooling import PoolingSettings
 from evener.engine.wire import messages as wire
 from evener.errors import ContextLengthError, RequestError
+from evener.frontend.adapters import Adapters
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.detokenize import Detokenizer
 from evener.frontend.media import validated_media
@@ -48,6 +49,7 @@ class PreparedRequest:
         max_tokens: new tokens, limited to the context.
         params: as given.
         eos_ids: the model's end-of-sequence ids, unless they are ignored; bias: see ``Sampling.bias``.
+        adapter: id of its adapter, "" if it has none.
     """
 
     ids: list[int]
@@ -56,6 +58,7 @@ class PreparedRequest:
     params: SamplingParams
     eos_ids: frozenset[int]
     bias: list[wire.LogitBias]
+    adapter: str = ""
 
 
 @dataclass(slots=True)
@@ -93,6 +96,7 @@ class Frontend:
         rng: draws the seeds of requests without one.
         hidden_size: width of embedding rows in media; media_rows: rows that one engine step takes.
         pooling: what the model makes of a text, if it generates none.
+        adapters: what ``SamplingParams.lora`` may name; default: nothing.
     """
 
     def __init__(
@@ -100,8 +104,9 @@ class Frontend:
         defaults: GenerationDefaults | None = None, default_max_tokens: int | None = None, stop_with_eos: bool = True,
         plugins: RequestPlugins | None = None, rng: random.Random | None = None, hidden_size: int = 0,
         media_rows: int = 1, context_reason: str = "", pooling: PoolingSettings | None = None,
+        adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
-        self.pooling = pooling
+        self.pooling, self.adapters = pooling, adapters or Adapters()
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.context = f"the context of {max_model_len} tokens" + (context_reason and f" ({context_reason})")
         self._hidden_size, self._media_rows = hidden_size, media_rows
@@ -129,12 +134,13 @@ class Frontend:
         A chat's prompt is the rendered template: no special tokens are added to it.
 
         Raises:
-            RequestError: a kind of request that is not for this model, an empty prompt, an id outside the vocabulary,
-                text without a tokenizer, media that do not fit the model, too many biased ids.
+            RequestError: a kind of request that is not for this model, an unknown adapter, an empty prompt, an id
+                outside the vocabulary, text without a tokenizer, media that do not fit the model, too many biased ids.
             ContextLengthError: the prompt, or prompt + ``max_tokens``, does not fit.
         """
         if (kind == "embed") != (self.pooling is not None):
             check_task("embed" if kind == "embed" else "generate", self.pooling)
+        adapter = self.adapters.find(params.lora)
         ids = self._encode(prompt, params, kind)
         # First: a prompt that is far too long is refused before each of its ids is checked.
         max_tokens = self._max_tokens(len(ids), params, kind)
@@ -147,7 +153,7 @@ class Frontend:
         # A text that follows a grammar ends where it is complete.
         eos_ids = frozenset(self.defaults.eos_ids if params.grammar or not ignore_eos else ())
         bias = self._bias(params, eos_ids | frozenset(params.stop_token_ids))
-        return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias)
+        return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias, adapter)
 
     def submit(self, prepared: PreparedRequest, request_id: str) -> list[wire.NewRequest]:
         """A prepared request as messages, one for each of its ``n`` samples, to be sent in order.
@@ -178,7 +184,8 @@ class Frontend:
                 wire.NewRequest(
                     id=name, prompt=prepared.ids, max_tokens=prepared.max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
-                    fork_of=names[0] if index else "", media=prepared.media,
+                    fork_of=names[0] if index else "", media=prepared.media, adapter=prepared.adapter,
+                    cache_salt=prepared.adapter,
                     whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
                 )
             )  # fmt: skip

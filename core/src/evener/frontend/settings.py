@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Architecture
+from evener.frontend.adapters import Adapters
 from evener.frontend.chat import Chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from evener.config import Config
     from evener.contracts.checkpoint import ModelFiles
     from evener.engine.wire.engine_info import EngineInfo
+    from evener.engine.wire.messages import ToController
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class FrontendSettings:
         max_tokens: default maximum of new tokens; None: the rest of the context for chat, 16 for completions.
         stop_with_eos: whether an EOS token ends a request by default.
         plugins: names of the request plugins, in order; options: of packages, by package name.
+        lora_modules: adapters to load, NAME=FOLDER.
     """
 
     model_dir: Path | None = None
@@ -44,6 +47,7 @@ class FrontendSettings:
     stop_with_eos: bool = True
     plugins: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lora_modules: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: Config) -> FrontendSettings:
@@ -51,14 +55,15 @@ class FrontendSettings:
         return cls(
             model_dir=Path(config.model), tokenizer_dir=None if config.tokenizer is None else Path(config.tokenizer),
             seed=config.seed, max_tokens=config.request.max_new_tokens, stop_with_eos=config.infer.stop_with_eos,
-            plugins=config.request.plugins, options=config.options,
+            plugins=config.request.plugins, options=config.options, lora_modules=config.infer.lora_modules,
         )  # fmt: skip
 
-    def build(self, info: EngineInfo) -> tuple[Frontend, Chat]:
-        """The front end and the chat templates for an engine with this ``info``. May take a second.
+    def build(self, info: EngineInfo, send: Callable[[ToController], None]) -> tuple[Frontend, Chat]:
+        """The front end and the chat templates for an engine with this ``info``, which gets the adapters of
+        ``lora_modules`` by ``send``. May take a second.
 
         Raises:
-            CheckpointError: a tokenizer, template or generation file cannot be used.
+            CheckpointError: a tokenizer, template or generation file, or an adapter cannot be used.
         """
         model_dir = self.model_dir or Path(info.model)
         family = partial(_architecture, info.architecture)
@@ -73,7 +78,9 @@ class FrontendSettings:
             rng=None if self.seed is None else random.Random(self.seed),
             hidden_size=info.hidden_size, media_rows=info.media_rows,
             context_reason=info.config.get("infer.max_seq_len", {}).get("reason", ""), pooling=info.pooling,
+            adapters=Adapters(info.adapters, (info.served_name,), send),
         )  # fmt: skip
+        frontend.adapters.load_all(self.lora_modules)
         how = family().images(files.json("config.json")) if info.encoders else None
         images = None if how is None or tokenizer is None else partial(ImageCollector, how, tokenizer)
         return frontend, Chat.of(tokenizer_files, tokenizer, images)

@@ -25,6 +25,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "drafters": "drafter", "checkpoints": "checkpoint reader", "weight_files": "weight file reader",
     "state_formats": "state format", "model_sources": "model source", "executors": "executor",
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
+    "adapter_readers": "adapter reader",
 }  # fmt: skip
 T = TypeVar("T")
 

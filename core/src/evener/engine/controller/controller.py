@@ -84,6 +84,12 @@ class Controller:
                 return self.scheduler.end(message.id, "abort")
             case messages.Finish():
                 return self.scheduler.end(message.id, "stop")
+            case messages.LoadAdapter():
+                self.scheduler.adapters.load(message.id, message.tensors)
+                return []
+            case messages.UnloadAdapter():
+                self.scheduler.adapters.unload(message.id)
+                return []
             case messages.GetStats():
                 return [self._stats()]
             case messages.Shutdown():

@@ -27,6 +27,7 @@ class Request:
         preemptions: how often the request was preempted.
         last_plan: id of the last plan with a row of this request; -1 before the first.
         slot, table: held while the request runs; -1 and None otherwise.
+        adapter: slot of its adapter; valid while the request runs; -1 if it has none.
         exclusive: the request must have the whole pool for itself.
         parent, shared: the request to start from, and how many tokens both have in common; see ``forks``.
         fork_points: lengths at which a step has to end, because a fork starts there.
@@ -43,6 +44,7 @@ class Request:
     preemptions: int = 0
     last_plan: int = -1
     slot: int = -1
+    adapter: int = -1
     exclusive: bool = False
     table: BlockTable | None = None
     parent: Request | None = None

@@ -47,6 +47,7 @@ import msgspec
 from evener.contracts.outputs import FinishReason
 from evener.engine.batching import MicroBatches, StepLimit
 from evener.engine.constraints.grammars import Grammars
+from evener.engine.controller.adapters import Adapters
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.request import PlannedRow, Request
@@ -107,16 +108,17 @@ class Scheduler:
         limit: how much of the budget a step may use; default: all of it.
         grammars: whether a request's grammar is compiled, for which it waits; default: no request has one.
         drafts: proposes tokens of requests (speculative decoding); default: none.
+        adapters: those that requests may name; default: there are none.
     """
 
     def __init__(
         self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_then_arrival,
         batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
-        grammars: Grammars | None = None, drafts: Drafts | None = None,
+        grammars: Grammars | None = None, drafts: Drafts | None = None, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
         self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
-        self.media = media or MediaPlanner(step_tokens, step_tokens)
+        self.media, self.adapters = media or MediaPlanner(step_tokens, step_tokens), adapters or Adapters()
         self.stats = Stats()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -169,7 +171,11 @@ class Scheduler:
                 f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.blocks - 1}; "
                 "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory"
             )
-        return self.media.rejection_reason(message)
+        if problem := self.media.rejection_reason(message):
+            return problem
+        if not self.adapters.open(message.adapter):
+            return "the adapter of this request was unloaded before it arrived; load it again, or name another"
+        return None
 
     def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[FromController]:
         """End a request now (abort, stop string, failure). Unknown ids are ignored: the request may just have ended."""
@@ -243,7 +249,8 @@ class Scheduler:
     def _admit_waiting(self, new: _NewPlan) -> None:
         self.waiting.sort(key=self.policy)
         while self._slots and new.budget and not any(r.exclusive for r in self.running):
-            request = next((r for r in self.waiting if not r.waits_for_parent and self.grammars.ready(r)), None)
+            ready = (r for r in self.waiting if not r.waits_for_parent and self.grammars.ready(r))
+            request = self.adapters.startable(ready)
             if request is None or not self._fits(new, request, decodes=False):
                 return
             if request.exclusive and (self.running or self._in_flight):
@@ -251,7 +258,7 @@ class Scheduler:
             if self._last_blocked == (request.id, self.state.pool.free):
                 return  # it did not fit the last time, and no block became free
             copies = open_state(self.state, request)
-            request.slot = self._slots.pop()
+            request.slot, request.adapter = self._slots.pop(), self.adapters.start(request.message.adapter)
             count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
             if not count or not self._plan_row(new, request, count, admit=True):
                 self._release(request)
@@ -297,8 +304,8 @@ class Scheduler:
         if growth is None:
             return False
         if admit:
-            sampling = request.message.sampling
-            new.admissions.append(Admission(request.slot, list(request.tokens), sampling, request.prompt_length))
+            known, sampling = list(request.tokens), request.message.sampling
+            new.admissions.append(Admission(request.slot, known, sampling, request.prompt_length, request.adapter))
             new.updates.append(TableUpdate(request.slot, 0, [list(b) for b in request.table.blocks]))
         elif growth.blocks:
             new.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
@@ -324,6 +331,7 @@ class Scheduler:
         assert request.table is not None
         self.state.close(request.table)
         self.media.release(request)
+        self.adapters.stop(request.message.adapter)
         self._slots.append(request.slot)
         request.table, request.slot, request.planned = None, -1, 0
 
@@ -343,7 +351,8 @@ class Scheduler:
         wanted = [row.request.message.sampling for row in rows for _ in range(row.samples)]
         scorers = (rows[each.row].request.message.sampling for each in scores)
         plan = Plan(
-            id=new.plan_id, admissions=new.admissions, updates=new.updates, copies=new.copies,
+            id=new.plan_id, adapters=self.adapters.writes(), adapted=any(row.request.adapter >= 0 for row in rows),
+            admissions=new.admissions, updates=new.updates, copies=new.copies,
             slots=[row.request.slot for row in rows], starts=[row.start for row in rows],
             counts=[row.count for row in rows], samples=[i for i, row in enumerate(rows) for _ in range(row.samples)],
             drafts=[DraftedTokens(i, row.drafts) for i, row in enumerate(rows) if row.drafts],
@@ -436,6 +445,7 @@ class Scheduler:
         self.stats.finished += 1
         if request.slot < 0:
             self.waiting.remove(request)
+            self.adapters.close(request.message.adapter)
         else:
             self.running.remove(request)
             self._pending_release.append(request)
@@ -449,3 +459,4 @@ class Scheduler:
         for request in [each for each in self._pending_release if each.last_plan <= retired]:
             self._pending_release.remove(request)
             self._release(request)
+            self.adapters.close(request.message.adapter)

@@ -29,7 +29,7 @@ class DeviceTables:
         blocks: for each group int32 [slots + 1, columns]. A block is numbered as the group's provider numbers it:
             the plan's block id divided by the group's span.
         floats: float32 [slots + 1, 6]: temperature, top_p, min_p, repetition, frequency and presence penalty.
-        ints: int32 [slots + 1, 3]: top_k, seed, prompt length.
+        ints: int32 [slots + 1, 4]: top_k, seed, prompt length, slot of the adapter or -1.
     """
 
     def __init__(self, device: Device, slots: int, length: int, spans: Sequence[int], block_size: int) -> None:
@@ -40,7 +40,8 @@ class DeviceTables:
         columns = -(-length // block_size)
         self.blocks = [torch.zeros(slots, columns, dtype=torch.int32, device=where) for _ in spans]
         self.floats = torch.ones(slots, 6, dtype=torch.float32, device=where)
-        self.ints = torch.zeros(slots, 3, dtype=torch.int32, device=where)
+        self.ints = torch.zeros(slots, 4, dtype=torch.int32, device=where)
+        self.ints[:, 3] = -1
         self._biased: set[int] = set()
 
     @cached_property
@@ -61,7 +62,7 @@ class DeviceTables:
             (x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.frequency_penalty, x.presence_penalty)
             for x in sampling
         ]
-        ints = [(a.sampling.top_k, _signed(a.sampling.seed), a.prompt) for a in admissions]
+        ints = [(a.sampling.top_k, _signed(a.sampling.seed), a.prompt, a.adapter) for a in admissions]
         self.floats[slots] = self._device.upload(np.array(floats, dtype=np.float32))
         self.ints[slots] = self._device.upload(np.array(ints, dtype=np.int32))
         changed = [a for a in admissions if a.sampling.bias or a.slot in self._biased]

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from evener.contracts.adapters import AdapterLimits
 from evener.contracts.pooling import PoolingSettings
 
 
@@ -33,6 +34,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         hidden_size: width of the embeddings; media given as rows must have it.
         media_rows: embedding rows of media that one engine step takes.
         encoders: kinds of media that the model encodes itself ("image"), sorted.
+        adapters: which adapters (LoRA) it takes; None: none.
         backend, backend_version, backend_reason: the backend in use, and why it was chosen.
         device: the device's name.
         dtype: the compute dtype, torch's name.
@@ -56,6 +58,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     media_rows: int = 1
     encoders: list[str] = []
+    adapters: AdapterLimits | None = None
     backend_version: str = ""
     device: str = ""
     dtype: str = ""

@@ -1,6 +1,7 @@
 """The messages between front end and controller: plain msgspec structs, the same in memory and between processes.
 
-Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``GetStats``, ``Shutdown``. Controller to front end:
+Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``LoadAdapter``, ``UnloadAdapter``, ``GetStats``,
+``Shutdown``. Controller to front end:
 ``Tokens``, ``Finished``, ``StatsReport``, ``Ready``, ``Dead``. Controller and worker exchange what ``plan`` defines.
 Every request ends in exactly one ``Finished``, also one that was refused.
 """
@@ -11,6 +12,7 @@ from bisect import bisect_left
 
 import msgspec
 
+from evener.contracts.adapters import AdapterTensor
 from evener.contracts.grammar.library import GrammarSpec
 from evener.contracts.media import MediaItem
 from evener.contracts.outputs import FinishReason
@@ -70,6 +72,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
         max_tokens: already limited to the model's context length.
         stop_token_ids: generating one of them ends the request with reason ``stop``. The token itself is reported.
         max_time: seconds from the controller's receipt until the request ends with reason ``timeout``; None: no limit.
+        adapter: the adapter (LoRA) that it is computed with; "": none.
         cache_salt: requests with different salts (adapter, tenant) share no cached prefix.
         priority: waiting requests with a higher priority start first.
         fork_of: id of an earlier request that begins with the same tokens, at least one block of them. This request
@@ -85,6 +88,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     sampling: Sampling = Sampling()
     stop_token_ids: list[int] = []
     max_time: float | None = None
+    adapter: str = ""
     cache_salt: str = ""
     priority: int = 0
     fork_of: str = ""
@@ -104,6 +108,19 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     id: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Requests may name this adapter from now on. Adapters with equal ids are equal."""
+
+    id: str
+    tensors: list[AdapterTensor]
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """New requests with this adapter fail; those that were accepted keep it. Unknown ids are ignored."""
+
+    id: str
+
+
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Answer with one ``StatsReport``."""
 
@@ -114,7 +131,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ToController = NewRequest | Abort | Finish | GetStats | Shutdown
+ToController = NewRequest | Abort | Finish | LoadAdapter | UnloadAdapter | GetStats | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import msgspec
 
+from evener.contracts.adapters import AdapterTensor
 from evener.engine.wire.media import StepMedia
 from evener.engine.wire.messages import Sampling, TokenLogprobs
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """A request takes a slot: its known tokens, its sampling parameters, and the length of its prompt in tokens."""
+    """A request takes a slot: its known tokens, its sampling parameters, the length of its prompt in tokens, and the
+    slot of its adapter, -1 if it has none."""
 
     slot: int
     tokens: list[int]
     sampling: Sampling
     prompt: int = 0
+    adapter: int = -1
 
 
 class TableUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +40,13 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     group: int
     source: int
     target: int
+
+
+class AdapterWrite(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter takes a slot in place of another one."""
+
+    slot: int
+    tensors: list[AdapterTensor]
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +70,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
 
     Attributes:
         id: counts up by one.
-        admissions, updates, copies: applied in this order, before the rows run.
+        adapters, admissions, updates, copies: applied in this order, before the rows run.
+        adapted: whether a row has an adapter.
         slots, starts, counts: of each row, its slot, the position of its first token and its number of tokens.
         drafts: the rows that end with proposed tokens.
         samples: indices of the rows that sample a token, which gets position ``start + count``. A row with n proposed
@@ -77,6 +88,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """
 
     id: int
+    adapters: list[AdapterWrite] = []
+    adapted: bool = False
     admissions: list[Admission] = []
     updates: list[TableUpdate] = []
     copies: list[BlockCopy] = []

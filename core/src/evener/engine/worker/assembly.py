@@ -25,6 +25,7 @@ from evener.distributed.communicators import communicator_factory, open_host_gro
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
+from evener.engine.worker.adapters import AdapterStacks
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
@@ -53,6 +54,7 @@ class Assembly:
         agreement: with the stages on other backends, if there are any.
         other_stages: the other pipeline stages, declared.
         pooling: what the model makes of a text, if it generates none.
+        adapters: the places for adapters.
     """
 
     config: ResolvedConfig
@@ -70,6 +72,7 @@ class Assembly:
     ranks: RankGroups
     media_rows: int
     agreement: Agreement
+    adapters: AdapterStacks
     other_stages: Sequence[Builder] = ()
     pooling: PoolingSettings | None = None
 
@@ -138,6 +141,7 @@ def assemble(
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
     resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
     resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
+    adapters = AdapterStacks(build, infer, [b for b, _ in declared])
     resolver.sites(build.sites)
     size = None if resolved.block_size == "auto" else resolved.block_size
     slots = [b.slots for b, _ in declared]
@@ -146,7 +150,7 @@ def assemble(
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     return Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
-        ranks, media_rows, agreement, other_stages, None if pooling is None else pooling.settings,
+        ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings,
     )  # fmt: skip
 
 

@@ -32,10 +32,12 @@ log = logging.getLogger("evener.worker")
 
 class CaptureKey(NamedTuple):
     """Steps that share a capture: the padded number of tokens, the padded number of tokens of one request that are
-    sampled behind (0: each request has one token), and which parts of sampling at least one row needs."""
+    sampled behind (0: each request has one token), whether a row has an adapter, and which parts of sampling at least
+    one row needs."""
 
     size: int
     prompt: int = 0
+    adapted: bool = False
     random: bool = False
     penalized: bool = False
     biased: bool = False
@@ -44,7 +46,7 @@ class CaptureKey(NamedTuple):
     @property
     def greedy(self) -> bool:
         """Whether every row takes the id of its largest logit."""
-        return not any(self[2:])
+        return not any(self[3:])
 
 
 @dataclass
@@ -133,7 +135,7 @@ class StepGraphs:
         if size is None or samples > max(behind, rows):
             return None
         needs = (plan.random, plan.penalized, plan.biased, plan.masked) if draws else ()
-        return CaptureKey(size, behind, *map(bool, needs))
+        return CaptureKey(size, behind, plan.adapted, *map(bool, needs))
 
     def _replay(self, replay: Replay, lengths: Lengths) -> None:
         if self._device.capabilities.graph_update:
@@ -170,6 +172,7 @@ class StepGraphs:
         sizes = (self._device, kind.size, self._spare, self._length)
         inputs: Inputs = PromptInputs(*sizes, kind.prompt) if kind.prompt else DecodeInputs(*sizes)
         stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
+        shape = replace(inputs.shape, adapted=kind.adapted)
         slots, positions = inputs.sample_slots, inputs.sample_positions
         ids, rows = torch.zeros_like(slots), torch.arange(len(slots), dtype=torch.int32, device=slots.device)
 
@@ -180,7 +183,7 @@ class StepGraphs:
             outputs["masks"] = torch.full((len(slots), words), -1, dtype=torch.int32, device=slots.device)
 
         def forward() -> None:
-            step = runner.step(inputs.shape, inputs.parts)
+            step = runner.step(shape, inputs.parts)
             if stages is not None and stream_buffer is not None:
                 step.stream = stages.layer_input(stream_buffer.clone())  # a layer may write where it reads
             hidden = runner.model.forward(step)

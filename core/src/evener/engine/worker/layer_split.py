@@ -112,7 +112,7 @@ def _time_layer(one: Assembly) -> float:
     load_stage(one)
     pool = one.geometry.bind(1, device)
     tables = DeviceTables(device, 1, one.config.max_seq_len, one.geometry.spans, one.geometry.block_size)
-    runner = Runner(device, one.model, one.sampler, tables, one.geometry)
+    runner = Runner(device, one.model, one.sampler, tables, one.geometry, one.adapters)
     plan = one_request(tokens, len(one.geometry.groups), one.geometry.block_size)
     with torch.inference_mode():
         runner.apply(plan)

@@ -19,6 +19,7 @@ from evener.engine.sampling.masks import packed_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.plan import Plan, StepMasks
+from evener.engine.worker.adapters import AdapterStacks
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.stages import PipelineChannel
@@ -45,6 +46,7 @@ class Runner:
     Args:
         tables: the requests' data on the device.
         geometry: state groups and block size. Its slots must be bound before the first step.
+        adapters: the places for adapters.
         stages: this rank's end of the pipeline; None without pipeline stages.
         media: the media rows; None on stages after the first, which do not embed.
         pooler: of a model that embeds texts, and samples nothing.
@@ -52,10 +54,11 @@ class Runner:
 
     def __init__(
         self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry,
-        stages: PipelineChannel | None = None, media: MediaStore | None = None, pooler: Pooler | None = None,
+        adapters: AdapterStacks, stages: PipelineChannel | None = None, media: MediaStore | None = None,
+        pooler: Pooler | None = None,
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
-        self.stages, self.media, self.pooler = stages, media, pooler
+        self.adapters, self.stages, self.media, self.pooler = adapters, stages, media, pooler
 
     def execute(self, plan: Plan) -> PendingStep | Draw:
         """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
@@ -88,6 +91,7 @@ class Runner:
     def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
         """Make the model's step from the arrays of a layout. It only runs device work, so it can be captured."""
         positions = parts["positions"]
+        self.adapters.rows.index = self.tables.ints[parts["token_slots"], 3] if shape.adapted else None
         token_ids = self.tables.tokens[parts["token_slots"], positions]
         return ForwardStep(bucket_index(shape.tokens), token_ids, positions, self._metas(shape, parts))
 
@@ -104,6 +108,8 @@ class Runner:
         """Write what a plan changes: ids that the last stage has sampled, new requests, block tables, copied blocks."""
         if self.stages is not None and self.stages.world.first_stage:
             self.stages.receive_ids(plan)
+        for adapter in plan.adapters:
+            self.adapters.write(adapter)
         if plan.admissions:
             self.tables.admit(plan.admissions)
         if plan.updates:

@@ -26,7 +26,8 @@ def one_request(tokens: int, groups: int, block_size: int) -> Plan:
 
 @dataclass
 class StepShape:
-    """The sizes of a step as host numbers; see ``evener.contracts.state.StateStep``."""
+    """The sizes of a step as host numbers; see ``evener.contracts.state.StateStep``. ``adapted``: whether a row has an
+    adapter."""
 
     tokens: int
     requests: int
@@ -35,6 +36,7 @@ class StepShape:
     query_lens: Sequence[int]
     kv_lens: Sequence[int]
     captured: bool = False
+    adapted: bool = False
 
 
 class StepLayout(StepShape):
@@ -46,7 +48,7 @@ class StepLayout(StepShape):
         ends = starts + counts
         super().__init__(
             tokens=int(counts.sum()), requests=len(plan.slots), max_query=int(counts.max()), max_kv=int(ends.max()),
-            query_lens=plan.counts, kv_lens=ends.tolist(),
+            query_lens=plan.counts, kv_lens=ends.tolist(), adapted=plan.adapted,
         )  # fmt: skip
         query_start = np.zeros(self.requests + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])

@@ -64,7 +64,7 @@ class Worker:
         media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
         width, where = a.model.hidden_size, a.device.torch_device
         pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, stages, media, pooler)
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media, pooler)
         self._graphs: StepGraphs | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
         self._draw: Draw | None = None
@@ -163,6 +163,7 @@ class Worker:
             hidden_size=a.model.hidden_size,
             media_rows=a.media_rows,
             encoders=sorted(a.model.encoders),
+            adapters=a.adapters.limits,
             backend=b.name,
             backend_version=b.version,
             backend_reason=a.loaded.selection.reason,

@@ -1,0 +1,98 @@
+"""Which adapters (LoRA) are loaded, and which of them have a place on the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from evener.contracts.adapters import AdapterTensor
+from evener.engine.controller.request import Request
+from evener.engine.wire.plan import AdapterWrite
+
+
+class Adapters:
+    """The adapters of an engine with ``slots`` places for them on the device.
+
+    Every loaded adapter is kept in host memory. One gets a place when a request with it starts; if none is free, it
+    takes that of the adapter without running requests that was used longest ago. An adapter that was unloaded stays
+    until the last of its requests has ended.
+    """
+
+    def __init__(self, slots: int = 0) -> None:
+        self._loaded: dict[str, list[AdapterTensor]] = {}
+        #: The slot of each adapter that has one; the one used longest ago is first.
+        self._slots: dict[str, int] = {}
+        self._free = list(range(slots - 1, -1, -1))
+        self._open, self._running = Counter[str](), Counter[str]()
+        self._leaving: set[str] = set()
+        self._unwritten: dict[int, str] = {}
+
+    def load(self, adapter: str, tensors: list[AdapterTensor]) -> None:
+        """Keep an adapter, so that requests may name it."""
+        self._loaded[adapter] = tensors
+        self._leaving.discard(adapter)
+
+    def unload(self, adapter: str) -> None:
+        """Forget an adapter when its requests have ended."""
+        self._leaving.add(adapter)
+        self._forget(adapter)
+
+    def _forget(self, adapter: str) -> None:
+        if adapter in self._leaving and not self._open[adapter]:
+            self._leaving.remove(adapter)
+            self._loaded.pop(adapter, None)
+            if adapter in self._slots:
+                self._free.append(slot := self._slots.pop(adapter))
+                self._unwritten.pop(slot, None)
+
+    def open(self, adapter: str) -> bool:
+        """A request with this adapter ("": none) arrives; False if it is not loaded."""
+        if adapter:
+            if adapter not in self._loaded or adapter in self._leaving:
+                return False
+            self._open[adapter] += 1
+        return True
+
+    def close(self, adapter: str) -> None:
+        """A request with this adapter has ended, and no plan computes it any more."""
+        if adapter:
+            self._open[adapter] -= 1
+            self._forget(adapter)
+
+    def startable(self, requests: Iterable[Request]) -> Request | None:
+        """The first that may start. One that waits for a place lets only requests without an adapter pass, or it might
+        wait for ever."""
+        blocked = False
+        for request in requests:
+            adapter = request.message.adapter
+            if not adapter or (not blocked and self._has_place(adapter)):
+                return request
+            blocked = True
+        return None
+
+    def _has_place(self, adapter: str) -> bool:
+        return adapter in self._slots or bool(self._free) or not all(self._running[each] for each in self._slots)
+
+    def start(self, adapter: str) -> int:
+        """A request that may start does so. Returns the adapter's slot; -1 without an adapter."""
+        if not adapter:
+            return -1
+        slot = self._slots.pop(adapter, None)
+        if slot is None:
+            if not self._free:
+                self._free.append(self._slots.pop(next(each for each in self._slots if not self._running[each])))
+            slot = self._free.pop()
+            self._unwritten[slot] = adapter
+        self._slots[adapter] = slot
+        self._running[adapter] += 1
+        return slot
+
+    def stop(self, adapter: str) -> None:
+        """A request that has started with this adapter holds no slot of the tables any more."""
+        self._running[adapter] -= 1
+
+    def writes(self) -> list[AdapterWrite]:
+        """What the next plan writes, for adapters that got their slots since the last one."""
+        found = [AdapterWrite(slot, self._loaded[adapter]) for slot, adapter in self._unwritten.items()]
+        self._unwritten.clear()
+        return found

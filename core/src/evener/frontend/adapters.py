@@ -1,0 +1,119 @@
+"""The adapters (LoRA) that requests may name: read from folders, checked, and handed to the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from evener.contracts.adapters import AdapterLimits, AdapterTensor
+from evener.engine.wire.messages import LoadAdapter, ToController, UnloadAdapter
+from evener.errors import CheckpointError, RequestError, did_you_mean
+from evener.plugins.discover import installed_catalog
+
+_MAX_NAME = 256
+
+
+class Adapters:
+    """The adapters of one engine, by name. Thread-safe.
+
+    Args:
+        limits: what the engine takes; None: no adapters.
+        reserved: names that no adapter may have.
+        send: hands messages to the engine.
+    """
+
+    def __init__(
+        self, limits: AdapterLimits | None = None, reserved: Sequence[str] = (),
+        send: Callable[[ToController], None] = lambda message: None,
+    ) -> None:  # fmt: skip
+        self._limits, self._reserved, self._send = limits, reserved, send
+        self._changing = threading.Lock()
+        #: Name → folder, and id in the engine, which stands for name and content.
+        self._loaded: dict[str, tuple[str, str]] = {}
+
+    @property
+    def folders(self) -> Mapping[str, str]:
+        """The folder of each loaded adapter, by name."""
+        return {name: folder for name, (folder, _) in self._loaded.copy().items()}
+
+    def load(self, name: str, folder: str | Path, replace: bool = False) -> None:
+        """Let requests name the adapter in a folder. It is read once, which may take seconds.
+
+        Args:
+            replace: in place of one with the same name, which requests that were submitted keep.
+
+        Raises:
+            RequestError: the engine takes no adapters, the name cannot be used, or too many are loaded.
+            CheckpointError: the folder cannot be used.
+        """
+        if self._limits is None:
+            raise RequestError("this engine takes no adapters; start it with infer.max_loras=1 or more", "lora_name")
+        if not 0 < len(name) <= _MAX_NAME or not name.isprintable() or name in self._reserved:
+            raise RequestError(f"an adapter cannot be called {name[:_MAX_NAME]!r}; give it a name of 1 to {_MAX_NAME} "
+                               "visible characters that is not the model's", "lora_name")  # fmt: skip
+        tensors, digest = _read(Path(folder), self._limits), hashlib.sha256(name.encode())
+        for tensor in tensors:
+            digest.update(hashlib.sha256(msgspec.msgpack.encode(tensor)).digest())
+        message = LoadAdapter(digest.hexdigest(), tensors)
+        with self._changing:
+            if name in self._loaded and not replace:
+                raise RequestError(f"an adapter {name!r} is already loaded; unload it first", "lora_name")
+            if len(self._loaded) >= self._limits.loaded and name not in self._loaded:
+                raise RequestError(f"{len(self._loaded)} adapters are loaded, the maximum of infer.max_cpu_loras; "
+                                   "unload one first", "lora_name")  # fmt: skip
+            before, self._loaded[name] = self._loaded.get(name), (str(folder), message.id)
+            if before is not None:
+                self._send(UnloadAdapter(before[1]))
+            self._send(message)
+
+    def unload(self, name: str) -> None:
+        """Let no more requests name an adapter; those that were submitted keep it.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        with self._changing:
+            self._send(UnloadAdapter(self.find(name)))
+            del self._loaded[name]
+
+    def find(self, name: str | None) -> str:
+        """The id of an adapter; "" for None.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        found = ("", "") if name is None else self._loaded.get(name)
+        if found is None:
+            shown = str(name)[:_MAX_NAME]
+            raise RequestError(f"no adapter {shown!r} is loaded{did_you_mean(shown, self.folders)}", "lora")
+        return found[1]
+
+    def load_all(self, modules: Sequence[str]) -> None:
+        """Load the adapters of ``infer.lora_modules``.
+
+        Raises:
+            CheckpointError: an entry is not NAME=FOLDER, or cannot be used.
+        """
+        for entry in modules:
+            name, separator, folder = entry.partition("=")
+            try:
+                if not separator:
+                    raise RequestError("write it as NAME=FOLDER")
+                self.load(name, folder)
+            except (RequestError, CheckpointError) as error:
+                raise CheckpointError(f"infer.lora_modules: {entry[:_MAX_NAME]!r}: {error}") from error
+
+
+def _read(folder: Path, limits: AdapterLimits) -> list[AdapterTensor]:
+    """What the first reader that knows the folder's format makes of it."""
+    readers = installed_catalog().lazy_imports("adapter reader")
+    for reader in readers.values():
+        tensors: list[AdapterTensor] | None = reader.load()(folder, limits)
+        if tensors is not None:
+            return tensors
+    known = f"of these formats: {', '.join(readers)}" if readers else "of an installed format; install evener-formats"
+    raise CheckpointError(f"{folder} is no folder with an adapter {known}")
