@@ -36,10 +36,10 @@ class BeamStream:
 
     def __init__(
         self, llm: AsyncLLM, request_id: str, ids: list[int], options: BeamOptions, *, n: int, stops: Collection[int],
-        max_tokens: int, max_time: float | None = None, skip_special_tokens: bool = True,
+        max_tokens: int, max_time: float | None = None, skip_special_tokens: bool = True, lora: str | None = None,
     ) -> None:  # fmt: skip
         self.request_id, self.prompt, self.prompt_token_ids, self.n = request_id, None, ids, n
-        self._llm, self._skip_special = llm, skip_special_tokens
+        self._llm, self._skip_special, self._lora = llm, skip_special_tokens, lora
         self._search = BeamSearch(options, stops, max_tokens)
         self._stops = frozenset(stops)
         self._until = None if max_time is None else time.monotonic() + max_time
@@ -100,6 +100,7 @@ class BeamStream:
             return Delta(self.request_id, 0, finish_reason="timeout")
         params = SamplingParams(
             temperature=0, max_tokens=1, logprobs=self._search.needed, ignore_eos=True, detokenize=False, max_time=left,
+            lora=self._lora,
         )  # fmt: skip
         first = not self._search.running[0].ids
         likeliest: list[Mapping[int, float]] = []

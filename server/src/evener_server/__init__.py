@@ -21,6 +21,7 @@ module                  content
 ``nodes``               one process started per machine: starts torchrun
 ``service``             what the endpoints share
 ``page``                the page for people at /; ``web/`` has its files
+``adapters``            adapters (LoRA) that are loaded while the server runs
 ``api_keys``            which keys requests may have, and the check of each
 ``middleware``          request ids, access log, unexpected errors
 ``body``                from a request's bytes to a JSON object
@@ -103,6 +104,10 @@ descriptor = Descriptor(
         ),
         "token_ids": Option(
             type=bool, default=False, help="Log-probabilities name tokens by their ids, for requests that do not say."
+        ),
+        "lora_folder": Option(
+            type=str, default=None, help="Folder below which clients may load adapters (LoRA) while the server runs; "
+            "none: they may not.",
         ),
         "watermark_key_file": Option(
             type=str, default=None, help="Text file with a secret key: sampled answers get a watermark of it."

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError
 from evener_server import status
+from evener_server.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from evener_server.anthropic.body import ConversationBody, MessagesBody
 from evener_server.anthropic.job import ERROR_SCHEMA as ANTHROPIC_ERROR_SCHEMA
 from evener_server.anthropic.job import MessageJob, TokenCounter, error_body
@@ -91,6 +92,8 @@ def create_app(
     _add_pooled(app, service)
     _add_translated(app, service)
     _add_tokens(app, service)
+    if service.options.lora_folder is not None:
+        _add_adapters(app, service, service.options.lora_folder)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's way to add schemas
     return app
 
@@ -207,6 +210,18 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return Response(await tokens.detokenize(body), media_type="application/json")
 
 
+def _add_adapters(app: FastAPI, service: Service, folder: str) -> None:
+    @app.post("/v1/load_lora_adapter", openapi_extra=_schema(LoadAdapterBody), responses=_errors())
+    async def load_lora_adapter(request: Request) -> Response:
+        body = await _read(request, service, LoadAdapterBody)
+        return Response(await load_adapter(service, folder, body), media_type="text/plain")
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=_schema(UnloadAdapterBody), responses=_errors())
+    async def unload_lora_adapter(request: Request) -> Response:
+        body = await _read(request, service, UnloadAdapterBody)
+        return Response(unload_adapter(service, body), media_type="text/plain")
+
+
 def _add_translated(app: FastAPI, service: Service) -> None:
     responses = ResponseStore()
     background = BackgroundResponses(responses)
@@ -264,7 +279,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, EmbeddingBody,
-                 RerankBody, ScoreBody, TokenizeText, TokenizeChat, DetokenizeBody)  # fmt: skip
+                 RerankBody, ScoreBody, TokenizeText, TokenizeChat, DetokenizeBody, LoadAdapterBody,
+                 UnloadAdapterBody)  # fmt: skip
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

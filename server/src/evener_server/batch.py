@@ -48,7 +48,7 @@ class BatchJob(Job):
         self._service, self._body = service, body
         self._chats = [ChatJob(service, each) for each in body.chats()]
         self.without_effect = self._chats[0].without_effect
-        self._head = service.head("chatcmpl", "chat.completion")
+        self._head = service.head("chatcmpl", "chat.completion", body.model)
 
     async def start(self) -> Generation:
         service = self._service

@@ -46,7 +46,8 @@ class ChatJob(Job):
             self._params = replace(self._params, skip_special_tokens=False)
         self._names = service.token_names(body.return_tokens_as_token_ids)
         self._echoed = _last_answer(body) if body.echo else ""
-        self._head = service.head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion")
+        kind = "chat.completion.chunk" if self.stream else "chat.completion"
+        self._head = service.head("chatcmpl", kind, body.model)
 
     def _parsers(self) -> tuple[type[ReasoningParser] | None, type[ToolParser] | None]:
         chat, called = self._service.llm.chat, self._body.calls_tools

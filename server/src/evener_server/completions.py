@@ -37,7 +37,7 @@ class CompletionJob(Job):
         if body.beams is not None:
             check_beams(self._params, self.stream)
         self._names = service.token_names(body.return_tokens_as_token_ids)
-        self._head = service.head("cmpl", "text_completion")
+        self._head = service.head("cmpl", "text_completion", body.model)
 
     async def start(self) -> Generation:
         service, count, samples = self._service, self._body.prompts, self._body.samples

@@ -35,6 +35,7 @@ class ServerOptions:
         tokenizer_info: show the tokenizer's settings.
         token_ids: log-probabilities name tokens by their ids by default.
         watermark_key_file: a file with the key of the watermark.
+        lora_folder: a folder below which clients may load adapters; None: they may not.
     """
 
     vllm_metrics: bool = True
@@ -51,6 +52,7 @@ class ServerOptions:
     tokenizer_info: bool = False
     token_ids: bool = False
     watermark_key_file: str | None = None
+    lora_folder: str | None = None
 
     def read_chat_template(self) -> str | None:
         """The text of ``chat_template``.

@@ -28,8 +28,8 @@ class PooledJob(Job):
 
     def __init__(self, service: Service, body: PromptBody, count: int, param: str, prefix: str) -> None:
         self._service, self._count, self._param = service, count, param
-        self._params = replace(EMBED, max_time=body.max_time)
-        head = service.head(prefix, "list")
+        self._params = replace(EMBED, max_time=body.max_time, lora=service.adapter(body.model))
+        head = service.head(prefix, "list", body.model)
         self._head = {name: head[name] for name in ("id", "object", "created", "model")}
 
     @abstractmethod

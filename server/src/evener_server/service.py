@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,15 +85,30 @@ class Service:
         """OpenAI's ``system_fingerprint``: the same fingerprint and seed give the same tokens."""
         return f"evener-{self.version}-{self.info.backend}"
 
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The names of the model itself."""
+        return (self.model_name, *self.options.aliases)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The folders of the loaded adapters (LoRA), by name; none before the engine is ready."""
+        return self.llm.adapters.folders if self.llm.ready else {}
+
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter (LoRA) that a request's ``model`` names; None if it is the model itself."""
+        return None if name is None or name in self.own_names else name
+
     def check_model(self, name: str) -> None:
         """Raises:
         ApiError: 404, ``name`` is another model.
         """
-        if name not in (self.model_name, *self.options.aliases):
+        if name not in self.own_names and name not in self.adapters:
             shown = name if len(name) <= 200 else name[:200] + "…"
             raise ApiError(
                 404,
-                f"model {shown!r} does not exist here; this server has {self.model_name!r}",
+                f"model {shown!r} does not exist here; this server has "
+                + ", ".join(map(repr, [self.model_name, *sorted(self.adapters)[:20]])),
                 "model",
                 "model_not_found",
             )
@@ -109,7 +124,7 @@ class Service:
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if (highest := max(getattr(body, name, None) or (), default=0)) > last:
                 raise RequestError(f"{name} has {highest}: ids are from 0 to {last}", name)
-        params = body.sampling(detokenize=self.llm.tokenizer is not None)
+        params = replace(body.sampling(detokenize=self.llm.tokenizer is not None), lora=self.adapter(body.model))
         return params if self._watermark is None else replace(params, seed=self._watermark.seed(params.seed))
 
     def reasons(self, with_tools: bool) -> bool:
@@ -152,12 +167,12 @@ class Service:
         if params.grammar is not None:
             await self.grammars.check(params.grammar, field)
 
-    def head(self, prefix: str, kind: str) -> dict[str, Any]:
-        """The first fields of a response, with a new id."""
+    def head(self, prefix: str, kind: str, model: str | None) -> dict[str, Any]:
+        """The first fields of a response, with a new id; ``model``: what the request says."""
         return {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": self.model_name,
+            "model": self.adapter(model) or self.model_name,
             "system_fingerprint": self.fingerprint,
         }

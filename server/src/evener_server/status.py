@@ -14,18 +14,19 @@ from evener_server.vllm_metrics import VllmFamilies
 
 
 def model_card(service: Service, name: str | None = None) -> dict[str, Any]:
-    """The model as ``/v1/models`` shows it under ``name``; default: its own name.
+    """The model, or an adapter, as ``/v1/models`` shows it under ``name``; default: the model's own name.
 
     Raises:
         ApiError: 503, the engine is not ready yet.
     """
+    adapter = service.adapters.get(name or "")
     return {
         "id": name or service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "evener",
-        "root": service.info.model,
-        "parent": None,
+        "root": adapter or service.info.model,
+        "parent": None if adapter is None else service.model_name,
         "max_model_len": service.max_model_len,
         "input_modalities": ["text", *service.info.encoders],
     }
@@ -33,7 +34,7 @@ def model_card(service: Service, name: str | None = None) -> dict[str, Any]:
 
 def model_list(service: Service) -> dict[str, Any]:
     """``GET /v1/models``."""
-    names = (service.model_name, *service.options.aliases)
+    names = (*service.own_names, *service.adapters)
     return {"object": "list", "data": [model_card(service, name) for name in names]}
 
 

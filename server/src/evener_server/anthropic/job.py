@@ -59,7 +59,7 @@ class MessageJob(TranslatedJob):
         if budget is not None and not held:
             self.without_effect = [*self.without_effect, "thinking.budget_tokens"]
         self._id = self.chat.request_id.replace("chatcmpl-", "msg_")
-        self._model, self._output = service.model_name, MessageOutput()
+        self._model, self._output = service.adapter(body.model) or service.model_name, MessageOutput()
         self._stop_reason = ""
         self._stop_sequence: str | None = None
 

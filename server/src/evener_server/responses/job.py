@@ -50,7 +50,7 @@ class ResponseJob(TranslatedJob):
         self._output, self._reasoning_tokens, self._sent = ResponseOutput(body.namespaces()), 0, 0
         self._ids: list[int] = []
         self._id, self._created = self.chat.request_id.replace("chatcmpl-", "resp_"), int(time.time())
-        self._model = service.model_name
+        self._model = service.adapter(body.model) or service.model_name
 
     async def full_response(self, generation: Generation) -> bytes:
         async for _ in self._events(generation):
