@@ -42,7 +42,7 @@ MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "pooling",
     "checkpoint", "communicator", "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared",
     "statics", "weights", "generation.parsers", "generation.parsed", "grammar.library", "generation.drafter", "writing",
-    "conversion.quantizer", "conversion.views", "quantized.state",
+    "conversion.quantizer", "conversion.views", "quantized.state", "adapters",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {
