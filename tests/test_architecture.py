@@ -214,10 +214,10 @@ def test_no_descriptor_imports_torch() -> None:
 CAPS: Mapping[str, int] = {
     "evener.engine.wire": 302, "evener.engine.batching": 76, "evener.engine.controller": 943,
     "evener.engine.worker": 1_342, "evener.engine.processes": 817, "evener.ops": 1_378, "evener.plugins": 1_475,
-    "evener.frontend": 1_303, "evener.layers": 1_107, "evener.config": 1_004, "evener.cli": 258,
+    "evener.frontend": 1_304, "evener.layers": 1_107, "evener.config": 1_004, "evener.cli": 258,
     "evener.contracts": 1_150, "evener.loading": 747, "evener.resolution": 662, "evener.distributed": 239,
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 47,
-    "evener.contracts.grammar": 23, "evener.engine.constraints": 134, "evener.engine.sampling": 199,
+    "evener.contracts.grammar": 24, "evener.engine.constraints": 134, "evener.engine.sampling": 199,
     "evener.tokenization": 89, "evener.exits": 51, "evener.contracts.conversion": 79, "evener.contracts.quantized": 40,
     "evener.contracts.storage": 46, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
     "evener.state_pages": 28, "evener.pooling": 103, "evener.engine.speculation": 176, "evener.contracts.pooling": 28,
@@ -225,7 +225,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 962
 #: The whole core.
-TOTAL_CAP = 15_243
+TOTAL_CAP = 15_245
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,33 @@ def test_answers_to_random_schemas_are_valid_documents_at_every_depth(folder: Pa
 def test_answers_to_a_thousand_random_schemas_are_valid_documents(folder: Path) -> None:
     for first in range(1000, 2000, 100):
         run_schemas(folder, first, 100)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forbidden_pairs_of_tokens_never_come_and_change_nothing_before(folder: Path, depth: int) -> None:
+    settings = dict(setting.split("=") for setting in TINY)
+    common: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    with LLM(str(folder), **{**settings, "infer.depth": str(depth)}) as llm:
+        free = llm.generate(["hello"], SamplingParams(temperature=0.0, **common))[0].outputs[0].token_ids
+        pairs = tuple(dict.fromkeys(pairwise(free[5:])))
+        spec = GrammarSpec(kind="any", text="", forbidden=pairs)
+        held = llm.generate(["hello"], SamplingParams(temperature=0.0, grammar=spec, **common))[0].outputs
+        drawn = llm.generate(["hello"], SamplingParams(n=3, seed=1, top_k=2, grammar=spec, **common))[0].outputs
+    first = next(i for i in range(1, 40) if (free[i - 1], free[i]) in pairs)
+    assert held[0].token_ids[:first] == free[:first] and held[0].token_ids[first] != free[first]
+    for output in (*held, *drawn):
+        ids = output.token_ids
+        assert len(ids) == 40 and output.finish_reason == "length"
+        assert not set(pairwise(ids)) & set(pairs)
+
+
+def test_a_bad_word_of_several_tokens_is_not_generated(client: OpenAI) -> None:
+    def answer(**fields: Any) -> str:
+        bias = {str(letter): 40 for letter in b"abc"}
+        asked: dict[str, Any] = {"max_tokens": 60, "temperature": 1, "seed": 4, "logit_bias": bias}
+        return client.completions.create(model="tiny", prompt="hello", **asked, extra_body=fields).choices[0].text
+
+    assert "ab" in answer() and "ba" in answer()
+    held = answer(bad_words=["ab"])
+    assert "ab" not in held and "a" in held and "b" in held and set(held) <= set("abc")
+    assert "a" not in answer(bad_words=["a"])

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from evener.contracts.grammar.library import GrammarSpec, Matcher
 from evener_conformance.tiny_tokenizer import EOS_ID, VOCAB_SIZE, write_tiny_tokenizer
+from evener_generation.forbidden_tokens import ForbiddenTokens
 from evener_generation.llguidance_grammars import MAX_CHARACTERS, LlguidanceLibrary
 
 
@@ -224,3 +226,48 @@ def test_a_schema_that_refers_to_itself_can_be_used(library: LlguidanceLibrary) 
     tree = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
     text = drawn(library.compile(spec("json_schema", tree)), random.Random(2))
     assert isinstance(json.loads(text), list)
+
+
+def test_no_forbidden_sequence_is_completed_whatever_came_before() -> None:
+    draw = random.Random(3)
+    for _ in range(60):
+        ids = range(draw.randint(2, 4))
+        sequences = [[draw.choice(ids) for _ in range(draw.randint(1, 5))] for _ in range(draw.randint(1, 6))]
+        matcher: Matcher = ForbiddenTokens([*sequences, [7, 70]], 70)
+        text: list[int] = []
+        for _ in range(60):
+            mask = np.unpackbits(np.frombuffer(matcher.mask(), dtype=np.uint8), bitorder="little")
+            found = [int(each) for each in np.flatnonzero(mask)]
+            wrong = {
+                each[-1] for each in sequences if len(each) <= len(text) + 1 and [*text, each[-1]][-len(each) :] == each
+            }
+            assert found == sorted(set(range(70)) - wrong), (sequences, text)
+            text.append(draw.choice([each for each in found if each in ids] or found))
+            copied = matcher.copy()
+            matcher.accept(text[-1])
+            copied.accept(69)
+        assert len(text) == 60
+
+
+def test_a_grammar_is_kept_to_without_its_forbidden_sequences(library: LlguidanceLibrary) -> None:
+    forbidden = (tuple(b"ab"), tuple(b"c"))
+    draw = random.Random(1)
+    for kind, text in (("regex", "[a-d]{20}"), ("any", "")):
+        matcher = library.compile(replace(spec(kind, text), forbidden=forbidden))
+        ids: list[int] = []
+        while len(ids) < 20:
+            token = draw.choice([each for each in allowed(matcher) if each in set(b"abcd")])
+            matcher.accept(token)
+            ids.append(token)
+        assert b"ab" not in bytes(ids) and b"c" not in bytes(ids) and b"a" in bytes(ids)
+        assert EOS_ID in allowed(matcher)
+    assert library.problem(replace(spec("any", ""), forbidden=forbidden)) is None
+
+
+def test_a_grammar_whose_only_way_is_forbidden_says_so(library: LlguidanceLibrary) -> None:
+    matcher = library.compile(replace(spec("regex", "abc"), forbidden=(tuple(b"abc"),)))
+    for token in b"ab":
+        assert allowed(matcher) == [token]
+        matcher.accept(token)
+    with pytest.raises(ValueError, match="forbidden word"):
+        matcher.mask()

@@ -294,8 +294,8 @@ def test_codes_tell_unknown_missing_mistyped_and_unsupported_fields_apart(api: A
     assert error(api.complete(prompt=...))["code"] == "missing_required_parameter"
     assert error(api.complete(max_tokens="4"))["code"] == "invalid_type"
     assert error(api.complete(top_p=2))["code"] == "invalid_value"
-    assert error(api.complete(bad_words=["x"]))["code"] == "unsupported_parameter"
-    assert "send []" in error(api.complete(bad_words=["x"]))["message"]
+    assert error(api.complete(logits_processors=["x"]))["code"] == "unsupported_parameter"
+    assert "send []" in error(api.complete(logits_processors=["x"]))["message"]
 
 
 NO_OP_FIELDS = {

@@ -47,7 +47,8 @@ class SamplingParams:
         presence_penalty: subtracted from a token's logit once if it occurs in the sample; in [-2, 2].
         repetition_penalty: for tokens in the prompt or the sample, divides a positive logit and multiplies a negative
             one; in [0.01, 100]. 1.0 is off.
-        logit_bias: token id to what is added to its logit; values in [-100, 100], at most 512 ids.
+        logit_bias: token id to what is added to its logit; values in [-100, 100], or minus infinity, which forbids
+            the token; at most 512 ids.
         logprobs: return the sampled token's log-probability and this many of the likeliest; None: none. They are the
             model's own, before penalties, biases, temperature and filters.
         logprob_ids: with ``logprobs``: return the log-probabilities of these token ids in place of the likeliest.
@@ -135,7 +136,7 @@ class SamplingParams:
         for name, (ids, kind, limit) in {**lists, "logit_bias": (self.logit_bias, Mapping, MAX_LOGIT_BIAS)}.items():
             if not isinstance(ids, kind) or len(ids) > limit or not all(type(i) is int and i >= 0 for i in ids):
                 raise RequestError(f"{name} must contain only token ids, at most {limit} of them", name)
-        for value in self.logit_bias.values():
+        for value in [each for each in self.logit_bias.values() if each != -math.inf]:
             _number("logit_bias", math.nan if value is None else value, -100.0, 100.0)
 
     @property

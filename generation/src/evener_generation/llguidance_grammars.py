@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
 from evener_generation.after_reasoning import AfterReasoning, Reasoning
+from evener_generation.forbidden_tokens import ForbiddenTokens
 from evener_generation.structural_tags import in_lark, lark_of
 
 #: Of one grammar, in characters. Compiling takes time in proportion to it.
@@ -40,6 +41,8 @@ class LlguidanceLibrary(GrammarLibrary):
 
     @classmethod
     def problem(cls, spec: GrammarSpec) -> str | None:
+        if spec.kind == "any":
+            return None
         try:
             _, answer = _parts(spec)
             if answer is None:
@@ -50,6 +53,12 @@ class LlguidanceLibrary(GrammarLibrary):
         return _first_line(texts[0]) if failed else None
 
     def compile(self, spec: GrammarSpec) -> Matcher:
+        held = None if spec.kind == "any" else self._compile(spec)
+        if held is not None and not spec.forbidden:
+            return held
+        return ForbiddenTokens(spec.forbidden, self._vocab_size, held)
+
+    def _compile(self, spec: GrammarSpec) -> Matcher:
         if spec.ends not in self._opened:
             ends = list(spec.ends) or None
             self._opened[spec.ends] = LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)

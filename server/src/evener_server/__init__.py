@@ -29,6 +29,7 @@ module                  content
 ``field_types``         types of fields that need a check of their own
 ``messages``            the messages of a chat
 ``images``              images in messages, decoded
+``bad_words``           texts that must not be generated
 ``chat`` ``completions``  the two endpoints
 ``batch``               several chats in one request
 ``held``                grammars of answers: forms, forced calls, reasoning before them

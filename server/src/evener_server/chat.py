@@ -133,6 +133,7 @@ class ChatJob(Job):
         self._params = replace(self._params, grammar=self._held.spec(reasoning))
         field = "tools" if self._held.calls is not None else self._body.grammar_field
         await self._service.check_grammar(self._params, field)
+        self._params = await self._service.without_words(self._params, self._body.bad_words)
 
     def _end_of(self, prompt: list[int] | MediaPrompt) -> str:
         ids, tokenizer = prompt.ids if isinstance(prompt, MediaPrompt) else prompt, self._service.llm.tokenizer

@@ -42,6 +42,7 @@ class CompletionJob(Job):
     async def start(self) -> Generation:
         service, count, samples = self._service, self._body.prompts, self._body.samples
         await service.check_grammar(self._params, self._body.grammar_field)
+        self._params = await service.without_words(self._params, self._body.bad_words)
         request_id = self._head["id"]
         names = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
         with service.llm.reserve(count * samples, "n" if count == 1 else "prompt") as room:

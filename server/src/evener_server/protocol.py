@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError, did_you_mean
 from evener.sampling_params import MAX_LOGPROBS, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
+from evener_server.bad_words import BadWords
 from evener_server.beams import BeamFields
 from evener_server.field_types import INT32, MAX_SHOWN_CHARS, Biases, Embeds, Prompts, Stops, TokenId, short
 from evener_server.messages import Body, ImagePart, Message, Messages, RowsPart, TextPart, allowed_values
@@ -128,8 +129,10 @@ class GenerationBody(PromptBody, BeamFields):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
+    #: Texts that must not be generated.
+    bad_words: BadWords | None = None
+
     # Of vLLM's API: what would change the answer.
-    bad_words: Annotated[Any, allowed_values([])] = None
     logits_processors: Annotated[Any, allowed_values([])] = None
     prompt_embeds: Annotated[Any, allowed_values()] = None
     spaces_between_special_tokens: Annotated[Any, allowed_values(True)] = None
@@ -190,6 +193,8 @@ class GenerationBody(PromptBody, BeamFields):
             raise RequestError("stop_with_eos and ignore_eos contradict each other; send one of them", "ignore_eos")
         if self.beams is not None and self.samples > self.choices:
             raise RequestError("best_of cannot be used with beam search; send num_beams instead", "best_of")
+        if self.bad_words and self.beams is not None:
+            raise RequestError("bad_words cannot be used with beam search; leave it out", "bad_words")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for stream=true only; leave it out", "stream_options")
         if self.min_tokens and self.grammar() is not None:

@@ -17,6 +17,7 @@ from evener.engine.wire.engine_info import EngineInfo
 from evener.errors import RequestError
 from evener.pooling.settings import check_task
 from evener.sampling_params import SamplingParams
+from evener_server.bad_words import without_words
 from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
 from evener_server.generation import Generation, RunningGenerations
@@ -157,6 +158,19 @@ class Service:
         if not text or self.llm.tokenizer is None:
             return 0
         return len(await asyncio.to_thread(self.llm.tokenizer.encode, text, add_special_tokens=False))
+
+    async def without_words(self, params: SamplingParams, words: Sequence[str] | None) -> SamplingParams:
+        """``params`` with which none of ``words`` is generated. In a thread: many words take a while.
+
+        Raises:
+            RequestError: as ``bad_words.without_words``, or there is no library that makes masks.
+        """
+        if not words:
+            return params
+        found = await asyncio.to_thread(without_words, params, words, self.llm.tokenizer)
+        if params.grammar is None:
+            await self.check_grammar(found, "bad_words")
+        return found
 
     async def check_grammar(self, params: SamplingParams, field: str) -> None:
         """Check what the answer has to be, before the engine sees it; ``field`` asks for it.

@@ -151,7 +151,8 @@ class Frontend:
         media = validated_media(prompt, self._hidden_size, self._media_rows)
         ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
         # A text that follows a grammar ends where it is complete.
-        eos_ids = frozenset(self.defaults.eos_ids if params.grammar or not ignore_eos else ())
+        goes_on = ignore_eos and (params.grammar is None or params.grammar.kind == "any")
+        eos_ids = frozenset(() if goes_on else self.defaults.eos_ids)
         bias = self._bias(params, eos_ids | frozenset(params.stop_token_ids))
         return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias, adapter)
 
