@@ -110,6 +110,11 @@ descriptor = Descriptor(
             type=str, default=None, help="Folder below which clients may load adapters (LoRA) while the server runs; "
             "none: they may not.",
         ),
+        "trust_request_chat_template": Option(
+            type=bool,
+            default=False,
+            help="Take chat templates from requests (chat_template). They are programs: only for clients you trust.",
+        ),
         "watermark_key_file": Option(
             type=str, default=None, help="Text file with a secret key: sampled answers get a watermark of it."
         ),

@@ -38,6 +38,7 @@ class ChatJob(Job):
         self.stream = bool(body.stream)
         self._service, self._body = service, body
         self._params, self._top = service.sampling(body), body.shown_logprobs()
+        self._chat = service.prompts.chat(body)
         self._reasoning, self._tools = self._parsers()
         self._held = self._held_to()
         self.without_effect = list(self._held.loose)
@@ -50,7 +51,7 @@ class ChatJob(Job):
         self._head = service.head("chatcmpl", kind, body.model)
 
     def _parsers(self) -> tuple[type[ReasoningParser] | None, type[ToolParser] | None]:
-        chat, called = self._service.llm.chat, self._body.calls_tools
+        chat, called = self._chat, self._body.calls_tools
         if chat is None or not self._params.detokenize:
             return None, None  # the request fails for it
         tools = self._service.parsers.tool(chat) if called else None
@@ -60,7 +61,7 @@ class ChatJob(Job):
         return reasoning if free or (reasoning and issubclass(reasoning, ReasoningWriter)) else None, tools
 
     def _held_to(self) -> Held:
-        body, chat, params = self._body, self._service.llm.chat, self._params
+        body, chat, params = self._body, self._chat, self._params
         budget = body.thinking_token_budget
         if budget is not None and (self._reasoning is None or not issubclass(self._reasoning, ReasoningWriter)):
             message = "thinking_token_budget was sent, but this model is not known to reason; leave it out"

@@ -33,6 +33,7 @@ class ServerOptions:
         root_path: a path before every route.
         thinking_budget: tokens that reasoning may have by default.
         tokenizer_info: show the tokenizer's settings.
+        trust_request_chat_template: requests may bring their chat template.
         token_ids: log-probabilities name tokens by their ids by default.
         watermark_key_file: a file with the key of the watermark.
         lora_folder: a folder below which clients may load adapters; None: they may not.
@@ -50,6 +51,7 @@ class ServerOptions:
     root_path: str = ""
     thinking_budget: int | None = None
     tokenizer_info: bool = False
+    trust_request_chat_template: bool = False
     token_ids: bool = False
     watermark_key_file: str | None = None
     lora_folder: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 from evener.contracts.generation.parsers import Parser, ReasoningParser, ToolParser
@@ -9,6 +10,9 @@ from evener.errors import RequestError, TemplateError, UnknownNameError
 from evener.frontend.chat import Chat
 from evener.plugins.discover import installed_catalog
 from evener_server.options import AUTO, NONE, ServerOptions
+
+#: Chat templates whose parsers are remembered.
+_KEPT = 8
 
 
 class Parsers:
@@ -62,13 +66,8 @@ class _Kind:
             hint = f"Set {option} to one of them, to {AUTO} or to {NONE}."
             raise UnknownNameError(what, chosen, self.names, hint)
         self._chosen = chosen
-        self._by_template: dict[str, type[Parser] | None] = {}
-
-    def of(self, template: str) -> type[Parser] | None:
-        """The parser for a chat template."""
-        if template not in self._by_template:
-            self._by_template[template] = self._look_up(template)
-        return self._by_template[template]
+        #: The parser for a chat template. Few are kept: requests may bring their own.
+        self.of = functools.lru_cache(_KEPT)(self._look_up)
 
     def _look_up(self, template: str) -> type[Parser] | None:
         if self._chosen != AUTO:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import time
 from dataclasses import replace
 
 from evener.async_llm import AsyncLLM
 from evener.contracts.media import MediaPrompt
-from evener.errors import ContextLengthError, RequestError
+from evener.errors import ContextLengthError, RenderTimeoutError, RequestError, TemplateError
+from evener.frontend.chat import Chat
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import SamplingParams
 from evener_server.embedded_prompts import RowParts
@@ -20,10 +22,15 @@ from evener_server.protocol import ChatBody, PromptBody
 
 
 class PromptTokens:
-    """Tokenizes, one text at a time: whoever asks much does not hold up those who generate."""
+    """Tokenizes, one text at a time: whoever asks much does not hold up those who generate.
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm, self._turn = llm, asyncio.Semaphore(1)
+    Args:
+        llm: the engine.
+        trusts_templates: conversations may bring their chat template.
+    """
+
+    def __init__(self, llm: AsyncLLM, trusts_templates: bool = False) -> None:
+        self._llm, self._turn, self._trusts_templates = llm, asyncio.Semaphore(1), trusts_templates
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -46,6 +53,24 @@ class PromptTokens:
         """Tokens that a prompt and its answer may have together."""
         assert self._llm.info is not None, "the server is ready"
         return self._llm.info.max_model_len
+
+    def chat(self, body: ChatBody) -> Chat | None:
+        """What renders a conversation: with the request's own template, if it has one, else with the model's. None:
+        the model has no tokenizer.
+
+        Raises:
+            RequestError: templates of requests are not trusted here.
+        """
+        if body.chat_template is None:
+            return self._llm.chat
+        if not self._trusts_templates:
+            message = "this server takes no chat_template from requests; leave it out, or the operator can set "
+            message += "server.trust_request_chat_template=true"
+            raise RequestError(message, "chat_template", "unsupported_parameter")
+        chat = copy.copy(self._llm.chat)  # with the same render process and its limits
+        if chat is not None:
+            chat.templates = {"default": body.chat_template}
+        return chat
 
     async def text(self, text: str, add_special_tokens: bool, param: str, *, any_length: bool = False) -> list[int]:
         """The token ids of ``text``. ``any_length``: the caller cuts them (the limit of bytes still holds).
@@ -75,7 +100,7 @@ class PromptTokens:
         Raises:
             RequestError: as ``text``, or the template refuses the messages.
         """
-        tokenizer, chat, info = self.tokenizer, self._llm.chat, self._llm.info
+        tokenizer, chat, info = self.tokenizer, self.chat(body), self._llm.info
         assert chat is not None and info is not None, "they are ready together with the tokenizer"
         messages = [message.plain() for message in body.messages]
 
@@ -90,8 +115,13 @@ class PromptTokens:
             read = decode_images(messages) if info.encoders else messages
             return chat.prompt(read, **body.template())
 
-        async with self._turn:
-            prompt = await asyncio.to_thread(render)
+        try:
+            async with self._turn:
+                prompt = await asyncio.to_thread(render)
+        except TemplateError as error:
+            if body.chat_template is not None and not isinstance(error, RenderTimeoutError):
+                error.param = "chat_template"
+            raise
         if isinstance(prompt, MediaPrompt):
             return prompt
         return await self.text(prompt, add_special_tokens, "messages", any_length=any_length)

@@ -54,7 +54,7 @@ class Service:
         path = self.options.watermark_key_file
         self._watermark = None if path is None else read_key(path)
         self.grammars = GrammarChecks()
-        self.prompts = PromptTokens(llm)
+        self.prompts = PromptTokens(llm, self.options.trust_request_chat_template)
         self.metrics = Metrics()
         self.running = RunningGenerations(llm, self.metrics)
         self.version = version("evener-server")

@@ -60,7 +60,7 @@ class Renderer:
                 raise TemplateError("the messages are nested too deeply", "messages") from error
             answer = self._ask(line)
         if "error" in answer:
-            raise TemplateError(f"the model's chat template refused the messages: {answer['error']}", "messages")
+            raise TemplateError(f"the chat template refused the messages: {answer['error']}", "messages")
         return answer["text"]
 
     def start(self) -> None:

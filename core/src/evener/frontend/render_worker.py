@@ -10,6 +10,8 @@ import json
 import resource
 import signal
 import sys
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 import jinja2
@@ -33,22 +35,20 @@ def main(extra_bytes: int, limit_s: float) -> None:
 
 def serve(requests: BinaryIO, answers: BinaryIO, extra_bytes: int, limit_s: float) -> None:
     """Answer each line with ``{"text": …}`` or ``{"error": …}``."""
-    templates: dict[str, jinja2.Template] = {}
+    compiled = lru_cache(8)(compile_template)  # few: requests may bring their own templates
     for line in requests:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
-        answers.write(json.dumps(_answer(json.loads(line), templates, extra_bytes)).encode() + b"\n")
+        answers.write(json.dumps(_answer(json.loads(line), compiled, extra_bytes)).encode() + b"\n")
         answers.flush()
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _answer(request: dict[str, Any], templates: dict[str, jinja2.Template], extra_bytes: int) -> dict[str, str]:
+def _answer(request: dict[str, Any], compiled: Callable[[str], jinja2.Template], extra: int) -> dict[str, str]:
     try:
-        source = request["template"]
-        if source not in templates:
-            templates[source] = compile_template(source)
-        text = render(templates[source], request["messages"], request["continue_final_message"], request["variables"])
+        template = compiled(request["template"])
+        text = render(template, request["messages"], request["continue_final_message"], request["variables"])
     except MemoryError:
-        return {"error": f"it needs more than {extra_bytes >> 20} MiB of memory"}
+        return {"error": f"it needs more than {extra >> 20} MiB of memory"}
     except jinja2.TemplateError as error:
         return {"error": str(error.message or type(error).__name__)}
     except Exception as error:  # an expression in a template may raise anything
