@@ -18,10 +18,10 @@ from pydantic_core import ErrorDetails
 
 from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError, did_you_mean
-from evener.sampling_params import MAX_LOGPROBS, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
+from evener.sampling_params import MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
 from evener_server.bad_words import BadWords
 from evener_server.beams import BeamFields
-from evener_server.field_types import INT32, MAX_SHOWN_CHARS, Biases, Embeds, Prompts, Stops, TokenId, short
+from evener_server.field_types import INT32, MAX_SHOWN_CHARS, Biases, Embeds, Likeliest, Prompts, Stops, TokenId, short
 from evener_server.messages import Body, ImagePart, Message, Messages, RowsPart, TextPart, allowed_values
 from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only, only_ids
 from evener_server.tools import Choice, ToolChoice, Tools
@@ -275,7 +275,7 @@ class TokenOutputs(GenerationBody):
     #: Tokens whose log-probabilities are returned in place of the likeliest tokens'.
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     #: Likeliest tokens to return at each position of the prompt, besides the prompt's own.
-    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    prompt_logprobs: Likeliest | None = None
 
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
@@ -332,7 +332,7 @@ class ChatBody(TokenOutputs):
     messages: Messages
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: Likeliest | None = None
     tools: Tools | None = None
     #: Default: auto.
     tool_choice: Choice = None
@@ -438,7 +438,7 @@ class CompletionBody(TokenOutputs):
     prompt: Prompts = None
     #: Prompts as embeddings. Their choices come before those of ``prompt``.
     prompt_embeds: Embeds = None
-    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    logprobs: Likeliest | None = None
     #: 0 returns only the prompt, with ``echo``.
     max_tokens: Annotated[int | None, Field(ge=0)] = None
 

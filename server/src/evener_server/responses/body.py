@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from evener.errors import RequestError
-from evener.sampling_params import MAX_LOGPROBS
+from evener_server.field_types import Likeliest
 from evener_server.messages import Body, allowed_values
 from evener_server.protocol import GenerationBody
 from evener_server.tools import MOST_TOOLS
@@ -64,7 +64,7 @@ class ResponsesBody(GenerationBody):
     instructions: str | None = None
     previous_response_id: Annotated[str | None, Field(max_length=64)] = None
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: Likeliest | None = None
     include: Annotated[list[str] | None, Field(max_length=32)] = None
     #: Tools that are neither functions nor namespaces of functions run on OpenAI's servers; they are left out.
     tools: Annotated[list[dict[str, Any]] | None, Field(max_length=MOST_TOOLS, fail_fast=True)] = None
