@@ -68,6 +68,13 @@ def test_chats_and_completions_send_their_words_to_the_engine(api: Any) -> None:
             assert asked(api).grammar is None and asked(api).bias == []
 
 
+def test_responses_and_messages_take_the_words_too(api: Any) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    for path, fields in (("/v1/responses", {"input": "hi"}), ("/v1/messages", {"messages": said, "max_tokens": 4})):
+        assert api.post(path, {"model": "fake", "bad_words": ["x"], **fields}).status_code == 200
+        assert asked(api).bias == [LogitBias(ord("x"), -math.inf)]
+
+
 def test_any_text_without_some_words_may_ignore_its_end_but_a_grammar_may_not(api: Any) -> None:
     def stops(**fields: Any) -> bool:
         assert api.complete(ignore_eos=True, **fields).status_code == 200

@@ -57,6 +57,7 @@ from evener.errors import RequestError
         ("logit_bias", {5: 101}),
         ("logit_bias", {5: None}),
         ("logit_bias", {5: float("nan")}),
+        ("logit_bias", {5: float("inf")}),
         ("logit_bias", [5]),
         ("logit_bias", dict.fromkeys(range(513), 0.0)),
     ],
@@ -69,7 +70,10 @@ def test_a_value_out_of_range_is_an_error_that_names_the_field(field: str, value
 
 def test_the_limits_themselves_are_allowed() -> None:
     SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=-1, max_tokens=1, logprobs=0, n=1)
-    SamplingParams(frequency_penalty=-2, presence_penalty=2, repetition_penalty=0.01, logit_bias={0: -100, 1: 100})
+    SamplingParams(
+        frequency_penalty=-2, presence_penalty=2, repetition_penalty=0.01,
+        logit_bias={0: -100, 1: 100, 2: -float("inf")},
+    )  # fmt: skip
     SamplingParams(min_tokens=3, max_tokens=3, stop_token_ids=(0, 5), max_time=1e-9, prompt_logprobs=20)
 
 
