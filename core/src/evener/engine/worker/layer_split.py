@@ -97,13 +97,15 @@ def _measure(config: Config, search: BackendSearch, a: Assembly, count: int) -> 
     one = assemble(replace(config, dtype=resolved.dtype, infer=infer), search, ranks=groups)
     free, whole, demand = a.device.memory().free, memory_demand(a, resolved), memory_demand(one, resolved)
     layer, held = demand.weights.allocated + demand.weights.mapped, len(a.build.held)
-    most = (free - max(0, whole.fixed - held * demand.weights.allocated)) // (layer + demand.least_state)
+    # While a weight is packed, copies of it lie beside it: a layer's bytes are room enough for them.
+    rest = free - layer - max(0, whole.fixed - held * demand.weights.allocated)
+    most = rest // (layer + demand.least_state)
     seconds = _time_layer(one)
     head = a.model.vocab_size * a.model.hidden_size * DTYPE_BYTES[resolved.dtype] / world.tp_size
-    rest = seconds * head / layer if world.last_stage else 0.0
+    after = seconds * head / layer if world.last_stage else 0.0
     del one
     gc.collect()  # an assembly has cycles, and its weights are on the device
-    return [max(1, round(1e9 * seconds)), round(1e9 * rest), -int(most)]
+    return [max(1, round(1e9 * seconds)), round(1e9 * after), -int(most)]
 
 
 def _time_layer(one: Assembly) -> float:
