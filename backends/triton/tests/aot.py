@@ -144,7 +144,8 @@ def record(target: str) -> Recorder:
         call = OpCall(kernel.op, static, Bucket(1, 4), device.capabilities)
         rows = torch.empty(4, 96, dtype=getattr(torch, dtype), device=META)
         static |= {"head_dim": 64, "rotary_dim": 64, "interleaved": False}
-        static |= {"columns": 96, "rows": 160, "parts": (96, 64), "slots": 4, "rank": 16, "inner": 32}
+        if kernel.op == "add_adapters":  # in others, a name may be that of another size
+            static |= {"columns": 96, "rows": 160, "parts": (96, 64), "slots": 4, "rank": 16, "inner": 32}
         down, up = (torch.empty(4, *size, dtype=rows.dtype, device=META) for size in ((32, 96), (160, 16)))
         table = torch.empty(151936, 96, dtype=rows.dtype, device=META)
         heads = torch.empty(4, 6, 64, dtype=getattr(torch, dtype), device=META)
