@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from evener_convert.quantized import QuantizedCheckpoint
-from evener_convert.split import SplitCheckpoint
+from evener_convert.split import SplitCheckpoint, split_index
 from evener_convert.weight_map import RenamedCheckpoint
 from safetensors.torch import save_file
 
+from evener.config import from_overrides
 from evener.contracts.checkpoint import Headers
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.contracts.declared import Slice, Span, Weight
@@ -93,3 +94,8 @@ def test_quantized_matrices_have_the_headers_that_were_announced(quant: str, tmp
     assert made.headers["model.norm.weight"] == headers["model.norm.weight"]
     assert made.config["quantization_config"]
     assert QuantizedCheckpoint.of(ViewRequest(open_checkpoint(tmp_path), LlamaForCausalLM)) is None
+
+
+def test_a_folder_split_with_equal_numbers_of_layers_is_one_without_a_partition(tmp_path: Path) -> None:
+    config = from_overrides(str(tmp_path), {"infer.pp_size": 2, "infer.pp_layer_partition": "equal"})
+    assert json.loads(split_index(config))["pp_layer_partition"] == []

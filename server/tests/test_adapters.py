@@ -139,7 +139,8 @@ def test_an_adapter_is_replaced_in_place_if_that_is_asked_for(serve: Callable[..
     refused = load(api, "sql", "team/chat")
     assert refused.status_code == 400 and "already loaded" in error(refused)["message"]
     assert load(api, "sql", "team/chat", load_inplace=True).status_code == 200
-    first, gone, second = api.engine.sent
+    # The new one is there before the old one goes: a request may come between.
+    first, second, gone = api.engine.sent
     assert isinstance(gone, UnloadAdapter) and gone.id == first.id != second.id
     api.complete(model="sql")
     assert asked(api) == [second.id]
@@ -192,6 +193,15 @@ def test_no_more_adapters_than_the_host_has_room_for(serve: Callable[..., Any], 
     answers = [load(api, f"a{number}", "sql") for number in range(4)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
     assert "infer.max_cpu_loras" in error(answers[-1])["message"]
+
+
+def test_a_folder_is_not_read_for_a_name_that_is_taken(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = serve()
+    assert load(api, "sql", "sql").status_code == 200
+    monkeypatch.setattr("evener.frontend.adapters._read", lambda folder, limits: pytest.fail("it was read"))
+    assert load(api, "sql", "sql").status_code == 400
 
 
 def test_without_the_operator_s_folder_there_is_no_such_route(serve: Callable[..., Any], adapters: Path) -> None:

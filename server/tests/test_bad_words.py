@@ -94,6 +94,7 @@ def test_any_text_without_some_words_may_ignore_its_end_but_a_grammar_may_not(ap
         ({"bad_words": ["x", 5]}, "bad_words[1]", "string"),
         ({"bad_words": ["x" * 129]}, "bad_words[0]", "128"),
         ({"bad_words": ["x"] * 129}, "bad_words", "128"),
+        ({"bad_words": [str(n) * 128 for n in range(9)]}, "bad_words", "more than 2048 tokens"),
         ({"bad_words": ["no"], "min_tokens": 1}, "min_tokens", "several tokens"),
         ({"bad_words": ["x"], "use_beam_search": True}, "bad_words", "beam search"),
     ],

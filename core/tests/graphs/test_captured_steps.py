@@ -17,6 +17,7 @@ from evener.engine.constraints.compiler import GrammarCompiler
 from evener.engine.constraints.masks import GrammarMasks
 from evener.engine.speculation.speculation import Speculation
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
+from evener.engine.worker import graphs
 from evener_conformance.graph.state import MaskedState
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
@@ -134,6 +135,19 @@ def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Samplin
     assert drafted.tokens == plain.tokens
     steps = sum(step.replays[0].runs for key, step in drafted.worker._graphs._captured.items() if key.prompt > 1)
     assert 6 <= steps < 24, "several steps with drafts, and fewer than tokens"
+
+
+def test_a_bounded_number_of_kinds_of_prompts_is_captured(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_PROMPT_CAPTURES", 1)
+    run, eager = start("Llama", ONE_LAYER), start("Llama", ONE_LAYER, **EAGER)
+    for each in (run, eager):
+        for n in (5, 20, 31):
+            each.play([NewRequest(id=f"r{n}", prompt=list(range(n, 2 * n)), max_tokens=3, sampling=GREEDY)])
+    assert run.tokens == eager.tokens
+    made = [key for key, step in run.worker._graphs._captured.items() if key.prompt and step]
+    assert len(made) == 1 and "1 kinds of such steps are captured already" in caplog.text
 
 
 def test_prompts_run_eagerly_where_a_state_provider_captures_decode_steps_only(

@@ -12,6 +12,7 @@ import importlib_metadata
 
 from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
+from evener.config.resolve import layer_partition
 from evener.config.schema import Config
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint
@@ -81,11 +82,9 @@ def open_source(config: Config) -> Source:
 def declare(source: Source, world: World) -> Builder:
     """What the rank ``world`` declares of the model."""
     infer, headers, scheme = source.config.infer, source.checkpoint.headers, source.scheme
-    if not all(each.isdigit() for each in infer.pp_layer_partition):
-        raise ConfigError("infer.pp_layer_partition is not a list of numbers; write it as in 15,16")
     build = Builder(
         "bfloat16", 2, lambda name: scheme.part(name, headers), _Planned(world) if world.tp_size > 1 else None,
-        stage=(world.pp_rank, world.pp_size), partition=tuple(map(int, infer.pp_layer_partition)),
+        stage=(world.pp_rank, world.pp_size), partition=layer_partition(infer),
     )  # fmt: skip
     source.family(source.checkpoint.config, build)
     if world.pp_size > 1 and not build.staged:

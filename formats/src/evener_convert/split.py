@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from evener.config.resolve import layer_partition
 from evener.config.schema import Config
 from evener.contracts.checkpoint import WeightFile
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
@@ -129,6 +130,6 @@ def split_index(config: Config) -> str:
     infer = config.infer
     index: dict[str, Any] = {
         "version": VERSION, "tp_size": infer.tp_size, "pp_size": infer.pp_size,
-        "pp_layer_partition": list(infer.pp_layer_partition),
+        "pp_layer_partition": list(map(str, layer_partition(infer))),
     }  # fmt: skip
     return json.dumps(index, indent=2) + "\n"

@@ -60,7 +60,7 @@ async def load_adapter(service: Service, root: str, body: LoadAdapterBody) -> st
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
-def unload_adapter(service: Service, body: UnloadAdapterBody) -> str:
+async def unload_adapter(service: Service, body: UnloadAdapterBody) -> str:
     """Forget an adapter; the answer.
 
     Raises:
@@ -69,5 +69,5 @@ def unload_adapter(service: Service, body: UnloadAdapterBody) -> str:
     if body.lora_name not in service.adapters:
         raise ApiError(404, f"no adapter {body.lora_name!r} is loaded; GET /v1/models lists them", "lora_name",
                        "adapter_not_found")  # fmt: skip
-    service.llm.adapters.unload(body.lora_name)
+    await asyncio.to_thread(service.llm.adapters.unload, body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."

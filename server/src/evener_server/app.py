@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -211,15 +212,18 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def _add_adapters(app: FastAPI, service: Service, folder: str) -> None:
+    loading = asyncio.Lock()  # those that wait take no thread from other requests
+
     @app.post("/v1/load_lora_adapter", openapi_extra=_schema(LoadAdapterBody), responses=_errors())
     async def load_lora_adapter(request: Request) -> Response:
         body = await _read(request, service, LoadAdapterBody)
-        return Response(await load_adapter(service, folder, body), media_type="text/plain")
+        async with loading:
+            return Response(await load_adapter(service, folder, body), media_type="text/plain")
 
     @app.post("/v1/unload_lora_adapter", openapi_extra=_schema(UnloadAdapterBody), responses=_errors())
     async def unload_lora_adapter(request: Request) -> Response:
         body = await _read(request, service, UnloadAdapterBody)
-        return Response(unload_adapter(service, body), media_type="text/plain")
+        return Response(await unload_adapter(service, body), media_type="text/plain")
 
 
 def _add_translated(app: FastAPI, service: Service) -> None:

@@ -15,8 +15,8 @@ from evener.errors import RequestError
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
-#: Of one request, and characters of each.
-MAX_WORDS, MAX_CHARACTERS = 128, 128
+#: Of one request, characters of each, and tokens of all at both places where a word may begin.
+MAX_WORDS, MAX_CHARACTERS, MAX_TOKENS = 128, 128, 2048
 
 BadWords = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]], Field(max_length=MAX_WORDS, fail_fast=True)
@@ -50,11 +50,15 @@ def _sequences(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple
     if tokenizer is None:
         raise RequestError("bad_words needs a tokenizer, which this model's folder does not have", "bad_words")
     found: dict[tuple[int, ...], None] = {}
+    count = 0
     for place, word in enumerate(words):
         if not (bare := word.lstrip()):
             raise RequestError(f"bad_words[{place}] is only spaces; leave it out", "bad_words")
         both = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")]
         found |= dict.fromkeys(ids for ids in both if ids)
+        if (count := count + sum(map(len, both))) > MAX_TOKENS:
+            message = f"bad_words have more than {MAX_TOKENS} tokens in all, with and without a space before each"
+            raise RequestError(f"{message}; send fewer or shorter ones", "bad_words")
     # A sequence with a token that is forbidden alone cannot come anyway.
     alone = {ids[0] for ids in found if len(ids) == 1}
     return tuple(ids for ids in found if len(ids) == 1 or alone.isdisjoint(ids))

@@ -31,7 +31,8 @@ class Adapters:
         send: Callable[[ToController], None] = lambda message: None,
     ) -> None:  # fmt: skip
         self._limits, self._reserved, self._send = limits, reserved, send
-        self._changing = threading.Lock()
+        #: One folder is read at a time: its tensors take memory before anything is known of them.
+        self._reading, self._changing = threading.Lock(), threading.Lock()
         #: Name → folder, and id in the engine, which stands for name and content.
         self._loaded: dict[str, tuple[str, str]] = {}
 
@@ -50,25 +51,30 @@ class Adapters:
             RequestError: the engine takes no adapters, the name cannot be used, or too many are loaded.
             CheckpointError: the folder cannot be used.
         """
+        with self._reading:
+            limits = self._check(name, replace)
+            tensors, digest = _read(Path(folder), limits), hashlib.sha256(name.encode())
+            for tensor in tensors:
+                digest.update(hashlib.sha256(msgspec.msgpack.encode(tensor)).digest())
+            message = LoadAdapter(digest.hexdigest(), tensors)
+            with self._changing:
+                self._send(message)  # before a request can name it
+                before, self._loaded[name] = self._loaded.get(name), (str(folder), message.id)
+                if before is not None and before[1] != message.id:
+                    self._send(UnloadAdapter(before[1]))
+
+    def _check(self, name: str, replace: bool) -> AdapterLimits:
         if self._limits is None:
             raise RequestError("this engine takes no adapters; start it with infer.max_loras=1 or more", "lora_name")
         if not 0 < len(name) <= _MAX_NAME or not name.isprintable() or name in self._reserved:
             raise RequestError(f"an adapter cannot be called {name[:_MAX_NAME]!r}; give it a name of 1 to {_MAX_NAME} "
                                "visible characters that is not the model's", "lora_name")  # fmt: skip
-        tensors, digest = _read(Path(folder), self._limits), hashlib.sha256(name.encode())
-        for tensor in tensors:
-            digest.update(hashlib.sha256(msgspec.msgpack.encode(tensor)).digest())
-        message = LoadAdapter(digest.hexdigest(), tensors)
-        with self._changing:
-            if name in self._loaded and not replace:
-                raise RequestError(f"an adapter {name!r} is already loaded; unload it first", "lora_name")
-            if len(self._loaded) >= self._limits.loaded and name not in self._loaded:
-                raise RequestError(f"{len(self._loaded)} adapters are loaded, the maximum of infer.max_cpu_loras; "
-                                   "unload one first", "lora_name")  # fmt: skip
-            before, self._loaded[name] = self._loaded.get(name), (str(folder), message.id)
-            if before is not None:
-                self._send(UnloadAdapter(before[1]))
-            self._send(message)
+        if name in self._loaded and not replace:
+            raise RequestError(f"an adapter {name!r} is already loaded; unload it first", "lora_name")
+        if len(self._loaded) >= self._limits.loaded and name not in self._loaded:
+            raise RequestError(f"{len(self._loaded)} adapters are loaded, the maximum of infer.max_cpu_loras; "
+                               "unload one first", "lora_name")  # fmt: skip
+        return self._limits
 
     def unload(self, name: str) -> None:
         """Let no more requests name an adapter; those that were submitted keep it.

@@ -49,7 +49,6 @@ class PreparedRequest:
         max_tokens: new tokens, limited to the context.
         params: as given.
         eos_ids: the model's end-of-sequence ids, unless they are ignored; bias: see ``Sampling.bias``.
-        adapter: id of its adapter, "" if it has none.
     """
 
     ids: list[int]
@@ -58,7 +57,6 @@ class PreparedRequest:
     params: SamplingParams
     eos_ids: frozenset[int]
     bias: list[wire.LogitBias]
-    adapter: str = ""
 
 
 @dataclass(slots=True)
@@ -140,7 +138,7 @@ class Frontend:
         """
         if (kind == "embed") != (self.pooling is not None):
             check_task("embed" if kind == "embed" else "generate", self.pooling)
-        adapter = self.adapters.find(params.lora)
+        self.adapters.find(params.lora)
         ids = self._encode(prompt, params, kind)
         # First: a prompt that is far too long is refused before each of its ids is checked.
         max_tokens = self._max_tokens(len(ids), params, kind)
@@ -154,7 +152,7 @@ class Frontend:
         goes_on = ignore_eos and (params.grammar is None or params.grammar.kind == "any")
         eos_ids = frozenset(() if goes_on else self.defaults.eos_ids)
         bias = self._bias(params, eos_ids | frozenset(params.stop_token_ids))
-        return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias, adapter)
+        return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias)
 
     def submit(self, prepared: PreparedRequest, request_id: str) -> list[wire.NewRequest]:
         """A prepared request as messages, one for each of its ``n`` samples, to be sent in order.
@@ -162,13 +160,13 @@ class Frontend:
         With ``n`` > 1 sample i has the id ``<request_id>-<i>`` and a seed of its own.
 
         Raises:
-            RequestError: the id is in use.
+            RequestError: the id is in use, or the adapter was unloaded meanwhile.
         """
         params, eos_ids = prepared.params, prepared.eos_ids
         names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._samples for name in names):
             raise RequestError(f"request id {request_id!r} is in use by a running request", "request_id")
-        asked = frozenset(params.stop_token_ids)
+        adapter, asked = self.adapters.find(params.lora), frozenset(params.stop_token_ids)
         seed = self._rng.getrandbits(_SEED_BITS) if params.seed is None else params.seed
         messages = []
         for index, name in enumerate(names):
@@ -185,8 +183,7 @@ class Frontend:
                 wire.NewRequest(
                     id=name, prompt=prepared.ids, max_tokens=prepared.max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
-                    fork_of=names[0] if index else "", media=prepared.media, adapter=prepared.adapter,
-                    cache_salt=prepared.adapter,
+                    fork_of=names[0] if index else "", media=prepared.media, adapter=adapter, cache_salt=adapter,
                     whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
                 )
             )  # fmt: skip

@@ -28,6 +28,9 @@ from evener.engine.worker.runner import Runner
 from evener.errors import EngineError
 
 log = logging.getLogger("evener.worker")
+#: Kinds of steps of one request that are captured: a client can ask for each length with each kind of sampling, and the
+#: memory plan has room for few.
+MAX_PROMPT_CAPTURES = 32
 
 
 class CaptureKey(NamedTuple):
@@ -158,6 +161,8 @@ class StepGraphs:
         limit = self._device.capabilities.max_captures
         if limit is not None and self._capture_count + 2 > limit:
             raise EngineError(f"{self._device.name} holds {limit} captures at once, and a step takes 2")
+        if kind.prompt and sum(key.prompt > 0 for key in self._captured) >= MAX_PROMPT_CAPTURES:
+            raise EngineError(f"{MAX_PROMPT_CAPTURES} kinds of such steps are captured already")
         captured, replays = self._segments(kind), []
         # Each segment runs once before its capture, because kernels must not be built during one. All rows are padding.
         with torch.inference_mode():

@@ -199,7 +199,7 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     )  # fmt: skip
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.whole_prompt else 0
-    rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 36 + 4 * columns * len(groups) + 4 * pooled) + media
+    rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + 4 * columns * len(groups) + 4 * pooled) + media
     return MemoryDemand(
         weights=weights, rows=rows, workspace=scratch + a.resolver.footprint.activations,
         block_bytes=max(1, a.geometry.block_bytes), max_useful_blocks=config.max_reqs * min_blocks,
