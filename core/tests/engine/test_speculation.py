@@ -4,9 +4,10 @@ do not pay."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from knowing_drafter import KnowingDrafter
 
 from evener.contracts.generation.drafter import Drafter
 from evener.engine.controller.controller import Controller
@@ -36,24 +37,7 @@ def requests() -> list[NewRequest]:
     ]
 
 
-class Oracle(Drafter):
-    """Knows the answers, and makes each third proposal wrong."""
-
-    answers: ClassVar[list[list[int]]] = []
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-
-    def propose(self, count: int) -> Sequence[int]:
-        known = len(self.tokens)
-        whole = next((each for each in self.answers if each[:known] == self.tokens), self.tokens)
-        return [id + ((at + known) % 3 == 0) for at, id in enumerate(whole[known : known + count])]
-
-
-def drafted(controller: Controller, length: int = 4, drafter: type[Drafter] = Oracle) -> Controller:
+def drafted(controller: Controller, length: int = 4, drafter: type[Drafter] = KnowingDrafter) -> Controller:
     controller.scheduler.drafts = Speculation(drafter, length, max_samples=4 + length, vocabulary=10**9)
     return controller
 
@@ -75,7 +59,7 @@ def test_tokens_are_the_same_with_drafts_and_without(
     plain = play(controller, requests())
     assert set(plain.reasons().values()) == {"length"}, plain.ends
     steps = controller.scheduler.stats.steps
-    Oracle.answers = [each.prompt + plain.tokens[each.id] for each in requests()]
+    KnowingDrafter.answers = [each.prompt + plain.tokens[each.id] for each in requests()]
     again = play(drafted(controller), [*map(with_new_id, requests())])
     stats = controller.scheduler.stats
     assert {f"{name} again": tokens for name, tokens in plain.tokens.items()} == again.tokens
@@ -98,7 +82,7 @@ def test_a_stop_token_ends_a_request_in_the_middle_of_right_drafts(make_lively: 
     whole = play(controller, [greedy]).tokens[greedy.id]
     stop = whole[6]
     expected = whole[: whole.index(stop) + 1]
-    Oracle.answers = [greedy.prompt + whole]
+    KnowingDrafter.answers = [greedy.prompt + whole]
     message = NewRequest(
         id="stop", prompt=greedy.prompt, max_tokens=12, sampling=greedy.sampling, stop_token_ids=[stop]
     )
@@ -123,7 +107,7 @@ def test_no_step_samples_more_rows_than_the_memory_plan_has_room_for(make_config
     executor.submit = lambda order: (most.append(len(order.samples)), submit(order))[1]  # type: ignore[method-assign, func-returns-value, assignment]
     bias = Sampling(temperature=0.0, bias=[LogitBias(9, 1e9)])
     messages = [NewRequest(id=f"r{i}", prompt=[9] * 6, max_tokens=20, sampling=bias) for i in range(6)]
-    Oracle.answers = [[9] * 40]
+    KnowingDrafter.answers = [[9] * 40]
     play(drafted(controller, length=3), messages)
     assert max(most) == 4 + 3
 
@@ -133,9 +117,9 @@ def test_a_request_with_a_grammar_has_no_drafts() -> None:
         message=NewRequest(id="r", prompt=[1, 2], max_tokens=9, sampling=Sampling(grammar=object())),  # type: ignore[arg-type]
         tokens=[1, 2, 1, 2], unread=0, planned=3, length=4, limit=20, tokens_to_compute=1, fork_points=set(),
     )  # fmt: skip
-    speculation = Speculation(Oracle, 4, 8, vocabulary=9)
+    speculation = Speculation(KnowingDrafter, 4, 8, vocabulary=9)
     speculation.begin(1)
-    Oracle.answers = [[1, 2] * 9]
+    KnowingDrafter.answers = [[1, 2] * 9]
     assert speculation.propose(request, 9) == [] and not speculation.waits(request)  # type: ignore[arg-type]
     request.message = NewRequest(id="r", prompt=[1, 2], max_tokens=9)
     assert len(speculation.propose(request, 9)) == 4  # type: ignore[arg-type]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from knowing_drafter import KnowingDrafter
 from msgspec import structs
 from step_grammar import STEPS, VOCAB, Steps, follows
 
 from evener.config import from_overrides, to_flat
-from evener.contracts.generation.drafter import Drafter
 from evener.contracts.media import make_item
 from evener.engine.constraints.compiler import GrammarCompiler
 from evener.engine.constraints.masks import GrammarMasks
@@ -104,32 +103,15 @@ def test_a_prompt_with_a_mask_is_captured(start: Any) -> None:
     assert prompt_replays(captured) >= 4
 
 
-class Knowing(Drafter):
-    """Knows the answers, and makes each third proposal wrong."""
-
-    answers: ClassVar[list[list[int]]] = []
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-
-    def propose(self, count: int) -> Sequence[int]:
-        known = len(self.tokens)
-        whole = next((each for each in self.answers if each[:known] == self.tokens), self.tokens)
-        return [(id + ((at + known) % 3 == 0)) % 200 for at, id in enumerate(whole[known : known + count])]
-
-
 @pytest.mark.parametrize("kind", [GREEDY, WARM, PENALIZED], ids=["greedy", "random", "penalized"])
 def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Sampling) -> None:
     messages = [NewRequest(id=f"r{n}", prompt=list(range(3, 3 + n)), max_tokens=16, sampling=kind) for n in (5, 20)]
     plain = start("Llama", **EAGER)
     for message in messages:
         plain.play([message])
-    Knowing.answers = [[*m.prompt, *plain.tokens[m.id]] for m in messages]
+    KnowingDrafter.answers = [[*m.prompt, *plain.tokens[m.id]] for m in messages]
     drafted = start("Llama")
-    drafted.controller.scheduler.drafts = Speculation(Knowing, 4, max_samples=9, vocabulary=10**9)
+    drafted.controller.scheduler.drafts = Speculation(KnowingDrafter, 4, max_samples=9, vocabulary=10**9)
     for message in messages:
         drafted.play([message])
     assert drafted.tokens == plain.tokens
