@@ -10,13 +10,14 @@ from evener.contracts.device import DeviceCapabilities
 from evener_backend_parts.gpu import GpuDevice
 
 
-def test_float16_products_keep_their_sums_in_float32_L0(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = torch.backends.cuda.matmul
-    before = products.allow_fp16_reduced_precision_reduction
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_products_keep_their_sums_in_float32_L0(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    products, setting = torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction"
+    before = getattr(products, setting)
     monkeypatch.setattr(TorchDevice, "__init__", lambda self, *arguments: None)
     try:
-        products.allow_fp16_reduced_precision_reduction = True
+        setattr(products, setting, True)
         GpuDevice("cuda", 0, DeviceCapabilities())
-        assert not products.allow_fp16_reduced_precision_reduction
+        assert not getattr(products, setting)
     finally:
-        products.allow_fp16_reduced_precision_reduction = before
+        setattr(products, setting, before)

@@ -71,6 +71,21 @@ def test_a_kernel_that_crashes_fails_alone_and_the_other_kernel_is_still_checked
     assert found.counts["failed"] == 1 and found.counts["passed"] > 50
 
 
+def test_with_two_jobs_each_check_has_a_process_and_the_file_has_the_same_cases(site: Path, tmp_path: Path) -> None:
+    words = ("--part", "device", "--part", "primitives", "--seed", "3")
+    _, alone, _ = contact(site, tmp_path / "1.json", "a kernel crashes", *words)
+    code, evidence, _ = contact(site, tmp_path / "2.json", "a kernel crashes", *words, "--jobs", "2")
+    outcome, said = part(evidence, "primitives")
+    assert (code, outcome) == (1, "failed")
+    assert "killed by SIGSEGV" in said
+    assert alone is not None and evidence is not None
+    before, after = alone.part("primitives"), evidence.part("primitives")
+    assert before is not None and after is not None
+    assert after.counts == before.counts and len(after.cases) == len(before.cases) == 1
+    code, _, said = contact(site, tmp_path / "3.json", "", "--jobs", "0")
+    assert code == 2 and "--jobs 0: it takes a number of processes from 1 on" in said
+
+
 def test_what_is_private_does_not_reach_the_file(site: Path, tmp_path: Path) -> None:
     code, evidence, progress = contact(site, tmp_path / "e.json", "the device does not open", "--part", "primitives",
                                        "--part", "device")  # fmt: skip
@@ -131,10 +146,12 @@ def test_a_backend_that_is_right_reaches_its_level_in_every_part(site: Path, tmp
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_leaves_no_process(site: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupted_run_leaves_no_process(jobs: str, site: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "FAILS": "a kernel hangs", "XDG_CACHE_HOME": str(tmp_path)}
     environ["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
-    words = ["first-contact", "--backend", "failing", "--part", "primitives", "--out", str(tmp_path / "e.json")]
+    words = ["first-contact", "--backend", "failing", "--part", "primitives", "--out", str(tmp_path / "e.json"),
+             "--jobs", jobs]  # fmt: skip
     # A shell lets its background jobs ignore the signal, and so would the run inside of one.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(

@@ -22,12 +22,13 @@ NCCL_CAPABILITIES = CommunicatorCapabilities(
 
 
 class GpuDevice(TorchDevice):
-    """A device whose allocator counts as torch's own for this namespace does. Float16 products keep their sums in
-    float32: torch allows parts of a sum to be added in float16 otherwise, which the kit finds at odd sizes."""
+    """A device whose allocator counts as torch's own for this namespace does. Products keep their sums in float32:
+    torch allows parts of a sum to be added in float16 or bfloat16 otherwise, which the kit finds at odd sizes."""
 
     def __init__(self, namespace: str, index: int, capabilities: DeviceCapabilities) -> None:
         super().__init__(namespace, index, capabilities)
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     def peak_memory(self, work: Callable[[], object]) -> int | None:
         # Requested bytes: torch counts a whole block if it did not split it, up to a megabyte more for each tensor.

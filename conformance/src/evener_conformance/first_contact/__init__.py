@@ -9,6 +9,7 @@ module               holds
 ``parts``            the parts, in the order in which one depends on another
 ``supervisor``       one part in a process of its own, with time limits
 ``child``            that process
+``parallel``         each check in a process of its own, several at a time
 ``private_data``     removes paths, names of users and machines, and addresses from texts
 ``wheel``            the hash of an installed distribution, or of its wheel
 ``levels``           the level of evidence of a backend, from records of results

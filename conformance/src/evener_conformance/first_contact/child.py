@@ -36,6 +36,7 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pretend: as ``evener conformance --pretend``.
         options: options of packages.
         done: checks that an earlier process of this part has done, or that ended it.
+        only: name of one check of the area; all if empty.
     """
 
     part: str
@@ -45,6 +46,7 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, dict[str, str]]
     seed: int
     done: tuple[str, ...] = ()
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,10 +149,13 @@ def _kit(task: Task, write: Writer) -> None:
     from evener_conformance.kit.checklist import Checklist, CheckRequest
 
     subject = _open(task)
+    checks = Checklist(subject, CheckRequest(task.seed)).checks
     if task.area == "device":
         _device_facts(subject, write)
-    for check in Checklist(subject, CheckRequest(task.seed)).checks:
-        if check.area != task.area or check.name in task.done:
+        for check in checks:
+            write("listed", [check.area, check.name])
+    for check in checks:
+        if check.area != task.area or check.name in task.done or (task.only and check.name != task.only):
             continue
         write("check", check.name)
         for case in check.run():

@@ -28,6 +28,8 @@ def command() -> Command:
                  help=f"only this part; may be repeated: {', '.join(each.name for each in PARTS)}")  # fmt: skip
     found.option("--limit", type=float, default=600.0, metavar="SECONDS",
                  help="end a part's process when one check takes longer (default: 600)")  # fmt: skip
+    found.option("--jobs", type=int, default=1, metavar="N",
+                 help="check kernels in N processes at a time, all on the same device (default: 1)")  # fmt: skip
     found.option("--seed", type=int, help="seed of the random inputs; default: a new one")
     return found
 
@@ -38,6 +40,8 @@ def main(argv: list[str]) -> int:
     check_core_version()
     if not arguments.limit > 0:
         raise ConfigError(f"--limit {arguments.limit:g}: it takes a number of seconds above 0")
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs {arguments.jobs}: it takes a number of processes from 1 on")
     date = datetime.now(timezone.utc).date().isoformat()
     out = Path(arguments.out or f"evidence-{arguments.backend}-{date}.json")
     if not out.resolve().parent.is_dir():
@@ -45,7 +49,7 @@ def main(argv: list[str]) -> int:
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     request = ContactRequest(
         arguments.backend, arguments.pretend, package_options(words), frozenset(arguments.part), arguments.limit, seed,
-        shlex.join(["evener", "first-contact", *argv]),
+        arguments.jobs, shlex.join(["evener", "first-contact", *argv]),
     )  # fmt: skip
     evidence = first_contact(request, lambda text: print(text, end="", file=sys.stderr, flush=True))
     write(out, evidence)

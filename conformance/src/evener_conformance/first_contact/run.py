@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -12,6 +13,7 @@ import importlib_metadata
 from evener.errors import ConfigError
 from evener_conformance.first_contact.child import Task
 from evener_conformance.first_contact.evidence_file import FORMAT, Evidence, Level, Part, Timing, Wheel
+from evener_conformance.first_contact.parallel import ParallelParts, start_checks
 from evener_conformance.first_contact.parts import NEEDED_FOR_A_LEVEL, PARTS, PlannedPart
 from evener_conformance.first_contact.private_data import Redactor
 from evener_conformance.first_contact.supervisor import Findings, run_part
@@ -28,6 +30,7 @@ class ContactRequest:
         options: options of packages, by package name.
         parts: names of parts; all if empty.
         silence: seconds that one check may take.
+        jobs: processes at a time that check kernels; with 1, a part's checks share a process.
         command: what was typed.
     """
 
@@ -37,11 +40,12 @@ class ContactRequest:
     parts: frozenset[str]
     silence: float
     seed: int
+    jobs: int
     command: str
 
 
 def first_contact(request: ContactRequest, say: Callable[[str], None]) -> Evidence:
-    """Run the parts one after another, each in a process of its own.
+    """Run the parts, each in a process of its own or in several.
 
     Raises:
         ConfigError: the backend is not installed, or a part has another name.
@@ -51,37 +55,51 @@ def first_contact(request: ContactRequest, say: Callable[[str], None]) -> Eviden
         raise ConfigError(f"--part {unknown[0]}: there is no such part; the parts are {', '.join(names)}")
     redact, done, found = Redactor(), dict[str, Part](), dict[str, Findings]()
     wheel: Wheel | None = None
-    for planned in PARTS:
-        # The first part finds the backend, which nothing else can do without.
-        if request.parts and planned.name not in request.parts and planned.needs:
-            continue
-        say(f"{planned.name}: {planned.summary} … ")
-        part, findings = _one(request, planned, done, redact)
-        done[planned.name] = part
-        if findings is not None:
-            found[planned.name] = findings
-        why = f": {part.detail}" if part.outcome == "failed" and part.detail else ""
-        say(f"{part.outcome}, {part.seconds:.0f} s{why}\n")
-        if planned.name == "packages" and findings is not None:
-            name = findings.facts["fact"].get("distribution")
-            if name is None:
-                raise ConfigError(part.detail or f"no backend {request.backend!r} is installed")
-            wheel = installed_wheel(name)
+    # The first part finds the backend, which nothing else can do without; the device's part lists the checks.
+    needed = {"packages", "device"} if request.jobs > 1 else {"packages"}
+    parts = [each for each in PARTS if not request.parts or each.name in request.parts | needed]
+    with ExitStack() as stack:
+        running: ParallelParts | None = None
+        for planned in parts:
+            say(f"{planned.name}: {planned.summary} … ")
+            part, findings = _one(request, planned, done, redact, running)
+            done[planned.name] = part
+            if findings is not None:
+                found[planned.name] = findings
+            why = f": {part.detail}" if part.outcome == "failed" and part.detail else ""
+            say(f"{part.outcome}, {part.seconds:.0f} s{why}\n")
+            if planned.name == "packages" and findings is not None:
+                name = findings.facts["fact"].get("distribution")
+                if name is None:
+                    raise ConfigError(part.detail or f"no backend {request.backend!r} is installed")
+                wheel = installed_wheel(name)
+            if planned.name == "device" and findings is not None and part.counts.get("passed") and request.jobs > 1:
+                areas = [each.area for each in parts if each.area and each.name not in done]
+                common, listed = _task(request, planned), findings.listed
+                running = stack.enter_context(
+                    start_checks(common, areas, listed, request.jobs, request.silence, redact)
+                )
     assert wheel is not None
     return _evidence(request, wheel, done, found, redact)
 
 
+def _task(request: ContactRequest, planned: PlannedPart) -> Task:
+    options = {name: dict(values) for name, values in request.options.items()}
+    return Task(planned.name, planned.area, request.backend, request.pretend, options, request.seed)
+
+
 def _one(
-    request: ContactRequest, planned: PlannedPart, done: Mapping[str, Part], redact: Redactor
-) -> tuple[Part, Findings | None]:
+    request: ContactRequest, planned: PlannedPart, done: Mapping[str, Part], redact: Redactor,
+    running: ParallelParts | None,
+) -> tuple[Part, Findings | None]:  # fmt: skip
     for name in planned.needs:
         before = done.get(name)
         # A part with some right cases says that its subject works at all.
         if before is not None and before.outcome in ("failed", "not run") and not before.counts.get("passed"):
             return Part(planned.name, "not run", 0.0, f"it needs the part {name!r}"), None
-    options = {name: dict(values) for name, values in request.options.items()}
-    task = Task(planned.name, planned.area, request.backend, request.pretend, options, request.seed)
-    return run_part(task, request.silence, redact)
+    if running is not None and planned.name in running:
+        return running.wait(planned.name)
+    return run_part(_task(request, planned), request.silence, redact)
 
 
 def _evidence(

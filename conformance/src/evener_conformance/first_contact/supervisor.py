@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Findings:
     timings: list[Timing] = field(default_factory=list)
     facts: dict[str, dict[str, str]] = field(default_factory=lambda: {"fact": {}, "device": {}, "version": {}})
     level: tuple[str, bool] = ("", False)
+    listed: dict[str, list[str]] = field(default_factory=dict)  # area → names of its checks
     done: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     note: str = ""
@@ -63,6 +65,9 @@ class Findings:
         elif kind == "check":
             self.done.append(str(value))
             self.checks += 1
+        elif kind == "listed":
+            area, name = value
+            self.listed.setdefault(str(area), []).append(str(name))
         elif kind == "timing":
             what, seconds, size = value
             self.timings.append(Timing(redact(what, 300), float(seconds), int(size)))
@@ -83,16 +88,20 @@ class Findings:
             raise ValueError(f"a line of unknown kind {kind!r}")
 
 
-def run_part(task: Task, silence: float, redact: Redactor) -> tuple[Part, Findings]:
+def run_part(
+    task: Task, silence: float, redact: Redactor, stop: threading.Event | None = None
+) -> tuple[Part, Findings]:
     """Run one part.
 
     Args:
         silence: seconds that a process may take for one check, and for opening the device.
+        stop: once it is set, the processes end.
     """
     start, found, printed = time.monotonic(), Findings(), ""
     for _ in range(_PROCESSES):
         found.ended, before = False, len(found.done)
-        how, printed = _run_process(msgspec.structs.replace(task, done=tuple(found.done)), silence, found, redact)
+        again = msgspec.structs.replace(task, done=tuple(found.done))
+        how, printed = _run_process(again, silence, found, redact, stop or threading.Event())
         if found.ended:
             printed = ""
             break
@@ -122,7 +131,9 @@ def _outcome(task: Task, found: Findings) -> Outcome:
     return "passed"
 
 
-def _run_process(task: Task, silence: float, found: Findings, redact: Redactor) -> tuple[str, str]:
+def _run_process(
+    task: Task, silence: float, found: Findings, redact: Redactor, stop: threading.Event
+) -> tuple[str, str]:
     """Run one process to its end. Returns how it ended and the end of what it printed, both without private data."""
     reader, writer = os.pipe()
     # The whole path, so that the child finds every package that this process finds.
@@ -144,7 +155,7 @@ def _run_process(task: Task, silence: float, found: Findings, redact: Redactor) 
         with contextlib.suppress(BrokenPipeError):  # it ended already: its exit code says more
             process.stdin.write(msgspec.json.encode(task) + b"\n")
             process.stdin.flush()
-        return _follow(process, process.stdout.fileno(), reader, silence, found, redact)
+        return _follow(process, process.stdout.fileno(), reader, silence, found, redact, stop)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -158,8 +169,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _follow(
-    process: subprocess.Popen[bytes], output: int, reader: int, silence: float, found: Findings, redact: Redactor
-) -> tuple[str, str]:
+    process: subprocess.Popen[bytes], output: int, reader: int, silence: float, found: Findings, redact: Redactor,
+    stop: threading.Event,
+) -> tuple[str, str]:  # fmt: skip
     """Read what it writes until it ends or is silent for too long."""
     printed, pending, heard = b"", b"", time.monotonic()
     with selectors.DefaultSelector() as selector:
@@ -184,6 +196,8 @@ def _follow(
                 how = how or "it wrote a line that is too long"
             if over and not ready:
                 how = how or _exit_text(process.returncode)
+            elif stop.is_set():
+                how = how or "the run was interrupted"
             elif time.monotonic() - heard > silence:
                 how = how or f"it was ended: nothing was heard of it for {silence:g} seconds"
     return how, redact(printed.decode(errors="replace"), 3_000)

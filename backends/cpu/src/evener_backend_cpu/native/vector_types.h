@@ -22,8 +22,17 @@ INLINE v16 load_bits(const void* p) { return *(const v16u*)p; }
 INLINE void store_bits(void* p, v16 x) { *(v16u*)p = x; }
 INLINE v16 floats_of(i16x x) { return __builtin_convertvector(x, v16); }
 INLINE i16x ints_of(v16 x) { return __builtin_convertvector(x, i16x); }
-INLINE v16 add_product(v16 sum, v16 a, v16 b) { return sum + a * b; }
-INLINE v16 sum_of_products(v16 a, v16 x, v16 b, v16 y) { return a * x + b * y; }
+// Without a rounding between, if the processor can. A compiler that chooses may choose otherwise for another tile (GCC 13 keeps chains of
+// sums apart from their products for some processors), and a row's result would depend on the number of rows.
+INLINE v16 add_product(v16 sum, v16 a, v16 b) {
+#ifdef __AVX512F__
+  return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#else
+  return sum + a * b;
+#endif
+}
+// a x + b y; only the second product is rounded, if the processor can.
+INLINE v16 sum_of_products(v16 a, v16 x, v16 b, v16 y) { return add_product(b * y, a, x); }
 INLINE u16x widened(const uint16_t* p) { return __builtin_convertvector((h16)(*(const h16u*)p), u16x); }
 // The lower 16 bits of every lane.
 INLINE void store_lower(uint16_t* p, u16x x) { *(h16u*)p = (h16u)__builtin_convertvector(x, h16); }
