@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from evener.contracts.generation.chat import Chat
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta, RequestOutput
 from evener.engine.processes.launch import join_script
@@ -25,7 +26,6 @@ from evener.engine.wire.messages import Dead, FromController, GetStats, Ready, S
 from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.adapters import Adapters
 from evener.frontend.capacity import Capacity, Reservation
-from evener.frontend.chat import Chat
 from evener.frontend.frontend import Frontend, Kind, PreparedRequest
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings

@@ -5,6 +5,7 @@ package/module    holds
 ================  ============================================================================
 ``beside``        what schemes share whose weights are several tensors
 ``bitsandbytes``  the scheme of bitsandbytes checkpoints of four bits
+``chat``          chat templates
 ``compressed``    the schemes compressed-tensors and modelopt; ``packed``: what both have packed
 ``gptq``          the scheme of GPTQ checkpoints; ``awq``: that of AWQ
 ``gguf``          GGUF files: header, families' tensor names, and the scheme of block formats
@@ -16,7 +17,7 @@ package/module    holds
 ``rules``         rules by layer name, and other values of a ``quantization_config``
 ``scaled``        FP8 and int8 with scales: the scheme fp8
 ``torch_files``   PyTorch's own weight files (``pytorch_model.bin``)
-``tokenizers``    SentencePiece, tiktoken and GGUF tokenizers as ``tokenizer.json``
+``tokenizers``    ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
 ``words``         numbers of 2, 3, 4 and 8 bits in words of 32
 ================  ============================================================================
 """
@@ -28,12 +29,14 @@ from evener.contracts.descriptor import Descriptor, Option
 descriptor = Descriptor(
     name="formats",
     summary="Checkpoint formats, PyTorch's files, and quantization: GGUF, GPTQ, AWQ, FP8, int8, FP4, NF4, ModelSlim.",
-    contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2},
+    contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2, "generation": 1},
     module="evener_formats.plugin",
     formats=("gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "bitsandbytes", "modelslim"),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
     weight_files={"pytorch_model.bin": "evener_formats.torch_files:TorchFile"},
+    tokenizer_readers={"tokenizer_json": "evener_formats.tokenizers.vocabulary:read_tokenizer"},
+    chat_readers={"jinja": "evener_formats.chat.templates:read_chat"},
     adapter_readers={"peft": "evener_formats.peft:read_adapter"},
     quantizers={
         **dict.fromkeys(

@@ -59,8 +59,8 @@ class Descriptor:
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states``, ``state_kinds`` and ``state_formats``,
             ``quant`` for ``formats`` and ``quantizers``, ``architecture`` for ``architectures`` and
             ``pooling_readers``, ``request_plugin`` for ``request_plugins``, ``checkpoint`` for ``checkpoints``,
-            ``weight_files``, ``checkpoint_views``, ``adapter_readers`` and ``model_sources``, ``generation`` for
-            ``tool_parsers``, ``reasoning_parsers``, ``grammars`` and ``drafters``.
+            ``weight_files``, ``checkpoint_views``, ``adapter_readers``, ``tokenizer_readers`` and ``model_sources``,
+            ``generation`` for ``chat_readers``, ``tool_parsers``, ``reasoning_parsers``, ``grammars`` and ``drafters``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -99,6 +99,10 @@ class Descriptor:
             ``{"name": "module:function"}``; see ``evener.contracts.pooling``.
         adapter_readers: (optional) functions that read adapters (LoRA) from folders,
             ``{"name": "module:function"}``; see ``evener.contracts.adapters``.
+        tokenizer_readers: (optional) functions that read a model's tokenizer, ``{"name": "module:function"}``; see
+            ``evener.contracts.tokenizer``.
+        chat_readers: (optional) functions that read how a model writes conversations, ``{"name": "module:function"}``;
+            see ``evener.contracts.generation.chat``.
         tuning: (optional) dotted path of a folder in the package with files that ``evener tune`` wrote (``*.json``);
             they are read if the package is chosen.
         model_sources: (optional) functions that download models by name, ``{"name": "module:function"}``. The function
@@ -140,4 +144,6 @@ class Descriptor:
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)
     adapter_readers: Mapping[str, str] = field(default_factory=dict)
+    tokenizer_readers: Mapping[str, str] = field(default_factory=dict)
+    chat_readers: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

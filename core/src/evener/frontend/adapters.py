@@ -116,10 +116,10 @@ class Adapters:
 
 def _read(folder: Path, limits: AdapterLimits) -> list[AdapterTensor]:
     """What the first reader that knows the folder's format makes of it."""
-    readers = installed_catalog().lazy_imports("adapter reader")
-    for reader in readers.values():
-        tensors: list[AdapterTensor] | None = reader.load()(folder, limits)
-        if tensors is not None:
-            return tensors
+    catalog = installed_catalog()
+    found: list[AdapterTensor] | None = next(catalog.answers("adapter reader", folder, limits), None)
+    if found is not None:
+        return found
+    readers = catalog.lazy_imports("adapter reader")
     known = f"of these formats: {', '.join(readers)}" if readers else "of an installed format; install evener-formats"
     raise CheckpointError(f"{folder} is no folder with an adapter {known}")

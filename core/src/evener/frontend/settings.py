@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Architecture
+from evener.contracts.generation.chat import Chat
 from evener.frontend.adapters import Adapters
-from evener.frontend.chat import Chat
+from evener.frontend.chat import open_chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
 from evener.frontend.images import ImageCollector
@@ -83,7 +84,7 @@ class FrontendSettings:
         frontend.adapters.load_all(self.lora_modules)
         how = family().images(files.json("config.json")) if info.encoders else None
         images = None if how is None or tokenizer is None else partial(ImageCollector, how, tokenizer)
-        return frontend, Chat.of(tokenizer_files, tokenizer, images)
+        return frontend, open_chat(tokenizer_files, tokenizer, images)
 
 
 def _text_files(path: Path, family: Callable[[], type[Architecture]]) -> ModelFiles:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -25,7 +25,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "drafters": "drafter", "checkpoints": "checkpoint reader", "weight_files": "weight file reader",
     "state_formats": "state format", "model_sources": "model source", "executors": "executor",
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
-    "adapter_readers": "adapter reader",
+    "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
 }  # fmt: skip
 T = TypeVar("T")
 
@@ -170,6 +170,11 @@ class Catalog:
             for package in self.packages
             for name, path in getattr(package.descriptor, field).items()
         }
+
+    def answers(self, kind: str, *asked: Any) -> Iterator[Any]:
+        """What the functions of one kind make of ``asked``, in order; those that return None know nothing of it."""
+        found = (each.load()(*asked) for each in self.lazy_imports(kind).values())
+        return (answer for answer in found if answer is not None)
 
     def commands(self) -> dict[str, LazyImport]:
         """CLI commands of every usable package."""

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from evener.errors import CheckpointError, RequestError, TemplateError
-from evener.frontend.chat import Chat, normalize
-from evener.frontend.render import Renderer
+from evener.frontend.chat import open_chat
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_files
+from evener_formats.chat.messages import normalize
+from evener_formats.chat.render import Renderer
+from evener_formats.chat.templates import TemplateChat
 
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "description": "<a> & 'é'", "parameters": {"type": "object"}}
@@ -46,8 +48,8 @@ def renderer() -> Iterator[Renderer]:
     renderer.close()
 
 
-def chat(renderer: Renderer, template: str) -> Chat:
-    return Chat({"default": template}, {"bos_token": "<s>", "eos_token": "</s>"}, renderer)
+def chat(renderer: Renderer, template: str) -> TemplateChat:
+    return TemplateChat({"default": template}, {"bos_token": "<s>", "eos_token": "</s>"}, renderer)
 
 
 def oracle(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
@@ -82,7 +84,7 @@ def test_a_real_models_chats_are_those_of_transformers(smollm2_dir: Path) -> Non
     reference = transformers.AutoTokenizer.from_pretrained(smollm2_dir)
     tokenizer = Tokenizer.of(open_files(smollm2_dir))
     assert tokenizer is not None
-    ours = Chat.of(open_files(smollm2_dir), tokenizer)
+    ours = open_chat(open_files(smollm2_dir), tokenizer)
     for messages in CONVERSATIONS:
         for more in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": TOOLS}):
             text = ours.render(messages, **more)
@@ -223,17 +225,17 @@ def test_a_message_that_cannot_be_used_is_an_error_that_names_its_place(messages
 def test_templates_are_found_in_their_own_files_before_the_tokenizers(tmp_path: Path, renderer: Renderer) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    found = Chat.of(open_files(tmp_path), None)
+    found = open_chat(open_files(tmp_path))
     assert (found.render([USER]), found.render([USER], tools=TOOLS)) == ("plain", "tools")
     found.close()
     (tmp_path / "chat_template.jinja").write_text("own file")
-    found = Chat.of(open_files(tmp_path), None)
+    found = open_chat(open_files(tmp_path))
     assert found.render([USER], tools=TOOLS) == "own file"
     found.close()
 
 
 def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
-    found = Chat.of(open_files(tmp_path), None)
+    found = open_chat(open_files(tmp_path))
     assert not found.available
     with pytest.raises(TemplateError, match="no chat template: send a prompt to completions"):
         found.render([USER])
@@ -242,7 +244,7 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
 def test_a_malformed_list_of_templates_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "x"}]}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
-        Chat.of(open_files(tmp_path), None)
+        open_chat(open_files(tmp_path))
 
 
 def test_a_huge_template_is_refused_before_it_is_compiled(renderer: Renderer) -> None:

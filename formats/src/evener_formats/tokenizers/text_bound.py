@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, Protocol
 
-from evener.tokenization.token_bytes import byte_level_table
+from evener_formats.tokenizers.token_bytes import byte_level_table
 
 #: Normalizers, and the most bytes of text for one byte of what they make of it. Unicode's composition makes a third of
 #: some sequences, its compatible forms a quarter of some characters (U+1D400 becomes A), lower case a third (U+212A).

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import jinja2
 
-from evener.frontend.template import compile_template, render
+from evener_formats.chat.template import compile_template, render
 
 
 def main(extra_bytes: int, limit_s: float) -> None:

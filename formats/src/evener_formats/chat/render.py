@@ -21,7 +21,9 @@ from typing import Any
 from evener.errors import RenderTimeoutError, TemplateError
 
 #: The child gets the parent's sys.path: it imports the same packages, and nothing from the working directory.
-_START = "import sys; sys.path[:] = {path!r}; from evener.frontend.render_worker import main; main({memory}, {limit})"
+_START = (
+    "import sys; sys.path[:] = {path!r}; from evener_formats.chat.render_worker import main; main({memory}, {limit})"
+)
 #: For starting Python and importing jinja2 on a busy machine; does not count as a template's time.
 _START_LIMIT_S = 60.0
 #: The limit on a template's wall-clock time is this many times its CPU time limit.

@@ -8,7 +8,7 @@ import json
 import jinja2
 import pytest
 
-from evener.frontend import render_worker, template
+from evener_formats.chat import render_worker, template
 
 
 def test_only_the_templates_that_were_used_last_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

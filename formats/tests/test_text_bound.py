@@ -10,8 +10,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from evener.frontend.tokenizer import FastVocabulary, Tokenizer
-from evener.tokenization.text_bound import _SHRINKING
+from evener.frontend.tokenizer import Tokenizer
+from evener_formats.tokenizers.text_bound import _SHRINKING
+from evener_formats.tokenizers.vocabulary import FastVocabulary
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 NFKC, COLLAPSE = normalizers.NFKC(), normalizers.Replace(Regex(" +"), " ")

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from evener.contracts.tokenizer import ByteRule
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRule:
-    """A decoder in which each token has fixed bytes.
-
-    Attributes:
-        to_bytes: from a token's entry in the vocabulary to its bytes.
-        strip_first_space: the decoder removes one space at the beginning of the text.
-    """
-
-    to_bytes: Callable[[str], bytes]
-    strip_first_space: bool = False
 
 
 def byte_rule(decoder: str) -> ByteRule | None:
