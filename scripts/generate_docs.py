@@ -42,7 +42,8 @@ MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "pooling",
     "checkpoint", "communicator", "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared",
     "statics", "weights", "tokenizer", "generation.chat", "generation.parsers", "generation.parsed", "grammar.library",
-    "generation.drafter", "writing", "conversion.quantizer", "conversion.views", "quantized.state", "adapters",
+    "generation.drafter", "generation.drafts", "writing", "conversion.quantizer", "conversion.views",
+    "quantized.state", "adapters",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {

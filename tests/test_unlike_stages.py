@@ -21,6 +21,7 @@ from evener.engine.processes.process_executor import ProcessExecutor
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
+from evener.plugins.catalog import Catalog
 from evener_backend_cpu.device import CpuDevice
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import RunResult, play, small_config
@@ -212,8 +213,8 @@ def test_what_a_stage_cannot_do_is_refused_before_weights_are_loaded(
     def load(*_: Any) -> None:
         raise AssertionError("weights are loaded")
 
-    for module in ("worker", "layer_split"):
-        monkeypatch.setattr(f"evener.engine.worker.{module}.load_stage", load)
+    for module in ("evener.engine.worker.worker", "evener_inspection.layer_split"):
+        monkeypatch.setattr(f"{module}.load_stage", load)
     with pytest.raises(Exception, match=words):
         build_controller(configured(**{"stages": "cpu,simulated", "executor": "inline", **more}))
 
@@ -250,3 +251,15 @@ def test_ranks_of_one_process_take_their_stages_backends(configured: Configured)
         assert [rank.backend for rank in ready.info.ranks] == ["simulated", "cpu"]
     finally:
         controller.executor.close()
+
+
+def test_without_a_package_that_measures_layers_their_division_must_be_given(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lazy_imports = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "layer splitter" else lazy_imports(self, kind)
+    )
+    asked = {"stages": "cpu,simulated", "executor": "inline", "infer.pp_layer_partition": ()}
+    with pytest.raises(ConfigError, match=r"pip install evener-inspection, or set infer.pp_layer_partition=equal"):
+        build_controller(configured(**asked))

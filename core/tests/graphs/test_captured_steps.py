@@ -14,12 +14,12 @@ from evener.config import from_overrides, to_flat
 from evener.contracts.media import make_item
 from evener.engine.constraints.compiler import GrammarCompiler
 from evener.engine.constraints.masks import GrammarMasks
-from evener.engine.speculation.speculation import Speculation
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.engine.worker import graphs
 from evener_conformance.graph.state import MaskedState
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
+from evener_generation.drafting.speculation import Speculation
 
 ONE_LAYER = {"num_hidden_layers": 1}
 EAGER = {"infer.use_cuda_graph": False}

@@ -60,7 +60,8 @@ class Descriptor:
             ``quant`` for ``formats`` and ``quantizers``, ``architecture`` for ``architectures`` and
             ``pooling_readers``, ``request_plugin`` for ``request_plugins``, ``checkpoint`` for ``checkpoints``,
             ``weight_files``, ``checkpoint_views``, ``adapter_readers``, ``tokenizer_readers`` and ``model_sources``,
-            ``generation`` for ``chat_readers``, ``tool_parsers``, ``reasoning_parsers``, ``grammars`` and ``drafters``.
+            ``generation`` for ``chat_readers``, ``tool_parsers``, ``reasoning_parsers``, ``grammars``, ``drafters`` and
+            ``draft_policies``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -87,6 +88,8 @@ class Descriptor:
         reasoning_parsers: (optional) readers of a model's reasoning, ``{"name": "module:Class"}``.
         grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
         drafters: (optional) what proposes tokens in speculative decoding, ``{"name": "module:Class"}``.
+        draft_policies: (optional) functions that make what says which requests get drafts, ``{"name":
+            "module:function"}``; see ``evener.contracts.generation.drafts``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
         weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
         checkpoint_views: (optional) checkpoints over others, with other files, names or numbers,
@@ -110,6 +113,8 @@ class Descriptor:
             None.
         executors: (optional, for packages pinned to their core's version) ``{"inline": "module:Class"}``: runs several
             ranks in one process; constructed with the configuration and the search for a backend.
+        layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
+            how many layers each stage gets, where stages are on unlike devices; see ``engine.worker.layer_split``.
     """
 
     name: str
@@ -140,10 +145,12 @@ class Descriptor:
     checkpoint_views: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
+    layer_splitters: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)
     adapter_readers: Mapping[str, str] = field(default_factory=dict)
     tokenizer_readers: Mapping[str, str] = field(default_factory=dict)
     chat_readers: Mapping[str, str] = field(default_factory=dict)
+    draft_policies: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

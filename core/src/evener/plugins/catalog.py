@@ -26,6 +26,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "state_formats": "state format", "model_sources": "model source", "executors": "executor",
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
     "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
+    "draft_policies": "draft policy", "layer_splitters": "layer splitter",
 }  # fmt: skip
 T = TypeVar("T")
 

@@ -44,6 +44,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from evener.contracts.generation.drafts import Drafts
 from evener.contracts.outputs import FinishReason
 from evener.engine.batching import MicroBatches, StepLimit
 from evener.engine.constraints.grammars import Grammars
@@ -52,7 +53,6 @@ from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.request import PlannedRow, Request
 from evener.engine.controller.state import StateManager
-from evener.engine.speculation.drafts import Drafts
 from evener.engine.wire.messages import Finished, FromController, NewRequest, Stats, TokenLogprobs, Tokens
 from evener.engine.wire.plan import (
     Admission,

@@ -8,13 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from evener.config.schema import InferConfig
 from evener.contracts.generation.drafter import Drafter
-from evener.engine.speculation.drafts import DecodingRequest, DraftedRow, Drafts
-from evener.engine.speculation.payoff import Payoff
-from evener.engine.wire.worker_facts import WorkerFacts
-from evener.errors import ConfigError, DescriptorError
-from evener.plugins.discover import installed_catalog
+from evener.contracts.generation.drafts import DecodingRequest, DraftedRow, Drafts
+from evener_generation.drafting.payoff import Payoff
 
 log = logging.getLogger("evener.engine")
 #: The longest pause after wrong drafts, in tokens.
@@ -71,26 +67,6 @@ class Speculation(Drafts):
         #: Whether the last step that was read had drafts, and when that was; None: it was no decode step.
         self._last: tuple[bool, float] | None = None
 
-    @classmethod
-    def of(cls, infer: InferConfig, facts: WorkerFacts) -> Drafts:
-        """What the configuration asks for.
-
-        Raises:
-            ConfigError: the model or its layout cannot have drafts.
-        """
-        if infer.drafter == "none":
-            return Drafts()
-        drafter = find_drafter(infer)
-        if any(spec.per == "request" for spec in facts.specs):
-            raise ConfigError(
-                f"infer.drafter={infer.drafter} needs state that can go back a few tokens, and the recurrent layers of "
-                "this model keep none; leave infer.drafter out"
-            )
-        if facts.info.pooling:
-            raise ConfigError(f"infer.drafter={infer.drafter} is for models that generate; leave it out")
-        max_samples = facts.max_reqs + infer.draft_tokens
-        return cls(drafter, infer.draft_tokens, max_samples, facts.info.vocab_size, Payoff())
-
     def begin(self, requests: int) -> None:
         self._room = self._max_samples - requests
         pays = self._payoff is None or self._payoff.pays(requests)
@@ -100,7 +76,7 @@ class Speculation(Drafts):
         return self.on and request.unread > 0 and self._suits(request)
 
     def _suits(self, request: DecodingRequest) -> bool:
-        if request.tokens_to_compute != 1 or request.message.sampling.grammar is not None:
+        if request.tokens_to_compute != 1 or request.constrained:
             return False
         text = self._texts.get(request)
         paused = text is not None and request.length < text.resume
@@ -145,21 +121,6 @@ class Speculation(Drafts):
         self._last = (on, now) if decodes else None
 
 
-def find_drafter(infer: InferConfig) -> Callable[[], Drafter]:
-    """The installed drafter that ``infer.drafter`` names.
-
-    Raises:
-        ConfigError: there is none of that name, or the engine cannot have drafts.
-        DescriptorError: it cannot be imported, or is no drafter.
-    """
-    found = installed_catalog().lazy_imports("drafter")
-    if infer.drafter not in found:
-        known = ", ".join(sorted(found)) or "none; type: pip install evener-generation"
-        raise ConfigError(f"infer.drafter is {infer.drafter!r}; installed drafters: {known}")
-    if infer.pp_size > 1:
-        raise ConfigError(f"infer.drafter={infer.drafter} does not work with pipeline stages; set infer.pp_size=1")
-    loaded = found[infer.drafter].load()
-    if not (isinstance(loaded, type) and issubclass(loaded, Drafter)):
-        package = found[infer.drafter]
-        raise DescriptorError(f"drafter {package.name!r} of {package.distribution}: {package.path} is no Drafter")
-    return loaded
+def measured(drafter: Callable[[], Drafter], length: int, max_samples: int, vocabulary: int) -> Speculation:
+    """Drafts while they make more tokens a second; a ``DraftPolicy``."""
+    return Speculation(drafter, length, max_samples, vocabulary, Payoff())

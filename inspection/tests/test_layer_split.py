@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from evener.engine.worker.layer_split import StageCost, split_layers
 from evener.errors import MemoryPlanError
+from evener_inspection.layer_split import StageCost, split_layers
 
 PLENTY = 1000
 
