@@ -142,6 +142,13 @@ def test_beam_search_imports_only_the_python_api() -> None:
     assert beams and violations(beams, allow_of_evener(*own), typing=True) == []
 
 
+def test_masks_of_grammars_import_only_what_the_controller_knows_and_no_other_distribution() -> None:
+    own = ("evener_constraints", "evener.engine.controller.grammars", "evener.engine.wire", "evener.config",
+           "evener.loading.checkpoint", "evener.plugins.discover", "evener.contracts", "evener.errors")  # fmt: skip
+    masks = inside("evener_constraints", GENERATION)
+    assert masks and violations(masks, allow_of_evener(*own), typing=True) == []
+
+
 def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_files() -> None:
     own = ("evener_models", "evener_formats.tokenizers")
     allowed = allow_of_evener(*own, "evener.layers", "evener.contracts", "evener.errors")

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from evener_constraints.compiler import GrammarCompiler
+from evener_constraints.masks import GrammarMasks
 from knowing_drafter import KnowingDrafter
 from msgspec import structs
 from step_grammar import STEPS, VOCAB, Steps, follows
 
 from evener.config import from_overrides, to_flat
 from evener.contracts.media import make_item
-from evener.engine.constraints.compiler import GrammarCompiler
-from evener.engine.constraints.masks import GrammarMasks
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.engine.worker import graphs
 from evener_conformance.graph.state import MaskedState

@@ -23,6 +23,7 @@ descriptor = Descriptor(
     name="generation",
     summary="Structured output, parsers of tool calls and reasoning, and drafts.",
     contracts={"descriptor": 1, "generation": 1},
+    grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
     grammars={"llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary"},
     drafters={"ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter"},
     draft_policies={"measured": "evener_generation.drafting.speculation:measured"},

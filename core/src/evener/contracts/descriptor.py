@@ -60,8 +60,8 @@ class Descriptor:
             ``quant`` for ``formats`` and ``quantizers``, ``architecture`` for ``architectures`` and
             ``pooling_readers``, ``request_plugin`` for ``request_plugins``, ``checkpoint`` for ``checkpoints``,
             ``weight_files``, ``checkpoint_views``, ``adapter_readers``, ``tokenizer_readers`` and ``model_sources``,
-            ``generation`` for ``chat_readers``, ``tool_parsers``, ``reasoning_parsers``, ``grammars``, ``drafters`` and
-            ``draft_policies``.
+            ``generation`` for ``chat_readers``, ``tool_parsers``, ``reasoning_parsers``, ``grammars``,
+            ``grammar_masks``, ``drafters`` and ``draft_policies``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -113,6 +113,8 @@ class Descriptor:
             None.
         executors: (optional, for packages pinned to their core's version) ``{"inline": "module:Class"}``: runs several
             ranks in one process; constructed with the configuration and the search for a backend.
+        grammar_masks: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
+            what gives the steps of requests with a grammar their masks; see ``engine.controller.grammars``.
         layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
             how many layers each stage gets, where stages are on unlike devices; see ``engine.worker.layer_split``.
     """
@@ -146,6 +148,7 @@ class Descriptor:
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
     layer_splitters: Mapping[str, str] = field(default_factory=dict)
+    grammar_masks: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """The contract of a draft policy: which requests of a plan get drafts, and how many tokens.
 
 A package announces a policy in ``Descriptor.draft_policies``: a function as ``DraftPolicy``. Core takes the first by
-name if ``infer.drafter`` is set. The scheduler calls what it returns between two steps, so it must be quick. Torch-free.
+name if ``infer.drafter`` is set. The scheduler calls what it returns between two steps, so it must be quick. Without
+torch.
 """
 
 from __future__ import annotations

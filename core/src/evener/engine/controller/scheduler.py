@@ -47,9 +47,9 @@ import msgspec
 from evener.contracts.generation.drafts import Drafts
 from evener.contracts.outputs import FinishReason
 from evener.engine.batching import MicroBatches, StepLimit
-from evener.engine.constraints.grammars import Grammars
 from evener.engine.controller.adapters import Adapters
 from evener.engine.controller.forks import open_state, start_from_parent
+from evener.engine.controller.grammars import Grammars
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.request import PlannedRow, Request
 from evener.engine.controller.state import StateManager

@@ -10,11 +10,11 @@ import msgspec
 
 from evener.config.schema import Config
 from evener.contracts.grammar.library import Matcher
-from evener.engine.constraints.compiler import GrammarCompiler
-from evener.engine.constraints.grammars import Grammars, Sequence
-from evener.engine.constraints.library import open_grammar_library
+from evener.engine.controller.grammars import Grammars, Sequence
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Plan, StepMasks, StepResult
+from evener_constraints.compiler import GrammarCompiler
+from evener_constraints.library import open_grammar_library
 
 
 class GrammarMasks(Grammars):
