@@ -127,7 +127,8 @@ def test_the_converter_imports_no_engine_no_front_end_and_no_other_distribution(
     assert convert
     above = ("evener.engine", "evener.frontend", "evener.llm", "evener.async_llm", "evener.ops", "evener.backend")
     # What it writes as GGUF must be what the reader of its own distribution reads: both use the same tables.
-    own = allow_of_evener("evener_convert", "evener", "evener_formats.gguf", "evener_formats.tokenizers")
+    own = allow_of_evener("evener_convert", "evener", "evener_formats.gguf", "evener_formats.tokenizers",
+                          "evener_formats.safetensors_files")  # fmt: skip
     assert violations(convert, lambda t: own(t) and not belongs(t, *above), typing=True) == []
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("core", "formats", "generation", "models", "inspection", "conformance", "server", "backends/cpu")
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 #: What the torch-free parts need; the ranges stand in core/pyproject.toml.
-NEEDED = ("numpy", "pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "pyzmq", "safetensors")
+NEEDED = ("numpy", "pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "pyzmq")
 TESTING = ("pytest", "hypothesis", "pytest-timeout", "pytest-asyncio", "packaging")
 MODULES = ("evener", "evener.plugins.choose", "evener.config", "evener.cli.main", "evener.engine.controller.scheduler",
            "evener.backend_search", "evener.layers", "evener.ops.schemas", "evener_models", "evener_server",

@@ -21,7 +21,7 @@ from evener.contracts.declared import Declared, LinearWeight, Slice, Span, Weigh
 from evener.distributed.world import World
 from evener.errors import CheckpointError, ConfigError
 from evener.loading.checkpoint import FolderCheckpoint
-from evener.loading.safetensors_files import SafetensorsFile
+from evener_formats.safetensors_files import SafetensorsFile
 
 INDEX, VERSION = "evener_split.json", 1
 

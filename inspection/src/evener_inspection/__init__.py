@@ -14,6 +14,7 @@ module                   holds
 ``explanation``          what ``explain`` shows, as plain data
 ``absent_ranks``         the communicator of a model that is declared and not run
 ``explanation_text``     the same as text for a terminal
+``dummy_weights``        random weights, for ``load=dummy``
 ``layer_split``          the layers of each stage, where stages are on unlike devices
 ``tuning``               what ``tune`` measures, and how
 ``rank_threads``         the executor whose workers are threads of one process
@@ -34,6 +35,7 @@ descriptor = Descriptor(
         "config": "evener_inspection.config_command:main", "models": "evener_inspection.models_command:main",
         "plugins": "evener_inspection.plugins_command:main", "tune": "evener_inspection.tune_command:main",
     },
+    weight_makers={"dummy": "evener_inspection.dummy_weights:load_dummy"},
     layer_splitters={"measured": "evener_inspection.layer_split:measured_split"},
     executors={"inline": "evener_inspection.rank_threads:RankThreads"},
 )  # fmt: skip

@@ -115,6 +115,8 @@ class Descriptor:
             ranks in one process; constructed with the configuration and the search for a backend.
         grammar_masks: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             what gives the steps of requests with a grammar their masks; see ``engine.controller.grammars``.
+        weight_makers: (optional, for packages pinned to their core's version) ``{"dummy": "module:function"}``: fills
+            weights for ``load=dummy``; called as ``evener_inspection.dummy_weights.load_dummy``.
         layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
             how many layers each stage gets, where stages are on unlike devices; see ``engine.worker.layer_split``.
     """
@@ -148,6 +150,7 @@ class Descriptor:
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
     layer_splitters: Mapping[str, str] = field(default_factory=dict)
+    weight_makers: Mapping[str, str] = field(default_factory=dict)
     grammar_masks: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)

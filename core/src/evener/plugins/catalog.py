@@ -27,7 +27,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
     "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
     "draft_policies": "draft policy", "layer_splitters": "layer splitter",
-    "grammar_masks": "maker of masks",
+    "grammar_masks": "maker of masks", "weight_makers": "maker of weights",
 }  # fmt: skip
 T = TypeVar("T")
 
