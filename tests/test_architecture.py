@@ -82,7 +82,8 @@ def test_vendor_words_are_seen_in_any_spelling(line: str, found: set[str]) -> No
 
 
 #: Which top-level packages nobody in the core may import, not even lazily.
-FOREIGN_TO_CORE = ("evener_", "fastapi", "starlette", "uvicorn", "triton", "vllm", "torch_", "xgrammar")
+FOREIGN_TO_CORE = ("evener_", "fastapi", "starlette", "uvicorn", "triton", "vllm", "torch_", "xgrammar", "llguidance",
+                   "hydra", "omegaconf", "jinja2", "tokenizers", "safetensors", "transformers")  # fmt: skip
 
 
 def test_the_core_imports_no_distribution_built_on_it_and_no_web_server_or_vendor_sdk() -> None:
@@ -220,20 +221,20 @@ def test_no_descriptor_imports_torch() -> None:
 #: Lines of code that an area of the core may have: what it had when the layout was set, or less. A feature that needs
 #: more moves something out first.
 CAPS: Mapping[str, int] = {
-    "evener.engine.wire": 302, "evener.engine.batching": 76, "evener.engine.controller": 943,
-    "evener.engine.worker": 1_346, "evener.engine.processes": 817, "evener.ops": 1_378, "evener.plugins": 1_475,
-    "evener.frontend": 1_306, "evener.layers": 1_107, "evener.config": 1_004, "evener.cli": 258,
-    "evener.contracts": 1_150, "evener.loading": 747, "evener.resolution": 662, "evener.distributed": 239,
-    "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 47,
-    "evener.contracts.grammar": 24, "evener.engine.constraints": 134, "evener.engine.sampling": 199,
-    "evener.tokenization": 89, "evener.exits": 51, "evener.contracts.conversion": 79, "evener.contracts.quantized": 40,
+    "evener.engine.wire": 302, "evener.engine.batching": 76, "evener.engine.controller": 1_005,
+    "evener.engine.worker": 1_283, "evener.engine.processes": 817, "evener.ops": 1_378, "evener.plugins": 1_482,
+    "evener.frontend": 839, "evener.layers": 1_107, "evener.config": 823, "evener.cli": 263,
+    "evener.contracts": 1_189, "evener.loading": 623, "evener.resolution": 662, "evener.distributed": 239,
+    "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 122,
+    "evener.contracts.grammar": 24, "evener.engine.sampling": 199,
+    "evener.exits": 51, "evener.contracts.conversion": 79, "evener.contracts.quantized": 40,
     "evener.contracts.storage": 46, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
-    "evener.state_pages": 28, "evener.pooling": 103, "evener.engine.speculation": 176, "evener.contracts.pooling": 28,
+    "evener.state_pages": 28, "evener.pooling": 104, "evener.contracts.pooling": 28,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 962
 #: The whole core.
-TOTAL_CAP = 15_251
+TOTAL_CAP = 14_206
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -131,5 +131,5 @@ def test_random_weights_without_a_package_that_makes_them_are_refused_with_one(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evener.engine.worker.weights.installed_catalog", Catalog)
-    with pytest.raises(CheckpointError, match="load=dummy .* pip install evener-inspection"):
+    with pytest.raises(CheckpointError, match=r"load=dummy .* pip install evener-inspection"):
         build_controller(make_config("Llama"))

@@ -1,4 +1,5 @@
-"""Checkpoint formats and quantization schemes, registered through the same hooks as anybody else's. Torch-free.
+"""Formats of checkpoints, tokenizers and chats, and quantization schemes, registered through the same hooks as anybody
+else's. Torch-free.
 
 =====================  ============================================================================
 package/module         holds
@@ -39,6 +40,8 @@ descriptor = Descriptor(
         "model.safetensors": "evener_formats.safetensors_files:SafetensorsFile",
         "pytorch_model.bin": "evener_formats.torch_files:TorchFile",
     },
+    config_readers={"hydra": "evener_keys.hydra_boundary:from_command_line"},
+    old_spellings={"legacy": "evener_keys.legacy_keys:LegacyKeys"},
     tokenizer_readers={"tokenizer_json": "evener_formats.tokenizers.vocabulary:read_tokenizer"},
     chat_readers={"jinja": "evener_formats.chat.templates:read_chat"},
     adapter_readers={"peft": "evener_formats.peft:read_adapter"},

@@ -117,6 +117,10 @@ class Descriptor:
             what gives the steps of requests with a grammar their masks; see ``engine.controller.grammars``.
         weight_makers: (optional, for packages pinned to their core's version) ``{"dummy": "module:function"}``: fills
             weights for ``load=dummy``; called as ``evener_inspection.dummy_weights.load_dummy``.
+        old_spellings: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: rewrites
+            keys of before; see ``evener.config.old_spellings``.
+        config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
+            the configuration of a command line and a file; called as ``evener_keys.hydra_boundary.from_command_line``.
         layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
             how many layers each stage gets, where stages are on unlike devices; see ``engine.worker.layer_split``.
     """
@@ -150,6 +154,8 @@ class Descriptor:
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
     layer_splitters: Mapping[str, str] = field(default_factory=dict)
+    old_spellings: Mapping[str, str] = field(default_factory=dict)
+    config_readers: Mapping[str, str] = field(default_factory=dict)
     weight_makers: Mapping[str, str] = field(default_factory=dict)
     grammar_masks: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.config.keys import Override
+from evener.config.old_spellings import OldSpellings, Rewritten
 from evener.errors import ConfigError
 from evener.key_spec import format_value
 
@@ -54,16 +55,6 @@ class RemovedKey:
     ignored_values: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """The result of ``rewrite``: overrides with current keys, one warning for each legacy key, and names given with
-    ``models=``."""
-
-    overrides: tuple[Override, ...]
-    notes: tuple[str, ...]
-    claimed: tuple[str, ...]
-
-
 _OFF = frozenset({"false", "0", "none", "null", ""})
 
 #: Legacy switches that are on by default, and the numbers that apply only if they are off.
@@ -83,6 +74,22 @@ LEGACY_VALUES: Mapping[str, Mapping[str, str]] = _TABLES["values"]
 #: Legacy environment variables that set a key, and the key.
 LEGACY_ENV_VARS: Mapping[str, str] = _TABLES["environment"]
 _UNUSED_LEGACY_ENV = re.compile(r"(CINFER|CHITU)_\w+")
+
+
+class LegacyKeys(OldSpellings):
+    """What the tables say."""
+
+    def rewrite(self, overrides: Iterable[Override]) -> Rewritten:
+        return rewrite(overrides)
+
+    def check_claim(self, name: str, model: str, model_type: str) -> None:
+        check_model_family(name, model, model_type)
+
+    def from_environ(self, environ: Mapping[str, str]) -> Rewritten:
+        return legacy_env_overrides(environ)
+
+    def unread(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        return unused_legacy_env_notes(environ)
 
 
 def rewrite(overrides: Iterable[Override]) -> Rewritten:
@@ -177,12 +184,12 @@ def _alphanumeric(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def legacy_env_overrides(environ: Mapping[str, str]) -> tuple[tuple[Override, ...], tuple[str, ...]]:
+def legacy_env_overrides(environ: Mapping[str, str]) -> Rewritten:
     """Keys that legacy environment variables set, and a warning for each."""
     found = {name: key for name, key in LEGACY_ENV_VARS.items() if environ.get(name)}
     overrides = tuple(Override(key, environ[name], f"{name}={environ[name]}") for name, key in found.items())
     notes = tuple(f"{name} is a legacy variable; write {key}={environ[name]}" for name, key in found.items())
-    return overrides, notes
+    return Rewritten(overrides, notes)
 
 
 def unused_legacy_env_notes(environ: Mapping[str, str]) -> tuple[str, ...]:
