@@ -6,12 +6,16 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evener_convert.command import convert
+from lora_files import write_model
 
 from evener.builtin.kinds import BUILTIN_KINDS
+from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.contracts.device import Device
 from evener.engine.controller.controller import Controller
@@ -249,6 +253,25 @@ def test_ranks_of_one_process_take_their_stages_backends(configured: Configured)
     try:
         assert isinstance(controller.executor, RankThreads)
         assert [rank.backend for rank in ready.info.ranks] == ["simulated", "cpu"]
+    finally:
+        controller.executor.close()
+
+
+@pytest.mark.parametrize("partition", ["2,1", "equal"])
+def test_unlike_stages_of_a_split_model_have_the_layers_that_it_was_split_for(
+    configured: Configured, tmp_path: Path, partition: str
+) -> None:
+    whole = configured(**{"load": "auto"})
+    write_model(Path(whole.model), changes={**HEADS, "num_hidden_layers": 3})
+    want = play(build_controller(whole)[0], **traffic())
+    split = from_overrides(whole.model, {"infer.pp_size": 2, "infer.pp_layer_partition": partition, "dtype": "float32"})
+    convert(split, tmp_path / "split")
+    asked = {"executor": "inline", "infer.pp_layer_partition": (), "load": "auto"}
+    config = replace(configured(stages="cpu,simulated", **asked), model=str(tmp_path / "split"))
+    controller, ready = build_controller(config)
+    try:
+        assert [rank.layers for rank in ready.info.ranks] == [(0, 2), (2, 3)]
+        assert_same(play(controller, **traffic()), want)
     finally:
         controller.executor.close()
 

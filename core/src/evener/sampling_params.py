@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from evener.contracts.adapters import HeldAdapter
 from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError
 
@@ -59,7 +60,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         grammar: what the text has to be, such as ``GrammarSpec(kind="json_schema", text=…)``; the sample ends where it
             is complete, also with ``ignore_eos``.
-        lora: name of the adapter that the model has for this request; None: none.
+        lora: the adapter that the model has for this request, by its name or as ``Adapters.hold`` returned it; None:
+            none.
 
     Raises:
         RequestError: a value is out of range; ``param`` names the field.
@@ -88,7 +90,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
-    lora: str | None = None
+    lora: str | HeldAdapter | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
@@ -118,7 +120,7 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), (bool, type(None)) if name == "ignore_eos" else bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
-        if not isinstance(self.lora, str | None):
+        if not isinstance(self.lora, str | HeldAdapter | None):
             raise RequestError(f"lora must be the name of an adapter or None, not {self.lora!r}", "lora")
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise RequestError(f"stop must be a string or a list of strings, not {self.stop!r}", "stop")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evener.config.schema import Config
 from evener.errors import ConfigError
 from evener_server import descriptor
 
@@ -78,6 +79,15 @@ class ServerOptions:
     def aliases(self) -> tuple[str, ...]:
         """Other names under which requests find the model."""
         return tuple(dict.fromkeys(name for part in self.model_aliases.split(",") if (name := part.strip())))
+
+    def check_names(self, config: Config) -> None:
+        """Raises:
+        ConfigError: an alias of the model is the name of an adapter, which no request could name.
+        """
+        adapters = [entry.partition("=")[0] for entry in config.infer.lora_modules]
+        if hidden := [name for name in self.aliases if name in adapters]:
+            raise ConfigError(f"server.model_aliases and infer.lora_modules both have the name {hidden[0]!r}; requests "
+                              "with it would get the model alone: give one of them another name")  # fmt: skip
 
     @classmethod
     def of(cls, options: Mapping[str, Mapping[str, Any]]) -> ServerOptions:

@@ -71,6 +71,7 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
     """Start one engine and serve it. Returns the exit code; None if the engine died."""
     # Before the weights are read, so that a wrong key or port is an error at once.
     options = ServerOptions.of(config.options)
+    options.check_names(config)
     keys = read_api_keys(config.serve.api_keys, options.api_key_file, os.environ)
     template = options.read_chat_template()
     # The engine and its processes have no use for the keys.

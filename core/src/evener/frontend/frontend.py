@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from evener.contracts.adapters import HeldAdapter
 from evener.contracts.media import MediaItem, MediaPrompt
 from evener.contracts.outputs import Delta
 from evener.contracts.pooling import PoolingSettings
@@ -114,6 +115,7 @@ class Frontend:
         self._rng = rng or random.SystemRandom()
         self._samples: dict[str, _Sample] = {}
         self._requests: dict[str, set[str]] = {}
+        self._held: dict[str, HeldAdapter | None] = {}
 
     @property
     def num_open(self) -> int:
@@ -166,7 +168,8 @@ class Frontend:
         names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._samples for name in names):
             raise RequestError(f"request id {request_id!r} is in use by a running request", "request_id")
-        adapter, asked = self.adapters.find(params.lora), frozenset(params.stop_token_ids)
+        held, asked = self.adapters.hold(params.lora), frozenset(params.stop_token_ids)
+        adapter = "" if held is None else held.id
         seed = self._rng.getrandbits(_SEED_BITS) if params.seed is None else params.seed
         messages = []
         for index, name in enumerate(names):
@@ -187,7 +190,7 @@ class Frontend:
                     whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
                 )
             )  # fmt: skip
-        self._requests[request_id] = set(names)
+        self._requests[request_id], self._held[request_id] = set(names), held
         return messages
 
     def _encode(self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: Kind) -> list[int]:
@@ -288,6 +291,7 @@ class Frontend:
         siblings.discard(event.id)
         if not siblings:
             del self._requests[sample.request_id]
+            self.adapters.release(self._held.pop(sample.request_id))
         delta = Delta(sample.request_id, sample.index)
         if sample.detokenizer is not None and not sample.stopped:
             match = sample.stops.push(sample.detokenizer.finish())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evener.backend_search import BackendSearch
@@ -31,7 +31,7 @@ from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
-from evener.loading.views import view_checkpoint
+from evener.loading.views import stored_partition, view_checkpoint
 from evener.plugins.catalog import Provided
 from evener.plugins.discover import core_version
 from evener.plugins.load import LoadedPackages
@@ -88,6 +88,7 @@ def assemble(
     """
     place = ranks or RankGroups()
     checkpoint = open_checkpoint(config.model)
+    config, divided = _divided_as_stored(config, checkpoint)
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
     family = find_architecture(loaded, checkpoint)
@@ -95,6 +96,7 @@ def assemble(
     facts = facts_of(config.model, checkpoint.config, family.max_positions)
     of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
     resolved = resolve_config(config, facts, of_device, serving=serving)
+    resolved = replace(resolved, reasons={**resolved.reasons, **divided})
     device.limit_threads(resolved.threads)
     device.select()
     unlike = has_unlike_stages(config)
@@ -152,6 +154,17 @@ def assemble(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
         ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings,
     )  # fmt: skip
+
+
+def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, Mapping[str, str]]:
+    """The configuration with the division of layers that the checkpoint was split for, if it asks for none; and the
+    reason."""
+    if config.infer.pp_size == 1 or config.infer.pp_layer_partition or config.load == "dummy":
+        return config, {}
+    if (stored := stored_partition(checkpoint)) is None:
+        return config, {}
+    infer = replace(config.infer, pp_layer_partition=tuple(map(str, stored)) or ("equal",))
+    return replace(config, infer=infer), {"infer.pp_layer_partition": "as the checkpoint was split"}
 
 
 def _agree(config: ResolvedConfig, device: DeviceFacts, agreement: Agreement) -> ResolvedConfig:

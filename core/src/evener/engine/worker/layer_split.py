@@ -17,14 +17,14 @@ def assemble_split(
     config: Config, search: BackendSearch, serving: bool = False, ranks: RankGroups | RankPlacement | None = None
 ) -> Assembly:
     """As ``assemble``. The layers of stages on unlike devices are divided by measurement, unless
-    ``infer.pp_layer_partition`` is set.
+    ``infer.pp_layer_partition`` is set, or the checkpoint was split for some stages.
 
     Raises:
         ConfigError: no installed package measures them.
     """
     a = assemble(config, search, serving, ranks)
     count = max(build.held.stop for build in (a.build, *a.other_stages))
-    if not has_unlike_stages(config) or config.infer.pp_layer_partition or count < 3:
+    if not has_unlike_stages(config) or a.config.config.infer.pp_layer_partition or count < 3:
         return a
     splitters = installed_catalog().lazy_imports("layer splitter")
     if not splitters:
