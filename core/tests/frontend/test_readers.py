@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from evener.contracts.checkpoint import ModelFiles
 from evener.contracts.descriptor import Descriptor
-from evener.contracts.generation.chat import Chat
+from evener.contracts.generation.chat import Chat, ChatSource
 from evener.errors import CheckpointError, TemplateError
 from evener.frontend import chat, tokenizer
 from evener.loading.checkpoint import open_files
@@ -46,16 +45,18 @@ class Fixed(Chat):
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return f"{self.template(False)} {len(messages)}"
 
+    prompt = render
 
-def knows_nothing(files: ModelFiles, special_tokens: object) -> None:
+
+def knows_nothing(source: ChatSource) -> None:
     return None
 
 
-def finds_none(files: ModelFiles, special_tokens: object) -> Chat:
+def finds_none(source: ChatSource) -> Chat:
     return Fixed({})
 
 
-def knows(files: ModelFiles, special_tokens: object) -> Chat:
+def knows(source: ChatSource) -> Chat:
     return Fixed({"default": "mine"})
 
 

@@ -146,8 +146,8 @@ class InferConfig(Section):
     max_loras: int = option(0, "int", "Adapters on the device at a time; 0: as many as infer.lora_modules has.",
                             minimum=0, maximum=256)  # fmt: skip
     max_lora_rank: int = option(16, "int", "The largest rank of an adapter.", minimum=1, maximum=512)
-    max_cpu_loras: int = option(32, "int", "Adapters that may be loaded at the same time; their weights are in host "
-                                "memory.", minimum=1)  # fmt: skip
+    max_cpu_loras: int = option(32, "int", "Adapters that may be in host memory: those that are loaded, and those that "
+                                "requests still use.", minimum=1)  # fmt: skip
     prefix_cache: bool = option(True, "bool", "Reuse the KV cache of prompts with a common prefix.")
     heartbeat_timeout: float = option(
         20.0, "float", "Seconds without a heartbeat after which a process counts as dead; 0: no limit.", minimum=0

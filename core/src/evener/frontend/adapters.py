@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,8 @@ from evener.errors import CheckpointError, RequestError, did_you_mean
 from evener.plugins.discover import installed_catalog
 
 _MAX_NAME = 256
+#: Of an adapter, sent at a time.
+_MESSAGE_BYTES = 4 << 20
 
 
 class Adapters:
@@ -59,13 +61,17 @@ class Adapters:
             tensors, digest = _read(Path(folder), limits), hashlib.sha256(name.encode())
             for tensor in tensors:
                 digest.update(hashlib.sha256(msgspec.msgpack.encode(tensor)).digest())
-            message = LoadAdapter(digest.hexdigest(), tensors)
+            new = HeldAdapter(digest.hexdigest())
             with self._changing:
-                self._leaving.discard(message.id)
-                self._send(message)  # before a request can name it
-                before, self._loaded[name] = self._loaded.get(name), (str(folder), message.id)
-                if before is not None and before[1] != message.id:
+                self._holders[new.id] += 1  # it may be about to leave
+            for message in _messages(new.id, tensors):  # before a request can name it
+                self._send(message)
+            with self._changing:
+                self._leaving.discard(new.id)
+                before, self._loaded[name] = self._loaded.get(name), (str(folder), new.id)
+                if before is not None and before[1] != new.id:
                     self._leave(before[1])
+            self.release(new)
 
     def _check(self, name: str, replace: bool) -> AdapterLimits:
         if self._limits is None:
@@ -151,6 +157,16 @@ class Adapters:
                 self.load(name, folder)
             except (RequestError, CheckpointError) as error:
                 raise CheckpointError(f"infer.lora_modules: {entry[:_MAX_NAME]!r}: {error}") from error
+
+
+def _messages(adapter: str, tensors: Sequence[AdapterTensor]) -> Iterator[LoadAdapter]:
+    """Messages of a few MiB: the engine takes steps between them."""
+    start, size = 0, 0
+    for end, tensor in enumerate(tensors, 1):
+        size += len(tensor.down) + len(tensor.up)
+        if size >= _MESSAGE_BYTES or end == len(tensors):
+            yield LoadAdapter(adapter, list(tensors[start:end]), last=end == len(tensors))
+            start, size = end, 0
 
 
 def _read(folder: Path, limits: AdapterLimits) -> list[AdapterTensor]:

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
-from evener.contracts.generation.chat import Chat, ImageMarks
+from evener.contracts.encoder import ImageInput
+from evener.contracts.generation.chat import Chat, ChatSource
 from evener.errors import TemplateError
 from evener.frontend.tokenizer import Tokenizer
 from evener.plugins.discover import installed_catalog
 
 
-def open_chat(
-    files: ModelFiles, tokenizer: Tokenizer | None = None, images: Callable[[], ImageMarks] | None = None
-) -> Chat:
+def open_chat(files: ModelFiles, tokenizer: Tokenizer | None = None, images: ImageInput | None = None) -> Chat:
     """What writes the conversations of a model.
 
     Args:
         files: of the model.
-        tokenizer: has the special tokens.
-        images: as ``Chat.images``.
+        tokenizer: of the model; None: it takes no images, and templates get no special tokens.
+        images: how it takes images; None: it takes none.
 
     Raises:
         CheckpointError: a file is malformed.
     """
-    special_tokens = {} if tokenizer is None else tokenizer.special_tokens
-    answers = [*installed_catalog().answers("chat reader", files, special_tokens), _Unread()]
-    found: Chat = next((chat for chat in answers if chat.available), answers[0])
-    found.images = images
-    return found
+    source = ChatSource(files, {}) if tokenizer is None else ChatSource(
+        files, tokenizer.special_tokens, images, partial(tokenizer.encode, add_special_tokens=False)
+    )  # fmt: skip
+    answers = [*installed_catalog().answers("chat reader", source), _Unread()]
+    return next((chat for chat in answers if chat.available), answers[0])  # type: ignore[no-any-return]
 
 
 class _Unread(Chat):
@@ -44,3 +43,5 @@ class _Unread(Chat):
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return self.template(bool(options.get("tools")))
+
+    prompt = render

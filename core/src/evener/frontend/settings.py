@@ -15,7 +15,6 @@ from evener.frontend.adapters import Adapters
 from evener.frontend.chat import open_chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
-from evener.frontend.images import ImageCollector
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_files
@@ -83,8 +82,7 @@ class FrontendSettings:
         )  # fmt: skip
         frontend.adapters.load_all(self.lora_modules)
         how = family().images(files.json("config.json")) if info.encoders else None
-        images = None if how is None or tokenizer is None else partial(ImageCollector, how, tokenizer)
-        return frontend, open_chat(tokenizer_files, tokenizer, images)
+        return frontend, open_chat(tokenizer_files, tokenizer, how)
 
 
 def _text_files(path: Path, family: Callable[[], type[Architecture]]) -> ModelFiles:

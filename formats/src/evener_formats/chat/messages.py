@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from evener.contracts.generation.chat import ImageMarks
 from evener.errors import RequestError
+from evener_formats.chat.images import ImageCollector
 
 #: Fields of a message that templates read; any other field with a value is refused, not ignored.
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
@@ -14,7 +14,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def normalize(
-    messages: object, supports_developer_role: bool = False, images: ImageMarks | None = None
+    messages: object, supports_developer_role: bool = False, images: ImageCollector | None = None
 ) -> list[dict[str, Any]]:
     """Messages as templates expect them: content as a string with the model's marks for ``images``, the role
     ``developer`` as ``system`` if the template does not know it, tool arguments as objects, no fields that are None.
@@ -28,7 +28,7 @@ def normalize(
 
 
 def _message(
-    message: object, place: str, supports_developer_role: bool, images: ImageMarks | None
+    message: object, place: str, supports_developer_role: bool, images: ImageCollector | None
 ) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestError(f"{place} must be an object with role and content", place)
@@ -49,7 +49,7 @@ def _message(
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _content(content: object, place: str, optional: bool, images: ImageMarks | None) -> str:
+def _content(content: object, place: str, optional: bool, images: ImageCollector | None) -> str:
     if isinstance(content, str) or (content is None and optional):
         return content or ""  # many templates add it to other text
     if not isinstance(content, list):

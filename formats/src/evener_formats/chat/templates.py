@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
-from evener.contracts.generation.chat import DEFAULT, Chat, ImageMarks
+from evener.contracts.generation.chat import DEFAULT, Chat, ChatSource
+from evener.contracts.media import MediaPrompt
 from evener.errors import CheckpointError, RequestError, TemplateError
+from evener_formats.chat.images import ImageCollector
 from evener_formats.chat.messages import normalize
 from evener_formats.chat.render import Renderer
 
 _MOST_CHARS = 1 << 20
 
 
-def read_chat(files: ModelFiles, special_tokens: Mapping[str, str | list[str]]) -> TemplateChat:
+def read_chat(source: ChatSource) -> TemplateChat:
     """The templates of a model: ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else
     ``chat_template.json``, else ``tokenizer_config.json`` (one, or a list of named ones).
 
     Raises:
         CheckpointError: a file is malformed.
     """
-    return TemplateChat(_find_templates(files), special_tokens)
+    images = None
+    if source.images is not None and source.encode is not None:
+        images = partial(ImageCollector, source.images, source.encode)
+    return TemplateChat(_find_templates(source.files), source.special_tokens, images=images)
 
 
 class TemplateChat(Chat):
@@ -32,14 +38,20 @@ class TemplateChat(Chat):
         templates: as ``Chat.templates``.
         special_tokens: variables for the templates.
         renderer: renders them.
+        images: creates the collector for a conversation's images; None: the model takes no images.
     """
 
     def __init__(
         self, templates: dict[str, str], special_tokens: Mapping[str, str | list[str]] | None = None,
-        renderer: Renderer | None = None,
+        renderer: Renderer | None = None, images: Callable[[], ImageCollector] | None = None,
     ) -> None:  # fmt: skip
         self.templates, self._special_tokens = templates, dict(special_tokens or {})
-        self._renderer = renderer or Renderer()
+        self._renderer, self._images = renderer or Renderer(), images
+
+    def prompt(self, messages: list[dict[str, Any]], **options: Any) -> str | MediaPrompt:
+        images = self._images() if self._images is not None else None
+        text = self.render(messages, images=images, **options)
+        return text if images is None or not images.found else images.prompt(text)
 
     def render(
         self,
@@ -49,7 +61,7 @@ class TemplateChat(Chat):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
-        images: ImageMarks | None = None,
+        images: ImageCollector | None = None,
     ) -> str:
         if len(template := self.template(bool(tools))) > _MOST_CHARS:  # compiling it takes a hundred times its size
             raise TemplateError(f"the model's chat template has {len(template):,} characters, too many", "messages")

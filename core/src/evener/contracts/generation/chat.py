@@ -1,17 +1,19 @@
 """The chat contract: a conversation as the text that a model reads. Torch-free.
 
-A package announces a reader in ``Descriptor.chat_readers``: a function ``(files: ModelFiles, special_tokens) -> Chat |
-None``, where ``special_tokens`` are those of ``ReadTokenizer``. It returns None if the files say nothing in its format,
-and raises ``CheckpointError`` if they say it wrongly. Core asks every installed reader, in the front end; the first
-answer that is ``available`` counts, else the first.
+A package announces a reader in ``Descriptor.chat_readers``: a function ``(source: ChatSource) -> Chat | None``. It
+returns None if the files say nothing in its format, and raises ``CheckpointError`` if they say it wrongly. Core asks
+every installed reader, in the front end; the first answer that is ``available`` counts, else the first.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from evener.contracts.checkpoint import ModelFiles
+from evener.contracts.encoder import ImageInput
 from evener.contracts.media import MediaPrompt
 from evener.errors import TemplateError
 
@@ -19,16 +21,21 @@ from evener.errors import TemplateError
 DEFAULT, TOOLS = "default", "tool_use"
 
 
-class ImageMarks(Protocol):
-    """The images of one conversation."""
+@dataclass(frozen=True)
+class ChatSource:
+    """What a reader is asked.
 
-    found: list[Any]
+    Attributes:
+        files: of the model.
+        special_tokens: as in ``ReadTokenizer``.
+        images: how the model takes images; None: it takes none.
+        encode: text to token ids, without more special tokens than are in it.
+    """
 
-    def add(self, image: Any) -> str:
-        """Add a Pillow image; returns what stands for it in the text."""
-
-    def prompt(self, text: str) -> MediaPrompt:
-        """The token ids of the rendered conversation, with its images."""
+    files: ModelFiles
+    special_tokens: Mapping[str, str | list[str]]
+    images: ImageInput | None = None
+    encode: Callable[[str], list[int]] | None = None
 
 
 class Chat(ABC):
@@ -37,11 +44,9 @@ class Chat(ABC):
     Attributes:
         templates: sources by name; ``tool_use`` is used with tools, else ``default``. Empty: the model takes no
             conversations. They may be replaced before the first one; parsers know a model by them.
-        images: creates the collector for a conversation's images; None: the model takes no images. Core sets it.
     """
 
     templates: dict[str, str]
-    images: Callable[[], ImageMarks] | None = None
 
     @property
     def available(self) -> bool:
@@ -52,7 +57,7 @@ class Chat(ABC):
     def render(
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True, continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None, images: ImageMarks | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> str:  # fmt: skip
         """The text of a conversation including special tokens: encode it with ``add_special_tokens=False``.
 
@@ -63,22 +68,20 @@ class Chat(ABC):
             add_generation_prompt: end with the beginning of the assistant's message.
             continue_final_message: end within the last message instead, so that the model continues it.
             template_kwargs: further variables for the template (``enable_thinking=False``).
-            images: collects content parts that are Pillow images: ``{"type": "image", "image": …}``.
 
         Raises:
             RequestError: a message is invalid; ``param`` is its path.
             TemplateError: there is no template, or it refused the messages or took too long.
         """
 
+    @abstractmethod
     def prompt(self, messages: list[dict[str, Any]], **options: Any) -> str | MediaPrompt:
-        """The result of ``render``; with images, its token ids and the images.
+        """The result of ``render`` with these ``options``. Content parts may be Pillow images, ``{"type": "image",
+        "image": …}``, if the model takes images; with any, its token ids and the images.
 
         Raises:
             RequestError, TemplateError: as ``render``, or the text itself contains the model's image marks.
         """
-        images = self.images() if self.images is not None else None
-        text = self.render(messages, images=images, **options)
-        return text if images is None or not images.found else images.prompt(text)
 
     def template(self, with_tools: bool) -> str:
         """The source of the template for a conversation with or without tools.

@@ -109,14 +109,17 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    """Requests may name this adapter from now on. Adapters with equal ids are equal."""
+    """Some tensors of an adapter, which every rank keeps its part of; behind the ``last`` of them requests may name it.
+    Adapters with equal ids are equal. Large ones come in several messages, between which steps run."""
 
     id: str
     tensors: list[AdapterTensor]
+    last: bool = True
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
-    """New requests with this adapter fail; those that were accepted keep it. Unknown ids are ignored."""
+    """New requests with this adapter fail; those that were accepted keep it. Unknown ids are ignored. To ranks: they
+    need it no longer."""
 
     id: str
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from evener.contracts.adapters import AdapterTensor
 from evener.engine.wire.media import StepMedia
-from evener.engine.wire.messages import Sampling, TokenLogprobs
+from evener.engine.wire.messages import LoadAdapter, Sampling, TokenLogprobs, UnloadAdapter
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -43,10 +42,10 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterWrite(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter takes a slot in place of another one."""
+    """An adapter, by its id, takes a slot in place of another one. All its tensors were sent before."""
 
     slot: int
-    tensors: list[AdapterTensor]
+    adapter: str
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -121,7 +120,7 @@ class StepMasks(msgspec.Struct, frozen=True, kw_only=True, tag="masks"):
 
 
 #: What the controller sends the worker.
-Order = Plan | StepMasks
+Order = Plan | StepMasks | LoadAdapter | UnloadAdapter
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from evener.contracts.encoder import ImageInput
 from evener.contracts.media import MediaPrompt, make_item
 from evener.errors import RequestError
-from evener.frontend.tokenizer import Tokenizer
 
 
 class ImageCollector:
-    """The images of one conversation, in the format ``how`` of the model. Images are already decoded and checked."""
+    """The images of one conversation, in the format ``how`` of the model. Images are already decoded and checked;
+    ``encode`` as in ``ChatSource``."""
 
-    def __init__(self, how: ImageInput, tokenizer: Tokenizer) -> None:
-        self._how, self._tokenizer = how, tokenizer
+    def __init__(self, how: ImageInput, encode: Callable[[str], list[int]]) -> None:
+        self._how, self._encode = how, encode
         self.found: list[Any] = []
 
     def add(self, image: Any) -> str:
@@ -28,7 +29,7 @@ class ImageCollector:
         Raises:
             RequestError: the number of image marks in the text is not the number of images.
         """
-        ids, starts = self._how.expand_placeholders(self._tokenizer.encode(text, add_special_tokens=False))
+        ids, starts = self._how.expand_placeholders(self._encode(text))
         if len(starts) != len(self.found):
             raise RequestError(
                 f"the conversation has {len(self.found)} images, but its text has {len(starts)} image marks: leave the "
