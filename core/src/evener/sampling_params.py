@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evener.contracts.grammar.library import GrammarSpec
+from evener.contracts.outputs import PromptOutputs
 from evener.errors import RequestError
 
 #: Top tokens reported per position: limits the host's work in a step.
@@ -53,6 +54,8 @@ class SamplingParams:
             model's own, before penalties, biases, temperature and filters.
         logprob_ids: with ``logprobs``: return the log-probabilities of these token ids in place of the likeliest.
         prompt_logprobs: like ``logprobs``, for the prompt's tokens; the prefix cache is not used for the prompt then.
+        prompt_outputs: rows of the prompt's tokens, returned as ``CompletionOutput.pooled`` of the first sample; the
+            prefix cache is not used for the prompt then.
         max_time: seconds, waiting included, after which the sample ends with the tokens so far.
         detokenize: False returns ids only.
         include_stop_str_in_output: keep the stop string in the text.
@@ -83,6 +86,7 @@ class SamplingParams:
     logprobs: int | None = None
     logprob_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
+    prompt_outputs: PromptOutputs | None = None
     max_time: float | None = None
     detokenize: bool = True
     include_stop_str_in_output: bool = False
@@ -118,6 +122,8 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), (bool, type(None)) if name == "ignore_eos" else bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        if not isinstance(self.prompt_outputs, PromptOutputs | None):
+            raise RequestError("prompt_outputs must be PromptOutputs or None", "prompt_outputs")
         if not isinstance(self.lora, str | None):
             raise RequestError(f"lora must be the name of an adapter or None, not {self.lora!r}", "lora")
         if not isinstance(self.stop, (str, list, tuple, type(None))):
