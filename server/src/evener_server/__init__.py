@@ -36,6 +36,7 @@ module                  content
 ``translated``          what APIs share that are translated into chat completions
 ``responses``           OpenAI's Responses API
 ``anthropic``           Anthropic's Messages API
+``ksanallm``            KsanaLLM's /generate and /forward; ``msgpack_body``: requests in msgpack
 ``tools``               the tools of a chat
 ``parsers``             which parsers read tool calls and reasoning
 ``message_parts``       content, reasoning and tool calls of a generated message
@@ -72,6 +73,9 @@ descriptor = Descriptor(
         ),
         "chat_template": Option(
             type=str, default=None, help="File with a chat template (Jinja), used instead of the model's own."
+        ),
+        "forward_bytes": Option(
+            type=int, default=64 << 20, help="Bytes of the numbers that one request to /forward may ask for."
         ),
         "force_include_usage": Option(
             type=bool,

@@ -26,6 +26,7 @@ class ServerOptions:
         tool_parser, reasoning_parser: names of parsers.
         api_key_file: a file with API keys.
         chat_template: a file with a chat template, instead of the model's.
+        forward_bytes: bytes of the numbers in one answer of /forward.
         force_include_usage: every stream ends with the usage.
         model_aliases: other names of the model, separated by commas.
         page: serve the page for people at /.
@@ -44,6 +45,7 @@ class ServerOptions:
     reasoning_parser: str = AUTO
     api_key_file: str | None = None
     chat_template: str | None = None
+    forward_bytes: int = 64 << 20
     force_include_usage: bool = False
     model_aliases: str = ""
     page: bool = True

@@ -39,8 +39,8 @@ class RunResult:
     """What each request got.
 
     Attributes:
-        tokens, logprobs, prompt_logprobs, pooled: by request id; ends: its terminal events; cached: its prompt tokens from the
-            prefix cache.
+        tokens, logprobs, prompt_logprobs, pooled: by request id; ends: its terminal events; cached: its prompt tokens
+            from the prefix cache.
         dead: reasons of ``Dead``.
     """
 
