@@ -6,6 +6,7 @@ import base64
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -73,7 +74,7 @@ def test_a_stream_is_the_default_and_each_piece_has_all_so_far(api: Any) -> None
     answers = [json.loads(piece) for piece in pieces]
     assert end == b"" and answers
     texts = [answer["texts"][0] for answer in answers]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     assert len(answers[-1]["output_token_ids"][0]) == 4 and answers[-1]["logprobs"] == []
 
 
@@ -302,8 +303,8 @@ def test_hostile_msgpack_is_refused(make_api: Make, content: bytes, status: int,
 
 
 def test_every_kind_of_value_of_msgpack_is_counted(api: Any) -> None:
-    values = [0, 127, 128, 255, 256, 65536, 2**40, -1, -40, -200, -40000, -(2**40), 1.5, True, False, None, "a", "a" * 40,
-              "a" * 300, "a" * 70000, [], [1] * 20, [[]] * 70000, {}, {"k": 1}, {str(i): i for i in range(20)}]  # fmt: skip
+    values = [0, 127, 128, 255, 256, 65536, 2**40, -1, -40, -200, -40000, -(2**40), 1.5, True, False, None, "a",
+              "a" * 40, "a" * 300, "a" * 70000, [], [1] * 20, [[]] * 70000, {}, {"k": 1}, {str(i): i for i in range(20)}]  # fmt: skip
     api.post("/generate", {})
     response = packed(api, "/generate", {"prompt": "a", "sampling_config": {"max_new_tokens": 1}, "ignored": values})
     assert response.status_code == 200 and response.headers["x-ignored-fields"] == "ignored"

@@ -10,6 +10,7 @@ module                  content
 ``chat_command``        ``evener chat``
 ``chat_models``         what answers there: a model in this process, or a server
 ``chat_screen``         how answers are shown there
+``client_command``      ``evener client``; ``client_http``: how it asks a server
 ``completion_script``   ``evener completion``
 ``process``             the serving process: socket, signals, draining
 ``app``                 the FastAPI application and its routes
@@ -127,6 +128,7 @@ descriptor = Descriptor(
         "serve": "evener_server.command:main",
         "run": "evener_server.run_command:main",
         "chat": "evener_server.chat_command:main",
+        "client": "evener_server.client_command:main",
         "completion": "evener_server.completion_script:main",
     },
 )
