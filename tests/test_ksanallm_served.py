@@ -1,4 +1,4 @@
-"""KsanaLLM's /generate and /forward, and ``evener client``, on a served model: the numbers are those of transformers."""
+"""KsanaLLM's API and ``evener client`` on a served model: the numbers are those of transformers."""
 
 from __future__ import annotations
 

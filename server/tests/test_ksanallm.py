@@ -304,7 +304,8 @@ def test_hostile_msgpack_is_refused(make_api: Make, content: bytes, status: int,
 
 def test_every_kind_of_value_of_msgpack_is_counted(api: Any) -> None:
     values = [0, 127, 128, 255, 256, 65536, 2**40, -1, -40, -200, -40000, -(2**40), 1.5, True, False, None, "a",
-              "a" * 40, "a" * 300, "a" * 70000, [], [1] * 20, [[]] * 70000, {}, {"k": 1}, {str(i): i for i in range(20)}]  # fmt: skip
+              "a" * 40, "a" * 300, "a" * 70000, [], [1] * 20,
+              [[]] * 70000, {}, {"k": 1}, {str(i): i for i in range(9)}]  # fmt: skip
     api.post("/generate", {})
     response = packed(api, "/generate", {"prompt": "a", "sampling_config": {"max_new_tokens": 1}, "ignored": values})
     assert response.status_code == 200 and response.headers["x-ignored-fields"] == "ignored"

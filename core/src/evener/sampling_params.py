@@ -21,6 +21,8 @@ MAX_BIASES = 1024
 MAX_LOGIT_BIAS, MAX_STOP_IDS = 512, 256
 #: Penalties far from 1 make the model's output meaningless, and logits overflow float32.
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+#: Priorities are from minus this to this.
+MAX_PRIORITY = 100
 _SEED_LIMIT = 2**63
 
 
@@ -56,6 +58,7 @@ class SamplingParams:
         prompt_logprobs: like ``logprobs``, for the prompt's tokens; the prefix cache is not used for the prompt then.
         prompt_outputs: rows of the prompt's tokens, returned as ``CompletionOutput.pooled`` of the first sample; the
             prefix cache is not used for the prompt then.
+        priority: waiting requests with a higher one start first; each point counts as much as half a minute of waiting.
         max_time: seconds, waiting included, after which the sample ends with the tokens so far.
         detokenize: False returns ids only.
         include_stop_str_in_output: keep the stop string in the text.
@@ -87,6 +90,7 @@ class SamplingParams:
     logprob_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
     prompt_outputs: PromptOutputs | None = None
+    priority: int = 0
     max_time: float | None = None
     detokenize: bool = True
     include_stop_str_in_output: bool = False
@@ -96,6 +100,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
+        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         _number("max_time", self.max_time, 0.0, math.inf, open_low=True)
         _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -109,7 +114,7 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
-        for name in ("n", "min_tokens", "frequency_penalty", "presence_penalty"):
+        for name in ("n", "priority", "min_tokens", "frequency_penalty", "presence_penalty"):
             if getattr(self, name) is None:
                 raise RequestError(f"{name} must be a number, not None", name)
         if self.logprob_ids and self.logprobs is None:

@@ -24,6 +24,8 @@ module                  content
 ``page``                the page for people at /; ``web/`` has its files
 ``adapters``            adapters (LoRA) that are loaded while the server runs
 ``api_keys``            which keys requests may have, and the check of each
+``key_file``            the file that they are in; ``key_use``: what each uses, and limits
+``tls``                 the certificate
 ``middleware``          request ids, access log, unexpected errors
 ``body``                from a request's bytes to a JSON object
 ``protocol``            request bodies: every field, and what is refused
@@ -70,8 +72,17 @@ descriptor = Descriptor(
             help="Which parser reads tool calls: its name, none, or auto: by the chat template.",
         ),
         "api_key_file": Option(
-            type=str, default=None, help="Text file with API keys, one a line, in addition to serve.api_keys."
+            type=str, default=None, help="File with API keys, in addition to serve.api_keys: one a line, or .yaml or "
+            ".jsonl with names, priorities and limits. It is read again when it changes.",
         ),
+        "api_key_strict": Option(
+            type=bool, default=True, help="Refuse requests without a valid API key; false: they come after all others."
+        ),
+        "cors_origins": Option(
+            type=str, default="", help="Web sites whose pages may ask this server, separated by commas; *: any."
+        ),
+        "tls_cert": Option(type=str, default=None, help="PEM file with the server's certificate chain, for https."),
+        "tls_key": Option(type=str, default=None, help="PEM file with the certificate's key, without a password."),
         "chat_template": Option(
             type=str, default=None, help="File with a chat template (Jinja), used instead of the model's own."
         ),

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError
@@ -30,7 +31,7 @@ from evener_server.ksanallm.encoding import Encoding
 from evener_server.ksanallm.forward import ForwardJob
 from evener_server.ksanallm.generate import GenerateJob
 from evener_server.metrics import CONTENT_TYPE
-from evener_server.middleware import HostCheck, RequestLog, RootPath
+from evener_server.middleware import HEADER, IGNORED_HEADER, HostCheck, RequestLog, RootPath
 from evener_server.msgpack_body import read_either
 from evener_server.options import ServerOptions
 from evener_server.page import add_page, is_page
@@ -82,8 +83,15 @@ def create_app(
     app.state.service = service
     # The middleware that is added last is called first: the key is checked after the host, and both are logged.
     if keys:
+        service.key_uses = keys.uses
         # People type their key into the page, so they must be able to load it first.
         app.add_middleware(KeyCheck, keys=keys, **({"is_open": is_page} if service.options.page else {}))
+    if origins := service.options.origins:
+        # Before the key is checked: browsers ask first (OPTIONS), without one. Cookies are not used.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+            expose_headers=(HEADER, IGNORED_HEADER, "Retry-After"),
+        )  # fmt: skip
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RequestLog)

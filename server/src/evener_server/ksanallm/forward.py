@@ -17,6 +17,7 @@ from evener.errors import RequestError
 from evener.pooling.settings import check_task
 from evener.sampling_params import SamplingParams
 from evener_server.generation import Generation
+from evener_server.key_use import current_priority
 from evener_server.ksanallm.body import ForwardBody, Target
 from evener_server.ksanallm.encoding import Encoding
 from evener_server.ksanallm.positions import length, ranges_of
@@ -64,8 +65,9 @@ class ForwardJob(Job):
         self._service, self._body, self._encoding = service, body, encoding
         self.media_type = encoding.media_type
         self._params = SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, max_time=body.max_time, lora=service.adapter(body.model)
-        )
+            max_tokens=1, temperature=0.0, detokenize=False, max_time=body.max_time, lora=service.adapter(body.model),
+            priority=current_priority(),
+        )  # fmt: skip
         self._wanted: list[_Wanted] = []
         self._ids: list[list[int]] = []
 

@@ -66,12 +66,16 @@ from evener.engine.wire.plan import (
 )
 
 #: A sort key of waiting requests; the smallest starts first. Equal keys keep the order of arrival.
-Policy = Callable[[Request], tuple[int, ...]]
+Policy = Callable[[Request], tuple[float, ...]]
+
+#: So many seconds of waiting count as much as a priority that is higher by one.
+AGING_SECONDS = 30.0
 
 
-def priority_then_arrival(request: Request) -> tuple[int, ...]:
-    """Higher priority first, then the order of arrival."""
-    return (-request.message.priority, request.order)
+def priority_and_age(request: Request) -> tuple[float, ...]:
+    """Higher priority first, then the order of arrival. Waiting counts too, so that nobody waits for ever: a request of
+    priority p starts as if it had arrived p * ``AGING_SECONDS`` earlier."""
+    return (request.arrived - AGING_SECONDS * request.message.priority, request.order)
 
 
 @dataclass
@@ -113,7 +117,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_then_arrival,
+        self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_and_age,
         batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
         grammars: Grammars | None = None, drafts: Drafts | None = None, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip

@@ -76,7 +76,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
         max_time: seconds from the controller's receipt until the request ends with reason ``timeout``; None: no limit.
         adapter: the adapter (LoRA) that it is computed with; "": none.
         cache_salt: requests with different salts (adapter, tenant) share no cached prefix.
-        priority: waiting requests with a higher priority start first.
+        priority: waiting requests with a higher priority start first, see ``priority_and_age``.
         fork_of: id of an earlier request that begins with the same tokens, at least one block of them. This request
             waits until they are computed and starts from that state. If the other has ended or has computed more
             tokens than both share, this request starts as if ``fork_of`` were empty.
