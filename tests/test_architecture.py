@@ -214,7 +214,7 @@ def test_no_descriptor_imports_torch() -> None:
 CAPS: Mapping[str, int] = {
     "evener.engine.wire": 310, "evener.engine.batching": 76, "evener.engine.controller": 963,
     "evener.engine.worker": 1_356, "evener.engine.processes": 817, "evener.ops": 1_378, "evener.plugins": 1_475,
-    "evener.frontend": 1_312, "evener.layers": 1_118, "evener.config": 1_004, "evener.cli": 259,
+    "evener.frontend": 1_314, "evener.layers": 1_118, "evener.config": 1_004, "evener.cli": 259,
     "evener.contracts": 1_159, "evener.loading": 747, "evener.resolution": 662, "evener.distributed": 239,
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 47,
     "evener.contracts.grammar": 24, "evener.engine.constraints": 134, "evener.engine.sampling": 204,
@@ -223,9 +223,9 @@ CAPS: Mapping[str, int] = {
     "evener.state_pages": 28, "evener.pooling": 103, "evener.engine.speculation": 176, "evener.contracts.pooling": 28,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
-TOP_CAP = 969
+TOP_CAP = 970
 #: The whole core.
-TOTAL_CAP = 15_328
+TOTAL_CAP = 15_331
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -61,7 +61,8 @@ from evener.contracts.descriptor import Descriptor, Option
 descriptor = Descriptor(
     name="server",
     summary="The OpenAI API over HTTP (`evener serve`); in a terminal, one answer (`evener run`) or a chat.",
-    contracts={"descriptor": 1},
+    contracts={"descriptor": 1, "request_plugin": 1},
+    request_plugins={"ksana_plugin": "evener_server.ksanallm.plugin_file:PluginFile"},
     options={
         "vllm_metrics": Option(
             type=bool, default=True, help="Serve /metrics under vLLM's names too, for dashboards made for it."
@@ -80,6 +81,10 @@ descriptor = Descriptor(
         ),
         "cors_origins": Option(
             type=str, default="", help="Web sites whose pages may ask this server, separated by commas; *: any."
+        ),
+        "trust_plugin_file": Option(
+            type=bool, default=False, help="Let request.plugins=ksana_plugin run ksana_plugin.py of the model's "
+            "folder. It is a program with the server's rights.",
         ),
         "tls_cert": Option(type=str, default=None, help="PEM file with the server's certificate chain, for https."),
         "tls_key": Option(type=str, default=None, help="PEM file with the certificate's key, without a password."),

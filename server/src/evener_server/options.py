@@ -28,6 +28,7 @@ class ServerOptions:
         tool_parser, reasoning_parser: names of parsers.
         api_key_file: a file with API keys; api_key_strict: requests without one are refused.
         cors_origins: web sites whose pages may ask, separated by commas; "*": any.
+        trust_plugin_file: run the plug-in file of the model's folder.
         tls_cert, tls_key: files of the certificate and its key.
         chat_template: a file with a chat template, instead of the model's.
         forward_bytes: bytes of the numbers in one answer of /forward.
@@ -50,6 +51,7 @@ class ServerOptions:
     api_key_file: str | None = None
     api_key_strict: bool = True
     cors_origins: str = ""
+    trust_plugin_file: bool = False
     tls_cert: str | None = None
     tls_key: str | None = None
     chat_template: str | None = None

@@ -26,6 +26,7 @@ from evener.errors import ConfigError
 from evener_server.api_keys import ApiKeys, KeyReader
 from evener_server.app import create_app
 from evener_server.connections import AcceptErrors, Listener, Protocol, max_connections
+from evener_server.ksanallm.plugin_file import unused_file
 from evener_server.options import ServerOptions
 from evener_server.service import Service
 from evener_server.stats_logger import StatsLogger
@@ -89,6 +90,8 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
             if template is not None and llm.chat is not None:
                 llm.chat.templates = {"default": template}
             await llm.warm_up_chat()
+            if (unused := unused_file(config)) is not None:
+                logger.warning("%s", unused)
             run = _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys)
             watch = asyncio.ensure_future(reader.watch(keys))
             try:
