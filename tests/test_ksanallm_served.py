@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from docs_blocks import DOCS, named
 from family_oracles import make_transformers
+from safetensors.torch import load_file
 from served import Served
 
 from evener import LLM, SamplingParams
+from evener.contracts.outputs import PromptOutputs
 from evener.errors import ConfigError, EngineError, RequestError
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from evener_server.client_command import main, windows
+from evener_server.key_file import read_key_file
 
 TEXT = "The bar that lets horses of different strength pull one load is called an evener. " * 2
 KEYS = ("dtype=float32", "infer.max_reqs=4", "infer.max_seq_len=128", "infer.step_tokens=24", "infer.threads=1",
@@ -195,3 +201,45 @@ def test_the_command_tells_what_the_server_refuses_and_that_none_answers(served:
         client(served, capsys, "perplexity", "--text", TEXT, "--length", "500")
     with pytest.raises(EngineError, match="check that the server runs and --url is right"):
         main(["generate", "--text", "a", "--url", "http://127.0.0.1:9"])
+
+
+def example(name: str, folder: Path, tmp_path: Path) -> Path:
+    """A copy of the model with the plug-in file that serving.md shows."""
+    found = Path(shutil.copytree(folder, tmp_path / name))
+    (found / "ksana_plugin.py").write_text(named(DOCS / "serving.md", "name")[name])
+    return found
+
+
+PLUGIN = {"request.plugins": ["ksana_plugin"], "server.trust_plugin_file": True}
+
+
+def test_the_documents_perplexity_plugin_gives_the_offline_perplexity(
+    oracle: Oracle, folder: Path, tmp_path: Path
+) -> None:
+    keys = dict(key.split("=") for key in KEYS)
+    with LLM(str(example("ksana-perplexity", folder, tmp_path)), **keys, **PLUGIN) as llm:
+        (output,) = llm.generate([TEXT[:60]])
+    found = re.fullmatch(r".* perplexity ([0-9.]+)", output.outputs[0].text, re.DOTALL)
+    assert found is not None and float(found[1]) == pytest.approx(oracle.perplexity(output.prompt_token_ids), rel=1e-3)
+
+
+def test_the_documents_embeddings_plugin_puts_an_image_into_the_prompt(
+    oracle: Oracle, folder: Path, tmp_path: Path
+) -> None:
+    model, image = example("ksana-embeddings", folder, tmp_path), [40, 41, 42, 43]
+    rows = load_file(folder / "model.safetensors")["model.embed_tokens.weight"][image]
+    np.save(model / "image.npy", rows.float().numpy())
+    wanted = SamplingParams(max_tokens=1, temperature=0, prompt_outputs=PromptOutputs("hidden", [(0, 8)]))
+    keys = dict(key.split("=") for key in KEYS)
+    with LLM(str(model), **keys, **PLUGIN) as llm:
+        (output,) = llm.generate([[7, 8, 0, 0, 0, 0, 9, 10]], wanted)
+    found = torch.from_numpy(np.frombuffer(output.outputs[0].pooled, dtype=np.float32).copy()).view(8, -1)
+    # The image's rows are those of these tokens.
+    torch.testing.assert_close(found, oracle([7, 8, *image, 9, 10])["transformer"], rtol=1e-4, atol=1e-4)
+
+
+def test_the_documents_key_file_can_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(named(DOCS / "api.md", "name")["keys"])
+    chat, batch = read_key_file(str(file))
+    assert (chat.name, chat.priority, batch.name, batch.tokens_per_minute) == ("chat", 10, "batch", 100_000)
