@@ -221,6 +221,8 @@ def test_clients_that_name_no_content_type_send_json_unless_they_are_pages(api: 
         ({"prompt": "a", "input_refit_embedding": {"pos": [1]}}, "input_refit_embedding", "send one for each"),
         ({"input_tokens": [1, 2], "input_refit_embedding": {"pos": [0], "embeddings": [[1.0]]}},
          "input_refit_embedding.embeddings[0]", "a row of this model has 4"),
+        ({"input_tokens": [1, 2], "input_refit_embedding": {"pos": [1], "embeddings": [[1e39] * 4]}},
+         "input_refit_embedding.embeddings[0]", "too large for float32"),
         ({"input_tokens": [1, 2], "input_refit_embedding": {"pos": [1], "embeddings": [[1.0] * 8]}},
          "input_refit_embedding.embeddings[0]", "do not fit into the prompt's 2 tokens"),
     ],

@@ -54,6 +54,9 @@ def with_rows(ids: list[int], rows: Embeddings | None, width: int, place: str = 
         if at < free or at + count > len(ids):
             message = f"{name} has {count} rows from position {at} on, which do not fit into the prompt's {len(ids)} "
             raise RequestError(f"{message}tokens beside the others; send other positions", name)
-        items.append(make_item(at, np.array(values, dtype=np.float32).reshape(count, width)))
+        array = np.array(values, dtype=np.float64)
+        if np.abs(array).max() > np.finfo(np.float32).max:
+            raise RequestError(f"{name} has a number that is too large for float32; send smaller ones", name)
+        items.append(make_item(at, array.astype(np.float32).reshape(count, width)))
         free = at + count
     return MediaPrompt(ids, items)
