@@ -303,6 +303,40 @@ def test_without_strict_keys_everybody_is_let_in_after_those_with_keys(api: Any,
         assert api.engine.sent[-1].priority == priority
 
 
+def test_the_last_part_of_the_queue_is_kept_for_the_highest_priority(make_api: Any, error: Any) -> None:
+    api = make_api(FakeEngine(info_overrides={"max_reqs": 2}), max_queue=16)
+    api.engine.hold()
+    app = create_app(api.llm, keys=ApiKeys([key("low"), key("high", priority=1)]))
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+    async def flood() -> None:
+        def send(name: str, samples: int) -> Any:
+            body = {"model": "fake", "prompt": [5], "max_tokens": 1, "n": samples}
+            return client.post("/v1/completions", json=body, headers={"authorization": f"Bearer sk-{name}"})
+
+        waiting = [asyncio.ensure_future(send("low", 8)) for _ in range(2)]
+        while api.llm.num_open < 16:
+            await asyncio.sleep(0.001)
+        # Of the 18 places the last 2 are kept.
+        refused = await send("low", 1)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert error(refused)["code"] == "overloaded" and "a higher priority" in refused.text
+        waiting.append(asyncio.ensure_future(send("high", 2)))
+        while api.llm.num_open < 18:
+            await asyncio.sleep(0.001)
+        full = await send("high", 1)
+        assert full.status_code == 429 and "18 are allowed" in full.text
+        api.engine.release()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200, 200]
+        assert (await send("low", 1)).status_code == 200
+
+    try:
+        api.run(asyncio.wait_for(flood(), 60))
+    finally:
+        api.engine.release()
+        api.run(client.aclose())
+
+
 def test_other_sites_may_ask_only_if_the_operator_names_them(ask: Any) -> None:
     asked = {"origin": "https://app.example", "access-control-request-method": "POST",
              "access-control-request-headers": "authorization,content-type"}  # fmt: skip

@@ -9,14 +9,18 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
 
 from evener.contracts.media import MediaItem
 from evener.engine.wire.messages import NewRequest
+from evener.errors import RequestError
 from evener_conformance.fake_engine import FakeEngine
 from evener_server.body import BodyLimits
+from evener_server.client_http import Server
+from evener_server.ksanallm.generate import is_due
 from evener_server.options import ServerOptions
 
 Make = Callable[..., Any]
@@ -76,6 +80,17 @@ def test_a_stream_is_the_default_and_each_piece_has_all_so_far(api: Any) -> None
     texts = [answer["texts"][0] for answer in answers]
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     assert len(answers[-1]["output_token_ids"][0]) == 4 and answers[-1]["logprobs"] == []
+
+
+def test_the_pieces_of_a_stream_grow_in_number_slower_than_its_tokens() -> None:
+    sent, pieces = 0, []
+    for tokens in range(1, 100_001):
+        if is_due(tokens, sent):
+            sent = tokens
+            pieces.append(tokens)
+    # Each of the first tokens, and so many for each doubling: all pieces together are no square of the length.
+    assert pieces[:200] == list(range(1, 201)) and len(pieces) < 256 * 10
+    assert sum(pieces) < 300 * 100_000
 
 
 def test_msgpack_asks_and_answers_the_same(api: Any) -> None:
@@ -311,3 +326,25 @@ def test_every_kind_of_value_of_msgpack_is_counted(api: Any) -> None:
     api.post("/generate", {})
     response = packed(api, "/generate", {"prompt": "a", "sampling_config": {"max_new_tokens": 1}, "ignored": values})
     assert response.status_code == 200 and response.headers["x-ignored-fields"] == "ignored"
+
+
+def test_the_client_sends_its_key_and_shows_what_is_refused() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.headers["authorization"] != "Bearer sk-a":
+            return httpx.Response(401, json={"error": {"message": "Incorrect API key provided"}})
+        if request.url.path == "/odd":
+            return httpx.Response(502, text="<html>no</html>")
+        assert request.headers["content-type"] == "application/x-msgpack"
+        return httpx.Response(200, content=msgspec.msgpack.encode({"got": msgspec.msgpack.decode(request.content)}))
+
+    cases = (("sk-a", "/generate", None), ("sk-b", "/generate", "401: Incorrect"), ("sk-a", "/odd", "502"))
+    for key, path, says in cases:
+        with Server("http://test/v1", key) as server:
+            client = httpx.Client(transport=httpx.MockTransport(answer), headers=server._client.headers)
+            server._client.close()
+            server._client = client
+            if says is None:
+                assert server.post(path, {"a": 1}, packed=True) == {"got": {"a": 1}}
+                continue
+            with pytest.raises(RequestError, match=says):
+                server.post(path, {"a": 1}, packed=True)

@@ -38,6 +38,7 @@ class ApiKeys:
 
     Attributes:
         uses: what each key uses, by its name.
+        highest: the highest priority of a key.
     """
 
     def __init__(self, keys: Iterable[str | ApiKey] = (), strict: bool = True) -> None:
@@ -50,6 +51,7 @@ class ApiKeys:
         found = [plain_key(each, "a key") if isinstance(each, str) else each for each in keys]
         self._keys = tuple({key.digest: key for key in reversed(found)}.values())
         lowest = min((key.priority for key in self._keys), default=0)
+        self.highest = max((key.priority for key in self._keys), default=0)
         self._others = ApiKey(name="none", digest=b"", priority=max(lowest - 1, -MAX_PRIORITY))
 
     def __len__(self) -> int:
@@ -126,10 +128,14 @@ class KeyCheck:
     Args:
         keys: at least one.
         is_open: says of further paths that they need no key.
+        is_crowded: whether there is only room left that is kept for the highest priority.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[str], bool] = lambda path: False) -> None:
-        self._app, self._keys, self._is_open = app, keys, is_open
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[str], bool] = lambda path: False,
+        is_crowded: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._app, self._keys, self._is_open, self._is_crowded = app, keys, is_open, is_crowded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_open(scope["path"]):
@@ -142,6 +148,8 @@ class KeyCheck:
                 raise _unauthorized(bool(given))
             log_fields(scope)["key"] = client.key.name
             if scope["method"] == "POST":
+                if client.key.priority < self._keys.highest and self._is_crowded():
+                    raise _crowded()
                 client.use.begin(client.key)
         except ApiError as error:
             log_error(scope, error)
@@ -162,6 +170,12 @@ def _given(scope: Scope) -> Iterator[bytes]:
     for value in headers.getlist("x-api-key"):
         if value.strip():
             yield value.strip().encode("latin-1")
+
+
+def _crowded() -> ApiError:
+    """As of a full queue."""
+    message = "too many requests wait, and the rest of the queue is kept for a higher priority: try again in a moment"
+    return ApiError(429, message, code="overloaded", headers={"Retry-After": "1"})
 
 
 def _unauthorized(given: bool) -> ApiError:

@@ -85,7 +85,8 @@ def create_app(
     if keys:
         service.key_uses = keys.uses
         # People type their key into the page, so they must be able to load it first.
-        app.add_middleware(KeyCheck, keys=keys, **({"is_open": is_page} if service.options.page else {}))
+        page = {"is_open": is_page} if service.options.page else {}
+        app.add_middleware(KeyCheck, keys=keys, is_crowded=service.is_crowded, **page)
     if origins := service.options.origins:
         # Before the key is checked: browsers ask first (OPTIONS), without one. Cookies are not used.
         app.add_middleware(

@@ -31,6 +31,9 @@ from evener_server.prompt_tokens import PromptTokens
 from evener_server.protocol import GenerationBody
 from evener_server.watermark import read_key
 
+#: One in so many places of the queue is kept for the highest priority.
+_KEPT_PART = 8
+
 
 class Service:
     """One engine behind the API.
@@ -88,6 +91,13 @@ class Service:
     def fingerprint(self) -> str:
         """OpenAI's ``system_fingerprint``: the same fingerprint and seed give the same tokens."""
         return f"evener-{self.version}-{self.info.backend}"
+
+    def is_crowded(self) -> bool:
+        """Whether only the last part of the queue is free, which is for requests with the highest priority."""
+        queue, info = self.llm.max_queue, self.llm.info
+        if queue is None or info is None:
+            return False
+        return self.llm.num_open >= info.max_reqs + queue - queue // _KEPT_PART
 
     @property
     def own_names(self) -> tuple[str, ...]:

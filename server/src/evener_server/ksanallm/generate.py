@@ -73,9 +73,14 @@ class GenerateJob(CompletionJob):
         async for choice, delta in generation:
             answer.add(choice, delta)
             ended = len(generation.finish_reasons) == generation.choices
-            if ended or answer.tokens - sent > answer.tokens // _PIECES_PER_DOUBLING:
+            if ended or is_due(answer.tokens, sent):
                 sent = answer.tokens
                 yield self._encoding.write_piece(answer.value())
+
+
+def is_due(tokens: int, sent: int) -> bool:
+    """Whether a piece with all ``tokens`` is sent, if the last one had ``sent``."""
+    return tokens - sent > tokens // _PIECES_PER_DOUBLING
 
 
 class _Answer:
