@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from evener.async_llm import AsyncLLM
@@ -25,7 +26,7 @@ from evener_server.api_keys import ApiKeys, KeyReader
 from evener_server.app import create_app
 from evener_server.errors import ApiError
 from evener_server.key_file import ApiKey, digest_of, read_key_file
-from evener_server.key_use import KeyUse
+from evener_server.key_use import Client, KeyUse
 from evener_server.options import ServerOptions
 
 SHA = hashlib.sha256(b"sk-b").hexdigest()
@@ -217,13 +218,21 @@ def test_tokens_are_charged_when_they_are_known_and_what_was_too_much_comes_back
 
 def test_requests_at_once_are_counted_while_they_run() -> None:
     use, limited = KeyUse(Clock()), key("a", requests_at_once=2)
-    use.begin(limited)
-    use.open, use.generations = 1, 2  # one of them in the background
-    with pytest.raises(ApiError, match="2 requests at once") as refused:
+    first, second = Client(limited, use), Client(limited, use)
+    with first.answering():
+        first.hold()  # it goes on in the background
+        first.hold()
+        assert use.open == 1
         use.begin(limited)
-    assert refused.value.headers == {"Retry-After": "1"}
-    use.generations = 1
-    use.begin(limited)
+        with second.answering():
+            with pytest.raises(ApiError, match="2 requests at once") as refused:
+                use.begin(limited)
+            assert refused.value.headers == {"Retry-After": "1"}
+        use.begin(limited)
+    assert use.open == 1
+    first.release()
+    first.release()
+    assert use.open == 0
 
 
 def test_a_limit_is_a_429_with_retry_after_in_the_format_of_the_api(ask: Any, error: Any) -> None:
@@ -243,6 +252,14 @@ def test_a_limit_is_a_429_with_retry_after_in_the_format_of_the_api(ask: Any, er
     assert send("/v1/models", key="a", method="GET").status_code == 200
 
 
+def test_ksanallms_endpoints_refuse_keys_in_their_own_format(ask: Any) -> None:
+    send = ask(ApiKeys([key("a")]))
+    refused = send("/generate", json={"prompt": "a"})
+    assert refused.status_code == 401 and set(refused.json()) == {"message", "code", "error"}
+    packed = send("/forward", json=None, content=b"", headers={"content-type": "application/x-msgpack"})
+    assert packed.status_code == 401 and msgspec.msgpack.decode(packed.content)["code"] == 401
+
+
 def test_a_request_in_the_background_counts_and_is_charged(api: Any, ask: Any, eventually: Any) -> None:
     keys = ApiKeys([key("a", requests_at_once=1)])
     send = ask(keys)
@@ -250,13 +267,13 @@ def test_a_request_in_the_background_counts_and_is_charged(api: Any, ask: Any, e
     try:
         body = {"model": "fake", "input": "hi", "max_output_tokens": 3, "background": True}
         assert send("/v1/responses", key="a", json=body).status_code == 200
-        while not keys.uses["a"].generations:
+        while not api.engine.open_ids:
             api.run(asyncio.sleep(0.001))
-        assert keys.uses["a"].open == 0
+        assert keys.uses["a"].open == 1
         assert send(key="a").status_code == 429
     finally:
         api.engine.release()
-    while keys.uses["a"].generations:
+    while keys.uses["a"].open:
         api.run(asyncio.sleep(0.001))
     assert keys.uses["a"].tokens > 3
     assert send(key="a").status_code == 200

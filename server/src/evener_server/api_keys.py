@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from evener.errors import ConfigError
@@ -17,6 +18,7 @@ from evener_server.anthropic.job import error_body
 from evener_server.errors import ApiError, error_response, log_error, log_fields
 from evener_server.key_file import ApiKey, digest_of, plain_key, read_key_file, signature
 from evener_server.key_use import Client, KeyUse
+from evener_server.ksanallm.encoding import Encoding
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ VARIABLE = "EVENER_API_KEY"
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 #: How paths of Anthropic's API begin: its clients read errors in its own format.
 _ANTHROPIC_PATH = ["v1", "messages"]
+#: KsanaLLM's clients read errors in its own format, too.
+_KSANALLM_PATHS = ("/generate", "/forward")
 #: Seconds between two looks at the key file.
 _WATCH_SECONDS = 2.0
 
@@ -155,6 +159,9 @@ class KeyCheck:
             log_error(scope, error)
             if scope["path"].split("/")[1:3] == _ANTHROPIC_PATH:
                 scope["state"]["error_format"] = error_body
+            elif scope["path"] in _KSANALLM_PATHS:
+                request = Request(scope)
+                Encoding.of(request).use_for_errors(request)
             await error_response(scope, error)(scope, receive, send)
             return
         with client.answering():

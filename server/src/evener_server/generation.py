@@ -91,7 +91,7 @@ class Generation:
         self.prompt_only = False
         self._running, self._client = running, current_client.get()
         if self._client is not None:
-            self._client.use.generations += 1
+            self._client.hold()
         self._cached: dict[int, int] = {}
         self._queued = 0.0
 
@@ -130,7 +130,7 @@ class Generation:
     ) -> None:
         self._running.remove(self)
         if self._client is not None:
-            self._client.use.generations -= 1
+            self._client.release()
             self._client.use.charge(self.prompt_tokens + self.completion_tokens)
         for choice in set(range(self.choices)) - self.finish_reasons.keys():
             self._meter.end(choice, "abort")

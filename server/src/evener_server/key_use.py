@@ -48,7 +48,7 @@ class KeyUse:
 
     Attributes:
         requests, refused, tokens: so far; refused ones by the limit that refused them.
-        open: HTTP requests that are being answered; generations: those that run, also in the background.
+        open: requests that are being answered, or that run in the background.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -56,7 +56,6 @@ class KeyUse:
     refused: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     open: int = 0
-    generations: int = 0
 
     def __post_init__(self) -> None:
         self._requests, self._tokens = Allowance(self.clock), Allowance(self.clock)
@@ -68,7 +67,7 @@ class KeyUse:
             ApiError: 429, a limit of the key does not allow it now.
         """
         waits = {
-            "requests_at_once": 1.0 if max(self.open, self.generations) >= (key.requests_at_once or math.inf) else 0.0,
+            "requests_at_once": 1.0 if self.open >= (key.requests_at_once or math.inf) else 0.0,
             "requests_per_minute": self._requests.wait(key.requests_per_minute) if key.requests_per_minute else 0.0,
             "tokens_per_minute": self._tokens.wait(key.tokens_per_minute) if key.tokens_per_minute else 0.0,
         }
@@ -89,22 +88,33 @@ class KeyUse:
         self._tokens.take(tokens)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Client:
-    """Who sent the request that is being answered."""
+    """Who sent one request. The request is open while it is answered, and while anything runs for it."""
 
     key: ApiKey
     use: KeyUse
+    _holds: int = 0
+
+    def hold(self) -> None:
+        """Something runs for the request; ``release`` follows."""
+        self.use.open += self._holds == 0
+        self._holds += 1
+
+    def release(self) -> None:
+        """It has ended."""
+        self._holds -= 1
+        self.use.open -= self._holds == 0
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While a request is answered; what runs for it finds this as ``current_client``."""
+        """While the request is answered; what runs for it finds this as ``current_client``."""
         token = current_client.set(self)
-        self.use.open += 1
+        self.hold()
         try:
             yield
         finally:
-            self.use.open -= 1
+            self.release()
             current_client.reset(token)
 
 
