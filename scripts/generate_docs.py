@@ -53,8 +53,8 @@ LAYERS = {
 }  # fmt: skip
 #: Every command, in the order in which they are met.
 COMMANDS = (
-    "run", "chat", "serve", "explain", "why-not", "tune", "convert", "config", "plugins", "doctor", "models", "new",
-    "conformance", "first-contact", "evidence", "version", "completion",
+    "run", "chat", "client", "serve", "explain", "why-not", "tune", "convert", "config", "plugins", "doctor", "models",
+    "new", "conformance", "first-contact", "evidence", "version", "completion",
 )  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 

@@ -30,6 +30,7 @@ class BeamStream:
         stops: tokens that end a text; ``hidden``: those of them that are not part of its text.
         max_tokens: tokens of the longest text.
         lora: the adapter; it is kept until the stream was read to its end, or closed.
+        priority: of its requests, see ``SamplingParams``.
         max_time: seconds from now; then the texts that there are end with reason ``timeout``. None: no limit.
 
     Raises:
@@ -39,10 +40,10 @@ class BeamStream:
     def __init__(
         self, llm: AsyncLLM, request_id: str, ids: list[int], options: BeamOptions, *, n: int, stops: Collection[int],
         max_tokens: int, max_time: float | None = None, skip_special_tokens: bool = True,
-        lora: str | HeldAdapter | None = None,
+        lora: str | HeldAdapter | None = None, priority: int = 0,
     ) -> None:  # fmt: skip
         self.request_id, self.prompt, self.prompt_token_ids, self.n = request_id, None, ids, n
-        self._llm, self._skip_special = llm, skip_special_tokens
+        self._llm, self._skip_special, self._priority = llm, skip_special_tokens, priority
         self._search = BeamSearch(options, stops, max_tokens)
         self._stops = frozenset(stops)
         self._until = None if max_time is None else time.monotonic() + max_time
@@ -118,7 +119,7 @@ class BeamStream:
             return Delta(self.request_id, 0, finish_reason="timeout")
         params = SamplingParams(
             temperature=0, max_tokens=1, logprobs=self._search.needed, ignore_eos=True, detokenize=False, max_time=left,
-            lora=self._adapter,
+            lora=self._adapter, priority=self._priority,
         )  # fmt: skip
         first = not self._search.running[0].ids
         likeliest: list[Mapping[int, float]] = []

@@ -148,6 +148,11 @@ class Frontend:
             self._check_ids(ids, _PROMPT_PARAM[kind])
         for name in ("stop_token_ids", "logit_bias", "logprob_ids"):
             self._check_ids(list(getattr(params, name)), name)
+        ranges = [] if params.prompt_outputs is None else params.prompt_outputs.ranges
+        bounds = [position for each in ranges for position in each]
+        if bounds != sorted(bounds) or (bounds and (bounds[0] < 0 or bounds[-1] > len(ids))):
+            message = f"the ranges of prompt_outputs must be ascending, within the prompt's {len(ids)} tokens"
+            raise RequestError(message, "prompt_outputs")
         media = validated_media(prompt, self._hidden_size, self._media_rows)
         ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
         # A text that follows a grammar ends where it is complete.
@@ -187,6 +192,7 @@ class Frontend:
                     id=name, prompt=prepared.ids, max_tokens=prepared.max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
                     fork_of=names[0] if index else "", media=prepared.media, adapter=adapter, cache_salt=adapter,
+                    priority=params.priority,
                     whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
                 )
             )  # fmt: skip
@@ -371,6 +377,7 @@ class Frontend:
             frequency_penalty=float(params.frequency_penalty), presence_penalty=float(params.presence_penalty),
             logprobs=params.logprobs, logprob_ids=list(params.logprob_ids), seed=seed, bias=bias,
             prompt_logprobs=None if index else params.prompt_logprobs,
+            prompt_outputs=None if index else params.prompt_outputs,
             grammar=params.grammar and msgspec.structs.replace(params.grammar, ends=tuple(defaults.eos_ids)),
         )  # fmt: skip
 

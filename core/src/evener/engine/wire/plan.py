@@ -57,6 +57,16 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
+class WantedOutputs(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens of which outputs are wanted, as in ``PromptOutputs``: ``count`` tokens of a plan's row, from its
+    token ``first`` on."""
+
+    row: int
+    first: int
+    count: int
+    kind: str
+
+
 class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
     """The last tokens of a plan's row are ``ids``, which were proposed and may be wrong."""
 
@@ -83,6 +93,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
         masked: indices into ``samples`` of the requests with a grammar. If there are any, ``StepMasks`` follow.
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
+        outputs: prompt tokens of which rows are returned.
         media: the media of the step; None if it has none.
     """
 
@@ -107,6 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     masked: list[int] = []
     scores: list[ScoredTokens] = []
     top_scores: int = 0
+    outputs: list[WantedOutputs] = []
     media: StepMedia | None = None
 
 
@@ -126,10 +138,12 @@ Order = Plan | StepMasks | LoadAdapter | UnloadAdapter
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of ``Plan.logprobs``
     and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
-    ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``plan`` is the plan's id."""
+    ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
+    ``Plan.outputs``, in the same form. ``plan`` is the plan's id."""
 
     plan: int
     ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     scores: list[TokenLogprobs] = []
     pooled: list[bytes] = []
+    outputs: list[bytes] = []
