@@ -146,7 +146,10 @@ def test_what_is_no_drafter_is_refused_with_its_package(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = LazyImport(kind="drafter", name="odd", path="json:loads", package="odd", distribution="odd-drafts")
-    monkeypatch.setattr(Catalog, "lazy_imports", lambda self, kind: {"odd": found})
+    others = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {"odd": found} if kind == "drafter" else others(self, kind)
+    )
     with pytest.raises(DescriptorError, match="'odd' of odd-drafts: json:loads is no Drafter"):
         strict_controller(make_config("Llama", **DELAYED, **{"infer.drafter": "odd"}))
 
@@ -187,3 +190,14 @@ def test_what_cannot_have_drafts_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         strict_controller(make_config(family, **{**DELAYED, **options}))
+
+
+def test_a_drafter_without_a_policy_is_refused_with_the_package_that_has_one(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "draft policy" else others(self, kind)
+    )
+    with pytest.raises(ConfigError, match="pip install evener-generation"):
+        strict_controller(make_config("Llama", **DELAYED, **{"infer.drafter": "ngram"}))

@@ -299,6 +299,14 @@ def test_rows_are_wanted_of_ascending_positions_of_the_prompt(frontend: Frontend
     assert raised.value.param == "prompt_outputs"
 
 
+def test_a_model_without_a_final_norm_of_its_own_refuses_states_after_it(tiny_dir: Path) -> None:
+    wanted = SamplingParams(max_tokens=1, detokenize=False, prompt_outputs=PromptOutputs("normed", [(0, 1)]))
+    assert submit(make(tiny_dir), [5, 6], wanted)
+    with pytest.raises(RequestError, match="ask for kind 'hidden'") as raised:
+        submit(make(tiny_dir, final_norm=False), [5, 6], wanted)
+    assert raised.value.param == "prompt_outputs"
+
+
 def test_only_the_first_sample_wants_rows_of_the_prompt(frontend: Frontend) -> None:
     wanted = SamplingParams(n=2, max_tokens=1, detokenize=False, prompt_outputs=PromptOutputs("logits", [(1, 3)]))
     first, second = frontend.submit(frontend.prepare([5, 6, 7], wanted), "r")

@@ -50,5 +50,4 @@ def installed_spellings() -> OldSpellings:
     from evener.plugins.discover import installed_catalog
 
     found = installed_catalog().lazy_imports("old spellings")
-    known: OldSpellings = found[min(found)].load()() if found else OldSpellings()
-    return known
+    return found[min(found)].load()() if found else OldSpellings()

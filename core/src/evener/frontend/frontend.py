@@ -94,6 +94,7 @@ class Frontend:
         plugins: process every request and its output.
         rng: draws the seeds of requests without one.
         hidden_size: width of embedding rows in media; media_rows: rows that one engine step takes.
+        final_norm: whether the model gives hidden states after its final norm.
         pooling: what the model makes of a text, if it generates none.
         adapters: what ``SamplingParams.lora`` may name; default: nothing.
     """
@@ -102,13 +103,13 @@ class Frontend:
         self, *, max_model_len: int, vocab_size: int, tokenizer: Tokenizer | None = None,
         defaults: GenerationDefaults | None = None, default_max_tokens: int | None = None, stop_with_eos: bool = True,
         plugins: RequestPlugins | None = None, rng: random.Random | None = None, hidden_size: int = 0,
-        media_rows: int = 1, context_reason: str = "", pooling: PoolingSettings | None = None,
+        media_rows: int = 1, final_norm: bool = True, context_reason: str = "", pooling: PoolingSettings | None = None,
         adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         self.pooling, self.adapters = pooling, adapters or Adapters()
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.context = f"the context of {max_model_len} tokens" + (context_reason and f" ({context_reason})")
-        self._hidden_size, self._media_rows = hidden_size, media_rows
+        self._hidden_size, self._media_rows, self._final_norm = hidden_size, media_rows, final_norm
         self.tokenizer, self.defaults = tokenizer, defaults or GenerationDefaults()
         self._default_max_tokens, self._stop_with_eos = default_max_tokens, stop_with_eos
         self.plugins = plugins or RequestPlugins()
@@ -148,6 +149,9 @@ class Frontend:
             self._check_ids(ids, _PROMPT_PARAM[kind])
         for name in ("stop_token_ids", "logit_bias", "logprob_ids"):
             self._check_ids(list(getattr(params, name)), name)
+        if params.prompt_outputs is not None and params.prompt_outputs.kind == "normed" and not self._final_norm:
+            raise RequestError("this model gives no hidden states after its final norm; ask for kind 'hidden'",
+                               "prompt_outputs")  # fmt: skip
         ranges = [] if params.prompt_outputs is None else params.prompt_outputs.ranges
         bounds = [position for each in ranges for position in each]
         if bounds != sorted(bounds) or (bounds and (bounds[0] < 0 or bounds[-1] > len(ids))):

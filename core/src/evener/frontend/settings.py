@@ -76,7 +76,7 @@ class FrontendSettings:
             default_max_tokens=self.max_tokens, stop_with_eos=self.stop_with_eos,
             plugins=RequestPlugins.load(self.plugins, model_dir, self.options),
             rng=None if self.seed is None else random.Random(self.seed),
-            hidden_size=info.hidden_size, media_rows=info.media_rows,
+            hidden_size=info.hidden_size, media_rows=info.media_rows, final_norm=info.final_norm,
             context_reason=info.config.get("infer.max_seq_len", {}).get("reason", ""), pooling=info.pooling,
             adapters=Adapters(info.adapters, (info.served_name,), send),
         )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
+from evener.contracts.architecture import Architecture
 from evener.distributed.communicators import JointCapture
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.sampling.device_tables import DeviceTables
@@ -166,6 +167,7 @@ class Worker:
             vocab_size=a.model.vocab_size,
             hidden_size=a.model.hidden_size,
             media_rows=a.media_rows,
+            final_norm=type(a.model).normed is not Architecture.normed,
             encoders=sorted(a.model.encoders),
             adapters=a.adapters.limits,
             backend=b.name,
