@@ -301,9 +301,10 @@ def test_rows_are_wanted_of_ascending_positions_of_the_prompt(frontend: Frontend
 
 def test_a_model_without_a_final_norm_of_its_own_refuses_states_after_it(tiny_dir: Path) -> None:
     wanted = SamplingParams(max_tokens=1, detokenize=False, prompt_outputs=PromptOutputs("normed", [(0, 1)]))
-    assert submit(make(tiny_dir), [5, 6], wanted)
+    (message,) = submit(make(tiny_dir), [5, 6], wanted, "r")
+    assert message.sampling.prompt_outputs == wanted.prompt_outputs
     with pytest.raises(RequestError, match="ask for kind 'hidden'") as raised:
-        submit(make(tiny_dir, final_norm=False), [5, 6], wanted)
+        submit(make(tiny_dir, final_norm=False), [5, 6], wanted, "r")
     assert raised.value.param == "prompt_outputs"
 
 
