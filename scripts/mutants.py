@@ -151,7 +151,8 @@ class LikelyRuns:
         return Verdict(SURVIVED, "", seconds)
 
     def _likely(self, mutant: Mutant) -> list[str]:
-        names = (re.compile(rf"^(primitives|attention|composites)/{re.escape(name)}\[triton/triton\.")
+        areas = "(primitives|attention|composites)/"
+        names = (re.compile(rf"^{'' if '/' in name else areas}{re.escape(name)}\[triton/triton\.")
                  for name in self._target.first(mutant))  # fmt: skip
         return [check for name in names for check in self._all if name.search(check)]
 

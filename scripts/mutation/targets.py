@@ -28,7 +28,8 @@ class Target:
 
     Attributes:
         sources: folder with the packages, from the root.
-        files: file, from ``sources`` → names of the kit's checks that run first.
+        files: file, from ``sources`` → names of the kit's checks that run first; "formats/NAME" for those of an area
+            that takes long.
         count: mutants of a sample.
     """
 
@@ -105,10 +106,10 @@ TRITON = Target("triton", "backends/triton/src", {
     f"{_JIT}rows.py": ("softcap", "take_rows", "add_rms_norm", "act_and_mul"),
     f"{_JIT}linear.py": ("linear", "mlp_block"), f"{_JIT}heads.py": ("rotary", "triton.paged"),
     f"{_JIT}attention.py": ("triton.paged",), f"{_JIT}latent.py": ("triton.latent",),
-    f"{_JIT}experts.py": ("grouped_linear", "moe_block"), f"{_JIT}routing.py": ("route", "moe_block"),
+    f"{_JIT}experts.py": ("grouped_linear", "moe_block"), f"{_JIT}routing.py": ("route", "grouped_linear", "moe_block"),
     f"{_JIT}sampling.py": ("greedy", "apply_mask", "sample"), f"{_JIT}logits.py": ("add_bias", "penalize"),
     f"{_TRITON}primitives.py": ("softcap", "take_rows", "rms_norm", "add_rms_norm", "act_and_mul"),
-    f"{_TRITON}linear.py": ("linear", "mlp_block"), f"{_TRITON}state.py": ("triton.paged",),
+    f"{_TRITON}linear.py": ("linear", "mlp_block", "formats/linear"), f"{_TRITON}state.py": ("triton.paged",),
     f"{_TRITON}latent_state.py": ("triton.latent",), f"{_TRITON}experts.py": ("grouped_linear", "route"),
     f"{_TRITON}sampling.py": ("greedy", "apply_mask"), f"{_TRITON}logits.py": ("add_bias", "penalize"),
 }, 20)  # fmt: skip

@@ -256,7 +256,15 @@ def _deep_and_wide() -> tuple[Family, ...]:
     return (
         Family("deep", attention, MLPConfig(inner=64), hidden=4352, vocab=64),
         Family("wide", attention, MLPConfig(inner=8256), hidden=64, vocab=8256),
-    )
+        # One token's experts, walked by the programs of a whole device more than once.
+        Family("deep expert", attention, MoEConfig(experts=3, top=3, inner=400), hidden=2048, vocab=64),
+        Family(
+            "deep biased expert", attention,
+            MoEConfig(experts=3, top=3, inner=400, scoring="softmax_top", renormalize=False, bias=True,
+                      activation="clamped_swiglu", alpha=1.702, limit=7.0),
+            hidden=2048, vocab=64,
+        ),
+    )  # fmt: skip
 
 
 def _quantized() -> tuple[Family, ...]:
