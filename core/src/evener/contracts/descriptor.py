@@ -106,6 +106,9 @@ class Descriptor:
             None.
         executors: (optional, for packages pinned to their core's version) ``{"inline": "module:Class"}``: runs several
             ranks in one process; constructed with the configuration and the search for a backend.
+        placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
+            ``Placement`` of experts (``evener.contracts.experts``), as ``evener.engine.worker.placement`` constructs
+            it.
     """
 
     name: str
@@ -136,6 +139,7 @@ class Descriptor:
     checkpoint_views: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
+    placements: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)

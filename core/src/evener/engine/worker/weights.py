@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from evener.contracts.declared import Declared
+from evener.contracts.device import Device
+from evener.contracts.quant import Packing
 from evener.engine.worker.assembly import Assembly
+from evener.engine.worker.memory import divide_weights
 from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.match import match_context
@@ -14,15 +23,24 @@ def load_stage(a: Assembly) -> WeightBytes:
     Raises:
         CheckpointError: tensors are missing, unexpected or of a wrong shape.
     """
-    where, config = a.device.torch_device, a.config.config
-    if config.load == "dummy":
-        a.device.seed(config.seed)
-        loaded = load_dummy(a.build.weights, a.resolver.packings_by_layout, where, config.seed)
-    else:
-        loaded = load_weights(
-            a.build.weights, a.checkpoint, a.scheme, a.resolver.packings_by_layout, where,
-            pinned_device=a.device, **match_context(a.build, a.other_stages),
-        )  # fmt: skip
+    here, placed = divide_weights(a)
+    loaded = _load(a, here, placed, a.resolver.packings_by_layout, a.device.torch_device, a.device)
+    if a.placement is not None:
+        there = _load(a, placed, here, a.placement.packings, a.placement.torch_device, None)
+        loaded = replace(loaded, placed=there.allocated + there.mapped)
     for group in a.build.groups:
         group.bind()
     return loaded
+
+
+def _load(
+    a: Assembly, declared: Sequence[Declared], others: Sequence[Declared], packings: Mapping[str, Packing],
+    where: torch.device, pinned: Device | None,
+) -> WeightBytes:  # fmt: skip
+    """Fill the weights of one place; ``others`` are those of the other."""
+    if a.config.config.load == "dummy":
+        a.device.seed(a.config.config.seed)
+        return load_dummy(declared, packings, where, a.config.config.seed)
+    context = match_context(a.build, a.other_stages)
+    context["other_stages"] = [*context["other_stages"], *others]
+    return load_weights(declared, a.checkpoint, a.scheme, packings, where, pinned_device=pinned, **context)

@@ -1,0 +1,118 @@
+"""Experts on the host. Of a step, each layer's normed rows, expert ids and weights are copied to the host; its result
+is copied back. Meanwhile the device computes the layer's shared experts.
+
+The weights are packed by the host's backend and never pass the device. With tensor parallelism each rank computes its
+own part of each expert on its own threads, and the results are added up as for experts on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from evener.config.resolve import ResolvedConfig
+from evener.config.stages import has_unlike_stages
+from evener.contracts.declared import CallSite
+from evener.contracts.device import Device
+from evener.contracts.experts import Placement
+from evener.contracts.ops import Bucket, OpFunction, Static
+from evener.contracts.weights import MoEWeights
+from evener.engine.worker.assembly import Assembly
+from evener.engine.worker.memory import memory_demand
+from evener.errors import ConfigError
+from evener.layers.builder import Builder
+from evener.resolution.resolver import Resolver
+from evener_offload.host_backend import open_host
+from evener_offload.layers import chosen_layers, layer_number, ranges
+
+#: With ``infer.cpu_layer_num=auto``: the share of the free memory that is planned with, because libraries take some,
+#: and the share of it that state should have at least, if the requests can use so much.
+_PLANNED, _STATE = 0.95, 0.15
+#: What numpy calls the numbers that it does not know.
+_AS_INTEGERS = {torch.bfloat16: torch.int16}
+#: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
+_PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
+
+
+class HostExperts(Placement):
+    """Moves the experts that the configuration names to the host.
+
+    Args:
+        device: the device that computes everything else.
+        resolver: the device's.
+        own: this rank's of the stages' ``builds``.
+
+    Raises:
+        ConfigError: the model does not have such layers, or the keys cannot be used together.
+    """
+
+    def __init__(
+        self, config: ResolvedConfig, device: Device, resolver: Resolver, own: Builder, builds: Sequence[Builder]
+    ) -> None:
+        if has_unlike_stages(config.config):
+            raise ConfigError("infer.cpu_layer_num and infer.host_experts are for a run on one backend, and "
+                              "infer.stages names several; leave one of them out")  # fmt: skip
+        chosen = chosen_layers(config.config.infer, [layer_number(site.path) for b in builds for site in _sites(b)])
+        self._device = device
+        host, self._resolver = open_host(config, resolver)
+        self.name, self.torch_device = host.name, host.torch_device
+        self.packings, self.free = self._resolver.packings_by_layout, host.memory().free // config.config.infer.tp_size
+        sites = [site for site in _sites(own) if layer_number(site.path) in chosen]
+        self.layers = tuple(layer_number(site.path) for site in sites)
+        for site in sites:
+            self._place(site, own)
+        resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}")
+
+    def __str__(self) -> str:
+        return f"the host ({self.name})"
+
+    @staticmethod
+    def layers_needed(a: Assembly) -> int:
+        """Of how many layers the experts have to leave the device of ``a``, which has all of them, so that the rest and
+        a fair share of state fit; all of them if that is not enough."""
+        if a.ranks.world.pp_size > 1:
+            raise ConfigError("infer.cpu_layer_num=auto is not implemented for several stages (infer.pp_size); set a "
+                              "number")  # fmt: skip
+        demand, free = memory_demand(a, a.config), int(_PLANNED * a.device.memory().free)
+        share = int(_STATE * free) if a.config.kv_memory is None else a.config.kv_memory
+        state = max(demand.least_state, min(share, (demand.max_useful_blocks + 1) * demand.block_bytes))
+        count = demand.layers_to_move(demand.fixed + state - free)
+        return len(demand.experts) if count is None else count
+
+    def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
+        compute = self._resolver.resolve(op, f"{path} on the host", {**static, "placement": None}, bucket)
+        device = self._device
+
+        def start(
+            x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
+        ) -> Callable[[], torch.Tensor]:
+            copies = [device.readback(tensor) for tensor in (x, ids, weights)]
+
+            def finish() -> torch.Tensor:
+                rows = compute(*(copy.wait() for copy in copies), experts)
+                return _upload(device, rows)
+
+            return finish
+
+        return start
+
+    def _place(self, site: CallSite, own: Builder) -> None:
+        site.static = {**site.static, "placement": self}
+        stacks = [site.static["gate_up"], site.static["down"]]
+        (group,) = (group for group in own.groups if group.fields.get("gate_up") is stacks[0])
+        for name in _PLACED:
+            if (declared := group.fields[name]) is not None:
+                declared.placement = self
+        self._resolver.packings(stacks)
+
+
+def _sites(build: Builder) -> list[CallSite]:
+    return [site for site in build.sites if site.op == "moe_block"]
+
+
+def _upload(device: Device, rows: torch.Tensor) -> torch.Tensor:
+    integers = _AS_INTEGERS.get(rows.dtype)
+    if integers is None:
+        return device.upload(rows.numpy())
+    return device.upload(rows.view(integers).numpy()).view(rows.dtype)
