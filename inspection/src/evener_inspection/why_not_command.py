@@ -26,7 +26,7 @@ _DESCRIPTOR_FIELDS: Mapping[str, str] = {
     "request_plugins": "request plugin", "checkpoints": "checkpoint reader", "model_sources": "source of models",
     "options": "option", "tool_parsers": "tool parser", "reasoning_parsers": "reasoning parser", "grammars": "grammar",
     "executors": "executor", "weight_files": "weight file reader", "quantizers": "quantizer",
-    "pooling_readers": "pooling reader",
+    "pooling_readers": "pooling reader", "placements": "placement of experts",
 }  # fmt: skip
 #: Providers that are part of the core.
 _BUILTIN_PROVIDERS = ("reference", "expanded")

@@ -21,8 +21,8 @@ from evener.loading.uploader import BUFFER_BYTES, BUFFER_COUNT, Uploader
 
 @dataclass
 class WeightBytes:
-    """Bytes of loaded weights: in memory (``allocated``), in pages of weight files (``mapped``), and of either kind with
-    a placement of their own (``placed``)."""
+    """Bytes of loaded weights: in memory (``allocated``), in pages of weight files (``mapped``), and both together of
+    those with a placement of their own (``placed``)."""
 
     allocated: int = 0
     mapped: int = 0

@@ -28,7 +28,7 @@ from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.worker.adapters import AdapterStacks
 from evener.engine.worker.geometry import Geometry, plan_geometry
-from evener.engine.worker.placement import host_placement, place_experts
+from evener.engine.worker.placement import host_placement
 from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
@@ -143,7 +143,8 @@ def assemble(
     media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
     resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
     placer = host_placement(resolved, device)
-    placement = place_experts(placer, resolved, device, resolver, build, [b for b, _ in declared])
+    auto = infer.cpu_layer_num == "auto"
+    placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
     resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
     resolver.packings([w for w in build.weights if isinstance(w, LinearWeight) and w.placement is None])
@@ -158,7 +159,7 @@ def assemble(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
         ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings, placement,
     )  # fmt: skip
-    if placer is None or infer.cpu_layer_num != "auto":
+    if placer is None or not auto:
         return a
     (count,) = Agreement(ranks.tp, device.torch_device).most([placer.layers_needed(a)])
     asked, why = replace(config, infer=replace(config.infer, cpu_layer_num=count)), "what the device's memory needs"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -213,10 +214,9 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     scratch = max(attention, a.resolver.footprint.workspace)
     here, placed = divide_weights(a)
     packings, copied = a.resolver.packings_by_layout, a.checkpoint.copied if a.headers else frozenset()
-    of_file = {"headers": a.headers or None, "scheme": a.scheme, "copied": copied}
-    weights = estimate_weights(here, packings, mappable=a.device.capabilities.host_memory, **of_file)
-    place = a.placement
-    there = estimate_weights(placed, place.packings, **of_file) if place else WeightEstimate(0, 0)
+    estimate = partial(estimate_weights, headers=a.headers or None, scheme=a.scheme, copied=copied)
+    weights, place = estimate(here, packings, mappable=a.device.capabilities.host_memory), a.placement
+    there = estimate(placed, place.packings) if place else WeightEstimate(0, 0)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.whole_prompt else 0
     rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + 4 * columns * len(groups) + 4 * pooled) + media
@@ -268,20 +268,21 @@ def _problem(
                 f"{_size(demand.host_free)} are free; lower infer.cpu_layer_num")  # fmt: skip
     more = weights.allocated + demand.rows + demand.workspace + demand.least_state - memory.free
     count = demand.layers_to_move(more) if more > 0 else 0
-    move = f"infer.cpu_layer_num={count} keeps the experts of {count} layers on the host" if count else ""
+    layers = demand.host_layers + (count or 0)
+    move = f"infer.cpu_layer_num={layers} keeps the experts of {layers} layers on the host; " if count else ""
     # Mapped weights may come and go with the page cache, but each step reads all of them.
     if weights.allocated > memory.free or weights.allocated + weights.mapped > memory.total:
         lighter = "dtype=bfloat16 halves them; " if demand.dtype == "float32" and not weights.mapped else ""
         return (
             f"the model does not fit: its weights take {_size(weights.allocated + weights.mapped)} in {demand.dtype}, "
-            f"and {free}; no key about state helps: {move and move + '; '}{lighter}take a checkpoint that stores them in fewer bits, or a "
-            "device with more memory (`evener doctor` lists what is here)"
+            f"and {free}; no key about state helps: {move}{lighter}take a checkpoint that stores them in fewer "
+            "bits, or a device with more memory (`evener doctor` lists what is here)"
         )
     left, need = memory.free - demand.fixed, demand.least_state
     if plan.blocks > demand.min_blocks and plan.state <= left:
         return None
     allowed = f" and infer.kv_memory allows {_size(kv_bytes)} for state" if kv_bytes is not None else ""
-    advice = [f"infer.max_seq_len={longest} fits"] * (longest > 1) + [move] * bool(move)
+    advice = [f"infer.max_seq_len={longest} fits"] * (longest > 1) + [move[:-2]] * bool(move)
     if kv_bytes is not None and max(need, kv_bytes) > left:
         advice.append("lower infer.kv_memory" if kv_bytes > left >= need else "free memory elsewhere")
     elif kv_bytes is not None:
