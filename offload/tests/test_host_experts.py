@@ -158,7 +158,7 @@ def test_explain_shows_what_the_host_holds_and_computes(configured: Configured) 
     text = render(found, 200)
     assert re.search(r"experts on the host: 2 layers, +\d+\.\d MiB", text)
     assert "note: the host (" in text and "computes the experts of 2 layers: 1-2" in text
-    assert "steps run eagerly: the host computes the experts of 2 layers" in found["graphs"]["reason"]
+    assert "steps run eagerly: experts of 2 layers are in host memory" in found["graphs"]["reason"]
     providers = {(row["op"], row["provider"].partition("/")[0]) for row in found["ops"]}
     assert ("grouped_linear", "cpu") in providers and ("rms_norm", "simulated") in providers
 
@@ -167,7 +167,7 @@ def test_a_step_with_experts_on_the_host_runs_eagerly_even_if_captures_were_aske
     config = configured(**{"infer.cpu_layer_num": 1, "infer.use_cuda_graph": True})
     controller, ready = build_controller(config)
     assert not play(controller, traffic()["messages"][:2]).dead
-    assert "steps run eagerly: the host computes the experts of 1 layers" in ready.info.manifest["notes"]
+    assert "steps run eagerly: experts of 1 layers are in host memory" in ready.info.manifest["notes"]
 
 
 def test_the_device_computes_shared_experts_while_rows_are_on_their_way(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from evener.backend_search import BackendSearch
 from evener.config.resolve import ResolvedConfig
-from evener.contracts.device import Device
+from evener.contracts.device import Device, MemoryInfo
 from evener.errors import ConfigError
 from evener.resolution.manifest import REFERENCE
 from evener.resolution.resolver import Resolver
@@ -14,6 +14,15 @@ from evener.resolution.tuning import TuningTable
 
 #: The backend that computes on the host.
 HOST = "cpu"
+
+
+def host_memory() -> MemoryInfo:
+    """What the host has.
+
+    Raises:
+        PluginError: its backend is not installed.
+    """
+    return BackendSearch(HOST).load({}).open_device().memory()
 
 
 def open_host(config: ResolvedConfig, beside: Resolver) -> tuple[Device, Resolver]:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from evener.config.resolve import ResolvedConfig
-from evener.config.stages import has_unlike_stages
-from evener.contracts.declared import CallSite
 from evener.contracts.device import Device
 from evener.contracts.experts import Placement
 from evener.contracts.ops import Bucket, OpFunction, Static
@@ -24,7 +22,8 @@ from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.host_backend import open_host
-from evener_offload.layers import chosen_layers, layer_number, ranges
+from evener_offload.layers import layer_number, ranges
+from evener_offload.placed_layers import place, placed_sites, stacks
 
 #: With ``infer.cpu_layer_num=auto``: the share of the free memory that is planned with, because libraries take some,
 #: and the share of it that state should have at least, if the requests can use so much.
@@ -50,18 +49,15 @@ class HostExperts(Placement):
     def __init__(
         self, config: ResolvedConfig, device: Device, resolver: Resolver, own: Builder, builds: Sequence[Builder]
     ) -> None:
-        if has_unlike_stages(config.config):
-            raise ConfigError("infer.cpu_layer_num and infer.host_experts are for a run on one backend, and "
-                              "infer.stages names several; leave one of them out")  # fmt: skip
-        chosen = chosen_layers(config.config.infer, [layer_number(site.path) for b in builds for site in _sites(b)])
+        sites = placed_sites(config, own, builds)
         self._device = device
         host, self._resolver = open_host(config, resolver)
         self.name, self.torch_device = host.name, host.torch_device
         self.packings, self.free = self._resolver.packings_by_layout, host.memory().free // config.config.infer.tp_size
-        sites = [site for site in _sites(own) if layer_number(site.path) in chosen]
         self.layers = tuple(layer_number(site.path) for site in sites)
         for site in sites:
-            self._place(site, own)
+            place(site, own, self, _PLACED)
+            self._resolver.packings(stacks(site))
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}")
 
     def __str__(self) -> str:
@@ -96,19 +92,6 @@ class HostExperts(Placement):
             return finish
 
         return start
-
-    def _place(self, site: CallSite, own: Builder) -> None:
-        site.static = {**site.static, "placement": self}
-        stacks = [site.static["gate_up"], site.static["down"]]
-        (group,) = (group for group in own.groups if group.fields.get("gate_up") is stacks[0])
-        for name in _PLACED:
-            if (declared := group.fields[name]) is not None:
-                declared.placement = self
-        self._resolver.packings(stacks)
-
-
-def _sites(build: Builder) -> list[CallSite]:
-    return [site for site in build.sites if site.op == "moe_block"]
 
 
 def _upload(device: Device, rows: torch.Tensor) -> torch.Tensor:

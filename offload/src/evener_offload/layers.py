@@ -1,4 +1,4 @@
-"""Which layers' experts go to the host: what ``infer.cpu_layer_num`` and ``infer.host_experts`` say. Torch-free."""
+"""Which layers' experts are in host memory: what ``infer.cpu_layer_num`` and its like say. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layer_number(path: str) -> int:
 
 
 def chosen_layers(infer: InferConfig, having: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the layers whose experts go to the host.
+    """Numbers of the layers whose experts are in host memory: all with ``infer.resident_experts`` alone.
 
     Args:
         having: the layers that have experts, ascending.
@@ -25,12 +25,15 @@ def chosen_layers(infer: InferConfig, having: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ConfigError: the model has no experts, or not in those layers; both keys are set; or a range cannot be read.
     """
-    count, named = infer.cpu_layer_num, infer.host_experts
-    asked = f"infer.host_experts={','.join(named)}" if named else f"infer.cpu_layer_num={count}"
+    count, named, residents = infer.cpu_layer_num, infer.host_experts, infer.resident_experts
+    key, value = ("host_experts", ",".join(named)) if named else ("cpu_layer_num", str(count))
+    asked = f"infer.{key}={value}" if named or count else f"infer.resident_experts={residents}"
     if named and count:
         raise ConfigError(f"{asked} says which layers, so leave out infer.cpu_layer_num={count}")
     if not having:
         raise ConfigError(f"{asked}: the model has no experts; leave it out")
+    if not named and not count:
+        return tuple(having)
     if not named:
         assert isinstance(count, int), "auto is a number by now"
         if count > len(having):

@@ -193,7 +193,7 @@ def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]
     if not a.device.capabilities.graphs:
         return None, f"steps run eagerly: {a.device.name} does not support graphs (DeviceCapabilities.graphs)"
     if a.placement is not None:
-        return None, f"steps run eagerly: the host computes the experts of {len(a.placement.layers)} layers"
+        return None, f"steps run eagerly: experts of {len(a.placement.layers)} layers are in host memory"
     if not a.config.use_cuda_graph or capture is None:
         asked = f"infer.use_cuda_graph=false, {a.config.reasons['infer.use_cuda_graph']}"
         return None, f"steps run eagerly: {asked if capture else 'no package captures steps of this device'}"

@@ -1,4 +1,4 @@
-"""Experts that are not on the device (``infer.cpu_layer_num``, ``infer.host_experts``): asks the package for it."""
+"""Experts that are not on the device (``infer.cpu_layer_num`` and its like): asks the package for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evener.plugins.discover import installed_catalog
 
 
 def host_placement(config: ResolvedConfig, device: Device) -> Any | None:
-    """The ``Placement`` of experts on the host, as a class; None if the configuration names none, or the device is the
+    """The ``Placement`` of experts in host memory, as a class; None if the configuration names none, or the device is the
     host. It is constructed with the configuration, the device and its resolver, and the builders of this rank's stage
     and of all stages. Then the weights and call sites of the experts that the configuration names have the placement.
     Its ``layers_needed`` says how many layers ``infer.cpu_layer_num=auto`` means, from an assembly without it.
@@ -20,10 +20,11 @@ def host_placement(config: ResolvedConfig, device: Device) -> Any | None:
         ConfigError: no installed package has it.
     """
     infer = config.config.infer
-    if not (infer.cpu_layer_num or infer.host_experts) or device.capabilities.host_memory:
+    key = next((k for k in ("resident_experts", "cpu_layer_num", "host_experts") if getattr(infer, k)), None)
+    if key is None or device.capabilities.host_memory:
         return None
     found = installed_catalog().lazy_imports("placement of experts")
-    if "host" not in found:
-        key = "cpu_layer_num" if infer.cpu_layer_num else "host_experts"
+    name = "resident" if infer.resident_experts else "host"
+    if name not in found:
         raise ConfigError(f"infer.{key} needs a package that is not installed; type: pip install evener-offload")
-    return found["host"].load()
+    return found[name].load()

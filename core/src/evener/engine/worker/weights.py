@@ -24,10 +24,11 @@ def load_stage(a: Assembly) -> WeightBytes:
         CheckpointError: tensors are missing, unexpected or of a wrong shape.
     """
     here, placed = divide_weights(a)
-    loaded = _load(a, here, placed, a.resolver.packings_by_layout, a.device.torch_device, a.device)
-    if a.placement is not None:
+    there = WeightBytes()
+    if a.placement is not None:  # first: a placement may have tables of the device that hold some of them too
         there = _load(a, placed, here, a.placement.packings, a.placement.torch_device, None)
-        loaded = replace(loaded, placed=there.allocated + there.mapped)
+    loaded = _load(a, here, placed, a.resolver.packings_by_layout, a.device.torch_device, a.device)
+    loaded = replace(loaded, placed=there.allocated + there.mapped)
     for group in a.build.groups:
         group.bind()
     return loaded
