@@ -5,6 +5,7 @@ that the device does not need now. Torch-free.
 module                holds
 ====================  ===================================================================
 ``layers``            which layers' experts are in host memory
+``automatic``         what ``auto`` counts with
 ``placed_layers``     their call sites and weights, and the placement that these get
 ``host_backend``      the host's backend beside the device's: its kernels and packings
 ``host_experts``      experts that the host computes, and the copies to and from it

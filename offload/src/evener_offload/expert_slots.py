@@ -61,7 +61,7 @@ class ExpertSlots:
             made = tuple(_empty_like(data[0], where) for _ in range(count))
         else:
             raise ConfigError(f"infer.resident_experts does not copy {self._stack.name}, which is packed as "
-                              f"{whole.layout}; use infer.cpu_layer_num without it, so that the host computes")  # fmt: skip
+                              f"{whole.layout}; use infer.cpu_layer_num alone, so that the host computes")  # fmt: skip
         return replace(whole, data=made, shape=(count, *whole.shape[1:]), nbytes=count * self.nbytes)
 
     def _pinned(self, data: Any) -> Any:

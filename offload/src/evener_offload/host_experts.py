@@ -8,26 +8,25 @@ own part of each expert on its own threads, and the results are added up as for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from evener.config.resolve import ResolvedConfig
+from evener.config.schema import InferConfig
 from evener.contracts.device import Device
 from evener.contracts.experts import Placement
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.weights import MoEWeights
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import memory_demand
-from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
+from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.host_backend import open_host
 from evener_offload.layers import layer_number, ranges
 from evener_offload.placed_layers import place, placed_sites, stacks
 
-#: With ``infer.cpu_layer_num=auto``: the share of the free memory that is planned with, because libraries take some,
-#: and the share of it that state should have at least, if the requests can use so much.
-_PLANNED, _STATE = 0.95, 0.15
 #: What numpy calls the numbers that it does not know.
 _AS_INTEGERS = {torch.bfloat16: torch.int16}
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
@@ -64,17 +63,13 @@ class HostExperts(Placement):
         return f"the host ({self.name})"
 
     @staticmethod
-    def layers_needed(a: Assembly) -> int:
-        """Of how many layers the experts have to leave the device of ``a``, which has all of them, so that the rest and
-        a fair share of state fit; all of them if that is not enough."""
-        if a.ranks.world.pp_size > 1:
-            raise ConfigError("infer.cpu_layer_num=auto is not implemented for several stages (infer.pp_size); set a "
-                              "number")  # fmt: skip
-        demand, free = memory_demand(a, a.config), int(_PLANNED * a.device.memory().free)
-        share = int(_STATE * free) if a.config.kv_memory is None else a.config.kv_memory
-        state = max(demand.least_state, min(share, (demand.max_useful_blocks + 1) * demand.block_bytes))
-        count = demand.layers_to_move(demand.fixed + state - free)
-        return len(demand.experts) if count is None else count
+    def settled(a: Assembly) -> tuple[InferConfig, str]:
+        """What ``infer.cpu_layer_num=auto`` means for ``a``, which has all experts on the device: those of so many
+        layers have to leave it that the rest and a fair share of state fit; all layers if that is not enough."""
+        demand, lacking = memory_demand(a, a.config), lacking_bytes(a, "infer.cpu_layer_num")
+        count = demand.layers_to_move(lacking)
+        (most,) = agreed(a).most([len(demand.experts) if count is None else count])
+        return replace(a.config.config.infer, cpu_layer_num=most), "cpu_layer_num"
 
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         compute = self._resolver.resolve(op, f"{path} on the host", {**static, "placement": None}, bucket)

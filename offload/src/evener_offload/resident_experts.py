@@ -9,13 +9,15 @@ one product with all experts: each (token, expert) pair is computed in one wave,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from evener.config.resolve import ResolvedConfig
+from evener.config.schema import InferConfig
 from evener.contracts.declared import CallSite
 from evener.contracts.device import Device
 from evener.contracts.experts import Placement
@@ -26,6 +28,7 @@ from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.ops.composites import linear_static
 from evener.resolution.resolver import Resolver
+from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.expert_slots import ExpertSlots
 from evener_offload.host_backend import host_memory
 from evener_offload.layers import layer_number, ranges
@@ -43,6 +46,7 @@ class _Layer:
         packings = resolver.packings_by_layout
         self.gate_up, self.down = (ExpertSlots(own, s, packings[s.layout], count, device) for s in stacks(site))
         self.residents = Residents(count)
+        self.nbytes = self.gate_up.nbytes + self.down.nbytes
 
     def copy(self, wave: Wave) -> None:
         """Start copying the wave's experts to their slots."""
@@ -69,6 +73,7 @@ class ResidentExperts(Placement):
         self, config: ResolvedConfig, device: Device, resolver: Resolver, own: Builder, builds: Sequence[Builder]
     ) -> None:
         sites, count = placed_sites(config, own, builds), config.config.infer.resident_experts
+        assert isinstance(count, int), "auto is a number by now"
         self._device, self._resolver = device, resolver
         self.torch_device, self.packings = torch.device("cpu"), resolver.packings_by_layout
         self.free = host_memory().free // config.config.infer.tp_size
@@ -80,17 +85,37 @@ class ResidentExperts(Placement):
             resolver.packings(stacks(site))
             self.layer[site.path] = _Layer(site, own, resolver, count, device)
         self._stream = _new_stream(device)
-        resolver.manifest.notes.append(f"{count} experts of each of {len(sites)} layers are on the device, the others in "
-                                       f"host memory: {ranges(self.layers)}")  # fmt: skip
+        shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
+        resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
 
     def __str__(self) -> str:
         return "host memory"
 
+    def counters(self) -> Mapping[str, int]:
+        """Over all layers: experts that were needed and on the device, or were not, and bytes that were copied."""
+        layers = self.layer.values()
+        return {
+            "expert_hits": sum(layer.residents.hits for layer in layers),
+            "expert_misses": sum(layer.residents.misses for layer in layers),
+            "expert_copied_bytes": sum(layer.residents.misses * layer.nbytes for layer in layers),
+        }
+
     @staticmethod
-    def layers_needed(a: Assembly) -> int:
-        """Not known: it depends on the number of residents."""
-        raise ConfigError("infer.cpu_layer_num=auto is not implemented with infer.resident_experts; set a number, or "
-                          "leave it out for all layers")  # fmt: skip
+    def settled(a: Assembly) -> tuple[InferConfig, str]:
+        """What ``infer.resident_experts=auto`` means for ``a``, which has all experts on the device: as many of each
+        layer as fit beside the rest and a fair share of state, or all; at least one."""
+        infer = a.config.config.infer
+        if infer.cpu_layer_num == "auto":
+            raise ConfigError("infer.cpu_layer_num=auto cannot be used with infer.resident_experts: set a number, or "
+                              "leave it out for all layers")  # fmt: skip
+        sites, lacking = placed_sites(a.config, a.build, [a.build]), lacking_bytes(a, "infer.resident_experts")
+        packings = a.resolver.packings_by_layout
+        each = sum(packings[s.layout].nbytes(s.parts, s.dtype) for site in sites for s in stacks(site))
+        whole = sum(packings[s.layout].nbytes(s.parts, s.dtype) * s.experts for site in sites for s in stacks(site))
+        (count,) = agreed(a).least([max(1, (whole - lacking) // each)])
+        if count >= min(site.static["experts"] for site in sites):
+            return replace(infer, resident_experts=0, cpu_layer_num=0, host_experts=()), "resident_experts"
+        return replace(infer, resident_experts=count), "resident_experts"
 
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         layer, top, device = self.layer[path], static["top"], self._device
@@ -127,7 +152,7 @@ class ResidentExperts(Placement):
 
         return start
 
-    def _filled(self, layer: _Layer, numbers: np.ndarray[Any, Any], count: int) -> Any:
+    def _filled(self, layer: _Layer, numbers: np.ndarray[Any, Any], count: int) -> Iterator[Any]:
         """The slot of each expert, -1 for one that is not in the wave, wave after wave. A wave's experts are in their
         slots when it is yielded; the next ones are copied as soon as its work is submitted."""
         computed: list[Any] = []
@@ -163,8 +188,8 @@ class ResidentExperts(Placement):
             raise ConfigError(f"infer.resident_experts={count}: a layer has {static['experts']} experts, so all fit; "
                               "leave it out")  # fmt: skip
         if static["router_weight_on_input"]:
-            raise ConfigError("infer.resident_experts is not implemented for models that weight the experts' inputs; use "
-                              "infer.cpu_layer_num, so that the host computes")  # fmt: skip
+            raise ConfigError("infer.resident_experts is not implemented for models that weight the experts' inputs; "
+                              "use infer.cpu_layer_num alone, so that the host computes")  # fmt: skip
 
 
 def _by_slot(device: Device, layer: _Layer, experts: MoEWeights) -> list[torch.Tensor | None]:

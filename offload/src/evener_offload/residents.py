@@ -37,8 +37,8 @@ class Residents:
     @property
     def experts(self) -> list[int]:
         """The expert in each slot; 0 in an empty one."""
-        found = dict(map(reversed, self._slot.items()))  # type: ignore[arg-type]
-        return [found.get(slot, 0) for slot in range(self.count)]  # type: ignore[call-overload]
+        found = {slot: expert for expert, slot in self._slot.items()}
+        return [found.get(slot, 0) for slot in range(self.count)]
 
     def waves(self, needed: Iterable[int]) -> Sequence[Wave]:
         """How the ``needed`` experts are computed, in order: first those that are in slots, then the others, copied to

@@ -156,9 +156,10 @@ class InferConfig(Section):
         (), "names", "Numbers of the layers whose experts the host computes, as in 3-20,40; none: infer.cpu_layer_num "
         "of them."
     )  # fmt: skip
-    resident_experts: int = option(
-        0, "int", "Experts of a layer that are on the device, which computes all: the others wait in host memory. Of all "
-        "layers, or those of the two keys above; 0: the host computes them.", minimum=0
+    resident_experts: int | Auto = option(
+        0, "int", "Experts of a layer that are on the device, which computes all; the others wait in host memory. Of "
+        "all layers, or of those that the two keys above say. auto: as many as fit; 0: the host computes.", auto=True,
+        minimum=0
     )  # fmt: skip
     prefix_cache: bool = option(True, "bool", "Reuse the KV cache of prompts with a common prefix.")
     heartbeat_timeout: float = option(

@@ -54,6 +54,10 @@ class Placement(ABC):
     layers: tuple[int, ...]
     free: int
 
+    def counters(self) -> Mapping[str, int]:
+        """(optional) What it has counted since the start, for a server's metrics. Default: nothing."""
+        return {}
+
     @abstractmethod
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         """The callable of ``routed_experts`` at one bucket. It takes the op's inputs on the device, starts, and returns

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from evener.contracts.device import Readback
 from evener.engine.sampling.sampler import Sampler
@@ -18,10 +19,12 @@ class PendingStep:
             of ``plan.named`` float32 [n, k], of which a row has as many as it names.
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
+        counters: for ``StepResult``.
     """
 
     logprobs: Sequence[Readback] = ()
     pooled: Sequence[Readback] = ()
+    counters: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = ()) -> None:
         self._plan, self._ids, self.scores = plan, ids, scores
@@ -45,7 +48,8 @@ class PendingStep:
         if self.scores:
             scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
         pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]
-        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled)
+        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled,
+                          counters=dict(self.counters))  # fmt: skip
 
 
 #: Samples the tokens of a step with its masks; None: it has none.

@@ -127,10 +127,12 @@ Order = Plan | StepMasks
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of ``Plan.logprobs``
     and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
-    ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``plan`` is the plan's id."""
+    ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``plan`` is the plan's id;
+    ``counters`` are those of this worker's ``Placement``."""
 
     plan: int
     ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     scores: list[TokenLogprobs] = []
     pooled: list[bytes] = []
+    counters: dict[str, int] = {}

@@ -143,7 +143,7 @@ def assemble(
     media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
     resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
     placer = host_placement(resolved, device)
-    auto = infer.cpu_layer_num == "auto"
+    auto = "auto" in (infer.cpu_layer_num, infer.resident_experts)
     placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
     resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
@@ -161,10 +161,10 @@ def assemble(
     )  # fmt: skip
     if placer is None or not auto:
         return a
-    (count,) = Agreement(ranks.tp, device.torch_device).most([placer.layers_needed(a)])
-    asked, why = replace(config, infer=replace(config.infer, cpu_layer_num=count)), "what the device's memory needs"
-    a = assemble(asked, search, serving, ranks)
-    return replace(a, config=replace(a.config, reasons={**a.config.reasons, "infer.cpu_layer_num": why}))
+    asked, key = placer.settled(a)
+    a = assemble(replace(config, infer=asked), search, serving, ranks)
+    reasons = {**a.config.reasons, f"infer.{key}": "what fits into the device's memory"}
+    return replace(a, config=replace(a.config, reasons=reasons))
 
 
 def _agree(config: ResolvedConfig, device: DeviceFacts, agreement: Agreement) -> ResolvedConfig:

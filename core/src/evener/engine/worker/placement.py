@@ -11,10 +11,10 @@ from evener.plugins.discover import installed_catalog
 
 
 def host_placement(config: ResolvedConfig, device: Device) -> Any | None:
-    """The ``Placement`` of experts in host memory, as a class; None if the configuration names none, or the device is the
-    host. It is constructed with the configuration, the device and its resolver, and the builders of this rank's stage
-    and of all stages. Then the weights and call sites of the experts that the configuration names have the placement.
-    Its ``layers_needed`` says how many layers ``infer.cpu_layer_num=auto`` means, from an assembly without it.
+    """The ``Placement`` of experts in host memory, as a class; None if the configuration names none, or the device
+    is the host. It is constructed with the configuration, the device and its resolver, and the builders of this rank's
+    stage and of all stages. Then the weights and call sites of the experts that the configuration names have the
+    placement. Its ``settled`` says what ``auto`` means, from an assembly without it: the keys, and which one it set.
 
     Raises:
         ConfigError: no installed package has it.

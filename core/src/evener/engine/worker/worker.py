@@ -99,6 +99,8 @@ class Worker:
             replayed = self._graphs.execute(order) if self._graphs is not None else None
             step = replayed or self.runner.execute(order)
             self._draw = None if isinstance(step, PendingStep) else step
+            if isinstance(step, PendingStep) and (place := self._assembly.placement) is not None:
+                step.counters = place.counters()
             return step if isinstance(step, PendingStep) else None
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
