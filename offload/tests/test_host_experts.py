@@ -98,6 +98,15 @@ def test_auto_moves_as_few_layers_as_the_memory_asks_for(configured: Configured)
     assert not play(controller, traffic()["messages"][:2]).dead and ready.info.memory["host_layers"] == layers
 
 
+def test_auto_is_explained_for_ranks_that_are_not_here(configured: Configured) -> None:
+    gc.collect()
+    every = explain(configured(**{"infer.tp_size": 2}))["memory"]
+    memory = every["total"] * 3 // 4 + 2**30 - every["free"]
+    for key in ("cpu_layer_num", "resident_experts"):
+        found = explain(configured(**{"infer.tp_size": 2, f"infer.{key}": "auto", "simulated.memory": memory}))
+        assert found["config"][f"infer.{key}"]["value"] > 0 and found["memory"]["problem"] is None
+
+
 def test_explain_shows_what_the_host_holds_and_computes(configured: Configured) -> None:
     found = explain(configured(**{"infer.cpu_layer_num": 2}))
     text = render(found, 200)
