@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -52,40 +53,55 @@ class ExpertSlots:
         asynchronous."""
         whole, count = self._stack.value, self.weight.experts
         assert whole is not None, "experts on the host are loaded first"
-        data = whole.data
-        if isinstance(data, torch.Tensor):
-            self._stack.value = whole = replace(whole, data=self._pinned(data))
-            made: Any = torch.empty((count, *data.shape[1:]), dtype=data.dtype, device=where)
-        elif isinstance(data, tuple):
-            self._stack.value = whole = replace(whole, data=tuple(map(self._pinned, data)))
-            made = tuple(_empty_like(data[0], where) for _ in range(count))
+        self._stack.value = replace(whole, data=map_tensors(whole.data, self._pinned))
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(tensor, device=where)
+
+        def some(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_contiguous() or tensor.shape[0] != self._stack.experts:
+                raise ConfigError(f"infer.resident_experts cannot copy {self._stack.name}, which is packed as "
+                                  f"{whole.layout}; use infer.cpu_layer_num alone: then the host computes")  # fmt: skip
+            return torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=where)
+
+        if isinstance(whole.data, tuple):
+            made: Any = tuple(map_tensors(whole.data[0], empty) for _ in range(count))
         else:
-            raise ConfigError(f"infer.resident_experts does not copy {self._stack.name}, which is packed as "
-                              f"{whole.layout}; use infer.cpu_layer_num alone, so that the host computes")  # fmt: skip
+            made = map_tensors(whole.data, some)
+        if "shape" in getattr(made, "__dataclass_fields__", ()):
+            made = replace(made, shape=(count, *whole.shape[1:]))
         return replace(whole, data=made, shape=(count, *whole.shape[1:]), nbytes=count * self.nbytes)
 
-    def _pinned(self, data: Any) -> Any:
-        if isinstance(data, tuple):
-            return tuple(map(self._pinned, data))
-        if not isinstance(data, torch.Tensor):
-            return data
-        buffers = self._device.pinned_buffers(1, data.nbytes) if data.nbytes else ()
-        for buffer in buffers:
-            pinned = buffer[: data.nbytes].view(data.dtype).view(data.shape)
-            # A matrix may be stored with its columns first; the device's copy has the same strides.
-            return pinned.copy_(data) if data.is_contiguous() else pinned.view(data.mT.shape).copy_(data.mT).mT
-        return data
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        for buffer in self._device.pinned_buffers(1, tensor.nbytes) if tensor.nbytes else ():
+            pinned = buffer[: tensor.nbytes].view(tensor.dtype)
+            if tensor.is_contiguous():
+                return pinned.view(tensor.shape).copy_(tensor)
+            return pinned.view(tensor.mT.shape).copy_(tensor.mT).mT  # stored with its columns first
+        return tensor
 
 
-def _empty_like(data: Any, where: torch.device) -> Any:
-    if isinstance(data, tuple):
-        return tuple(_empty_like(each, where) for each in data)
-    return torch.empty_like(data, device=where) if isinstance(data, torch.Tensor) else data
+def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same packed data with other tensors, in tuples and the fields of dataclasses; a tensor that occurs twice is
+    changed once."""
+    known: dict[int, torch.Tensor] = {}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in known:
+                known[id(value)] = change(value)
+            return known[id(value)]
+        if type(value) is tuple:  # a named tuple is a description
+            return tuple(map(walk, value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return dataclasses.replace(value, **{name: walk(field) for name, field in fields.items()})
+        return value
+
+    return walk(data)
 
 
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, tuple):
-        for each in data:
-            yield from _tensors(each)
+def _tensors(data: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(data, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
